@@ -1,0 +1,31 @@
+"""Diptych: an inference engine for large language models built around its two phases, prefill and decode.
+
+The public names are imported on first use, so that `import diptych` (and `diptych --help`) loads no tensor library.
+
+>>> from diptych import LLM, SamplingParams
+>>> LLM.from_pretrained("bundled").generate("Once upon a time")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from diptych.ground.request import SamplingParams
+
+if TYPE_CHECKING:
+    from diptych.engine.llm import LLM, AsyncLLM
+    from diptych.engine.phases import TwoPhase
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "TwoPhase", "__version__"]
+
+_LAZY = {"LLM": "diptych.engine.llm", "AsyncLLM": "diptych.engine.llm", "TwoPhase": "diptych.engine.phases"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine's public classes on first use (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'diptych' has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415  (the point of this function is to import late)
+
+    return getattr(import_module(_LAZY[name]), name)

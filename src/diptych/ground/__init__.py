@@ -1,0 +1,1 @@
+"""Floor 0: the nouns every room shares. Standard library only."""

@@ -1,0 +1,73 @@
+"""Every error a user, a file or a peer can cause, as one small tree.
+
+A message says what, the number and the limit; `hint` says what to do. Lower case, no full stop.
+
+>>> raise PromptTooLong("prompt has 5210 tokens; this engine accepts at most 4096", hint="shorten the prompt")
+Traceback (most recent call last):
+diptych.ground.errors.PromptTooLong: prompt has 5210 tokens; this engine accepts at most 4096
+hint: shorten the prompt
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """The root. `param` names the request field at fault, where there is one."""
+
+    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}\nhint: {hint}")
+        self.message = message
+        self.hint = hint
+        self.param = param
+
+
+class ConfigError(EngineError):
+    """A setting, an option or an environment variable has an impossible value."""
+
+
+class LoadError(EngineError):
+    """A checkpoint is missing, damaged, or contradicts its own config."""
+
+
+class UnsupportedModel(LoadError):
+    """The architecture is not one this engine implements."""
+
+
+class RequestError(EngineError):
+    """A request is wrong in itself; the engine goes on (HTTP 400)."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt does not fit the context or the KV pool."""
+
+
+class BadSampling(RequestError):
+    """A sampling option has an impossible value."""
+
+
+class TemplateError(RequestError):
+    """A chat template failed, looped, or reached for something it may not have."""
+
+
+class GrammarError(RequestError):
+    """A schema, regex or grammar cannot be compiled within its bounds."""
+
+
+class CapacityError(EngineError):
+    """The engine cannot take this now: queue full, draining, or the KV pool does not fit in memory (HTTP 503)."""
+
+
+class ExecutorError(EngineError):
+    """The step failed below control; open requests are answered with this."""
+
+
+class InternalError(EngineError):
+    """A bug of ours."""
+
+
+class IllegalMove(InternalError):
+    """A status change that `MOVES` does not allow."""
+
+
+class BlockLeak(InternalError):
+    """Blocks held, cached and free do not add up to the pool."""

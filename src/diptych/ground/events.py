@@ -1,0 +1,151 @@
+"""The event log: the one record from which every metric is derived (`diptych.metrics`).
+
+Every event carries `at_s` of one monotonic clock. Control emits them; nothing else invents times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.ground.phase import FinishReason, Phase
+from diptych.ground.step import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalEvent:
+    """A request was accepted by `submit`. `at_s` is the request's arrival_s (before any queueing)."""
+
+    request_id: str
+    at_s: float
+    prompt_tokens: int
+    n: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledEvent:
+    """A chunk of this request was planned. `cached_tokens` > 0 only where a prefix hit moved the sequence forward.
+
+    `index` is the choice (0 .. n-1); is_recompute marks tokens whose KV existed before a preemption.
+    """
+
+    request_id: str
+    index: int
+    step_id: int
+    at_s: float
+    phase: Phase
+    chunk_tokens: int
+    cached_tokens: int
+    context_tokens: int  # tokens before the chunk
+    is_recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBeginEvent:
+    """A step starts. Chunk counts are the plan's."""
+
+    step_id: int
+    at_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    predicted_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEndEvent:
+    """The step's results are committed."""
+
+    step_id: int
+    at_s: float
+    device_s: float
+    host_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptEvent:
+    """The sequence lost its blocks and waits to be computed again."""
+
+    request_id: str
+    index: int
+    at_s: float
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One output token, handed out at `at_s`. `position` counts output tokens from 0."""
+
+    request_id: str
+    index: int
+    at_s: float
+    token_id: int
+    position: int
+    step_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprobsEvent:
+    """Log-probabilities of prompt tokens [start, start + len(entries))."""
+
+    request_id: str
+    at_s: float
+    start: int
+    entries: tuple[TokenLogprobs | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishEvent:
+    """One choice ended; after the last choice's, the request is over. Usage is final then.
+
+    stop_reason: the stop token id that ended it, when one did.
+    """
+
+    request_id: str
+    index: int
+    at_s: float
+    reason: FinishReason
+    output_tokens: int
+    stop_token_id: int | None = None
+
+
+Event = (
+    ArrivalEvent
+    | ScheduledEvent
+    | StepBeginEvent
+    | StepEndEvent
+    | PreemptEvent
+    | TokenEvent
+    | PromptLogprobsEvent
+    | FinishEvent
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of a request by source: computed + cached = prompt, whatever happened on the way."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    recomputed_tokens: int = 0  # computed again after preemption; never counted as cached
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Durations of one request, from events alone. queue + prefill = ttft; queue + prefill + decode = e2e.
+
+    ttft_s is None when no token was ever handed out; tpot_s needs two tokens.
+    stall_s: the part of decode spent in steps lengthened by other requests' prefill.
+    """
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    e2e_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    itl_s: tuple[float, ...]
+    stall_s: float
+    n_preemptions: int

@@ -1,0 +1,120 @@
+"""What goes down to the executor (`StepPlan`) and what comes up (`StepResult`): the only two things that do.
+
+Work per step is O(chunks + chunk tokens + new blocks): a chunk names only the blocks that are new to its sequence, and a
+sequence's whole prompt travels once, by reference, in its `SequenceStart`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from diptych.ground.phase import Phase
+from diptych.ground.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceStart:
+    """A sequence the executor has not seen: its prompt (for penalties and grammars) and how to sample it.
+
+    `seed` is already drawn; noise depends on (seed, position) and on nothing else.
+    Sent exactly once per sequence, before or in the plan of its first chunk; a preempted sequence is not sent again.
+    """
+
+    seq_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Compute the KV of `token_ids`, which stand at positions [start_pos, start_pos + len(token_ids)).
+
+    new_block_ids replace the sequence's block table from index `first_new_block` on: usually an append; index 0 starts
+    the table anew (first chunk, or after preemption); a copied-on-write block is written over its old entry.
+    samples: whether the last token's logits are wanted and a token drawn from them. False for all chunks of a prompt but
+    the last.
+    """
+
+    seq_id: int
+    phase: Phase
+    start_pos: int
+    token_ids: tuple[int, ...]
+    first_new_block: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+
+    @property
+    def end_pos(self) -> int:
+        """One past the last position; also the context length after this chunk."""
+        return self.start_pos + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """Copy a whole KV block before the step's chunks run (copy on write)."""
+
+    source_block_id: int
+    target_block_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: decode chunks first, then prefill chunks. `ended_seq_ids` may be forgotten before the step runs."""
+
+    step_id: int
+    chunks: tuple[Chunk, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    starts: tuple[SequenceStart, ...] = ()
+    ended_seq_ids: tuple[int, ...] = ()
+    planned_at_s: float = 0.0
+
+    @property
+    def n_tokens(self) -> int:
+        """Rows of the step's one GEMM."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural-log probability of one token and of the top alternatives at its position, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkResult:
+    """What one chunk gave. `token_ids` is empty for a chunk that does not sample.
+
+    `is_complete`: the sequence's grammar can accept nothing more, so it must stop after these tokens.
+    `prompt_logprobs` has one entry per prompt token of this chunk (None for the very first token of the prompt).
+    """
+
+    seq_id: int
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    is_complete: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Results in the order of the plan's chunks. device_s: inside the kernels; host_s: the rest of execute()."""
+
+    step_id: int
+    results: tuple[ChunkResult, ...]
+    device_s: float
+    host_s: float
+
+
+class Executor(Protocol):
+    """Runs a step: real kernels in the engine, a cost model in the simulator."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run every chunk of the plan. Raises ExecutorError when the device fails."""
+        ...
