@@ -1,0 +1,71 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both make .venv and install into it what they need.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PROMPT ?= Once upon a time
+
+.PHONY: help demo test lint types tests test-slow test-gpu sanitize bench-peers clean
+
+help:
+	@echo "make demo         install, then generate text with the bundled model and print the phase report"
+	@echo "make test         install, then lint, check types and run the tests"
+	@echo "make test-slow    the minutes-long tests (soak, fuzzing)"
+	@echo "make test-gpu     the tests that need a CUDA device"
+	@echo "make sanitize     the kernels under AddressSanitizer and UBSan with random shapes"
+	@echo "make bench-peers  measure other engines beside this one on the same random weights"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed (PYTHON=... names another)"; exit 1; }
+	@echo "==> making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch goes in first, so that nothing else chooses a build of it
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	@echo "==> installing torch (pinned in constraints.txt)"
+	@$(BIN)/pip install -q torch
+	@touch $@
+
+$(VENV)/.run: pyproject.toml $(NATIVE) $(VENV)/.torch
+	@echo "==> installing diptych (compiles the CPU kernels; one to three minutes)"
+	@$(BIN)/pip install -q -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.run
+	@echo "==> installing what the tests need"
+	@$(BIN)/pip install -q -e ".[dev]"
+	@touch $@
+
+demo: $(VENV)/.run
+	@echo "==> diptych generate \"$(PROMPT)\""
+	@$(BIN)/diptych generate "$(PROMPT)" --max-tokens 120 --seed 7 --temperature 0.7
+
+test: lint types tests
+	@echo "==> all checks passed"
+
+lint: $(VENV)/.dev
+	@echo "==> lint and spelling"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell src csrc tests docs *.md
+
+types: $(VENV)/.dev
+	@echo "==> types"
+	@$(BIN)/mypy
+
+tests: $(VENV)/.dev
+	@echo "==> tests"
+	@$(BIN)/python -m pytest --durations=15
+
+test-slow: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m slow --timeout 7200
+
+test-gpu: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m gpu
+
+sanitize: $(VENV)/.dev
+	@echo "==> kernels under AddressSanitizer and UBSan"
+	@cmake -S . -B build/sanitize -DDIPTYCH_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo && cmake --build build/sanitize -j2 && build/sanitize/kernel_fuzz $${SECONDS_TO_RUN:-60}
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,5 @@
+"""`python -m diptych` is the `diptych` command."""
+
+from diptych.cli import main
+
+main()

@@ -1,0 +1,104 @@
+"""The house of ARCHITECTURE.md, held: who may import whom, which words are unsafe, which paths exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SRC = ROOT / "src" / "diptych"
+
+# room -> rooms of the project it may import (itself always). Floors of ARCHITECTURE.md.
+MAY_IMPORT = {
+    "ground": set(),
+    "control": {"ground"},
+    "cost": {"ground"},
+    "metrics": {"ground"},
+    "workload": {"ground"},
+    "compute": {"ground"},
+    "engine": {"ground", "control", "cost", "metrics", "compute"},
+    "server": {"ground", "metrics", "cost", "workload", "engine", "compute", "control"},
+    "lab": {"ground", "metrics", "cost", "workload", "engine", "compute", "control"},
+    "cli": {"ground", "metrics", "cost", "workload", "engine", "compute", "control", "server", "lab"},
+}
+# only these modules may import time or read the environment
+TIME_OWNERS = {"ground/clock.py"}
+ENVIRONMENT_OWNERS = {"ground/config.py"}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in SRC.rglob("*.py") if path.parent != SRC or path.stem in MAY_IMPORT)
+
+
+def imported_names(tree: ast.AST) -> list[str]:
+    """Every absolute module name imported anywhere in the file."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide the floor"
+            names += [node.module or ""]
+    return names
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SRC).with_suffix("").parts[0]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SRC)))
+def test_room_imports_only_lower_floors(path: Path) -> None:
+    """A higher floor imported from below would make a circle nobody can take apart later."""
+    room = room_of(path)
+    allowed = MAY_IMPORT[room] | {room}
+    tree = ast.parse(path.read_text())
+    for name in imported_names(tree):
+        parts = name.split(".")
+        if parts[0] == "diptych" and len(parts) > 1 and (SRC / parts[1]).exists() | (SRC / f"{parts[1]}.py").exists():
+            assert parts[1] in allowed, f"{path.relative_to(SRC)} ({room}) imports {name}"
+        if parts[0] == "time":
+            assert str(path.relative_to(SRC)) in TIME_OWNERS, f"{path.relative_to(SRC)} imports time; use ground.clock"
+        assert parts[0] not in ("pickle", "dill", "shelve", "marshal"), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SRC)))
+def test_environment_is_read_in_config_only(path: Path) -> None:
+    """A setting read in the middle of a room cannot be found, documented or tested."""
+    if str(path.relative_to(SRC)) in ENVIRONMENT_OWNERS:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_environ = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+        assert not is_environ, f"{path.relative_to(SRC)} reads the environment; use ground.config"
+
+
+def test_light_rooms_import_without_torch() -> None:
+    """`diptych --help` and `diptych plan` must not wait for a tensor library."""
+    code = (
+        "import sys, diptych, diptych.cli, diptych.cost.planner, diptych.control.loop, diptych.metrics, diptych.workload\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"])
+def test_paths_named_in_the_pages_exist(page: str) -> None:
+    """A map that names rooms that are gone leads a newcomer astray."""
+    text = (ROOT / page).read_text()
+    named = set(re.findall(r"`((?:src|csrc|tests|training|docs)/[\w./-]+)`", text))
+    assert named or page == "README.md", f"{page} names no path at all"
+    missing = sorted(path for path in named if not (ROOT / path).exists())
+    assert not missing, f"{page} names paths that do not exist: {missing}"
+
+
+def test_every_command_has_its_module() -> None:
+    """A command in the help page that cannot be imported is a broken promise."""
+    from diptych.cli import COMMANDS
+
+    for name, (module, _) in COMMANDS.items():
+        assert (SRC.parent / (module.replace(".", "/") + ".py")).exists(), name
