@@ -1,0 +1,166 @@
+// Linear layers y = x W^T + b for bf16, int8 and int4 weights, the same code for one row (decode) and thousands (prefill).
+//
+// The promise: output (row, lane) depends on that row of x and that lane of W alone. Not one bit changes with the number
+// of rows, the other rows, the thread count or the way the work is cut, because every output lane adds its products
+// over K in one fixed order (bf16: fp32 in ascending pairs; int8: exact int32; int4: exact int32 per group, then fp32 fma
+// over groups in ascending order). Holds within one instruction set.
+//
+// Life of a layer, all functions called inside a ThreadPool region by every thread unless noted:
+//   LinearShape shape{Format::int8, n, k};                       // once, at load
+//   blob = allocate 64-byte aligned packed_bytes(shape)          //   (PageBuffer gives huge pages)
+//   pack_linear(shape, parts, n_parts, bias, blob, thread, threads)
+//   PackedLinear w = view_packed(shape, blob);                   // a view; the blob can also come from a mapped file
+//   Rows x = view_rows(rows_kind(format), m, k, group, memory);  // once per step and distinct input
+//   prepare_rows(x, f32 input, stride, begin, end);              // each thread a part of the rows
+//   pool.barrier(thread)
+//   linear(w, x, {}, m, epilogue, thread, threads);              // no barrier inside; the caller puts one after
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace diptych {
+
+constexpr int64_t kPanelLanes = 64;  // output lanes of one packed panel
+
+enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2 };
+enum class Source : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+
+struct LinearShape {
+  Format format = Format::bf16;
+  int64_t n = 0;         // output lanes of W as the checkpoint counts them (gated: gate and up together)
+  int64_t k = 0;         // inputs
+  int64_t group = 32;    // int4: inputs per scale: 32, 64 or 128; ignored otherwise
+  bool gated = false;    // W = gate rows then up rows, n even; the epilogue gives act(gate) * up, n / 2 outputs
+  bool has_bias = false;
+};
+
+// Rows [begin, begin + rows) of W from one tensor, concatenated along n in the order given (q, k, v / gate, up).
+struct WeightPart {
+  const void* data;  // [rows, stride], only the first k of each row are read; any alignment of 2 (16 bit) or 4 bytes
+  Source source;
+  int64_t rows;
+  int64_t stride;  // elements from row to row, at least k
+};
+
+// Bytes of the packed form (panels, scales, bias in one blob), a multiple of 64.
+int64_t packed_bytes(const LinearShape& shape);
+
+// Packs W into blob. Threads divide the panels; each byte of the blob is written by exactly one thread.
+//   parts: sum of rows == shape.n      bias [n] fp32 in checkpoint order, read if shape.has_bias
+void pack_linear(const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias, void* blob,
+                 int thread, int threads);
+
+// As pack_linear with random weights, uniform in +-amplitude, a pure function of (seed, lane, input). For benchmarks.
+void pack_random(const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads);
+
+struct PackedLinear {
+  LinearShape shape;
+  int64_t n_outputs = 0;    // n, or n / 2 when gated
+  int64_t n_panels = 0;     // panels of 64 lanes, the last one padded with zeros
+  int64_t k_padded = 0;     // k rounded up to 64 (int4: to the group or 64)
+  int64_t panel_bytes = 0;  // of one panel, a multiple of 64; panels follow one another
+  const uint8_t* panels = nullptr;
+  const float* scales = nullptr;  // [n_panels * 64], int8 only
+  const float* bias = nullptr;    // [n_panels * 64] or null
+};
+
+// The view of a packed blob; blob is 64-byte aligned and outlives the view.
+PackedLinear view_packed(const LinearShape& shape, const void* blob);
+
+// Back to fp32, row by row in checkpoint order: what the packed form stands for. out [n, k]. Single thread; for tests,
+// quality figures and embeddings kept in a packed form (use unpack_rows for some rows only).
+void unpack_rows(const PackedLinear& w, int64_t first_row, int64_t n_rows, float* out, int64_t out_stride);
+
+// ---- activations -------------------------------------------------------------------------------------------------
+
+// What the rows of x become for a weight format: int8 and int4 share one kind.
+enum class RowsKind : int32_t { bf16 = 0, int8 = 1 };
+
+inline RowsKind rows_kind(Format format) { return format == Format::bf16 ? RowsKind::bf16 : RowsKind::int8; }
+
+struct Rows {
+  RowsKind kind = RowsKind::bf16;
+  int64_t m = 0, k = 0;
+  int64_t k_padded = 0;         // k rounded up to 128; [k, k_padded) is zero
+  int64_t group = 32;           // int8: inputs per group sum; equal to the group of the int4 weights that use it
+  int64_t stride_bytes = 0;     // from row to row
+  uint8_t* data = nullptr;      // [m, stride_bytes]: bf16 or s8
+  float* scales = nullptr;      // [m]     int8: x ~ scale * q, q in [-127, 127], scale = max|x| / 127
+  int32_t* sums = nullptr;      // [m]     int8: sum of q over the row
+  float* group_sums = nullptr;  // [m, k_padded / group]  int8: sum of q over each group, exact in fp32
+};
+
+int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k, int64_t group = 32);  // a multiple of 64
+
+// memory: rows_bytes(...) bytes, 64-byte aligned.
+Rows view_rows(RowsKind kind, int64_t m, int64_t k, int64_t group, void* memory);
+
+// Row `row` from x [k] fp32 (a fused norm calls this with its result while that is still in L1). bf16 rounds to nearest even.
+void prepare_row(const Rows& rows, int64_t row, const float* x);
+
+// Rows [begin, end) from x [m, x_stride] fp32.
+void prepare_rows(const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end);
+
+// bf16 kind only: the row's storage, for producers that write bf16 themselves; they leave [k, k_padded) alone after
+// clear_padding has zeroed it once.
+inline uint16_t* bf16_row(const Rows& rows, int64_t row) {
+  return reinterpret_cast<uint16_t*>(rows.data + row * rows.stride_bytes);
+}
+void clear_padding(const Rows& rows, int64_t begin, int64_t end);
+
+// ---- the product -------------------------------------------------------------------------------------------------
+
+enum class Store : int32_t {
+  f32 = 0,      // out[row] = y
+  bf16 = 1,     // out[row] = bf16(y); out may be bf16_row storage of the next Rows (out_stride = stride_bytes / 2)
+  add_f32 = 2,  // out[row] += weight * y, fp32: residual stream, or the gated sum of experts
+};
+
+enum class Activation : int32_t { silu = 0, gelu_tanh = 1 };
+
+struct Epilogue {
+  Store store = Store::f32;
+  Activation activation = Activation::silu;  // read for gated weights only
+  void* out = nullptr;
+  int64_t out_stride = 0;              // elements from row to row
+  const int32_t* out_rows = nullptr;   // row i goes to out row out_rows[i]; null: row i. No row twice in one call.
+  const float* row_weights = nullptr;  // add_f32: weight of row i; null: 1
+};
+
+// y[i] = x[x_rows ? x_rows[i] : i] W^T (+ bias), i in [0, m), stored by the epilogue. Any m >= 0. One expert of a MoE is
+// a call with x_rows = the tokens routed to it. Each output element is written by exactly one thread.
+void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m, const Epilogue& epilogue,
+            int thread, int threads);
+
+// Half-open part of [0, items) that is thread's, in multiples of `unit` except for the end.
+struct Range {
+  int64_t begin, end;
+};
+inline Range share(int64_t items, int thread, int threads, int64_t unit = 1) {
+  const int64_t units = (items + unit - 1) / unit;
+  const int64_t begin = units * thread / threads * unit, end = units * (thread + 1) / threads * unit;
+  return {begin < items ? begin : items, end < items ? end : items};
+}
+
+// ---- memory ------------------------------------------------------------------------------------------------------
+
+// Anonymous pages, zeroed, 2 MiB aligned and huge where the system allows; for weights, KV and activations.
+class PageBuffer {
+ public:
+  PageBuffer() = default;
+  explicit PageBuffer(int64_t bytes);  // throws std::bad_alloc
+  ~PageBuffer();
+  PageBuffer(PageBuffer&& other) noexcept;
+  PageBuffer& operator=(PageBuffer&& other) noexcept;
+  uint8_t* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  uint8_t* data_ = nullptr;
+  int64_t bytes_ = 0;
+  void* mapping_ = nullptr;
+  int64_t mapped_bytes_ = 0;
+};
+
+}  // namespace diptych

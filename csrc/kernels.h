@@ -1,0 +1,116 @@
+// The program's own kernels (everything but the linear layers), one table of functions per instruction set.
+//
+// Legend: S sequences, T packed tokens of the step, H query heads, K kv heads, G = H / K, d head dim, P tokens per block,
+// M block table width. All kernels compute a row or a token from that row or token alone, in one order of summation.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu_features.h"
+#include "gemm.h"
+#include "kv_cache.h"
+
+namespace diptych {
+
+// ---- norm -------------------------------------------------------------------------------------------------------------
+
+// out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i]; x, weight and out [n] fp32; out may be x.
+using RmsNormRow = void (*)(const float* x, const float* weight, int64_t n, float eps, float* out);
+
+// ---- rotary position and cache write ----------------------------------------------------------------------------------
+
+struct RotateShape {
+  int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
+  int64_t rotary_dim = 0;                   // even; 0 where the layer has no rotary position
+  const float* q_norm = nullptr;            // [d] or [H*d], null: none
+  const float* k_norm = nullptr;            // [d] or [K*d], null: none
+  bool has_full_width_norm = false;         // the norm runs over all heads of the row (OLMo 2)
+  float norm_eps = 0.0f;
+  const float* cos_table = nullptr;         // [positions, rotary_dim / 2]
+  const float* sin_table = nullptr;
+};
+
+struct RotateCall {
+  RotateShape shape;
+  KvLayer kv;
+  const float* qkv = nullptr;               // [T, (H + 2K) * d]: q heads, k heads, v heads
+  uint16_t* q_out = nullptr;                // [T, H, d] bf16, written
+  const int32_t* positions = nullptr;       // [T]
+  const int32_t* slots = nullptr;           // [T] block * P + offset
+  int64_t n_tokens = 0;
+};
+
+// One token and one kv head: its G query heads, its key and its value. scratch: rotate_scratch_floats() fp32.
+using RotateToken = void (*)(const RotateCall& call, int64_t token, int64_t kv_head, float* scratch);
+inline int64_t rotate_scratch_floats(int64_t head_dim) { return 2 * (head_dim + 32); }
+
+// ---- attention --------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTileTokens = 256;  // keys per softmax tile, at absolute positions: [256 i, 256 i + 256)
+constexpr int64_t kTaskRows = 64;     // (token, query head) rows of one task, at most (or G when that is larger)
+
+struct AttentionShape {
+  int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
+  float scale = 1.0f;
+  int64_t window = INT64_MAX;  // a query sees the last `window` positions up to its own
+  float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
+  bool has_softcap = false;
+};
+
+// Query tokens [token_begin, token_end) of one sequence against tiles [tile_begin, tile_end) of one kv head.
+struct AttentionTask {
+  int32_t sequence, kv_head, token_begin, token_end, tile_begin, tile_end;
+  bool is_split;           // then the tiles' partial results go to `partials` and combine_split joins them
+  int64_t partial_begin;   // floats into `partials`: [tiles of the whole row range][rows][dv + 2]
+  int32_t first_tile;      // the row range's first tile, where its partials begin
+};
+
+struct AttentionCall {
+  AttentionShape shape;
+  KvLayer kv;
+  const uint16_t* q = nullptr;             // [T, H, d] bf16
+  const int32_t* positions = nullptr;      // [T]
+  const int32_t* block_table = nullptr;    // [S, M]
+  int64_t table_width = 0;
+  float* out_f32 = nullptr;                // [T, stride] fp32 or
+  uint16_t* out_bf16 = nullptr;            // [T, stride] bf16, whichever is not null
+  int64_t out_stride = 0;
+  float* partials = nullptr;
+};
+
+int64_t attention_scratch_bytes(const AttentionShape& shape);  // per thread, 64-byte aligned
+
+using AttentionRun = void (*)(const AttentionCall& call, const AttentionTask& task, uint8_t* scratch);
+// Joins the partials of one row range (a split task with all its tiles), rows [row_begin, row_end) of it.
+using AttentionCombine = void (*)(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
+                                  uint8_t* scratch);
+
+// ---- small ones -------------------------------------------------------------------------------------------------------
+
+using AddRow = void (*)(const float* y, int64_t n, float scale, float* x);        // x += scale * y
+using SoftcapRow = void (*)(float* x, int64_t n, float softcap);                    // x = softcap * tanh(x / softcap)
+using EmbedRow = void (*)(const void* row, Source source, int64_t n, float scale, float* out);
+// exp(x - max) / sum in place, [n]
+using SoftmaxRow = void (*)(float* x, int64_t n);
+// lowest index of the largest value; NaN counts as the smallest
+using ArgmaxRow = int64_t (*)(const float* x, int64_t n);
+
+struct Kernels {
+  RmsNormRow rms_norm_row;
+  RotateToken rotate_token;
+  AttentionRun attention;
+  AttentionCombine attention_combine;
+  AddRow add_row;
+  SoftcapRow softcap_row;
+  EmbedRow embed_row;
+  SoftmaxRow softmax_row;
+  ArgmaxRow argmax_row;
+};
+
+const Kernels& active_kernels();  // of active_isa()
+
+namespace avx512 { extern const Kernels kKernels; }
+namespace avx2 { extern const Kernels kKernels; }
+namespace scalar { extern const Kernels kKernels; }
+
+}  // namespace diptych

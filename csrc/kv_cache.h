@@ -1,0 +1,74 @@
+// The paged KV cache in the layout the attention kernel reads: blocks of P tokens, one region per (layer, block, kv head).
+//
+//   K  [P/16][d/2][16][2]   a group of 16 tokens is contiguous; one load gives the same two dimensions of 16 tokens
+//   V  [P/2][dv][2]         one load gives two tokens of the same 16 dimensions; dv is d rounded up to 16
+//
+// bf16: both in bf16. int8: both in int8 with one fp32 scale per token for K and one for V behind them ([P], [P]).
+// A token written to an even slot zeroes the V of its odd neighbour unless that is written in the same step, so that the
+// kernel may multiply a masked neighbour by zero whatever an earlier owner of the block left there.
+#pragma once
+
+#include <cstdint>
+
+#include "gemm.h"
+
+namespace diptych {
+
+enum class KvFormat : int32_t { bf16 = 0, int8 = 1 };
+
+constexpr int64_t kGroupTokens = 16;
+
+struct KvShape {
+  int64_t n_layers = 0, n_blocks = 0, block_tokens = 0, n_kv_heads = 0, head_dim = 0;
+  KvFormat format = KvFormat::bf16;
+
+  int64_t value_dim() const { return (head_dim + 15) / 16 * 16; }
+  int64_t element_bytes() const { return format == KvFormat::bf16 ? 2 : 1; }
+  int64_t key_bytes() const { return block_tokens * head_dim * element_bytes(); }
+  int64_t value_bytes() const { return block_tokens * value_dim() * element_bytes(); }
+  int64_t scale_bytes() const { return format == KvFormat::bf16 ? 0 : 2 * block_tokens * 4; }
+  int64_t head_bytes() const { return (key_bytes() + value_bytes() + scale_bytes() + 63) / 64 * 64; }
+  int64_t block_bytes() const { return n_kv_heads * head_bytes(); }  // of one layer
+  int64_t layer_bytes() const { return n_blocks * block_bytes(); }
+};
+
+// One kv head of one block of one layer.
+struct KvHead {
+  uint8_t* keys;
+  uint8_t* values;
+  float* key_scales;    // [P], int8 only
+  float* value_scales;  // [P], int8 only
+};
+
+struct KvLayer {
+  uint8_t* data = nullptr;
+  KvShape shape;
+
+  KvHead head(int64_t block, int64_t kv_head) const {
+    uint8_t* base = data + block * shape.block_bytes() + kv_head * shape.head_bytes();
+    uint8_t* values = base + shape.key_bytes();
+    float* scales = reinterpret_cast<float*>(values + shape.value_bytes());
+    return {base, values, scales, scales + shape.block_tokens};
+  }
+};
+
+class KvCache {
+ public:
+  explicit KvCache(const KvShape& shape);  // zeroed; throws std::bad_alloc, std::invalid_argument
+
+  const KvShape& shape() const { return shape_; }
+  int64_t bytes() const { return shape_.n_layers * shape_.layer_bytes(); }
+  KvLayer layer(int64_t index) const { return {buffer_.data() + index * shape_.layer_bytes(), shape_}; }
+  void copy_block(int64_t source, int64_t target);  // in every layer
+
+  // Unpacks tokens [0, n_tokens) that lie in block_ids, to k and v [K, n_tokens, d] fp32.
+  void read(int64_t layer, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const;
+  // Packs k and v [K, n_tokens, d] fp32 into block_ids (rounded to the cache's format).
+  void write(int64_t layer, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v);
+
+ private:
+  KvShape shape_;
+  PageBuffer buffer_;
+};
+
+}  // namespace diptych

@@ -1,0 +1,115 @@
+// Row kernels without structure: norm, add, softcap, embedding row, softmax, argmax. Written once over simd.h.
+
+namespace diptych {
+namespace DIPTYCH_ISA {
+
+// Four lane sums, added as a fixed tree: the order depends on n alone.
+DIPTYCH_INLINE float sum_of_squares(const float* x, int64_t n) {
+  F32 sums[4] = {zero(), zero(), zero(), zero()};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int64_t j = 0; j < 4; ++j) {
+      F32 v = load(x + i + 16 * j);
+      sums[j] = fma(v, v, sums[j]);
+    }
+  for (int64_t j = 0; i < n; i += 16, ++j) {
+    F32 v = load_n(x + i, n - i < 16 ? n - i : 16);
+    sums[j] = fma(v, v, sums[j]);
+  }
+  return horizontal_sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+}
+
+DIPTYCH_INLINE void scale_by_weight(const float* x, const float* weight, int64_t n, float factor, float* out) {
+  F32 f = set1(factor);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(out + i, mul(mul(load(x + i), f), load(weight + i)));
+  if (i < n) store_n(out + i, mul(mul(load_n(x + i, n - i), f), load_n(weight + i, n - i)), n - i);
+}
+
+static void rms_norm_row(const float* x, const float* weight, int64_t n, float eps, float* out) {
+  float factor = 1.0f / __builtin_sqrtf(sum_of_squares(x, n) / static_cast<float>(n) + eps);
+  scale_by_weight(x, weight, n, factor, out);
+}
+
+static void add_row(const float* y, int64_t n, float scale, float* x) {
+  F32 s = set1(scale);
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(x + i, fma(load(y + i), s, load(x + i)));
+  if (i < n) store_n(x + i, fma(load_n(y + i, n - i), s, load_n(x + i, n - i)), n - i);
+}
+
+static void softcap_row(float* x, int64_t n, float softcap) {
+  F32 cap = set1(softcap), inverse = set1(1.0f / softcap);
+  for (int64_t i = 0; i < n; i += 16) {
+    int64_t lanes = n - i < 16 ? n - i : 16;
+    store_n(x + i, mul(cap, tanh_lanes(mul(load_n(x + i, lanes), inverse))), lanes);
+  }
+}
+
+DIPTYCH_INLINE float f16_to_f32(uint16_t h) {
+  uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, rest = h & 0x7fffu, bits;
+  float out;
+  if (rest >= 0x7c00u) {
+    bits = sign | 0x7f800000u | ((rest & 0x3ffu) << 13);
+  } else if (rest >= 0x400u) {
+    bits = sign | ((rest + 0x1c000u) << 13);
+  } else {
+    float small = static_cast<float>(rest) * 5.9604644775390625e-8f;  // 2^-24
+    return sign ? -small : small;
+  }
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+static void embed_row(const void* row, Source source, int64_t n, float scale, float* out) {
+  if (source == Source::bf16) {
+    const uint16_t* p = static_cast<const uint16_t*>(row);
+    for (int64_t i = 0; i < n; i += 16) {
+      int64_t lanes = n - i < 16 ? n - i : 16;
+      store_n(out + i, mul(load_bf16_n(p + i, lanes), set1(scale)), lanes);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    float v = source == Source::f16 ? f16_to_f32(static_cast<const uint16_t*>(row)[i]) : static_cast<const float*>(row)[i];
+    out[i] = v * scale;
+  }
+}
+
+static void softmax_row(float* x, int64_t n) {
+  F32 most = set1(-__builtin_inff()), sum = zero();
+  for (int64_t i = 0; i < n; i += 16) {
+    int64_t lanes = n - i < 16 ? n - i : 16;
+    most = max(most, keep(load_n(x + i, lanes), most, 0, lanes));
+  }
+  F32 shift = set1(horizontal_max(most));
+  for (int64_t i = 0; i < n; i += 16) {
+    int64_t lanes = n - i < 16 ? n - i : 16;
+    F32 e = keep(exp_lanes(sub(load_n(x + i, lanes), shift)), zero(), 0, lanes);
+    sum = add(sum, e);
+    store_n(x + i, e, lanes);
+  }
+  F32 inverse = set1(1.0f / horizontal_sum(sum));
+  for (int64_t i = 0; i < n; i += 16) {
+    int64_t lanes = n - i < 16 ? n - i : 16;
+    store_n(x + i, mul(load_n(x + i, lanes), inverse), lanes);
+  }
+}
+
+// Largest value first, then the first place that holds it: two streaming passes, the second usually short.
+static int64_t argmax_row(const float* x, int64_t n) {
+  const float lowest = -__builtin_inff();
+  F32 most[4] = {set1(lowest), set1(lowest), set1(lowest), set1(lowest)};
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64)
+    for (int64_t j = 0; j < 4; ++j) most[j] = max(load(x + i + 16 * j), most[j]);  // max(NaN, y) is y
+  float best = horizontal_max(max(max(most[0], most[1]), max(most[2], most[3])));
+  for (; i < n; ++i)
+    if (x[i] > best) best = x[i];
+  for (i = 0; i < n; ++i)
+    if (x[i] == best) return i;
+  return 0;
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych

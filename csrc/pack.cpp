@@ -1,0 +1,239 @@
+// Packing of weights: checkpoint rows -> panels of 64 lanes (layout in gemm_kernels.h), and back.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "gemm_kernels.h"
+
+namespace diptych {
+namespace {
+
+constexpr int64_t kBlockInputs = 512;  // inputs of 64 lanes converted at a time: 128 KiB of fp32, in L2
+
+struct SourceRow {
+  const void* data = nullptr;  // null: padding, all zero
+  Source source = Source::f32;
+};
+
+int64_t element_bytes(Source source) { return source == Source::f32 ? 4 : 2; }
+
+SourceRow find_row(const LinearShape& shape, const WeightPart* parts, int64_t n_parts, int64_t lane) {
+  SourceRow found;
+  int64_t row = row_of_lane(shape, lane);
+  if (row < 0) return found;
+  for (int64_t part = 0; part < n_parts; ++part) {
+    if (row < parts[part].rows) {
+      found.source = parts[part].source;
+      found.data = static_cast<const uint8_t*>(parts[part].data) + row * parts[part].stride * element_bytes(found.source);
+      return found;
+    }
+    row -= parts[part].rows;
+  }
+  return found;
+}
+
+// Inputs [begin, begin + count) of one row as fp32, zero past k.
+void load_row(const KernelTable& kernels, const SourceRow& row, int64_t k, int64_t begin, int64_t count, float* out) {
+  const int64_t present = row.data == nullptr ? 0 : std::clamp<int64_t>(k - begin, 0, count);
+  if (present > 0) kernels.load_inputs(row.data, row.source, begin, present, out);
+  std::memset(out + present, 0, sizeof(float) * (count - present));
+}
+
+// Working memory of one thread, reused from panel to panel.
+struct Scratch {
+  std::vector<float> inputs = std::vector<float>(kBlockInputs);
+  std::vector<uint32_t> words = std::vector<uint32_t>(kPanelLanes * kBlockInputs / 2);
+};
+
+void pack_bf16(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel) {
+  const int64_t k = padded_inputs(shape), stride = kBlockInputs / 2;
+  for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
+    const int64_t count = std::min(kBlockInputs, k - begin);
+    for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
+      uint16_t* out = reinterpret_cast<uint16_t*>(scratch.words.data() + lane * stride);
+      if (rows[lane].data != nullptr && rows[lane].source == Source::bf16 && begin + count <= shape.k) {
+        std::memcpy(out, static_cast<const uint16_t*>(rows[lane].data) + begin, 2 * count);
+        continue;
+      }
+      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs.data());
+      kernels.round_inputs(scratch.inputs.data(), count, out);
+    }
+    kernels.transpose_words(scratch.words.data(), stride, count / 2, panel + begin / 2 * kStepBytes);
+  }
+}
+
+// Symmetric, one scale per lane: scale = max |w| / 127.
+void pack_int8(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
+               float* scales) {
+  const int64_t k = padded_inputs(shape), stride = kBlockInputs / 4;
+  float inverse[kPanelLanes];
+  for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
+    float highest = 0.0f;
+    for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
+      const int64_t count = std::min(kBlockInputs, k - begin);
+      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs.data());
+      highest = std::max(highest, kernels.abs_max(scratch.inputs.data(), count));
+    }
+    scales[lane] = highest / 127.0f;
+    inverse[lane] = highest > 0.0f ? 127.0f / highest : 0.0f;
+  }
+  for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
+    const int64_t count = std::min(kBlockInputs, k - begin);
+    for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
+      uint32_t* out = scratch.words.data() + lane * stride;
+      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs.data());
+      kernels.quantize_int8(scratch.inputs.data(), count, inverse[lane], reinterpret_cast<int8_t*>(out));
+      for (int64_t word = 0; word < count / 4; ++word) out[word] ^= 0x80808080u;  // s8 -> u8 with offset 128
+    }
+    kernels.transpose_words(scratch.words.data(), stride, count / 4, panel + begin / 4 * kStepBytes);
+  }
+}
+
+void pack_int4(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel) {
+  const int64_t k = padded_inputs(shape), group = shape.group, stride = group / 8;
+  for (int64_t begin = 0; begin < k; begin += group) {
+    uint16_t* tail = reinterpret_cast<uint16_t*>(panel + stride * kStepBytes);
+    for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
+      load_row(kernels, rows[lane], shape.k, begin, group, scratch.inputs.data());
+      kernels.quantize_group(scratch.inputs.data(), group, tail + lane, tail + kPanelLanes + lane,
+                             scratch.words.data() + lane * stride);
+    }
+    kernels.transpose_words(scratch.words.data(), stride, stride, panel);
+    panel += stride * kStepBytes + kGroupTailBytes;
+  }
+}
+
+struct Blob {
+  uint8_t* panels;
+  float* scales;  // null unless int8
+  float* bias;    // null without
+};
+
+Blob lay_out(const LinearShape& shape, void* blob) {
+  Blob parts;
+  const int64_t lanes = packed_lanes(shape);
+  parts.panels = static_cast<uint8_t*>(blob);
+  uint8_t* next = parts.panels + lanes / kPanelLanes * bytes_of_panel(shape);
+  parts.scales = shape.format == Format::int8 ? reinterpret_cast<float*>(next) : nullptr;
+  if (parts.scales != nullptr) next += lanes * 4;
+  parts.bias = shape.has_bias ? reinterpret_cast<float*>(next) : nullptr;
+  return parts;
+}
+
+// splitmix64: the random weights of pack_random, a function of position alone.
+uint64_t mix(uint64_t value) {
+  value += 0x9e3779b97f4a7c15ull;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
+  return value ^ (value >> 31);
+}
+
+void pack_panel(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, const Blob& blob,
+                int64_t panel) {
+  uint8_t* out = blob.panels + panel * bytes_of_panel(shape);
+  switch (shape.format) {
+    case Format::bf16: pack_bf16(kernels, shape, rows, scratch, out); break;
+    case Format::int8: pack_int8(kernels, shape, rows, scratch, out, blob.scales + panel * kPanelLanes); break;
+    case Format::int4: pack_int4(kernels, shape, rows, scratch, out); break;
+  }
+}
+
+}  // namespace
+
+int64_t packed_bytes(const LinearShape& shape) {
+  const int64_t lanes = packed_lanes(shape);
+  return lanes / kPanelLanes * bytes_of_panel(shape) + (shape.format == Format::int8 ? lanes * 4 : 0) +
+         (shape.has_bias ? lanes * 4 : 0);
+}
+
+PackedLinear view_packed(const LinearShape& shape, const void* blob) {
+  const Blob parts = lay_out(shape, const_cast<void*>(blob));
+  PackedLinear w;
+  w.shape = shape;
+  w.n_outputs = shape.gated ? shape.n / 2 : shape.n;
+  w.n_panels = packed_lanes(shape) / kPanelLanes;
+  w.k_padded = padded_inputs(shape);
+  w.panel_bytes = bytes_of_panel(shape);
+  w.panels = parts.panels;
+  w.scales = parts.scales;
+  w.bias = parts.bias;
+  return w;
+}
+
+void pack_linear(const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias, void* blob, int thread,
+                 int threads) {
+  const KernelTable& kernels = active_kernels();
+  const Blob out = lay_out(shape, blob);
+  const Range mine = share(packed_lanes(shape) / kPanelLanes, thread, threads);
+  Scratch scratch;
+  SourceRow rows[kPanelLanes];
+  for (int64_t panel = mine.begin; panel < mine.end; ++panel) {
+    for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
+      const int64_t at = panel * kPanelLanes + lane, row = row_of_lane(shape, at);
+      rows[lane] = find_row(shape, parts, n_parts, at);
+      if (out.bias != nullptr) out.bias[at] = row < 0 ? 0.0f : bias[row];
+    }
+    pack_panel(kernels, shape, rows, scratch, out, panel);
+  }
+}
+
+void pack_random(const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads) {
+  const KernelTable& kernels = active_kernels();
+  const Blob out = lay_out(shape, blob);
+  const Range mine = share(packed_lanes(shape) / kPanelLanes, thread, threads);
+  Scratch scratch;
+  std::vector<float> weights(kPanelLanes * shape.k);
+  SourceRow rows[kPanelLanes];
+  for (int64_t panel = mine.begin; panel < mine.end; ++panel) {
+    for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
+      const int64_t at = panel * kPanelLanes + lane, row = row_of_lane(shape, at);
+      float* values = weights.data() + lane * shape.k;
+      uint64_t state = mix(seed ^ mix(static_cast<uint64_t>(at)));
+      for (int64_t i = 0; i < shape.k; ++i) {
+        state = state * 6364136223846793005ull + 1442695040888963407ull;
+        values[i] = amplitude * (static_cast<float>(static_cast<int64_t>(state >> 40)) * (2.0f / 16777216.0f) - 1.0f);
+      }
+      rows[lane].data = row < 0 ? nullptr : values;
+      rows[lane].source = Source::f32;
+      if (out.bias != nullptr) out.bias[at] = row < 0 ? 0.0f : values[0];
+    }
+    pack_panel(kernels, shape, rows, scratch, out, panel);
+  }
+}
+
+namespace {
+
+float bf16_value(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+float weight_at(const PackedLinear& w, int64_t lane, int64_t k) {
+  const uint8_t* panel = w.panels + lane / kPanelLanes * w.panel_bytes;
+  const int64_t within = lane % kPanelLanes;
+  if (w.shape.format == Format::bf16) {
+    const uint16_t* pairs = reinterpret_cast<const uint16_t*>(panel + k / 2 * kStepBytes);
+    return bf16_value(pairs[within * 2 + k % 2]);
+  }
+  if (w.shape.format == Format::int8)
+    return w.scales[lane] * static_cast<float>(panel[k / 4 * kStepBytes + within * 4 + k % 4] - 128);
+  const int64_t steps = w.shape.group / 8, group = k / w.shape.group, inside = k % w.shape.group;
+  const uint8_t* start = panel + group * (steps * kStepBytes + kGroupTailBytes);
+  const uint16_t* tail = reinterpret_cast<const uint16_t*>(start + steps * kStepBytes);
+  const uint8_t pair = start[inside / 8 * kStepBytes + within * 4 + inside % 4];
+  const int q = inside % 8 < 4 ? pair & 15 : pair >> 4;
+  return bf16_value(tail[within]) * static_cast<float>(q) + bf16_value(tail[kPanelLanes + within]);
+}
+
+}  // namespace
+
+void unpack_rows(const PackedLinear& w, int64_t first_row, int64_t n_rows, float* out, int64_t out_stride) {
+  for (int64_t row = 0; row < n_rows; ++row) {
+    const int64_t lane = lane_of_row(w.shape, first_row + row);
+    for (int64_t k = 0; k < w.shape.k; ++k) out[row * out_stride + k] = weight_at(w, lane, k);
+  }
+}
+
+}  // namespace diptych

@@ -1,0 +1,44 @@
+// PageBuffer: memory for weights, KV and activations.
+#include <sys/mman.h>
+
+#include <new>
+#include <utility>
+
+#include "gemm_kernels.h"
+
+namespace diptych {
+namespace {
+constexpr int64_t kHugePage = 2 << 20;
+}
+
+// Mapped with room to align to a huge page; a walk over weights then misses the TLB once per 2 MiB instead of per 4 KiB.
+PageBuffer::PageBuffer(int64_t bytes) : bytes_(bytes) {
+  if (bytes <= 0) return;
+  mapped_bytes_ = round_up(bytes, kHugePage) + kHugePage;
+  mapping_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapping_ == MAP_FAILED) {
+    mapping_ = nullptr;
+    throw std::bad_alloc();
+  }
+  const uintptr_t address = reinterpret_cast<uintptr_t>(mapping_);
+  data_ = reinterpret_cast<uint8_t*>((address + kHugePage - 1) / kHugePage * kHugePage);
+#if defined(MADV_HUGEPAGE)
+  madvise(data_, round_up(bytes, kHugePage), MADV_HUGEPAGE);
+#endif
+}
+
+PageBuffer::~PageBuffer() {
+  if (mapping_ != nullptr) munmap(mapping_, mapped_bytes_);
+}
+
+PageBuffer::PageBuffer(PageBuffer&& other) noexcept { *this = std::move(other); }
+
+PageBuffer& PageBuffer::operator=(PageBuffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(mapping_, other.mapping_);
+  std::swap(mapped_bytes_, other.mapped_bytes_);
+  return *this;
+}
+
+}  // namespace diptych

@@ -1,0 +1,338 @@
+// Sixteen fp32 lanes on every instruction set: one zmm, two ymm, or a plain array.
+//
+// Included only by the kernels_<set>.cpp translation units, each compiled with its own flags and DIPTYCH_ISA set to
+// avx512, avx2 or scalar. Everything is in that set's own namespace and force-inlined, so that the linker can never
+// pick a wide version for a narrow machine. Horizontal sums are one fixed tree.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define DIPTYCH_INLINE static inline __attribute__((always_inline))
+
+namespace diptych {
+namespace DIPTYCH_ISA {
+
+constexpr int64_t kLanes = 16;
+
+// ---- scalar bf16 (round to nearest even; NaN stays NaN) ----
+
+DIPTYCH_INLINE float bf16_to_f32(uint16_t x) {
+  uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+DIPTYCH_INLINE uint16_t f32_to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  if ((bits & 0x7f800000u) == 0) return static_cast<uint16_t>((bits >> 16) & 0x8000u);  // as vcvtneps2bf16 does
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+#if defined(DIPTYCH_AVX512)
+
+struct F32 { __m512 v; };
+struct Pairs { __m512bh v; };  // 16 lanes of two bf16 each
+
+DIPTYCH_INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+DIPTYCH_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+DIPTYCH_INLINE F32 load_n(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+DIPTYCH_INLINE void store(float* p, F32 x) { _mm512_storeu_ps(p, x.v); }
+DIPTYCH_INLINE void store_n(float* p, F32 x, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), x.v); }
+DIPTYCH_INLINE F32 set1(float x) { return {_mm512_set1_ps(x)}; }
+DIPTYCH_INLINE F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+DIPTYCH_INLINE F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+DIPTYCH_INLINE F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+DIPTYCH_INLINE F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+DIPTYCH_INLINE F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+DIPTYCH_INLINE F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+DIPTYCH_INLINE F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+DIPTYCH_INLINE F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// x * 2^n for whole n; n <= -160 gives zero
+DIPTYCH_INLINE F32 scale2(F32 x, F32 n) { return {_mm512_scalef_ps(x.v, n.v)}; }
+// lanes [lo, hi) of x, other lanes of y; 0 <= lo, hi <= 16
+DIPTYCH_INLINE F32 keep(F32 x, F32 y, int64_t lo, int64_t hi) {
+  __mmask16 mask = hi > lo ? static_cast<__mmask16>(((1u << hi) - 1u) & ~((1u << lo) - 1u)) : __mmask16{0};
+  return {_mm512_mask_blend_ps(mask, y.v, x.v)};
+}
+DIPTYCH_INLINE void to_array(F32 x, float out[16]) { _mm512_storeu_ps(out, x.v); }
+DIPTYCH_INLINE float horizontal_sum(F32 x) {
+  __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+DIPTYCH_INLINE float horizontal_max(F32 x) {
+  __m256 a = _mm256_max_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+DIPTYCH_INLINE F32 load_bf16(const uint16_t* p) {
+  __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
+DIPTYCH_INLINE F32 load_bf16_n(const uint16_t* p, int64_t n) {
+  __m256i raw = _mm256_maskz_loadu_epi16(first_lanes(n), p);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
+DIPTYCH_INLINE __m256i pack_bf16(F32 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)); }
+DIPTYCH_INLINE void store_bf16(uint16_t* p, F32 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack_bf16(x)); }
+DIPTYCH_INLINE void store_bf16_n(uint16_t* p, F32 x, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), pack_bf16(x)); }
+DIPTYCH_INLINE F32 load_i8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+DIPTYCH_INLINE Pairs load_pairs(const uint16_t* p) { return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))}; }
+DIPTYCH_INLINE Pairs broadcast_pair(const uint16_t* p) {
+  int32_t two;
+  std::memcpy(&two, p, 4);
+  return {reinterpret_cast<__m512bh>(_mm512_set1_epi32(two))};
+}
+DIPTYCH_INLINE F32 dot2(F32 acc, Pairs a, Pairs b) { return {_mm512_dpbf16_ps(acc.v, a.v, b.v)}; }
+// out[lane][parity] = bf16(x[lane]); the other parity is left alone
+DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) {
+  __m512i wide = _mm512_cvtepu16_epi32(pack_bf16(x));
+  if (parity) wide = _mm512_slli_epi32(wide, 16);
+  _mm512_mask_storeu_epi16(out, parity ? 0xAAAAAAAAu : 0x55555555u, wide);
+}
+// 32 int8 -> 32 bf16, exact
+DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) {
+  __m512bh both = _mm512_cvtne2ps_pbh(load_i8(p + 16).v, load_i8(p).v);
+  _mm512_storeu_si512(out, reinterpret_cast<__m512i>(both));
+}
+
+#elif defined(DIPTYCH_AVX2)
+
+struct F32 { __m256 a, b; };
+struct Pairs { __m256i a, b; };
+
+DIPTYCH_INLINE __m256i lane_mask(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+DIPTYCH_INLINE F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+DIPTYCH_INLINE F32 load_n(const float* p, int64_t n) {
+  __m256 a = _mm256_maskload_ps(p, lane_mask(n));
+  __m256 b = n > 8 ? _mm256_maskload_ps(p + 8, lane_mask(n - 8)) : _mm256_setzero_ps();
+  return {a, b};
+}
+DIPTYCH_INLINE void store(float* p, F32 x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+DIPTYCH_INLINE void store_n(float* p, F32 x, int64_t n) {
+  _mm256_maskstore_ps(p, lane_mask(n), x.a);
+  if (n > 8) _mm256_maskstore_ps(p + 8, lane_mask(n - 8), x.b);
+}
+DIPTYCH_INLINE F32 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+DIPTYCH_INLINE F32 add(F32 x, F32 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+DIPTYCH_INLINE F32 sub(F32 x, F32 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+DIPTYCH_INLINE F32 mul(F32 x, F32 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+DIPTYCH_INLINE F32 div(F32 x, F32 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+DIPTYCH_INLINE F32 fma(F32 x, F32 y, F32 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+DIPTYCH_INLINE F32 max(F32 x, F32 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+DIPTYCH_INLINE F32 min(F32 x, F32 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+DIPTYCH_INLINE F32 round_even(F32 x) {
+  return {_mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+DIPTYCH_INLINE __m256 power2(__m256 n) {
+  n = _mm256_min_ps(_mm256_max_ps(n, _mm256_set1_ps(-127.0f)), _mm256_set1_ps(127.0f));
+  __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_castsi256_ps(bits);
+}
+DIPTYCH_INLINE F32 scale2(F32 x, F32 n) { return {_mm256_mul_ps(x.a, power2(n.a)), _mm256_mul_ps(x.b, power2(n.b))}; }
+DIPTYCH_INLINE F32 keep(F32 x, F32 y, int64_t lo, int64_t hi) {
+  __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), eight = _mm256_set1_epi32(8);
+  __m256i low = _mm256_set1_epi32(static_cast<int>(lo) - 1), high = _mm256_set1_epi32(static_cast<int>(hi));
+  __m256i first = _mm256_and_si256(_mm256_cmpgt_epi32(index, low), _mm256_cmpgt_epi32(high, index));
+  index = _mm256_add_epi32(index, eight);
+  __m256i second = _mm256_and_si256(_mm256_cmpgt_epi32(index, low), _mm256_cmpgt_epi32(high, index));
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(first)), _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(second))};
+}
+DIPTYCH_INLINE void to_array(F32 x, float out[16]) { store(out, x); }
+DIPTYCH_INLINE float horizontal_sum(F32 x) {
+  __m256 a = _mm256_add_ps(x.a, x.b);
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+DIPTYCH_INLINE float horizontal_max(F32 x) {
+  __m256 a = _mm256_max_ps(x.a, x.b);
+  __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+DIPTYCH_INLINE __m256 widen_bf16(__m128i raw) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+}
+DIPTYCH_INLINE F32 load_bf16(const uint16_t* p) {
+  return {widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          widen_bf16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+DIPTYCH_INLINE F32 load_bf16_n(const uint16_t* p, int64_t n) {
+  uint16_t raw[16] = {0};
+  std::memcpy(raw, p, static_cast<size_t>(n) * 2);
+  return load_bf16(raw);
+}
+// the upper halves of the result's 32-bit lanes are zero
+DIPTYCH_INLINE __m256i round_bf16(__m256 x) {
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  __m256i high = _mm256_srli_epi32(bits, 16);
+  __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
+  __m256i exponent = _mm256_and_si256(bits, _mm256_set1_epi32(0x7f800000));
+  __m256i is_tiny = _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256());
+  return _mm256_blendv_epi8(rounded, _mm256_and_si256(high, _mm256_set1_epi32(0x8000)), is_tiny);
+}
+DIPTYCH_INLINE __m256i pack_bf16(F32 x) {
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(x.a), round_bf16(x.b)), 0xD8);
+}
+DIPTYCH_INLINE void store_bf16(uint16_t* p, F32 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack_bf16(x)); }
+DIPTYCH_INLINE void store_bf16_n(uint16_t* p, F32 x, int64_t n) {
+  uint16_t raw[16];
+  store_bf16(raw, x);
+  std::memcpy(p, raw, static_cast<size_t>(n) * 2);
+}
+DIPTYCH_INLINE F32 load_i8(const int8_t* p) {
+  __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(raw, 8)))};
+}
+DIPTYCH_INLINE Pairs load_pairs(const uint16_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16))};
+}
+DIPTYCH_INLINE Pairs broadcast_pair(const uint16_t* p) {
+  int32_t two;
+  std::memcpy(&two, p, 4);
+  return {_mm256_set1_epi32(two), _mm256_set1_epi32(two)};
+}
+DIPTYCH_INLINE __m256 dot2_half(__m256 acc, __m256i x, __m256i y) {
+  __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(x, high)), _mm256_castsi256_ps(_mm256_and_si256(y, high)), acc);
+  return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)), acc);
+}
+DIPTYCH_INLINE F32 dot2(F32 acc, Pairs x, Pairs y) { return {dot2_half(acc.a, x.a, y.a), dot2_half(acc.b, x.b, y.b)}; }
+DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) {
+  uint16_t raw[16];
+  store_bf16(raw, x);
+  for (int64_t i = 0; i < 16; ++i) out[2 * i + parity] = raw[i];
+}
+DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) {
+  store_bf16(out, load_i8(p));
+  store_bf16(out + 16, load_i8(p + 16));
+}
+
+#else  // scalar
+
+struct F32 { float v[16]; };
+struct Pairs { uint16_t v[32]; };
+
+#define DIPTYCH_EACH for (int i = 0; i < 16; ++i)
+DIPTYCH_INLINE F32 load(const float* p) { F32 r; std::memcpy(r.v, p, 64); return r; }
+DIPTYCH_INLINE F32 load_n(const float* p, int64_t n) { F32 r{}; std::memcpy(r.v, p, static_cast<size_t>(n) * 4); return r; }
+DIPTYCH_INLINE void store(float* p, F32 x) { std::memcpy(p, x.v, 64); }
+DIPTYCH_INLINE void store_n(float* p, F32 x, int64_t n) { std::memcpy(p, x.v, static_cast<size_t>(n) * 4); }
+DIPTYCH_INLINE F32 set1(float x) { F32 r; DIPTYCH_EACH r.v[i] = x; return r; }
+DIPTYCH_INLINE F32 add(F32 a, F32 b) { DIPTYCH_EACH a.v[i] += b.v[i]; return a; }
+DIPTYCH_INLINE F32 sub(F32 a, F32 b) { DIPTYCH_EACH a.v[i] -= b.v[i]; return a; }
+DIPTYCH_INLINE F32 mul(F32 a, F32 b) { DIPTYCH_EACH a.v[i] *= b.v[i]; return a; }
+DIPTYCH_INLINE F32 div(F32 a, F32 b) { DIPTYCH_EACH a.v[i] /= b.v[i]; return a; }
+DIPTYCH_INLINE F32 fma(F32 a, F32 b, F32 c) { DIPTYCH_EACH a.v[i] = a.v[i] * b.v[i] + c.v[i]; return a; }
+DIPTYCH_INLINE F32 max(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+DIPTYCH_INLINE F32 min(F32 a, F32 b) { DIPTYCH_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+DIPTYCH_INLINE F32 round_even(F32 a) {  // |a| < 2^22; adding 1.5 * 2^23 drops the fraction, ties to even
+  DIPTYCH_EACH a.v[i] = (a.v[i] + 12582912.0f) - 12582912.0f;
+  return a;
+}
+DIPTYCH_INLINE F32 scale2(F32 x, F32 n) {
+  DIPTYCH_EACH {
+    int32_t whole = static_cast<int32_t>(n.v[i] < -127.0f ? -127.0f : n.v[i] > 127.0f ? 127.0f : n.v[i]);
+    uint32_t bits = static_cast<uint32_t>(whole + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, 4);
+    x.v[i] *= power;
+  }
+  return x;
+}
+DIPTYCH_INLINE F32 keep(F32 x, F32 y, int64_t lo, int64_t hi) { DIPTYCH_EACH x.v[i] = (i >= lo && i < hi) ? x.v[i] : y.v[i]; return x; }
+DIPTYCH_INLINE void to_array(F32 x, float out[16]) { std::memcpy(out, x.v, 64); }
+DIPTYCH_INLINE float horizontal_sum(F32 x) {
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; ++i) x.v[i] += x.v[i + width];
+  return x.v[0];
+}
+DIPTYCH_INLINE float horizontal_max(F32 x) {
+  for (int i = 1; i < 16; ++i) x.v[0] = x.v[0] > x.v[i] ? x.v[0] : x.v[i];
+  return x.v[0];
+}
+DIPTYCH_INLINE F32 load_bf16_n(const uint16_t* p, int64_t n) { F32 r{}; for (int64_t i = 0; i < n; ++i) r.v[i] = bf16_to_f32(p[i]); return r; }
+DIPTYCH_INLINE F32 load_bf16(const uint16_t* p) { return load_bf16_n(p, 16); }
+DIPTYCH_INLINE void store_bf16_n(uint16_t* p, F32 x, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i] = f32_to_bf16(x.v[i]); }
+DIPTYCH_INLINE void store_bf16(uint16_t* p, F32 x) { store_bf16_n(p, x, 16); }
+DIPTYCH_INLINE F32 load_i8(const int8_t* p) { F32 r; DIPTYCH_EACH r.v[i] = static_cast<float>(p[i]); return r; }
+DIPTYCH_INLINE Pairs load_pairs(const uint16_t* p) { Pairs r; std::memcpy(r.v, p, 64); return r; }
+DIPTYCH_INLINE Pairs broadcast_pair(const uint16_t* p) { Pairs r; DIPTYCH_EACH { r.v[2 * i] = p[0]; r.v[2 * i + 1] = p[1]; } return r; }
+DIPTYCH_INLINE F32 dot2(F32 acc, Pairs a, Pairs b) {
+  DIPTYCH_EACH {
+    acc.v[i] += bf16_to_f32(a.v[2 * i + 1]) * bf16_to_f32(b.v[2 * i + 1]);
+    acc.v[i] += bf16_to_f32(a.v[2 * i]) * bf16_to_f32(b.v[2 * i]);
+  }
+  return acc;
+}
+DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) { DIPTYCH_EACH out[2 * i + parity] = f32_to_bf16(x.v[i]); }
+DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) { for (int i = 0; i < 32; ++i) out[i] = f32_to_bf16(static_cast<float>(p[i])); }
+#undef DIPTYCH_EACH
+
+#endif
+
+DIPTYCH_INLINE F32 zero() { return set1(0.0f); }
+
+// 2^x, relative error below 2e-7, exactly 1 at 0, exactly 0 at and below -160; x <= 127.
+DIPTYCH_INLINE F32 exp2_lanes(F32 x) {
+  x = max(x, set1(-160.0f));
+  F32 n = round_even(x), r = sub(x, n);
+  F32 p = fma(r, set1(0.001326472731307149f), set1(0.009671512991189957f));
+  p = fma(r, p, set1(0.05550733581185341f));
+  p = fma(r, p, set1(0.24022242426872253f));
+  p = fma(r, p, set1(0.6931470036506653f));
+  p = fma(r, p, set1(1.0f));
+  return scale2(p, n);
+}
+
+// e^x with the argument reduced in two parts, so that large |x| keeps its relative accuracy.
+DIPTYCH_INLINE F32 exp_lanes(F32 x) {
+  x = min(max(x, set1(-110.0f)), set1(88.0f));
+  F32 n = round_even(mul(x, set1(1.44269504089f)));
+  F32 r = fma(n, set1(-0.693359375f), x);
+  r = mul(fma(n, set1(2.12194440e-4f), r), set1(1.44269504089f));
+  F32 p = fma(r, set1(0.001326472731307149f), set1(0.009671512991189957f));
+  p = fma(r, p, set1(0.05550733581185341f));
+  p = fma(r, p, set1(0.24022242426872253f));
+  p = fma(r, p, set1(0.6931470036506653f));
+  p = fma(r, p, set1(1.0f));
+  return scale2(p, n);
+}
+
+// absolute error below 3e-7
+DIPTYCH_INLINE F32 tanh_lanes(F32 x) {
+  x = min(max(x, set1(-20.0f)), set1(20.0f));
+  F32 e = exp_lanes(add(x, x));
+  return sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f))));
+}
+
+DIPTYCH_INLINE F32 silu_lanes(F32 x) { return div(x, add(set1(1.0f), exp_lanes(sub(zero(), x)))); }
+
+DIPTYCH_INLINE F32 gelu_tanh_lanes(F32 x) {
+  F32 cube = mul(mul(x, x), x);
+  F32 inner = mul(set1(0.7978845608028654f), fma(set1(0.044715f), cube, x));
+  return mul(mul(set1(0.5f), x), add(set1(1.0f), tanh_lanes(inner)));
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych

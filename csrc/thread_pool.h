@@ -1,0 +1,77 @@
+// One pool of pinned threads for all kernels. A region (`run`) enters every thread once; inside it the threads meet at
+// `barrier`. The caller is thread 0, so a pool of one has no workers and costs nothing.
+//
+//   ThreadPool pool(2);
+//   pool.run([&](int thread, int threads) { first(thread, threads); pool.barrier(thread); second(thread, threads); });
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+namespace diptych {
+
+class ThreadPool {
+ public:
+  using Task = void (*)(void* context, int thread, int threads);
+
+  // threads <= 0: one per CPU this process may use. More threads than allowed CPUs is legal (tests) and is not pinned.
+  explicit ThreadPool(int threads = 0, bool pin = true);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int size() const { return threads_; }
+
+  // Runs task on every thread and returns when all have finished. One region at a time: a second caller waits for the
+  // first. Not to be called from inside a region. After fork() the child starts its own workers on first use.
+  void run(Task task, void* context);
+
+  template <class Function>
+  void run(Function&& function) {
+    auto call = [](void* context, int thread, int threads) {
+      (*static_cast<std::remove_reference_t<Function>*>(context))(thread, threads);
+    };
+    run(call, &function);
+  }
+
+  // Meets all threads of the region. Every thread must call it the same number of times.
+  void barrier(int thread);
+
+  static int allowed_cpus();  // of this process, at least 1
+
+ private:
+  struct alignas(64) Padded {
+    std::atomic<uint32_t> value{0};
+  };
+  struct Worker {
+    ThreadPool* pool;
+    int thread;
+    unsigned long handle;
+  };
+
+  static void* worker_main(void* argument);
+  void start_workers();
+  void stop_workers();
+  void wait_for_region(uint32_t seen);
+  void hold_caller_cpu();
+  void restart_after_fork();
+
+  int threads_;
+  bool pin_;
+  std::vector<int> cpus_;
+  std::vector<Worker> workers_;
+  uint32_t fork_generation_ = 0;
+  Task task_ = nullptr;
+  void* context_ = nullptr;
+  Padded lock_;       // 1 while a region runs
+  Padded epoch_;      // counts regions; workers wait on it
+  Padded sleepers_;   // workers parked on epoch_
+  Padded finished_;   // workers done with the current region
+  Padded arrived_;    // threads inside the current barrier
+  Padded passed_;     // counts barriers
+  std::atomic<bool> stopping_{false};
+};
+
+}  // namespace diptych
