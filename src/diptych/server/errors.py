@@ -1,0 +1,131 @@
+"""Errors as clients of the OpenAI API expect them: one JSON shape, the right status, nothing else.
+
+Owns the mapping from `EngineError` to HTTP. Imports ground only, besides the web framework.
+
+>>> error_body(ApiError(404, "model 'x' is not served here", param="model", code="model_not_found"))["error"]["code"]
+'model_not_found'
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+
+from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
+
+MAX_SHOWN_VALUE = 120  # characters of a refused value that are repeated in the message
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    500: "server_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """A refusal with its HTTP status; becomes `{"error": {"message", "type", "param", "code"}}`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON object of an error answer or of an SSE `error` event."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES.get(error.status, "api_error"),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: ApiError) -> Response:
+    """The whole answer, with `Retry-After` where trying again makes sense and `WWW-Authenticate` on 401."""
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = 'Bearer, Basic realm="diptych"'
+    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> ApiError:
+    """Translate an engine's error. Unknown exceptions become 500 without their text: it may hold other users' data."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLong):
+        return ApiError(400, str(error), param=error.param or "prompt", code="context_length_exceeded")
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), param=error.param, code="invalid_value")
+    if isinstance(error, CapacityError):
+        return ApiError(503, str(error), param=error.param, code="overloaded", retry_after_s=retry_after_s)
+    if isinstance(error, EngineError):
+        return ApiError(500, f"the engine failed: {error.message}", code="engine_failed")
+    return ApiError(500, "the server failed while answering; see its log", code="internal_error")
+
+
+def from_validation_error(error: ValidationError) -> ApiError:
+    """The first complaint of pydantic in our words: which field, which value, which limit."""
+    errors = error.errors(include_url=False)
+    # of the branches of a union, the one that got furthest is what the client meant
+    first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+    path = _path(first["loc"])
+    if first["type"] == "missing":
+        return ApiError(400, f"{path} is missing; it is required", param=path, code="missing_required_parameter")
+    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not path:
+        return ApiError(400, reason, code="invalid_value")
+    message = f"{path} is {shown(first['input'])}; it must be {reason}"
+    if first["type"] == "value_error":
+        message = f"{path} {reason}"
+    return ApiError(400, message, param=path, code="invalid_value")
+
+
+def shown(value: object) -> str:
+    """A refused value, short enough for a message and free of lone surrogates."""
+    text = repr(value)
+    text = text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "..."
+    return text.encode("utf-8", "replace").decode()
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "content")` as `messages[0].content`, without the names of union branches."""
+    text = ""
+    for part in location:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in _UNION_BRANCHES:
+            text += f".{part}" if text else part
+    return text
+
+
+# pydantic puts the tried branch of a union into the location
+_UNION_BRANCHES = frozenset({"str", "int", "float", "bool", "constrained", "nullable"})

@@ -1,0 +1,222 @@
+"""`/metrics`: Diptych's own names, and beside them the names that dashboards made for vLLM read.
+
+Owns names, types, labels and help texts. The numbers come from `Telemetry` and from the engine's counts at scrape time.
+Time to first token starts at arrival in both families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from diptych.server.telemetry import Distribution, Telemetry
+
+
+class Counts(Protocol):
+    """The engine's counts right now (control's CoreStats)."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_free: int
+    prefix_queries_tokens: int
+    prefix_hits_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the info metrics and the page say about the model."""
+
+    name: str
+    backend: str
+    weights: str
+    kv: str
+    version: str
+    block_tokens: int
+    n_blocks: int
+    max_context_tokens: int
+    load_s: float
+    n_parameters: int
+    weight_bytes: int
+
+
+class MetricsCollector(Collector):
+    """Makes all metric families anew at each scrape; costs nothing in between."""
+
+    def __init__(self, telemetry: Telemetry, model: ServedModel, *, is_vllm_compatible: bool) -> None:
+        self._telemetry = telemetry
+        self._model = model
+        self._is_vllm_compatible = is_vllm_compatible
+        self.counts: Counts | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, in a fixed order."""
+        yield from self._own_gauges()
+        yield from self._own_counters()
+        yield from self._own_distributions()
+        if self._is_vllm_compatible:
+            yield from self._vllm_gauges()
+            yield from self._vllm_counters()
+            yield from self._vllm_distributions()
+
+    def _own_gauges(self) -> Iterator[Metric]:
+        model, counts = self._model, self.counts
+        labels = ["model", "backend", "weights", "kv", "version"]
+        info = GaugeMetricFamily("diptych_build_info", "what is served, with which kernels and formats", labels=labels)
+        info.add_metric([model.name, model.backend, model.weights, model.kv, model.version], 1)
+        yield info
+        yield _gauge("diptych_model_load_seconds", "time from process start of loading to ready (cold start)", model.load_s)
+        yield _gauge("diptych_model_parameters", "parameters of the model", model.n_parameters)
+        yield _gauge("diptych_model_weight_bytes", "bytes of weights read per decode step", model.weight_bytes)
+        if counts is None:
+            return
+        yield _gauge("diptych_sequences_running", "sequences in prefill or decode", counts.running)
+        yield _gauge("diptych_sequences_waiting", "sequences waiting to be scheduled", counts.waiting)
+        yield _gauge("diptych_waiting_tokens", "prompt and max_tokens of all waiting requests", counts.waiting_tokens)
+        blocks = GaugeMetricFamily("diptych_kv_blocks", "KV blocks by state", labels=["state"])
+        for state, number in _blocks(counts).items():
+            blocks.add_metric([state], number)
+        yield blocks
+
+    def _own_counters(self) -> Iterator[Metric]:
+        telemetry = self._telemetry
+        tokens = CounterMetricFamily(
+            "diptych_prompt_tokens", "prompt tokens by source; recomputed ones were lost to preemption", labels=["source"]
+        )
+        tokens.add_metric(["computed"], telemetry.computed_tokens)
+        tokens.add_metric(["cached"], telemetry.cached_tokens)
+        tokens.add_metric(["recomputed"], telemetry.recomputed_tokens)
+        yield tokens
+        yield _counter("diptych_output_tokens", "tokens handed out", telemetry.output_tokens)
+        yield _counter("diptych_reasoning_tokens", "output tokens between thinking tags", telemetry.reasoning_tokens)
+        yield _counter("diptych_preemptions", "sequences that lost their blocks", telemetry.preemptions)
+        yield _counter("diptych_steps", "steps run", telemetry.steps)
+        yield _counter("diptych_step_device_seconds", "time inside the kernels", telemetry.step_device_s)
+        yield _counter("diptych_step_host_seconds", "time of steps outside the kernels", telemetry.step_host_s)
+        finished = CounterMetricFamily("diptych_choices_finished", "finished choices by reason", labels=["reason"])
+        for reason, number in telemetry.finished.items():
+            finished.add_metric([reason], number)
+        yield finished
+        refused = CounterMetricFamily("diptych_requests_refused", "requests answered with an error", labels=["status"])
+        for status, number in sorted(telemetry.refused.items()):
+            refused.add_metric([status], number)
+        yield refused
+
+    def _own_distributions(self) -> Iterator[Metric]:
+        telemetry = self._telemetry
+        steps = HistogramMetricFamily("diptych_step_seconds", "duration of steps by what they held", labels=["kind"])
+        for kind, distribution in telemetry.step_s.items():
+            steps.add_metric([kind], *_buckets(distribution))
+        yield steps
+        yield _histogram("diptych_step_tokens", "tokens per step, both phases", telemetry.step_tokens)
+        yield _histogram("diptych_ttft_seconds", "arrival to first token handed out", telemetry.ttft_s)
+        yield _histogram("diptych_itl_seconds", "time between neighbouring tokens of one choice", telemetry.itl_s)
+        phases = HistogramMetricFamily(
+            "diptych_request_phase_seconds",
+            "time of finished requests by phase; stall is the part of decode lengthened by others' prefill",
+            labels=["phase"],
+        )
+        for name in ("queue", "prefill", "decode", "stall"):
+            phases.add_metric([name], *_buckets(telemetry.requests[name]))
+        yield phases
+        yield _histogram("diptych_tpot_seconds", "decode time per token after the first", telemetry.requests["tpot"])
+        yield _histogram("diptych_e2e_seconds", "arrival to last token", telemetry.requests["e2e"])
+
+    def _labels(self) -> dict[str, str]:
+        return {"model_name": self._model.name, "engine": "0"}
+
+    def _vllm_gauges(self) -> Iterator[Metric]:
+        counts, model, labels = self.counts, self._model, self._labels()
+        if counts is None:
+            return
+        yield _gauge("vllm:num_requests_running", "sequences in prefill or decode", counts.running, labels)
+        yield _gauge("vllm:num_requests_waiting", "sequences waiting to be scheduled", counts.waiting, labels)
+        blocks = sum(_blocks(counts).values())
+        yield _gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 1 is all", counts.blocks_in_use / blocks, labels)
+        config = {"block_size": str(model.block_tokens), "num_gpu_blocks": str(model.n_blocks), "cache_dtype": model.kv}
+        yield _gauge("vllm:cache_config_info", "how the KV cache is laid out", 1, {**labels, **config})
+
+    def _vllm_counters(self) -> Iterator[Metric]:
+        counts, telemetry, labels = self.counts, self._telemetry, self._labels()
+        yield _counter("vllm:prompt_tokens", "prompt tokens of all requests", telemetry.prompt_tokens, labels)
+        yield _counter("vllm:generation_tokens", "tokens handed out", telemetry.output_tokens, labels)
+        yield _counter("vllm:prompt_tokens_cached", "prompt tokens taken from the cache", telemetry.cached_tokens, labels)
+        queries = 0 if counts is None else counts.prefix_queries_tokens
+        hits = 0 if counts is None else counts.prefix_hits_tokens
+        yield _counter("vllm:prefix_cache_queries", "tokens looked up in the prefix cache", queries, labels)
+        yield _counter("vllm:prefix_cache_hits", "tokens found in the prefix cache", hits, labels)
+        success = CounterMetricFamily(
+            "vllm:request_success", "finished choices by reason", labels=[*labels, "finished_reason"]
+        )
+        for reason, number in telemetry.finished.items():
+            success.add_metric([*labels.values(), reason], number)
+        yield success
+        yield _counter("vllm:num_preemptions", "sequences that lost their blocks", telemetry.preemptions, labels)
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            yield _counter(f"vllm:spec_decode_{name}", "speculative decoding (none runs)", 0, labels)
+        yield CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "speculative decoding", labels=[*labels, "position"]
+        )
+
+    def _vllm_distributions(self) -> Iterator[Metric]:
+        telemetry, requests, labels = self._telemetry, self._telemetry.requests, self._labels()
+        for name, text, distribution in (
+            ("iteration_tokens_total", "tokens per step", telemetry.step_tokens),
+            ("request_prompt_tokens", "prompt tokens per request", telemetry.request_prompt_tokens),
+            ("request_generation_tokens", "output tokens per request", telemetry.request_output_tokens),
+            ("request_params_max_tokens", "max_tokens per request", telemetry.request_max_tokens),
+            ("time_to_first_token_seconds", "arrival to first token", telemetry.ttft_s),
+            ("inter_token_latency_seconds", "time between neighbouring tokens", telemetry.itl_s),
+            ("request_time_per_output_token_seconds", "decode time per token after the first", requests["tpot"]),
+            ("e2e_request_latency_seconds", "arrival to last token", requests["e2e"]),
+            ("request_queue_time_seconds", "arrival to first scheduled", requests["queue"]),
+            ("request_prefill_time_seconds", "first scheduled to first token", requests["prefill"]),
+            ("request_decode_time_seconds", "first token to last token", requests["decode"]),
+            ("request_inference_time_seconds", "first scheduled to last token", requests["inference"]),
+        ):
+            yield _histogram(f"vllm:{name}", text, distribution, labels)
+
+
+def exposition(collector: MetricsCollector, counts: Counts) -> bytes:
+    """The text of one scrape."""
+    collector.counts = counts
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    return generate_latest(registry)
+
+
+def _blocks(counts: Counts) -> dict[str, int]:
+    return {"in_use": counts.blocks_in_use, "cached": counts.blocks_cached, "free": counts.blocks_free}
+
+
+def _gauge(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels or {}))
+    family.add_metric(list((labels or {}).values()), value)
+    return family
+
+
+def _counter(name: str, text: str, value: float, labels: dict[str, str] | None = None) -> Metric:
+    family = CounterMetricFamily(name, text, labels=list(labels or {}))
+    family.add_metric(list((labels or {}).values()), value)
+    return family
+
+
+def _histogram(name: str, text: str, distribution: Distribution, labels: dict[str, str] | None = None) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=list(labels or {}))
+    family.add_metric(list((labels or {}).values()), *_buckets(distribution))
+    return family
+
+
+def _buckets(distribution: Distribution) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative counts by upper edge, and the sum, as prometheus-client wants them."""
+    edges = [*(str(edge) for edge in distribution.edges), "+Inf"]
+    return list(zip(edges, accumulate(distribution.counts), strict=True)), distribution.total

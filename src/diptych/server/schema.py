@@ -1,0 +1,429 @@
+"""What clients may send: pydantic models with the bounds of the contract, also the source of the OpenAPI schema.
+
+Strict types as in the OpenAI API (a string is no number), unknown fields ignored, a known field with a bad value refused.
+Every list stops at its first fault, so that a hostile body cannot make millions of error records.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+
+from diptych.ground.request import (
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_PROMPTS = 64
+MAX_MESSAGES = 16384
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 32
+MAX_KWARGS_BYTES = 16 * 1024
+MAX_KWARGS_DEPTH = 16
+MAX_USER_BYTES = 512
+_INT64 = 2**63 - 1
+
+Prompt = str | list[int]
+
+
+def depth_of(value: object) -> int:
+    """Nesting depth of a JSON value (0 for a scalar); iterative, as the value may come from a hostile body."""
+    deepest, level = 0, [value]
+    while level:
+        level = [
+            child
+            for item in level
+            if isinstance(item, dict | list)
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+        deepest += 1
+    return deepest - 1
+
+
+def _whole(value: object) -> object:
+    """JSON Schema counts 3.0 as an integer, and so do some clients."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _are_ids(values: list[Any]) -> bool:
+    """Whether all are token ids; built on C loops, because a body may hold millions."""
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31
+
+
+def _check_prompts(value: object) -> list[Prompt]:
+    """A string, a list of strings, a list of token ids or a list of such lists, always as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, a list of strings, token ids, or a list of lists of token ids")
+    if _are_ids(value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"has {len(value)} entries; it must have at most {MAX_PROMPTS} (or be token ids only)")
+    for number, item in enumerate(value):
+        if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
+            raise ValueError(f"entry {number} must be a string or a non-empty list of token ids")
+    return value
+
+
+def _check_stop(value: object) -> tuple[str, ...]:
+    """One stop string or a list of them, within the contract's bounds."""
+    if value is None:
+        return ()
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries[: MAX_STOP_STRINGS + 1]):
+        raise ValueError("must be a string or a list of strings")
+    if len(entries) > MAX_STOP_STRINGS:
+        raise ValueError(f"has {len(entries)} entries; it must have at most {MAX_STOP_STRINGS}")
+    for entry in entries:
+        if not 1 <= len(entry.encode()) <= MAX_STOP_BYTES:
+            raise ValueError(f"has an entry of {len(entry.encode())} bytes; each must have 1 to {MAX_STOP_BYTES}")
+    return tuple(entries)
+
+
+def _check_logit_bias(value: object) -> dict[int, float] | None:
+    """`{"token id": bias}` as integers and floats."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids and numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(value)} entries; it must have at most {MAX_LOGIT_BIAS}")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(f"has the key {key[:40]!r}; keys must be token ids")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise ValueError(f"of token {key} is {str(bias)[:40]}; it must be between -100 and 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _check_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None:
+        _within(value, max_bytes=MAX_SCHEMA_BYTES, max_depth=MAX_SCHEMA_DEPTH)
+    return value
+
+
+def _check_kwargs(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None:
+        _within(value, max_bytes=MAX_KWARGS_BYTES, max_depth=MAX_KWARGS_DEPTH)
+    return value
+
+
+def _within(value: object, *, max_bytes: int, max_depth: int) -> None:
+    depth = depth_of(value)
+    if depth > max_depth:
+        raise ValueError(f"is nested {depth} deep; it must be at most {max_depth}")
+    size = len(json.dumps(value).encode())
+    if size > max_bytes:
+        raise ValueError(f"has {size} bytes as JSON; it must have at most {max_bytes}")
+
+
+def _check_user(value: str | None) -> str | None:
+    if value is not None and len(value.encode()) > MAX_USER_BYTES:
+        raise ValueError(f"has {len(value.encode())} bytes; it must have at most {MAX_USER_BYTES}")
+    return value
+
+
+class _StopAtFirst(FailFast):
+    """FailFast that may stand in a union: a union hashes its members, and the dataclass it comes from has no hash."""
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-_INT64, le=_INT64)]
+Prompts = Annotated[
+    list[Prompt],
+    PlainValidator(_check_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                _IDS_SCHEMA,
+                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_PROMPTS},
+            ]
+        }
+    ),
+]
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES // 4}
+Stop = Annotated[
+    tuple[str, ...],
+    PlainValidator(_check_stop),
+    WithJsonSchema(
+        {"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]}
+    ),
+]
+LogitBias = Annotated[
+    dict[int, float] | None,
+    PlainValidator(_check_logit_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": MAX_LOGIT_BIAS,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+JsonSchema = Annotated[dict[str, Any] | None, AfterValidator(_check_schema)]
+User = Annotated[str | None, Field(None, max_length=MAX_USER_BYTES), AfterValidator(_check_user)]
+
+
+class Body(BaseModel):
+    """Base of all request bodies: strict types, unknown fields ignored, no infinities."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """`include_usage` adds OpenAI's extra last chunk; the last choice chunk always carries usage and timings."""
+
+    include_usage: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """The `json_schema` of a response format."""
+
+    name: str | None = Field(None, max_length=64)
+    description: str | None = Field(None, max_length=4096)
+    schema_: JsonSchema = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+            raise ValueError("needs json_schema.schema when type is json_schema")
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of the constraints."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(None, alias="json")]
+    regex: str | None = Field(None, min_length=1, max_length=4096)
+    choice: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], _StopAtFirst()] | None = Field(
+        None, min_length=1, max_length=1024
+    )
+    grammar: str | None = Field(None, min_length=1, max_length=MAX_SCHEMA_BYTES)
+    json_object: bool | None = None
+
+
+class FunctionSpec(Body):
+    """A function the model may call; `parameters` is a JSON schema."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
+    description: str | None = Field(None, max_length=65536)
+    parameters: JsonSchema = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(Body):
+    """The function a named tool choice asks for."""
+
+    name: str = Field(min_length=1, max_length=64)
+
+
+class NamedToolChoice(Body):
+    """`tool_choice` that names one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Body):
+    """A call in the history; `arguments` is JSON text."""
+
+    name: str = Field(max_length=256)
+    arguments: str = ""
+
+
+class HistoryToolCall(Body):
+    """A tool call that an earlier assistant turn made."""
+
+    id: str | None = Field(None, max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ContentPart(Body):
+    """A part of a message. Only text is read; other types are refused by name."""
+
+    type: Literal["text", "input_text"]
+    text: str
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[ContentPart], _StopAtFirst()] | None = None
+    reasoning_content: str | None = None
+    name: str | None = Field(None, max_length=256)
+    tool_calls: Annotated[list[HistoryToolCall], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(None, max_length=256)
+
+
+class GenerationBody(Body):
+    """Fields that both generation routes share."""
+
+    model: str | None = Field(None, max_length=1024)
+    max_tokens: Whole | None = Field(None, ge=0, le=2**31 - 1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Whole | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias = None
+    seed: Whole | None = None
+    n: Whole | None = Field(None, ge=1, le=MAX_N)
+    stop: Stop = ()
+    stop_token_ids: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], _StopAtFirst()] | None = Field(
+        None, max_length=MAX_STOP_TOKEN_IDS
+    )
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Whole | None = Field(None, ge=0, le=2**31 - 1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:\-]{1,128}$")
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    return_token_ids: bool | None = None
+    user: User
+    metadata: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is set; it is only allowed when stream is true")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Prompts
+    logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    suffix: str | None = Field(None, max_length=0)
+    best_of: Whole | None = Field(None, ge=1, le=MAX_N)
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError(f"best_of is {self.best_of}; it must equal n, which is {self.n or 1}")
+        return self
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], _StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Whole | None = Field(None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Annotated[list[Tool], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    documents: Annotated[list[dict[str, Any]], _StopAtFirst()] | None = Field(None, max_length=1024)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)] = None
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is set; it is only allowed when logprobs is true")
+        if isinstance(self.tool_choice, NamedToolChoice):
+            names = [tool.function.name for tool in self.tools or ()]
+            if self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; it must be one of the tools")
+        if self.tool_choice == "required" and not self.tools:
+            raise ValueError("tool_choice is 'required'; it is only allowed when tools are given")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message is true; it is only allowed when add_generation_prompt is not")
+        return self
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`: a prompt, or messages that go through the chat template first."""
+
+    model: str | None = Field(None, max_length=1024)
+    prompt: str | None = None
+    messages: Annotated[list[Message], _StopAtFirst()] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Annotated[list[Tool], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)] = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of prompt and messages must be given")
+        return self
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = Field(None, max_length=1024)
+    tokens: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], _StopAtFirst()]
+
+
+class TemplateBody(Body):
+    """`POST /apply-template`: what the template makes of messages, without generating."""
+
+    model: str | None = Field(None, max_length=1024)
+    messages: Annotated[list[Message], _StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: Annotated[list[Tool], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
+    documents: Annotated[list[dict[str, Any]], _StopAtFirst()] | None = Field(None, max_length=1024)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)] = None

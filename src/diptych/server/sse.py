@@ -1,0 +1,73 @@
+"""Server-sent events: the exact bytes, and a response that notices a client that has left or stopped reading.
+
+>>> event({"a": "é"})
+b'data: {"a":"\\xc3\\xa9"}\\n\\n'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from diptych.server.errors import ApiError, error_body
+from diptych.server.http import until_disconnect
+
+DONE = b"data: [DONE]\n\n"
+# a reader that takes nothing for this long is gone
+SEND_TIMEOUT_S = 60.0
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One event. JSON holds no raw line breaks, so one data line is always enough."""
+    return b"data: " + _encode(data).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that fails after its first byte."""
+    return b"event: error\n" + event(error_body(error))
+
+
+class EventStream:
+    """An ASGI response that sends what `events` yields and closes the generator however the stream ends.
+
+    `events` gets its `aclose` (so its `finally` runs) when it is exhausted, when the client disconnects, and when the
+    client reads nothing for SEND_TIMEOUT_S.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], *, headers: dict[str, str] | None = None) -> None:
+        self._events = events
+        self._headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # proxies must not hold tokens back
+            *((name.lower().encode(), value.encode()) for name, value in (headers or {}).items()),
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the end or until the client is gone."""
+        watch = asyncio.ensure_future(until_disconnect(receive))
+        pump = asyncio.ensure_future(self._pump(send))
+        try:
+            await asyncio.wait({watch, pump}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        finally:
+            watch.cancel()
+            pump.cancel()
+            await asyncio.wait({watch, pump})
+            await self._events.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        try:
+            async for part in self._events:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        except TimeoutError:
+            return  # without the closing part the server cuts the connection, so the client cannot take it for the end
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

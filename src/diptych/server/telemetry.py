@@ -1,0 +1,193 @@
+"""Counts and distributions of a running server, folded from the engine's events and from finished requests.
+
+Owns the numbers that `/metrics` shows. `on_events` runs on the engine's thread, `on_finished` on the event loop; each
+field is written by one of the two only, so nothing is locked. Durations come from `diptych.metrics` or from event times.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from diptych.ground.events import (
+    ArrivalEvent,
+    Event,
+    FinishEvent,
+    PreemptEvent,
+    ScheduledEvent,
+    StepBeginEvent,
+    StepEndEvent,
+    Timings,
+    TokenEvent,
+    Usage,
+)
+from diptych.ground.phase import FinishReason, Phase
+
+# vLLM's edges, with finer ones below, because a small model on a CPU answers within a millisecond
+TTFT_EDGES_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+ITL_EDGES_S = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+REQUEST_EDGES_S = (
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0,
+    50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+STEP_TOKEN_EDGES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TOKEN_EDGES = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)  # fmt: skip
+
+
+class Distribution:
+    """A histogram: counts between fixed edges, their number and their sum."""
+
+    __slots__ = ("counts", "edges", "total")
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self.edges = tuple(float(edge) for edge in edges)
+        self.counts = [0] * (len(edges) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one value; a value equal to an edge belongs below it."""
+        self.counts[bisect_left(self.edges, value)] += 1
+        self.total += value
+
+    @property
+    def n_values(self) -> int:
+        """How many values were added."""
+        return sum(self.counts)
+
+
+class Telemetry:
+    """Everything counted since the server started."""
+
+    def __init__(self) -> None:
+        # written on the engine's thread
+        self.output_tokens = 0
+        self.cached_tokens = 0
+        self.computed_tokens = 0
+        self.recomputed_tokens = 0
+        self.prompt_tokens = 0
+        self.preemptions = 0
+        self.steps = 0
+        self.step_device_s = 0.0
+        self.step_host_s = 0.0
+        self.step_tokens = Distribution(STEP_TOKEN_EDGES)
+        self.step_s = {kind: Distribution(ITL_EDGES_S) for kind in ("prefill", "decode", "mixed")}
+        self.ttft_s = Distribution(TTFT_EDGES_S)
+        self.itl_s = Distribution(ITL_EDGES_S)
+        self._arrived_s: dict[str, float] = {}
+        self._open_choices: dict[str, int] = {}
+        self._last_token_s: dict[tuple[str, int], float] = {}
+        self._step_begin_s = 0.0
+        self._step_kind = "decode"
+        # written on the event loop
+        self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
+        self.refused: dict[str, int] = {}
+        self.requests = {
+            name: Distribution(REQUEST_EDGES_S)
+            for name in ("e2e", "queue", "prefill", "decode", "inference", "tpot", "stall")
+        }
+        self.request_prompt_tokens = Distribution(TOKEN_EDGES)
+        self.request_output_tokens = Distribution(TOKEN_EDGES)
+        self.request_max_tokens = Distribution(TOKEN_EDGES)
+        self.reasoning_tokens = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ArrivalEvent: self._on_arrival,
+            ScheduledEvent: self._on_scheduled,
+            StepBeginEvent: self._on_step_begin,
+            StepEndEvent: self._on_step_end,
+            PreemptEvent: self._on_preempt,
+            TokenEvent: self._on_token,
+            FinishEvent: self._on_finish,
+        }
+
+    def on_events(self, events: list[Event]) -> None:
+        """Fold one batch. Called on the engine's thread, about a microsecond per event."""
+        handlers = self._handlers
+        for event in events:
+            handler = handlers.get(type(event))
+            if handler is not None:
+                handler(event)
+
+    def on_finished(self, usage: Usage, timings: Timings, reasons: Sequence[FinishReason], *, max_tokens: int) -> None:
+        """Count a request whose last choice has ended (or that was aborted). Called on the event loop."""
+        for reason in reasons:
+            self.finished[reason.value] += 1
+        self.request_prompt_tokens.add(usage.prompt_tokens)
+        self.request_output_tokens.add(usage.output_tokens)
+        self.request_max_tokens.add(max_tokens)
+        self.reasoning_tokens += usage.reasoning_tokens
+        if FinishReason.ABORT in reasons or FinishReason.ERROR in reasons:
+            return  # durations of requests that were cut short would pull the distributions down
+        requests = self.requests
+        requests["e2e"].add(timings.e2e_s)
+        requests["queue"].add(timings.queue_s)
+        requests["prefill"].add(timings.prefill_s)
+        requests["decode"].add(timings.decode_s)
+        requests["inference"].add(timings.prefill_s + timings.decode_s)
+        requests["stall"].add(timings.stall_s)
+        if timings.tpot_s is not None:
+            requests["tpot"].add(timings.tpot_s)
+
+    def on_refused(self, status: int) -> None:
+        """Count a request that got an error instead of an answer."""
+        self.refused[str(status)] = self.refused.get(str(status), 0) + 1
+
+    def _on_arrival(self, event: ArrivalEvent) -> None:
+        self._arrived_s[event.request_id] = event.at_s
+        self._open_choices[event.request_id] = event.n
+        self.prompt_tokens += event.prompt_tokens
+
+    def _on_scheduled(self, event: ScheduledEvent) -> None:
+        if event.phase is Phase.DECODE:
+            return
+        if event.is_recompute:
+            self.recomputed_tokens += event.chunk_tokens
+            return
+        self.computed_tokens += event.chunk_tokens
+        self.cached_tokens += event.cached_tokens
+
+    def _on_step_begin(self, event: StepBeginEvent) -> None:
+        self.steps += 1
+        self._step_begin_s = event.at_s
+        self.step_tokens.add(event.prefill_tokens + event.decode_tokens)
+        if event.prefill_tokens and event.decode_tokens:
+            self._step_kind = "mixed"
+        else:
+            self._step_kind = "prefill" if event.prefill_tokens else "decode"
+
+    def _on_step_end(self, event: StepEndEvent) -> None:
+        self.step_device_s += event.device_s
+        self.step_host_s += event.host_s
+        self.step_s[self._step_kind].add(event.at_s - self._step_begin_s)
+
+    def _on_preempt(self, event: PreemptEvent) -> None:
+        self.preemptions += 1
+
+    def _on_token(self, event: TokenEvent) -> None:
+        self.output_tokens += 1
+        key = (event.request_id, event.index)
+        last_s = self._last_token_s.get(key)
+        self._last_token_s[key] = event.at_s
+        if last_s is not None:
+            self.itl_s.add(event.at_s - last_s)
+            return
+        arrived_s = self._arrived_s.pop(event.request_id, None)
+        if arrived_s is not None:
+            self.ttft_s.add(event.at_s - arrived_s)
+
+    def _on_finish(self, event: FinishEvent) -> None:
+        self._last_token_s.pop((event.request_id, event.index), None)
+        left = self._open_choices.get(event.request_id, 1) - 1
+        if left > 0:
+            self._open_choices[event.request_id] = left
+            return
+        self._open_choices.pop(event.request_id, None)
+        self._arrived_s.pop(event.request_id, None)
