@@ -1,0 +1,247 @@
+"""The KV pool as integers: reference counts, the free list, and the prefix index over full blocks.
+
+Every block is in exactly one of three states:
+
+    # free    in the free list, contents worthless
+    # held    referenced by one or more block tables (it may be in the prefix index too)
+    # idle    referenced by none, still in the prefix index; evicted in least-recently-used order
+
+A prefix-index entry is found by the SHA-256 chain over (model revision, salt, tokens), and believed only when its token
+ids, its salt and its predecessor agree as well, so a digest collision is a miss and never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from diptych.ground.errors import BlockLeak
+
+ROOT_SERIAL = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixEntry:
+    """One full block in the prefix index. `previous_serial` is the entry of the block before it (0: none)."""
+
+    digest: bytes
+    token_ids: tuple[int, ...]
+    salt: str | None
+    previous_serial: int
+    serial: int
+    block_id: int
+
+
+def root_digest(model_revision: str, salt: str | None) -> bytes:
+    """The start of a chain. Lengths are part of it, so no two (revision, salt) pairs share one."""
+    revision_bytes = model_revision.encode()
+    salt_bytes = b"" if salt is None else b"+" + salt.encode()
+    head = f"diptych {len(revision_bytes)} {len(salt_bytes)} ".encode()
+    return hashlib.sha256(head + revision_bytes + salt_bytes).digest()
+
+
+def next_digest(previous: bytes, token_ids: SequenceOf[int]) -> bytes:
+    """The chain one block further."""
+    return hashlib.sha256(previous + array("q", token_ids).tobytes()).digest()
+
+
+class BlockPool:
+    """Owns block ids 0 .. n_blocks - 1; compute owns their bytes."""
+
+    def __init__(self, *, n_blocks: int, block_tokens: int, is_caching: bool = True) -> None:
+        self.n_blocks = n_blocks
+        self.block_tokens = block_tokens
+        self.is_caching = is_caching
+        self.n_drops = 0  # how often a block was dropped; a parked admission looks again when this moves
+        self._refs = [0] * n_blocks
+        self._free = list(range(n_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._index: dict[bytes, PrefixEntry] = {}
+        self._entries: list[PrefixEntry | None] = [None] * n_blocks
+        self._live_serials: set[int] = set()
+        self._next_serial = ROOT_SERIAL + 1
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that `take` can hand out now: free and idle."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks with worthless contents."""
+        return len(self._free)
+
+    @property
+    def idle_blocks(self) -> int:
+        """Blocks kept only for the prefix index."""
+        return len(self._idle)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks referenced by at least one table."""
+        return self.n_blocks - len(self._free) - len(self._idle)
+
+    def blocks_for(self, n_tokens: int) -> int:
+        """Blocks that `n_tokens` tokens fill, the last one perhaps partly."""
+        return -(-n_tokens // self.block_tokens)
+
+    def references(self, block_id: int) -> int:
+        """How many tables hold this block."""
+        return self._refs[block_id]
+
+    def is_writable(self, block_id: int) -> bool:
+        """Whether its one holder may write: nobody else reads it and the prefix index does not vouch for it."""
+        return self._refs[block_id] == 1 and self._entries[block_id] is None
+
+    def take(self, n: int) -> list[int]:
+        """Hand out `n` blocks with one reference each, evicting idle ones when none is free.
+
+        The caller has checked `available_blocks`; asking for more is a bug of ours.
+        """
+        assert n <= self.available_blocks, (n, self.available_blocks)
+        taken = []
+        for _ in range(n):
+            if not self._free:
+                block_id, _ = self._idle.popitem(last=False)
+                self._forget(block_id)
+                self._free.append(block_id)
+            block_id = self._free.pop()
+            self._refs[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def hold(self, block_id: int) -> None:
+        """Add a reference to a held or idle block."""
+        if self._refs[block_id] == 0:
+            del self._idle[block_id]
+        self._refs[block_id] += 1
+
+    def drop(self, block_id: int) -> None:
+        """Remove one reference; the last one makes the block idle (if indexed) or free."""
+        if self._refs[block_id] <= 0:
+            raise BlockLeak(f"block {block_id} was dropped more often than held")
+        self.n_drops += 1
+        self._refs[block_id] -= 1
+        if self._refs[block_id] > 0:
+            return
+        if self._entries[block_id] is None:
+            self._free.append(block_id)
+        else:
+            self._idle[block_id] = None
+
+    def is_idle(self, block_id: int) -> bool:
+        """Whether only the prefix index keeps this block."""
+        return block_id in self._idle
+
+    def match(
+        self, token_ids: SequenceOf[int], *, salt: str | None, digests: list[bytes], root: bytes, max_blocks: int
+    ) -> list[PrefixEntry]:
+        """The longest indexed chain of leading full blocks, at most `max_blocks`; holds nothing.
+
+        digests is extended by the chain computed on the way, for later use by `register`.
+        """
+        found: list[PrefixEntry] = []
+        if not self.is_caching:
+            return found
+        for i in range(max_blocks):
+            entry = self._index.get(self._digest(i, token_ids, digests, root))
+            previous_serial = found[-1].serial if found else ROOT_SERIAL
+            if entry is None or not self._agrees(entry, i, token_ids, salt, previous_serial):
+                break
+            found.append(entry)
+        return found
+
+    def register(
+        self,
+        block_id: int,
+        i: int,
+        *,
+        token_ids: SequenceOf[int],
+        salt: str | None,
+        digests: list[bytes],
+        root: bytes,
+        previous_serial: int | None,
+    ) -> int | None:
+        """Offer the computed full block `i` of a sequence to the index; answers its entry's serial.
+
+        An equal block that is indexed already stays; a colliding one stays too, and None tells that this chain ends.
+        """
+        if previous_serial is None or not self.is_caching:
+            return None
+        digest = self._digest(i, token_ids, digests, root)
+        entry = self._index.get(digest)
+        if entry is not None and self._agrees(entry, i, token_ids, salt, previous_serial):
+            return entry.serial
+        if entry is not None and (entry.previous_serial == ROOT_SERIAL or entry.previous_serial in self._live_serials):
+            return None
+        if entry is not None:  # its predecessor was evicted, so no walk can reach it any more
+            self._discard(entry.block_id)
+        start = i * self.block_tokens
+        entry = PrefixEntry(
+            digest=digest,
+            token_ids=tuple(token_ids[start : start + self.block_tokens]),
+            salt=salt,
+            previous_serial=previous_serial,
+            serial=self._next_serial,
+            block_id=block_id,
+        )
+        self._next_serial += 1
+        self._index[digest] = entry
+        self._entries[block_id] = entry
+        self._live_serials.add(entry.serial)
+        return entry.serial
+
+    def reset_index(self) -> None:
+        """Forget every prefix; idle blocks become free, held ones stay held."""
+        for block_id in range(self.n_blocks):
+            if self._entries[block_id] is not None:
+                self._discard(block_id)
+
+    def check(self, tables: SequenceOf[SequenceOf[int]]) -> None:
+        """Raise BlockLeak unless free + held + idle is the pool and the references are exactly those of `tables`."""
+        counts = [0] * self.n_blocks
+        for table in tables:
+            for block_id in table:
+                counts[block_id] += 1
+        if counts != self._refs:
+            wrong = [b for b in range(self.n_blocks) if counts[b] != self._refs[b]]
+            raise BlockLeak(f"{len(wrong)} of {self.n_blocks} blocks have a wrong reference count, first {wrong[0]}")
+        held = {b for b in range(self.n_blocks) if counts[b] > 0}
+        free, idle = set(self._free), set(self._idle)
+        is_partition = len(held) + len(self._free) + len(idle) == self.n_blocks and not (held & free or held & idle)
+        if not is_partition or free & idle or len(free) != len(self._free):
+            raise BlockLeak(f"{len(held)} held, {len(free)} free and {len(idle)} idle are not {self.n_blocks} blocks")
+        indexed = {b for b in range(self.n_blocks) if self._entries[b] is not None}
+        if not idle <= indexed or indexed & free or len(self._index) != len(indexed):
+            raise BlockLeak(f"{len(indexed)} indexed blocks do not agree with {len(self._index)} index entries")
+
+    def _digest(self, i: int, token_ids: SequenceOf[int], digests: list[bytes], root: bytes) -> bytes:
+        while len(digests) <= i:
+            start = len(digests) * self.block_tokens
+            previous = digests[-1] if digests else root
+            digests.append(next_digest(previous, token_ids[start : start + self.block_tokens]))
+        return digests[i]
+
+    def _agrees(
+        self, entry: PrefixEntry, i: int, token_ids: SequenceOf[int], salt: str | None, previous_serial: int
+    ) -> bool:
+        start = i * self.block_tokens
+        has_same_past = entry.previous_serial == previous_serial and entry.salt == salt
+        return has_same_past and entry.token_ids == tuple(token_ids[start : start + self.block_tokens])
+
+    def _forget(self, block_id: int) -> None:
+        entry = self._entries[block_id]
+        assert entry is not None, block_id
+        del self._index[entry.digest]
+        self._live_serials.discard(entry.serial)
+        self._entries[block_id] = None
+
+    def _discard(self, block_id: int) -> None:
+        """Take a block out of the index, and out of idle if it was there."""
+        self._forget(block_id)
+        if block_id in self._idle:
+            del self._idle[block_id]
+            self._free.append(block_id)

@@ -1,0 +1,364 @@
+"""The door of control: `EngineCore`, the object that engine and simulator share.
+
+    plan, events = core.begin_step(clock.now_s())
+    if plan is not None:
+        result = executor.execute(plan)
+        events += core.end_step(plan, result, clock.now_s())
+
+It has no clock and draws no random numbers: the same calls with the same arguments give the same plans and events.
+One step is in flight at a time; submit, cancel and finish are legal at any moment (from one thread).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from diptych.control.blocks import BlockPool
+from diptych.control.policy import rank_of
+from diptych.control.scheduler import Predict, Scheduler
+from diptych.control.sequence import Sequence
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import CapacityError, PromptTooLong, RequestError
+from diptych.ground.events import ArrivalEvent, Event, FinishEvent, PromptLogprobsEvent, StepEndEvent, TokenEvent
+from diptych.ground.phase import FinishReason, Status
+from diptych.ground.request import Request
+from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreStats:
+    """Gauges of this moment, and counters since the start (prefix_*_tokens, preemptions).
+
+    running and waiting count sequences; blocks_in_use are held, blocks_cached idle (kept for the prefix index only).
+    prefix_queries_tokens: prompt tokens looked up; prefix_hits_tokens: those found. A recompute counts in neither.
+    """
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    blocks_in_use: int
+    blocks_cached: int
+    blocks_free: int
+    prefix_queries_tokens: int
+    prefix_hits_tokens: int
+    preemptions: int
+
+
+class EngineCore:
+    """Requests in, plans down, results up, events out. See the module."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockConfig,
+        *,
+        model_revision: str,
+        predict_s: Predict | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.config = config
+        self.pool = BlockPool(
+            n_blocks=blocks.n_blocks, block_tokens=blocks.block_tokens, is_caching=config.enable_prefix_cache
+        )
+        self._scheduler = Scheduler(config, self.pool, model_revision=model_revision, predict_s=predict_s)
+        self._seed = seed
+        self._requests: dict[str, list[Sequence]] = {}  # open requests, all choices
+        self._in_flight: dict[int, Sequence] = {}
+        self._plan: StepPlan | None = None
+        self._ended_seq_ids: list[int] = []
+        self._next_seq_id = 0
+        self._next_step_id = 0
+        self._n_unborn = 0  # choices that wait for choice 0 to read the prompt
+
+    @property
+    def context_limit_tokens(self) -> int:
+        """The longest sequence, prompt and output together: the configured context or the whole pool."""
+        return min(self.config.max_context_tokens, self.pool.n_blocks * self.pool.block_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is open or a step is in flight."""
+        return bool(self._requests) or self._plan is not None
+
+    def submit(self, request: Request) -> list[Event]:
+        """Put a request in line. `n` choices share the prompt that choice 0 reads.
+
+        Raises:
+            PromptTooLong: prompt and one output token exceed the context or the KV pool.
+            RequestError: the prompt is empty, or the id is that of an open request.
+            CapacityError: the waiting line holds too many tokens. A request is always taken when none waits.
+        """
+        prompt_tokens = len(request.prompt_token_ids)
+        self._check_prompt(request, prompt_tokens)
+        output_tokens = min(request.sampling.max_tokens, self.context_limit_tokens - prompt_tokens)
+        weight = prompt_tokens + request.sampling.n * output_tokens
+        in_line, limit = self._scheduler.waiting_tokens, self.config.max_waiting_tokens
+        if in_line > 0 and in_line + weight > limit:
+            raise CapacityError(
+                f"{in_line} tokens are waiting and this request may need {weight}; at most {limit} may wait",
+                hint="try again later, or raise max_waiting_tokens",
+            )
+        rank = rank_of(arrival_s=request.arrival_s, priority=request.priority, aging_s=self.config.aging_s)
+        sequences = []
+        for index in range(request.sampling.n):
+            sequences.append(
+                Sequence(
+                    seq_id=self._next_seq_id,
+                    index=index,
+                    request=request,
+                    rank=rank,
+                    seed=self._seed_of(request, index),
+                    max_output_tokens=output_tokens,
+                )
+            )
+            self._next_seq_id += 1
+        self._requests[request.request_id] = sequences
+        for child in sequences[1:]:
+            child.is_unborn = True
+        self._n_unborn += len(sequences) - 1
+        self._scheduler.enqueue(sequences[0])
+        return [
+            ArrivalEvent(
+                request_id=request.request_id,
+                at_s=request.arrival_s,
+                prompt_tokens=prompt_tokens,
+                n=request.sampling.n,
+            )
+        ]
+
+    def cancel(self, request_id: str, now_s: float, *, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+        """End every open choice of a request, in any state. An unknown or finished id gives no events."""
+        events: list[Event] = []
+        for seq in reversed(self._requests.get(request_id, ())):
+            if seq.status is not Status.FINISHED:
+                events.append(self._end(seq, now_s, reason))
+        self._forget_if_over(request_id)
+        return events
+
+    def finish(self, request_id: str, index: int, now_s: float, *, reason: FinishReason) -> list[Event]:
+        """End one choice from outside (a stop string was seen). Unknown or finished: no events."""
+        events: list[Event] = []
+        for seq in self._requests.get(request_id, ()):
+            if seq.index == index and seq.status is not Status.FINISHED:
+                events.append(self._end(seq, now_s, reason))
+        self._forget_if_over(request_id)
+        return events
+
+    def fail(self, now_s: float) -> list[Event]:
+        """The executor failed: end every open request with ERROR, forget the step and every cached prefix."""
+        events: list[Event] = []
+        for request_id in tuple(self._requests):
+            events += self.cancel(request_id, now_s, reason=FinishReason.ERROR)
+        for seq in self._in_flight.values():
+            seq.is_in_flight = False
+            self._scheduler.release(seq)
+        self._in_flight = {}
+        self._plan = None
+        self._scheduler.end_copies()
+        self.pool.reset_index()
+        return events
+
+    def begin_step(self, now_s: float) -> tuple[StepPlan | None, list[Event]]:
+        """Plan the next step; None when there is nothing to do. The plan must come back through `end_step`."""
+        assert self._plan is None, "the step before has not ended"
+        if not self._requests:
+            return None, []
+        plan, events = self._scheduler.plan(
+            step_id=self._next_step_id, now_s=now_s, ended_seq_ids=tuple(self._ended_seq_ids)
+        )
+        if plan is None:
+            return None, events
+        self._plan = plan
+        self._in_flight = self._scheduler.planned
+        self._next_step_id += 1
+        self._ended_seq_ids = []
+        return plan, events
+
+    def end_step(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Event]:
+        """Commit what the step gave: tokens, finishes, forks. Every token's time is `now_s`."""
+        assert self._plan is plan, plan.step_id
+        assert result.step_id == plan.step_id, (plan.step_id, result.step_id)
+        assert len(result.results) == len(plan.chunks), (len(result.results), len(plan.chunks))
+        events: list[Event] = []
+        in_flight, self._in_flight, self._plan = self._in_flight, {}, None
+        for chunk, chunk_result in zip(plan.chunks, result.results, strict=True):
+            assert chunk.seq_id == chunk_result.seq_id, (chunk.seq_id, chunk_result.seq_id)
+            seq = in_flight[chunk.seq_id]
+            seq.is_in_flight = False
+            if seq.status is Status.FINISHED:  # cancelled while the step ran
+                self._scheduler.release(seq)
+            else:
+                events += self._commit(seq, chunk, chunk_result, plan.step_id, now_s)
+        self._scheduler.end_copies()
+        end = StepEndEvent(step_id=plan.step_id, at_s=now_s, device_s=result.device_s, host_s=result.host_s)
+        return [*events, end]
+
+    def stats(self) -> CoreStats:
+        """Gauges and counters of this moment."""
+        scheduler, pool = self._scheduler, self.pool
+        return CoreStats(
+            running=scheduler.n_running,
+            waiting=len(scheduler.waiting) + self._n_unborn,
+            waiting_tokens=scheduler.waiting_tokens,
+            blocks_in_use=pool.held_blocks,
+            blocks_cached=pool.idle_blocks,
+            blocks_free=pool.free_blocks,
+            prefix_queries_tokens=scheduler.query_tokens,
+            prefix_hits_tokens=scheduler.hit_tokens,
+            preemptions=scheduler.n_preemptions,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; running sequences keep their blocks."""
+        self.pool.reset_index()
+
+    def prefix_match(self, token_ids: tuple[int, ...], salt: str | None = None) -> int:
+        """Leading tokens of this prompt that a request would find cached now."""
+        entries = self.pool.match(
+            token_ids,
+            salt=salt,
+            digests=[],
+            root=self._scheduler.root_of(salt),
+            max_blocks=max(0, len(token_ids) - 1) // self.pool.block_tokens,
+        )
+        return len(entries) * self.pool.block_tokens
+
+    def check(self) -> None:
+        """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""
+        alive = {seq.seq_id: seq for sequences in self._requests.values() for seq in sequences}
+        alive.update(self._in_flight)
+        self.pool.check([*(seq.block_ids for seq in alive.values()), self._scheduler.copied_from])
+
+    # Inside
+
+    def _check_prompt(self, request: Request, prompt_tokens: int) -> None:
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is already open", param="request_id")
+        if prompt_tokens == 0:
+            raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
+        pool_tokens = self.pool.n_blocks * self.pool.block_tokens
+        if prompt_tokens >= self.config.max_context_tokens:
+            raise PromptTooLong(
+                f"prompt has {prompt_tokens} tokens; a context of {self.config.max_context_tokens} takes at most "
+                f"{self.config.max_context_tokens - 1}, one being left for the answer",
+                hint="shorten the prompt or raise max_context_tokens",
+                param="prompt",
+            )
+        if prompt_tokens >= pool_tokens:
+            raise PromptTooLong(
+                f"prompt has {prompt_tokens} tokens; the KV pool of {self.pool.n_blocks} blocks of "
+                f"{self.pool.block_tokens} takes at most {pool_tokens - 1}, one being left for the answer",
+                hint="shorten the prompt or give the KV pool more memory",
+                param="prompt",
+            )
+
+    def _seed_of(self, request: Request, index: int) -> int:
+        """The noise seed of one choice, in [0, 2**64): the request's own for choice 0, else derived from it."""
+        own = request.sampling.seed
+        if own is not None and index == 0:
+            return own % 2**64
+        source = f"engine {self._seed} {self._next_seq_id}" if own is None else f"choice {own} {index}"
+        return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
+
+    def _commit(self, seq: Sequence, chunk: Chunk, result: ChunkResult, step_id: int, now_s: float) -> list[Event]:
+        """Move computed forward, hand out tokens, and stop where a token or a limit says so."""
+        known_end = min(chunk.end_pos, seq.known_tokens)
+        n_accepted = max(0, len(result.token_ids) - 1)  # drafted tokens of this chunk that hold
+        assert bool(result.token_ids) == chunk.samples, chunk.seq_id
+        assert known_end + n_accepted <= chunk.end_pos, chunk.seq_id
+        seq.advance(known_end + n_accepted)
+        events = self._prompt_logprobs(seq, chunk, result, now_s)
+        if not result.token_ids:
+            self._scheduler.register_computed(seq)
+            return events
+        if seq.status is Status.PREFILL:
+            self._scheduler.register_computed(seq)
+            self._fork_children(seq)
+            self._scheduler.start_decode(seq)
+        for k, token_id in enumerate(result.token_ids):
+            seq.token_ids.append(token_id)
+            events.append(
+                TokenEvent(
+                    request_id=seq.request.request_id,
+                    index=seq.index,
+                    at_s=now_s,
+                    token_id=token_id,
+                    position=seq.output_tokens - 1,
+                    step_id=step_id,
+                    logprobs=result.logprobs[k] if result.logprobs else None,
+                )
+            )
+            is_last = k == n_accepted
+            reason, stop_token_id = self._stop(seq, token_id, is_complete=is_last and result.is_complete)
+            if reason is not None:
+                seq.advance(min(seq.computed_tokens, seq.known_tokens - 1))
+                self._scheduler.register_computed(seq)
+                events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
+                self._forget_if_over(seq.request.request_id)
+                return events
+        self._scheduler.register_computed(seq)
+        return events
+
+    def _prompt_logprobs(self, seq: Sequence, chunk: Chunk, result: ChunkResult, now_s: float) -> list[Event]:
+        """Hand out each prompt position once, also when a preemption computes it again; choice 0 speaks for all."""
+        if not result.prompt_logprobs or seq.index != 0:
+            return []
+        entries = result.prompt_logprobs[max(0, seq.logprobs_tokens - chunk.start_pos) :]
+        start = max(seq.logprobs_tokens, chunk.start_pos)
+        if not entries:
+            return []
+        seq.logprobs_tokens = start + len(entries)
+        return [PromptLogprobsEvent(request_id=seq.request.request_id, at_s=now_s, start=start, entries=entries)]
+
+    def _fork_children(self, seq: Sequence) -> None:
+        """The prompt is computed: its other choices may begin, on the same blocks."""
+        if seq.index != 0 or seq.has_forked:
+            return
+        seq.has_forked = True
+        for child in self._requests[seq.request.request_id]:
+            if child.is_unborn:
+                self._bear(child)
+                self._scheduler.fork(seq, child)
+
+    def _stop(self, seq: Sequence, token_id: int, *, is_complete: bool) -> tuple[FinishReason | None, int | None]:
+        if token_id in seq.stop_ids and seq.output_tokens >= seq.request.sampling.min_tokens:
+            return FinishReason.STOP, token_id
+        if is_complete:
+            return FinishReason.STOP, None
+        if seq.output_tokens >= seq.max_output_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def _end(self, seq: Sequence, now_s: float, reason: FinishReason, *, stop_token_id: int | None = None) -> Event:
+        """Finish a sequence now; blocks that a step is still using go back when it ends."""
+        seq.move(Status.FINISHED)
+        seq.finish_reason = reason
+        if seq.is_unborn:
+            self._bear(seq)
+        if seq.index == 0 and not seq.has_forked:  # its children have nobody to wait for any more
+            for child in self._requests[seq.request.request_id]:
+                if child.is_unborn:
+                    self._bear(child)
+                    self._scheduler.enqueue(child)
+        self._scheduler.detach(seq)
+        if not seq.is_in_flight:
+            self._scheduler.release(seq)
+        if seq.has_started:
+            self._ended_seq_ids.append(seq.seq_id)
+        return FinishEvent(
+            request_id=seq.request.request_id,
+            index=seq.index,
+            at_s=now_s,
+            reason=reason,
+            output_tokens=seq.output_tokens,
+            stop_token_id=stop_token_id,
+        )
+
+    def _bear(self, child: Sequence) -> None:
+        child.is_unborn = False
+        self._n_unborn -= 1
+
+    def _forget_if_over(self, request_id: str) -> None:
+        if all(seq.status is Status.FINISHED for seq in self._requests.get(request_id, ())):
+            self._requests.pop(request_id, None)

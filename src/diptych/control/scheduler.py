@@ -1,0 +1,431 @@
+"""Plans one step: decode chunks first, then prefill with what the token budget and the stall budget leave.
+
+Owns which sequences wait, prefill and decode, and every block they hold. `EngineCore` (loop.py) tells it what came of a
+step. A plan costs O(chunks + chunk tokens + new blocks): nothing here walks a context or the waiting line.
+
+Stall budget: when the step holds decode chunks, prefill chunks are as long as predict_s(plan) <= stall_budget_s allows.
+Where even the smallest does not fit, the first prefill in line still gets MIN_PREFILL_TOKENS (policy.py), so it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
+from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
+from diptych.control.sequence import Sequence
+from diptych.ground.config import SchedulerConfig
+from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
+from diptych.ground.phase import Phase, Status
+from diptych.ground.step import BlockCopy, Chunk, SequenceStart, StepPlan
+
+Predict = Callable[[StepPlan], float]
+
+
+class StepDraft:
+    """A plan in the making; lives for one call of `Scheduler.plan`."""
+
+    def __init__(self, *, step_id: int, now_s: float, budget_tokens: int) -> None:
+        self.step_id = step_id
+        self.now_s = now_s
+        self.left_tokens = budget_tokens
+        self.chunks: list[Chunk] = []
+        self.copies: list[BlockCopy] = []
+        self.starts: list[SequenceStart] = []
+        self.preempted: list[Event] = []
+        self.scheduled: list[Event] = []
+        self.n_decode = 0
+
+    def plan(self, ended_seq_ids: tuple[int, ...] = (), *, also: Chunk | None = None) -> StepPlan:
+        """The step as it stands, with `also` as one more chunk (to ask how long that would take)."""
+        return StepPlan(
+            step_id=self.step_id,
+            chunks=tuple(self.chunks) if also is None else (*self.chunks, also),
+            copies=tuple(self.copies),
+            starts=tuple(self.starts),
+            ended_seq_ids=ended_seq_ids,
+            planned_at_s=self.now_s,
+        )
+
+
+class Scheduler:
+    """See the module. Only `EngineCore` calls it."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, *, model_revision: str, predict_s: Predict | None = None
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.predict_s = predict_s
+        self.waiting = RankedList()
+        self.prefilling = RankedList()
+        self.decoding = RankedList()
+        self.forked = RankedList()  # waiting, yet holding the blocks shared by their parent
+        self.planned: dict[int, Sequence] = {}  # sequences of the last plan's chunks
+        self.copied_from: list[int] = []  # sources of its copies, held until it has run
+        self.waiting_tokens = 0
+        self.n_preemptions = 0
+        self.query_tokens = 0  # prompt tokens looked up in the prefix index for the first time, and those found
+        self.hit_tokens = 0
+        # A running decode always fits into the step, so it never waits for another's turn.
+        self._max_running = min(config.max_running_sequences, config.max_step_tokens)
+        self._model_revision = model_revision
+        self._promised_blocks = 0
+
+    @property
+    def n_running(self) -> int:
+        """Sequences in prefill or decode."""
+        return len(self.prefilling) + len(self.decoding)
+
+    # Coming and going
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Put a waiting sequence in line; one that holds blocks keeps them while nobody needs them more."""
+        assert seq.status is Status.WAITING, seq.status
+        seq.parked_at_drops = None
+        self.waiting.add(seq)
+        self.waiting_tokens += seq.waiting_tokens
+        if seq.block_ids:
+            self.forked.add(seq)
+
+    def detach(self, seq: Sequence) -> None:
+        """Take a sequence out of every list; its blocks stay."""
+        if self.waiting.holds(seq):
+            self._leave_line(seq)
+        elif self.prefilling.holds(seq):
+            self.prefilling.remove(seq)
+        elif self.decoding.holds(seq):
+            self.decoding.remove(seq)
+        self._promise(seq, 0)
+
+    def release(self, seq: Sequence) -> None:
+        """Give back its blocks, the last first, so that the head of a shared prefix stays cached longest."""
+        for block_id in reversed(seq.block_ids):
+            self.pool.drop(block_id)
+        seq.block_ids = []
+        seq.table_sent = 0
+        seq.serials = []
+        seq.computed_tokens = 0
+
+    def start_decode(self, seq: Sequence) -> None:
+        """Its prompt is computed and its first new token known."""
+        seq.move(Status.DECODE)
+        self.prefilling.remove(seq)
+        self._promise(seq, 0)
+        self.decoding.add(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a waiting child hold the parent's prompt blocks; it computes the last prompt token itself."""
+        n_shared = self.pool.blocks_for(parent.prompt_tokens)
+        n_intact = (parent.prompt_tokens - 1) // self.pool.block_tokens
+        child.block_ids = parent.block_ids[:n_shared]
+        for block_id in child.block_ids:
+            self.pool.hold(block_id)
+        child.digests = parent.digests[:n_intact]
+        child.serials = parent.serials[:n_intact]
+        child.advance(parent.prompt_tokens - 1)
+        self.enqueue(child)
+
+    def end_copies(self) -> None:
+        """The step has run: the sources of its copies may go."""
+        for block_id in self.copied_from:
+            self.pool.drop(block_id)
+        self.copied_from = []
+
+    def register_computed(self, seq: Sequence) -> None:
+        """Offer every newly completed block of the sequence to the prefix index."""
+        while (len(seq.serials) + 1) * self.pool.block_tokens <= seq.computed_tokens:
+            i = len(seq.serials)
+            serial = self.pool.register(
+                seq.block_ids[i],
+                i,
+                token_ids=seq.token_ids,
+                salt=seq.request.cache_salt,
+                digests=seq.digests,
+                root=self.root_of(seq.request.cache_salt),
+                previous_serial=seq.serials[-1] if seq.serials else 0,
+            )
+            seq.serials.append(serial)
+
+    def root_of(self, salt: str | None) -> bytes:
+        """The start of the digest chain for this model and salt."""
+        return root_digest(self._model_revision, salt)
+
+    # Planning
+
+    def plan(
+        self, *, step_id: int, now_s: float, ended_seq_ids: tuple[int, ...]
+    ) -> tuple[StepPlan | None, list[Event]]:
+        """The next step and its events, or None when nothing can run."""
+        draft = StepDraft(step_id=step_id, now_s=now_s, budget_tokens=self.config.max_step_tokens)
+        self.planned = {}
+        for seq in tuple(self.decoding):
+            if seq.status is Status.DECODE:  # else preempted for an earlier one
+                self._plan_decode(seq, draft)
+        self._plan_prefills(draft)
+        if not draft.chunks:
+            return None, draft.preempted
+        plan = draft.plan(ended_seq_ids)
+        decode_tokens = sum(len(chunk.token_ids) for chunk in draft.chunks[: draft.n_decode])
+        begin = StepBeginEvent(
+            step_id=step_id,
+            at_s=now_s,
+            prefill_tokens=plan.n_tokens - decode_tokens,
+            decode_tokens=decode_tokens,
+            predicted_s=None if self.predict_s is None else self.predict_s(plan),
+        )
+        return plan, [*draft.preempted, begin, *draft.scheduled]
+
+    def _plan_decode(self, seq: Sequence, draft: StepDraft) -> None:
+        while self._missing_blocks(seq, seq.known_tokens) > self.pool.available_blocks:
+            victim = self._worst_running()
+            self._preempt(victim, draft)
+            if victim is seq:
+                return
+        draft.n_decode += 1
+        self._add_chunk(seq, 1, Phase.DECODE, draft)
+
+    def _plan_prefills(self, draft: StepDraft) -> None:
+        """Serve prefilling and waiting sequences in one order of rank until a budget is spent."""
+        may_admit = True
+        key: tuple[float, int] | None = None
+        while draft.left_tokens > 0:
+            running = self.prefilling.after(key)
+            # A step that preempts admits nobody, or the victim would come straight back.
+            may_admit = may_admit and not draft.preempted and self.n_running < self._max_running
+            head = self.waiting.first if may_admit else None
+            if head is not None and (running is None or head.key < running.key):
+                if self._admit(head, draft):
+                    key = head.key
+                    continue
+                may_admit = False
+            elif running is not None:
+                key = running.key
+                if not self._continue_prefill(running, draft):
+                    return
+            else:
+                return
+
+    def _continue_prefill(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Plan its next chunk; False when a budget or the pool is spent."""
+        while self._reach(seq) <= seq.computed_tokens:
+            victim = self.forked.last or self.prefilling.last
+            if victim is None or (victim.key <= seq.key and victim.status is Status.PREFILL):
+                return False
+            self._preempt(victim, draft)
+        wanted = min(seq.known_tokens, self._reach(seq)) - seq.computed_tokens
+        n_tokens = self._fit(seq, seq.computed_tokens, wanted, draft)
+        if n_tokens == 0:
+            return False
+        self._add_chunk(seq, n_tokens, Phase.PREFILL, draft)
+        return True
+
+    def _admit(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Start a waiting sequence if its whole prefill finds blocks and its first chunk finds time."""
+        if seq.parked_at_drops == self.pool.n_drops and self.n_running > 0:
+            return False  # no block came back since it last failed
+        hits = [] if seq.block_ids else self._lookup(seq)
+        if not self._has_blocks_for(seq, hits):
+            if self.n_running > 0:
+                seq.parked_at_drops = self.pool.n_drops
+                return False
+            self._reclaim_forked(seq, draft)
+            hits = [] if seq.block_ids else self._lookup(seq)
+        start = seq.computed_tokens + len(hits) * self.pool.block_tokens
+        n_tokens = self._fit(seq, start, seq.known_tokens - start, draft)
+        if n_tokens == 0:
+            return False
+        self._leave_line(seq)
+        seq.move(Status.PREFILL)
+        self.prefilling.add(seq)
+        self._take_hits(seq, hits)
+        self._promise(seq, self._missing_blocks(seq, seq.known_tokens))
+        self._add_chunk(seq, n_tokens, Phase.PREFILL, draft, hit_tokens=len(hits) * self.pool.block_tokens)
+        return True
+
+    def _has_blocks_for(self, seq: Sequence, hits: list[PrefixEntry]) -> bool:
+        held = len(seq.block_ids) + len(hits)
+        needed = self.pool.blocks_for(seq.known_tokens) - held + self._n_copies(seq, seq.computed_tokens)
+        needed += sum(1 for entry in hits if self.pool.is_idle(entry.block_id))
+        spare = self.pool.available_blocks - self._promised_blocks
+        # A running decode soon wants one block more; admitting into its last one would only preempt it.
+        return needed + min(len(self.decoding), self.pool.n_blocks // 8) <= spare
+
+    def _lookup(self, seq: Sequence) -> list[PrefixEntry]:
+        """The prefix hit a sequence without blocks would start from. Never covers its last known token."""
+        if seq.index == 0 and seq.request.sampling.prompt_logprobs is not None:
+            return []  # a cached token has no logits
+        salt = seq.request.cache_salt
+        return self.pool.match(
+            seq.token_ids,
+            salt=salt,
+            digests=seq.digests,
+            root=self.root_of(salt),
+            max_blocks=(seq.known_tokens - 1) // self.pool.block_tokens,
+        )
+
+    def _take_hits(self, seq: Sequence, hits: list[PrefixEntry]) -> None:
+        for entry in hits:
+            self.pool.hold(entry.block_id)
+            seq.block_ids.append(entry.block_id)
+            seq.serials.append(entry.serial)
+        if not seq.has_started and seq.index == 0 and self.pool.is_caching:
+            self.query_tokens += seq.prompt_tokens
+            self.hit_tokens += len(hits) * self.pool.block_tokens
+
+    def _fit(self, seq: Sequence, start: int, wanted: int, draft: StepDraft) -> int:
+        """The longest prefill chunk from `start`, at most `wanted`, that both budgets allow; 0 for none."""
+        limit = min(wanted, draft.left_tokens)
+        predict_s, budget_s = self.predict_s, self.config.stall_budget_s
+        if predict_s is None or budget_s is None or draft.n_decode == 0:
+            return limit
+        token_ids = tuple(seq.token_ids[start : start + limit])
+
+        def is_within(n_tokens: int) -> bool:
+            chunk = Chunk(
+                seq_id=seq.seq_id,
+                phase=Phase.PREFILL,
+                start_pos=start,
+                token_ids=token_ids[:n_tokens],
+                first_new_block=0,
+                new_block_ids=(),
+                samples=start + n_tokens == seq.known_tokens,
+            )
+            return predict_s(draft.plan(also=chunk)) <= budget_s
+
+        n_tokens = longest_within(limit=limit, quantum=MIN_PREFILL_TOKENS, is_within=is_within)
+        if n_tokens == 0 and len(draft.chunks) == draft.n_decode:
+            return min(limit, MIN_PREFILL_TOKENS)
+        return n_tokens
+
+    def _add_chunk(self, seq: Sequence, n_tokens: int, phase: Phase, draft: StepDraft, *, hit_tokens: int = 0) -> None:
+        """Give the chunk its blocks and write it into the draft."""
+        start = seq.computed_tokens + hit_tokens
+        end = start + n_tokens
+        seq.computed_tokens = start  # the peak moves at commit, when the chunk has run
+        first_new = self._take_blocks(seq, start, end, draft)
+        draft.chunks.append(
+            Chunk(
+                seq_id=seq.seq_id,
+                phase=phase,
+                start_pos=start,
+                token_ids=tuple(seq.token_ids[start:end]),
+                first_new_block=first_new,
+                new_block_ids=tuple(seq.block_ids[first_new:]),
+                samples=end == seq.known_tokens,
+            )
+        )
+        draft.left_tokens -= n_tokens
+        seq.table_sent = len(seq.block_ids)
+        seq.is_in_flight = True
+        self.planned[seq.seq_id] = seq
+        if not seq.has_started:
+            seq.has_started = True
+            draft.starts.append(
+                SequenceStart(
+                    seq_id=seq.seq_id,
+                    prompt_token_ids=seq.request.prompt_token_ids,
+                    sampling=seq.request.sampling,
+                    seed=seq.seed,
+                    eos_token_ids=seq.request.eos_token_ids,
+                )
+            )
+        draft.scheduled.extend(self._scheduled_events(seq, phase, start, end, hit_tokens, draft))
+
+    def _take_blocks(self, seq: Sequence, start: int, end: int, draft: StepDraft) -> int:
+        """Append blocks up to `end`, copy the first written one if it is shared; answers the first new table entry."""
+        first_new = seq.table_sent
+        if self._n_copies(seq, start):
+            i = start // self.pool.block_tokens
+            source, (target,) = seq.block_ids[i], self.pool.take(1)
+            draft.copies.append(BlockCopy(source_block_id=source, target_block_id=target))
+            self.copied_from.append(source)
+            seq.block_ids[i] = target
+            first_new = min(first_new, i)
+        n_new = self.pool.blocks_for(end) - len(seq.block_ids)
+        seq.block_ids.extend(self.pool.take(n_new))
+        self._promise(seq, max(0, seq.promised_blocks - n_new))
+        return first_new
+
+    def _scheduled_events(
+        self, seq: Sequence, phase: Phase, start: int, end: int, hit_tokens: int, draft: StepDraft
+    ) -> list[Event]:
+        """One event, or two where the chunk goes on from a recompute into new tokens."""
+        peak = seq.peak_computed_tokens
+        hit_start = start - hit_tokens
+        again_end = min(max(peak, start), end)
+        again_hit = min(max(peak, hit_start), start) - hit_start
+        parts = (
+            (True, start, again_end - start, again_hit),
+            (False, again_end, end - again_end, hit_tokens - again_hit),
+        )
+        return [
+            ScheduledEvent(
+                request_id=seq.request.request_id,
+                index=seq.index,
+                step_id=draft.step_id,
+                at_s=draft.now_s,
+                phase=phase,
+                chunk_tokens=chunk_tokens,
+                cached_tokens=cached_tokens,
+                context_tokens=context_tokens,
+                is_recompute=is_recompute,
+            )
+            for is_recompute, context_tokens, chunk_tokens, cached_tokens in parts
+            if chunk_tokens or cached_tokens
+        ]
+
+    # Blocks
+
+    def _n_copies(self, seq: Sequence, start: int) -> int:
+        """1 when position `start` lies in a block that this sequence may not write."""
+        i = start // self.pool.block_tokens
+        return int(i < len(seq.block_ids) and not self.pool.is_writable(seq.block_ids[i]))
+
+    def _missing_blocks(self, seq: Sequence, end: int) -> int:
+        """Blocks to take before the chunk [computed_tokens, end) can run."""
+        return self.pool.blocks_for(end) - len(seq.block_ids) + self._n_copies(seq, seq.computed_tokens)
+
+    def _reach(self, seq: Sequence) -> int:
+        """How far its computed tokens could go in the blocks that can be had now."""
+        blocks = self.pool.available_blocks - self._n_copies(seq, seq.computed_tokens)
+        return (len(seq.block_ids) + blocks) * self.pool.block_tokens if blocks >= 0 else seq.computed_tokens
+
+    def _worst_running(self) -> Sequence:
+        """Whom to preempt: idle holders first, then the last in rank of all that run."""
+        if self.forked.last is not None:
+            return self.forked.last
+        candidates = [seq for seq in (self.decoding.last, self.prefilling.last) if seq is not None]
+        return max(candidates, key=lambda seq: seq.key)
+
+    def _reclaim_forked(self, seq: Sequence, draft: StepDraft) -> None:
+        """Nothing runs and the first in line lacks blocks, so only waiting holders can have them."""
+        while self.forked.last is not None:
+            self._preempt(self.forked.last, draft)
+
+    def _preempt(self, seq: Sequence, draft: StepDraft) -> None:
+        """Take a sequence's blocks; it waits and is computed again later."""
+        self.n_preemptions += 1
+        draft.preempted.append(
+            PreemptEvent(
+                request_id=seq.request.request_id,
+                index=seq.index,
+                at_s=draft.now_s,
+                computed_tokens=seq.computed_tokens,
+            )
+        )
+        self.detach(seq)
+        self.release(seq)
+        if seq.status is not Status.WAITING:
+            seq.move(Status.WAITING)
+        self.enqueue(seq)
+
+    def _leave_line(self, seq: Sequence) -> None:
+        self.waiting.remove(seq)
+        self.waiting_tokens -= seq.waiting_tokens
+        if self.forked.holds(seq):
+            self.forked.remove(seq)
+
+    def _promise(self, seq: Sequence, n_blocks: int) -> None:
+        self._promised_blocks += n_blocks - seq.promised_blocks
+        seq.promised_blocks = n_blocks

@@ -1,0 +1,102 @@
+"""Control's ledger of one sequence (one choice of one request).
+
+A sequence has *known* tokens (prompt and output so far) and *computed* tokens (those whose KV is in its blocks); a
+chunk moves computed forward. The newest known token never has KV, so `computed_tokens <= known_tokens - 1` between steps.
+
+    # [0, computed_tokens)             KV is in block_ids
+    # [computed_tokens, known_tokens)  to be computed: one token in decode, more in prefill
+    # [0, peak_computed_tokens)        had KV at some time: computing it again is a recompute, never a cache hit
+"""
+
+from __future__ import annotations
+
+from diptych.ground.errors import IllegalMove
+from diptych.ground.phase import MOVES, FinishReason, Status
+from diptych.ground.request import Request
+
+
+class Sequence:
+    """Mutable; owned by `EngineCore` and changed only by it and its scheduler."""
+
+    __slots__ = (
+        "block_ids",
+        "computed_tokens",
+        "digests",
+        "finish_reason",
+        "has_forked",
+        "has_started",
+        "index",
+        "is_in_flight",
+        "is_unborn",
+        "key",
+        "logprobs_tokens",
+        "max_output_tokens",
+        "parked_at_drops",
+        "peak_computed_tokens",
+        "promised_blocks",
+        "prompt_tokens",
+        "request",
+        "seed",
+        "seq_id",
+        "serials",
+        "status",
+        "stop_ids",
+        "table_sent",
+        "token_ids",
+    )
+
+    def __init__(
+        self, *, seq_id: int, index: int, request: Request, rank: float, seed: int, max_output_tokens: int
+    ) -> None:
+        self.seq_id = seq_id
+        self.index = index
+        self.request = request
+        self.key = (rank, seq_id)
+        self.seed = seed
+        self.max_output_tokens = max_output_tokens
+        self.prompt_tokens = len(request.prompt_token_ids)
+        self.token_ids = list(request.prompt_token_ids)
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else request.eos_token_ids
+        self.stop_ids = frozenset(eos) | frozenset(sampling.stop_token_ids)
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.computed_tokens = 0
+        self.peak_computed_tokens = 0
+        self.logprobs_tokens = 0  # prompt log-probabilities already handed out
+        self.block_ids: list[int] = []
+        self.table_sent = 0  # leading entries of block_ids that the executor knows
+        self.promised_blocks = 0  # blocks its remaining prefill will still take
+        self.digests: list[bytes] = []  # chain of the full blocks of token_ids, as far as needed until now
+        self.serials: list[int | None] = []  # prefix-index entry of each computed full block
+        self.has_started = False  # its SequenceStart was sent
+        self.has_forked = False
+        self.is_in_flight = False
+        self.is_unborn = False  # waits for choice 0 of its request to read the prompt
+        self.parked_at_drops: int | None = None  # pool.n_drops when admission last failed for want of blocks
+
+    @property
+    def known_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens handed out so far."""
+        return len(self.token_ids) - self.prompt_tokens
+
+    @property
+    def waiting_tokens(self) -> int:
+        """What this sequence weighs in the waiting line: the prompt counts once per request, for choice 0."""
+        return self.max_output_tokens + (self.prompt_tokens if self.index == 0 else 0)
+
+    def move(self, status: Status) -> None:
+        """Change status; IllegalMove when MOVES does not allow it."""
+        if status not in MOVES[self.status]:
+            raise IllegalMove(f"sequence {self.seq_id} cannot go from {self.status.value} to {status.value}")
+        self.status = status
+
+    def advance(self, computed_tokens: int) -> None:
+        """Set how far KV reaches, and remember the peak."""
+        self.computed_tokens = computed_tokens
+        self.peak_computed_tokens = max(self.peak_computed_tokens, computed_tokens)
