@@ -1,1 +1,1 @@
-"""Owns the recipe of the bundled models: text, tokenizer, training, export and evaluation. Imports nothing from diptych."""
+"""Owns the recipe of the bundled models, from books to model folders. Imports nothing from diptych."""

@@ -20,10 +20,19 @@ HELD_OUT_TAIL_CHARS = {
 DOCUMENT_SEPARATOR = "\n\n\n"
 
 _ASCII = str.maketrans(
-    {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2013": "-", "\u2014": "--", "\u00a0": " ", "\ufeff": ""}
+    {
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2013": "-",
+        "\u2014": "--",
+        "\u00a0": " ",
+        "\ufeff": "",
+    }
 )
 _EDITOR_NOTES = re.compile(
-    r"\[(Illustration[^\]]*|At this point[^\]]*|See next page\.|\*|Extracted from[^\]]*|Coleridge[^\]]*|Wordsworth[^\]]*)\]"
+    r"\[(\*|(Illustration|At this point|See next page|Extracted from|Coleridge|Wordsworth)[^\]]*)\]"
 )
 
 
@@ -42,20 +51,36 @@ def unwrap(paragraph_lines: list[str]) -> str:
     return text.strip()
 
 
+def close_up_quotes(paragraph: str) -> str:
+    """Set right quotes that were typeset with inner spaces: `" Why? " said he` becomes `"Why?" said he`."""
+    if not re.search(r'(^|\s)" \w', paragraph):
+        return paragraph
+    pieces = paragraph.split('"')
+    for index in range(1, len(pieces), 2):
+        pieces[index] = pieces[index].strip()
+    return '"'.join(pieces)
+
+
 def clean(text: str) -> str:
     """One book: editor's notes, emphasis marks and line wrapping removed; paragraphs separated by one blank line."""
     text = text.translate(_ASCII).replace("\r\n", "\n").replace("&;c.", "&c.")
     text = _EDITOR_NOTES.sub("", text).replace("_", "")
-    paragraphs = []
+    paragraphs: list[str] = []
     for block in re.split(r"\n[ \t]*\n", text):
         lines = [line for line in block.split("\n") if line.strip()]
         if not lines:
             continue
         paragraph = re.sub(r"[ \t]{2,}", " ", unwrap(lines))
         paragraph = re.sub(r" +([;:!?,.])", r"\1", paragraph)
-        if re.fullmatch(r"[\s*.\-]*", paragraph):  # ornamental rules
+        if re.fullmatch(
+            r"[\s*.\-]*|(\d+ )?OLIVER TWIST\.?( \d+)?|END|THE END|FINIS", paragraph
+        ):  # rules, running heads
             continue
-        paragraphs.append(paragraph)
+        paragraph = close_up_quotes(paragraph)
+        if paragraphs and paragraph[0].islower() and re.search(r"[a-z,;]$", paragraphs[-1]):  # cut by a page break
+            paragraphs[-1] += " " + paragraph
+        else:
+            paragraphs.append(paragraph)
     return "\n\n".join(paragraphs)
 
 
