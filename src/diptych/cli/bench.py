@@ -1,0 +1,170 @@
+"""`diptych bench`: both phases of one model or a named shape against the machine's ceilings; `mix` and `serve` load it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from diptych.cli import options
+from diptych.cli.bench_serve import serve
+from diptych.cli.options import console, engine_config, loading_bar
+from diptych.compute.runner import Model, random_model
+from diptych.compute.shapes import SHAPES
+from diptych.engine.load import load
+from diptych.ground.clock import MonotonicClock
+from diptych.ground.config import EngineConfig
+from diptych.ground.errors import ConfigError
+from diptych.lab.bench import BenchReport, StaticBench
+from diptych.lab.mix import MixReport, MixSpec, run_mix
+
+app = typer.Typer(add_completion=False, invoke_without_command=True)
+app.command("serve")(serve)
+
+Shape = Annotated[str | None, typer.Option(help=f"random weights of a known shape: {', '.join(SHAPES)}")]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+Repeat = Annotated[int, typer.Option(min=1, help="repetitions; medians are reported")]
+
+
+@app.callback()
+def bench(
+    context: typer.Context,
+    model: options.Model = "bundled",
+    shape: Shape = None,
+    prompt_tokens: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "512",
+    new_tokens: Annotated[int, typer.Option(min=1, help="tokens written per sequence")] = 64,
+    batch: Annotated[str, typer.Option(help="batch sizes, comma-separated")] = "1",
+    repeat: Repeat = 5,
+    backend: options.Backend = "auto",
+    device: options.Device = "auto",
+    weights: options.Weights = "auto",
+    kv: options.Kv = "auto",
+    threads: options.Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure prefill and decode apart, for each prompt length and batch size."""
+    if context.invoked_subcommand is not None:
+        return
+    config = engine_config(backend=backend, device=device, weights=weights, kv=kv, threads=threads)
+    name, loaded, load_s = _load(model, shape, config)
+    lengths, batches = _numbers("--prompt-tokens", prompt_tokens), _numbers("--batch", batch)
+    static = StaticBench(loaded, name=name, load_s=load_s, config=config)
+    with console.status("measuring") as status:
+        report = static.run(
+            prompt_tokens=lengths,
+            batches=batches,
+            new_tokens=new_tokens,
+            repeats=repeat,
+            progress=lambda text: status.update(f"measuring {text}"),
+        )
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        _print_static(report)
+
+
+@app.command()
+def mix(
+    model: options.Model = "bundled",
+    shape: Shape = None,
+    requests: Annotated[int, typer.Option(min=1, help="how many requests")] = 32,
+    prompt_tokens: Annotated[str, typer.Option(help="LOW:HIGH")] = "64:512",
+    new_tokens: Annotated[str, typer.Option(help="LOW:HIGH")] = "64:128",
+    rate: Annotated[float | None, typer.Option(help="arrivals per second, Poisson (default: all at once)")] = None,
+    seed: Annotated[int, typer.Option(help="of lengths, arrivals and tokens")] = 0,
+    repeat: Repeat = 5,
+    backend: options.Backend = "auto",
+    device: options.Device = "auto",
+    weights: options.Weights = "auto",
+    kv: options.Kv = "auto",
+    threads: options.Threads = None,
+    stall_budget_ms: options.StallBudget = None,
+    max_running: Annotated[int, typer.Option(help="most sequences at a time")] = 64,
+    max_step_tokens: Annotated[int, typer.Option(help="token budget of a step")] = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Run a seeded mixed load offline."""
+    config = engine_config(
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads, stall_budget_ms=stall_budget_ms,
+        max_running_sequences=max_running, max_step_tokens=max_step_tokens,
+    )  # fmt: skip
+    if rate is not None and rate <= 0.0:
+        raise ConfigError(f"--rate is {rate}; it must be greater than 0")
+    spec = MixSpec(
+        n_requests=requests,
+        prompt_tokens=_span("--prompt-tokens", prompt_tokens),
+        new_tokens=_span("--new-tokens", new_tokens),
+        rate_per_s=rate,
+        seed=seed,
+    )
+    name, loaded, _ = _load(model, shape, config)
+    with console.status("running the mix") as status:
+        report = run_mix(loaded, config, spec, name=name, repeats=repeat, progress=status.update)
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        _print_mix(report)
+
+
+def _load(model: str, shape: str | None, config: EngineConfig) -> tuple[str, Model, float]:
+    clock = MonotonicClock()
+    begin_s = clock.now_s()
+    with loading_bar(f"loading {shape or model}") as progress:
+        if shape is None:
+            loaded = load(model, config, progress=progress)
+            return loaded.name, loaded.model, loaded.load_s
+        if shape not in SHAPES:
+            raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join(SHAPES)}")
+        built = random_model(SHAPES[shape], config.compute, seed=config.seed)
+    return shape, built, clock.now_s() - begin_s
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise ConfigError(f"{name} is {text!r}; it must be whole numbers of at least 1, comma-separated")
+    return values
+
+
+def _span(name: str, text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not low.isdigit() or not (high or low).isdigit() or not 1 <= int(low) <= int(high or low):
+        raise ConfigError(f"{name} is {text!r}; it must be LOW:HIGH with 1 <= LOW <= HIGH")
+    return int(low), int(high or low)
+
+
+def _print_static(report: BenchReport) -> None:
+    ceilings = report.ceilings
+    table = Table(
+        title=f"{report.model} · {report.backend} · {report.weights} weights · {report.threads} threads\n"
+        f"ceilings {ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, "
+        f"{ceilings.flops_per_s / 1e9:.0f} Gop/s {ceilings.compute_dtype}"
+    )
+    for column in ("phase", "batch", "prompt", "context", "tok/s", "min..max", "of ceiling", "host"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for point in report.results:
+        rate = point.tokens_per_s
+        table.add_row(
+            point.phase, str(point.batch), str(point.prompt_tokens), str(point.context_tokens), f"{rate.median:.1f}",
+            f"{rate.min:.1f}..{rate.max:.1f}", f"{point.fraction_of_ceiling:.0%}", f"{point.host_fraction:.1%}",
+        )  # fmt: skip
+    sys.stdout.write("")
+    console.print(table)
+    console.print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")
+
+
+def _print_mix(report: MixReport) -> None:
+    rate = report.output_tokens_per_s
+    console.print(
+        f"{report.model} · {report.backend} · {report.weights} · {report.requests} requests in {report.wall_s:.2f} s: "
+        f"{rate.median:.1f} output tok/s ({rate.min:.1f}..{rate.max:.1f}), "
+        f"{report.total_tokens_per_s.median:.1f} tok/s with prompts"
+    )
+    for name, values in (("TTFT", report.ttft_s), ("ITL", report.itl_s)):
+        console.print(f"  {name} " + ", ".join(f"{q} {value * 1e3:.1f} ms" for q, value in values.items()))

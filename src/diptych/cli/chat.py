@@ -1,0 +1,124 @@
+"""`diptych chat`: a conversation. The history stays in the prefix cache; Ctrl-C stops the answer, not the program."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from diptych.cli import options
+from diptych.cli.options import console, engine_config, loading_bar, sampling_params
+from diptych.engine.engine import OutputDelta
+from diptych.engine.llm import LLM
+from diptych.engine.report import PhaseObserver, phase_report
+from diptych.ground.errors import EngineError
+from diptych.ground.request import SamplingParams
+from diptych.compute.ceilings import machine_ceilings
+
+app = typer.Typer(add_completion=False)
+HELP = "/reset forgets the conversation, /report shows the last answer's phases, /quit leaves; Ctrl-C stops an answer"
+
+
+@app.command()
+def chat(
+    model: options.Model = "bundled",
+    system: Annotated[str | None, typer.Option(help="a system prompt")] = None,
+    think: Annotated[bool, typer.Option("--think", help="let the model think before it answers")] = False,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    backend: options.Backend = "auto",
+    device: options.Device = "auto",
+    weights: options.Weights = "auto",
+    kv: options.Kv = "auto",
+    threads: options.Threads = None,
+    max_context_tokens: options.MaxContext = None,
+    kv_memory_bytes: options.KvMemory = None,
+) -> None:
+    """Talk with a model."""
+    config = engine_config(
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads,
+        max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, max_running_sequences=1,
+    )  # fmt: skip
+    sampling = sampling_params(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
+        repetition_penalty=repetition_penalty,
+    )  # fmt: skip
+    with loading_bar(f"loading {model}") as progress:
+        llm = LLM.from_pretrained(model, config, progress=progress)
+    console.print(HELP, style="dim")
+    Conversation(llm, sampling, system=system, think=think).run()
+
+
+class Conversation:
+    """The messages so far and the loop over lines of standard input."""
+
+    def __init__(self, llm: LLM, sampling: SamplingParams, *, system: str | None, think: bool) -> None:
+        self._llm = llm
+        self._sampling = sampling
+        self._think = think
+        self._first: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = list(self._first)
+        self._report: str | None = None
+        self._ceilings = machine_ceilings(llm.loaded.model)
+
+    def run(self) -> None:
+        """Read a line, answer it, until /quit or the end of input."""
+        while True:
+            line = self._read_line()
+            if line is None or line == "/quit":
+                return
+            if line == "/reset":
+                self._messages = list(self._first)
+            elif line == "/report":
+                console.print(self._report or "no answer yet")
+            elif line.startswith("/"):
+                console.print(HELP, style="dim")
+            elif line:
+                self._answer(line)
+
+    def _read_line(self) -> str | None:
+        console.print("[bold]> [/bold]", end="")
+        try:
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            console.print()
+            return ""
+        return line.strip() if line else None
+
+    def _answer(self, line: str) -> None:
+        self._messages.append({"role": "user", "content": line})
+        written: list[str] = []
+        observer = PhaseObserver()
+        end_listening = self._llm.engine.listen(observer)
+
+        def on_delta(_: int, delta: OutputDelta) -> None:
+            written.append(delta.text)
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+
+        try:
+            prompt = self._llm.render(self._messages, kwargs={"enable_thinking": self._think})
+            done = self._llm.generate([prompt], self._sampling, on_delta=on_delta)[0]
+        except KeyboardInterrupt:
+            console.print("\n(stopped)", style="dim")
+        except EngineError as error:
+            # the conversation goes on without the message that could not be answered
+            self._messages.pop()
+            console.print(f"error: {error}", style="red")
+            return
+        else:
+            report = phase_report(
+                self._llm.loaded, observer, ceilings=self._ceilings, usage=done.usage, timings=done.timings
+            )
+            self._report = report.table()
+            console.print(f"\n{report.line()}", style="dim")
+        finally:
+            end_listening()
+        self._messages.append({"role": "assistant", "content": "".join(written)})

@@ -1,0 +1,102 @@
+"""`diptych generate "PROMPT"`: the text goes to standard output as it is made, the phase report to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diptych.cli import options
+from diptych.cli.options import console, engine_config, loading_bar, read_prompt, sampling_params
+from diptych.engine.engine import OutputDelta
+from diptych.engine.llm import LLM, Completion
+from diptych.engine.report import PhaseObserver, PhaseReport, phase_report
+from diptych.compute.ceilings import machine_ceilings
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="the text to continue; - reads standard input")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="read the prompt from a file")] = None,
+    model: options.Model = "bundled",
+    chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the model's chat template")] = False,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    n: Annotated[int, typer.Option(help="how many answers (they share the prompt's KV)")] = 1,
+    backend: options.Backend = "auto",
+    device: options.Device = "auto",
+    weights: options.Weights = "auto",
+    kv: options.Kv = "auto",
+    threads: options.Threads = None,
+    max_context_tokens: options.MaxContext = None,
+    kv_memory_bytes: options.KvMemory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object instead of text and report")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
+) -> None:
+    """Write the continuation of PROMPT and report both phases."""
+    text = read_prompt(prompt, prompt_file)
+    config = engine_config(
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads,
+        max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, max_running_sequences=max(n, 1),
+    )  # fmt: skip
+    sampling = sampling_params(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        ignore_eos=ignore_eos, n=n,
+    )  # fmt: skip
+    with loading_bar(f"loading {model}") as progress:
+        llm = LLM.from_pretrained(model, config, progress=progress)
+    asked = llm.render([{"role": "user", "content": text}]) if chat else text
+    streams = n == 1 and not as_json
+    if streams and not chat:
+        _write(text)
+    observer = PhaseObserver()
+    llm.engine.listen(observer)
+    done = llm.generate([asked], sampling, on_delta=_write_delta if streams else None)[0]
+    if as_json:
+        _write(json.dumps(_as_json(done, _report(llm, observer, done)), ensure_ascii=False) + "\n")
+        return
+    if streams:
+        _write("\n")
+    else:
+        for choice in done.choices:
+            _write(f"--- {choice.index}\n{choice.text}\n")
+    if not quiet:
+        console.print(_report(llm, observer, done).table())
+
+
+def _report(llm: LLM, observer: PhaseObserver, done: Completion) -> PhaseReport:
+    ceilings = machine_ceilings(llm.loaded.model)
+    return phase_report(llm.loaded, observer, ceilings=ceilings, usage=done.usage, timings=done.timings)
+
+
+def _as_json(done: Completion, report: PhaseReport) -> dict[str, object]:
+    choices = [
+        {"index": choice.index, "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason.value}
+        for choice in done.choices
+    ]
+    return {"choices": choices, "usage": asdict(done.usage), "timings": asdict(done.timings), "report": report.as_json()}
+
+
+def _write_delta(_: int, delta: OutputDelta) -> None:
+    _write(delta.text)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,287 @@
+"""One engine: the control core, the executor and the text of every open request, stepped by whoever owns the thread.
+
+`LLM` steps it inline, `AsyncLLM` on a thread of its own. Nothing here blocks, waits or knows about asyncio.
+
+    request -> submit -> [step: begin_step -> execute -> end_step -> tokens become text] -> OutputDelta ... -> finished
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from diptych.control.loop import CoreStats, EngineCore
+from diptych.engine.text.detokenizer import TextDelta, TextStream
+from diptych.engine.text.template import RenderedPrompt
+from diptych.engine.text.tokenizer import Tokenizer
+from diptych.ground.clock import Clock
+from diptych.ground.errors import EngineError, RequestError
+from diptych.ground.events import (
+    Event,
+    FinishEvent,
+    PromptLogprobsEvent,
+    StepBeginEvent,
+    StepEndEvent,
+    TokenEvent,
+)
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import Request, SamplingParams, Segment
+from diptych.ground.step import Executor, StepPlan, TokenLogprobs
+from diptych.metrics import RequestRecord
+
+logger = logging.getLogger("diptych.engine")
+
+Prompt = str | Sequence[int] | RenderedPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputDelta:
+    """What one step added to one choice. `text` is valid UTF-8; token_ids may be ahead of it while bytes are incomplete.
+
+    stop_reason: the stop string or stop token id that ended the choice, when one did.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    at_s: float
+
+
+@dataclass(slots=True)
+class Choice:
+    """Text side of one of a request's n sequences. Owned by the engine's thread."""
+
+    stream: TextStream
+    token_ids: list[int] = field(default_factory=list)
+    stop_string: str | None = None
+    is_finished: bool = False
+
+
+class OpenRequest:
+    """Everything the engine holds of one request beyond control's ledger. Owned by the engine's thread."""
+
+    def __init__(
+        self, request: Request, *, tokenizer: Tokenizer, on_delta: Callable[[OutputDelta], None], record: RequestRecord
+    ) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.on_delta = on_delta
+        self.record = record
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self.choices = [
+            Choice(stream=TextStream(tokenizer, sampling.stop, sampling.include_stop_str_in_output))
+            for _ in range(sampling.n)
+        ]
+        self.error: EngineError | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return all(choice.is_finished for choice in self.choices)
+
+
+class Engine:
+    """Joins control, executor and text. Not thread-safe: `submit`, `abort` and `step` are called by one thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        *,
+        clock: Clock,
+        vocab_size: int,
+        observe: Callable[[StepPlan, float], None] | None = None,
+    ) -> None:
+        self.core = core
+        self.clock = clock
+        self.tokenizer = tokenizer
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._observe = observe
+        self._open: dict[str, OpenRequest] = {}
+        self._numbers = count()
+        self._listeners: list[Callable[[list[Event]], None]] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return self.core.has_work
+
+    @property
+    def n_open(self) -> int:
+        """Requests not yet finished."""
+        return len(self._open)
+
+    def open_request_ids(self) -> list[str]:
+        """Ids of the requests not yet finished, oldest first."""
+        return list(self._open)
+
+    def stats(self) -> CoreStats:
+        """Counts of sequences and blocks right now."""
+        return self.core.stats()
+
+    def listen(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
+        """Call `listener` with every batch of events, on the engine's thread. Returns the function that ends it."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener) if listener in self._listeners else None
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        arrival_s: float,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Request:
+        """Turn a prompt into a Request. Safe on any thread (it reads only the tokenizer).
+
+        Raises RequestError for an empty prompt or ids outside the vocabulary.
+        """
+        segments: tuple[Segment, ...] = ()
+        if isinstance(prompt, RenderedPrompt):
+            token_ids, segments = tuple(prompt.token_ids), prompt.segments
+        elif isinstance(prompt, str):
+            token_ids = tuple(self.tokenizer.encode(prompt))
+        else:
+            token_ids = tuple(prompt)
+        if not token_ids:
+            raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
+        self._check_token_ids("prompt", token_ids)
+        self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_token_ids("logit_bias", tuple(sampling.logit_bias))
+        return Request(
+            request_id=request_id or f"req-{next(self._numbers)}",
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            arrival_s=arrival_s,
+            eos_token_ids=tuple(self.tokenizer.eos_token_ids),
+            priority=priority,
+            cache_salt=cache_salt,
+            segments=segments,
+        )
+
+    def _check_token_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
+        for position, token_id in enumerate(token_ids):
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"{name} has token id {token_id!r} at place {position}; "
+                    f"ids are whole numbers between 0 and {self._vocab_size - 1}",
+                    param=name,
+                )
+
+    def submit(self, request: Request, on_delta: Callable[[OutputDelta], None]) -> OpenRequest:
+        """Take a request. Raises PromptTooLong, CapacityError or RequestError and then keeps nothing of it."""
+        if request.request_id in self._open:
+            raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
+        opened = OpenRequest(request, tokenizer=self.tokenizer, on_delta=on_delta, record=RequestRecord())
+        events = self.core.submit(request)
+        self._open[request.request_id] = opened
+        self._publish(events)
+        return opened
+
+    def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request in any state. False when it is not open (finished, or never seen)."""
+        if request_id not in self._open:
+            return False
+        self._publish(self.core.cancel(request_id, self.clock.now_s(), reason=reason))
+        return True
+
+    def step(self) -> bool:
+        """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails."""
+        plan, events = self.core.begin_step(self.clock.now_s())
+        self._publish(events)
+        if plan is None:
+            return False
+        result = self._executor.execute(plan)
+        if self._observe is not None:
+            self._observe(plan, result.device_s + result.host_s)
+        self._publish(self.core.end_step(plan, result, self.clock.now_s()))
+        return True
+
+    def fail_all(self, error: EngineError) -> None:
+        """After a failed step: end every open request with ERROR, so that each gets its answer."""
+        for opened in list(self._open.values()):
+            opened.error = error
+            self._publish(self.core.cancel(opened.request.request_id, self.clock.now_s(), reason=FinishReason.ERROR))
+
+    def _publish(self, events: list[Event]) -> None:
+        """Fold events into records, turn tokens into text, tell listeners; stop strings may end choices on the way."""
+        finishes = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
+        added: list[Event] = []
+        for event in events:
+            if isinstance(event, StepBeginEvent | StepEndEvent):
+                for opened in self._open.values():
+                    opened.record.fold(event)
+                continue
+            opened_request = self._open.get(event.request_id)
+            if opened_request is None:
+                continue
+            opened_request.record.fold(event)
+            if isinstance(event, TokenEvent):
+                added += self._on_token(opened_request, event, finishes.get((event.request_id, event.index)))
+            elif isinstance(event, FinishEvent):
+                self._on_finish(opened_request, event)
+            elif isinstance(event, PromptLogprobsEvent):
+                opened_request.prompt_logprobs += event.entries
+        for listener in tuple(self._listeners):
+            listener(events)
+        if added:
+            self._publish(added)
+
+    def _on_token(self, opened: OpenRequest, event: TokenEvent, finish: FinishEvent | None) -> list[Event]:
+        choice = opened.choices[event.index]
+        if choice.is_finished or choice.stop_string is not None:
+            return []
+        choice.token_ids.append(event.token_id)
+        is_stop_token = finish is not None and finish.stop_token_id == event.token_id
+        is_last = finish is not None and event.position == finish.output_tokens - 1
+        # an EOS or stop token is counted and reported, but is not part of the text
+        delta = TextDelta(text="", is_stopped=False) if is_stop_token and is_last else choice.stream.push(event.token_id)
+        if delta.is_stopped:
+            choice.stop_string = delta.stop_string
+        self._emit(opened, event, delta.text)
+        if delta.is_stopped and finish is None:
+            return self.core.finish(event.request_id, event.index, event.at_s, reason=FinishReason.STOP)
+        return []
+
+    def _emit(self, opened: OpenRequest, event: TokenEvent, text: str) -> None:
+        opened.on_delta(
+            OutputDelta(
+                index=event.index,
+                text=text,
+                token_ids=(event.token_id,),
+                logprobs=() if event.logprobs is None else (event.logprobs,),
+                finish_reason=None,
+                stop_reason=None,
+                at_s=event.at_s,
+            )
+        )
+
+    def _on_finish(self, opened: OpenRequest, event: FinishEvent) -> None:
+        choice = opened.choices[event.index]
+        if choice.is_finished:
+            return
+        choice.is_finished = True
+        tail = "" if choice.stop_string is not None else choice.stream.finish().text
+        stopped_by_text = choice.stop_string is not None
+        delta = OutputDelta(
+            index=event.index,
+            text=tail,
+            token_ids=(),
+            logprobs=(),
+            finish_reason=FinishReason.STOP if stopped_by_text else event.reason,
+            stop_reason=choice.stop_string if stopped_by_text else event.stop_token_id,
+            at_s=event.at_s,
+        )
+        if opened.is_finished:
+            del self._open[event.request_id]
+        opened.on_delta(delta)
+

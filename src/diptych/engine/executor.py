@@ -1,0 +1,176 @@
+"""Turns a StepPlan into tensors, runs the model, draws tokens: the real `Executor`.
+
+Owns the block tables of running sequences as integers (the bytes belong to the KVStore) and the sampler's state.
+One step: copies -> ForwardBatch -> Model.forward -> Sampler -> StepResult.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import torch
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import KVStore
+from diptych.compute.runner import Model
+from diptych.compute.sampler import Sampler
+from diptych.ground.clock import Clock
+from diptych.ground.errors import EngineError, ExecutorError
+from diptych.ground.phase import Phase
+from diptych.ground.step import Chunk, ChunkResult, SequenceStart, StepPlan, StepResult, TokenLogprobs
+
+
+class ModelExecutor:
+    """Executes plans on a model. Not thread-safe: one thread steps the engine."""
+
+    def __init__(self, model: Model, kv: KVStore, sampler: Sampler, *, clock: Clock, max_context_tokens: int) -> None:
+        self._model = model
+        self._kv = kv
+        self._sampler = sampler
+        self._clock = clock
+        self._block_tokens = kv.block_tokens
+        self._table_width = -(-max_context_tokens // kv.block_tokens) + 1
+        self._tables = np.zeros((8, self._table_width), dtype=np.int32)
+        self._rows: dict[int, int] = {}  # seq_id -> row of _tables
+        self._free_rows = list(range(7, -1, -1))
+        self._starts: dict[int, SequenceStart] = {}
+        self._prompt_logprobs_done: dict[int, int] = {}  # seq_id -> prompt positions already reported
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Raises ExecutorError, with the cause, when kernels or sampling fail."""
+        begin_s = self._clock.now_s()
+        try:
+            self._begin_and_end_sequences(plan)
+            if plan.copies:
+                self._kv.copy_blocks([(copy.source_block_id, copy.target_block_id) for copy in plan.copies])
+            batch = self._batch(plan)
+            forward_s = self._clock.now_s()
+            logits_RV = self._model.forward(batch, self._kv)
+            device_s = self._clock.now_s() - forward_s
+            results = self._results(plan, logits_RV)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise ExecutorError(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
+        total_s = self._clock.now_s() - begin_s
+        return StepResult(
+            step_id=plan.step_id, results=results, device_s=device_s, host_s=max(0.0, total_s - device_s)
+        )
+
+    def _begin_and_end_sequences(self, plan: StepPlan) -> None:
+        for seq_id in plan.ended_seq_ids:
+            row = self._rows.pop(seq_id, None)
+            if row is not None:
+                self._free_rows.append(row)
+            if self._starts.pop(seq_id, None) is not None:
+                self._sampler.end(seq_id)
+            self._prompt_logprobs_done.pop(seq_id, None)
+        for start in plan.starts:
+            self._starts[start.seq_id] = start
+            self._sampler.begin(start)
+            self._rows[start.seq_id] = self._take_row()
+        for chunk in plan.chunks:
+            if chunk.new_block_ids:
+                first = chunk.first_new_block
+                self._tables[self._rows[chunk.seq_id], first : first + len(chunk.new_block_ids)] = chunk.new_block_ids
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            n_rows = len(self._tables)
+            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)])
+            self._free_rows = list(range(2 * n_rows - 1, n_rows - 1, -1))
+        return self._free_rows.pop()
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        chunks = plan.chunks
+        n = len(chunks)
+        lens_S = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, n)
+        starts_S = np.fromiter((chunk.start_pos for chunk in chunks), np.int32, n)
+        query_start_S1 = np.zeros(n + 1, dtype=np.int32)
+        np.cumsum(lens_S, out=query_start_S1[1:])
+        n_tokens = int(query_start_S1[-1])
+        token_ids_T = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, n_tokens)
+        seq_T = np.repeat(np.arange(n, dtype=np.int32), lens_S)
+        positions_T = np.arange(n_tokens, dtype=np.int32) + (starts_S - query_start_S1[:-1])[seq_T]
+        context_tokens_S = starts_S + lens_S
+        n_blocks = -(-int(context_tokens_S.max()) // self._block_tokens)
+        rows_S = [self._rows[chunk.seq_id] for chunk in chunks]
+        block_table_SM = self._tables[rows_S, :n_blocks]
+        slots_T = block_table_SM[seq_T, positions_T // self._block_tokens] * self._block_tokens
+        slots_T += positions_T % self._block_tokens
+        return ForwardBatch(
+            token_ids_T=token_ids_T,
+            positions_T=positions_T,
+            slots_T=slots_T,
+            query_start_S1=query_start_S1,
+            context_tokens_S=context_tokens_S,
+            block_table_SM=np.ascontiguousarray(block_table_SM),
+            logits_rows_R=self._logits_rows(chunks, query_start_S1),
+        )
+
+    def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
+        start = self._starts[chunk.seq_id]
+        if start.sampling.prompt_logprobs is None or chunk.phase is not Phase.PREFILL:
+            return False
+        return chunk.start_pos < len(start.prompt_token_ids) - 1 or chunk.start_pos == 0
+
+    def _logits_rows(self, chunks: tuple[Chunk, ...], query_start_S1: np.ndarray) -> np.ndarray:
+        rows: list[int] = []
+        for i, chunk in enumerate(chunks):
+            end = int(query_start_S1[i + 1])
+            if self._wants_prompt_logprobs(chunk):
+                rows.extend(range(int(query_start_S1[i]), end))
+            elif chunk.samples:
+                rows.append(end - 1)
+        return np.array(rows, dtype=np.int32)
+
+    def _results(self, plan: StepPlan, logits_RV: torch.Tensor) -> tuple[ChunkResult, ...]:
+        sampling_rows: list[int] = []
+        seq_ids: list[int] = []
+        positions: list[int] = []
+        prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
+        row = 0
+        for chunk in plan.chunks:
+            if self._wants_prompt_logprobs(chunk):
+                n_rows = len(chunk.token_ids)
+                prompt_logprobs[chunk.seq_id] = self._prompt_logprobs(chunk, logits_RV[row : row + n_rows])
+            else:
+                n_rows = 1 if chunk.samples else 0
+            row += n_rows
+            if chunk.samples:
+                sampling_rows.append(row - 1)
+                seq_ids.append(chunk.seq_id)
+                positions.append(chunk.end_pos)
+        if len(sampling_rows) != len(logits_RV):
+            logits_RV = logits_RV[sampling_rows]
+        drawn = iter(self._sampler.sample(logits_RV, seq_ids, positions) if seq_ids else ())
+        results = []
+        for chunk in plan.chunks:
+            token = next(drawn) if chunk.samples else None
+            results.append(
+                ChunkResult(
+                    seq_id=chunk.seq_id,
+                    token_ids=() if token is None else (token.token_id,),
+                    logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
+                    prompt_logprobs=prompt_logprobs.get(chunk.seq_id, ()),
+                    is_complete=token is not None and token.is_complete,
+                )
+            )
+        return tuple(results)
+
+    def _prompt_logprobs(self, chunk: Chunk, logits_CV: torch.Tensor) -> tuple[TokenLogprobs | None, ...]:
+        # The row at position p judges the prompt token at p + 1; token 0 has nothing before it.
+        start = self._starts[chunk.seq_id]
+        prompt = start.prompt_token_ids
+        done = self._prompt_logprobs_done.get(chunk.seq_id, 0)
+        entries: list[TokenLogprobs | None] = [None] if done == 0 else []
+        first = max(chunk.start_pos + 1, done)
+        last = min(chunk.end_pos + 1, len(prompt))
+        if first < last:
+            rows = logits_CV[first - 1 - chunk.start_pos : last - 1 - chunk.start_pos]
+            top = start.sampling.prompt_logprobs
+            assert top is not None
+            entries += self._sampler.prompt_logprobs(rows, list(prompt[first:last]), top)
+        self._prompt_logprobs_done[chunk.seq_id] = max(done, last)
+        return tuple(entries)

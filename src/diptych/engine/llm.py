@@ -1,0 +1,421 @@
+"""`LLM`: prompts in, completions out, on the caller's thread. `AsyncLLM`: many clients at once, the engine on its own thread.
+
+>>> llm = LLM.from_pretrained("bundled")                       # doctest: +SKIP
+>>> llm.generate(["Once upon a time"], SamplingParams(max_tokens=20, temperature=0.0))[0].choices[0].text  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from diptych.control.loop import CoreStats
+from diptych.engine.engine import Engine, OpenRequest, OutputDelta, Prompt
+from diptych.engine.load import LoadedModel, Progress, load, make_engine
+from diptych.engine.text.template import RenderedPrompt
+from diptych.ground.config import EngineConfig
+from diptych.ground.errors import CapacityError, EngineError, ExecutorError
+from diptych.ground.events import Event, Timings, Usage
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import Request, SamplingParams
+from diptych.ground.step import TokenLogprobs
+from diptych.metrics import RequestRecord
+
+logger = logging.getLogger("diptych.engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionChoice:
+    """One of a request's n answers. `token_ids` includes the EOS or stop token, `text` does not."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A finished request with its account: tokens by source and time by phase."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[CompletionChoice, ...]
+    usage: Usage
+    timings: Timings
+    prompt_logprobs: tuple[TokenLogprobs | None, ...]
+    record: RequestRecord
+
+
+class LLM:
+    """An engine for programs: give it prompts, wait for completions. One thread at a time."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.loaded = loaded
+        self.config = config
+        self.engine = make_engine(loaded, config)
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str = "bundled", config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> LLM:
+        """Load a checkpoint ('bundled', a folder, or a hub name) and allocate its KV pool."""
+        config = config or EngineConfig()
+        return cls(load(model, config, progress=progress), config)
+
+    def render(self, messages: Sequence[dict[str, object]], **options: object) -> RenderedPrompt:
+        """The model's chat template over messages, with the token range of each segment."""
+        return self.loaded.template.render(list(messages), **options)  # type: ignore[arg-type]
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_delta: Callable[[int, OutputDelta], None] | None = None,
+    ) -> list[Completion]:
+        """Run all prompts together and return their completions in order.
+
+        prompts: one prompt or several; a prompt is text, token ids, or a RenderedPrompt.
+        on_delta(prompt index, delta) is called as text appears. A refused prompt raises before anything runs.
+        """
+        prompt_list: list[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompt_list)
+        if len(sampling) != len(prompt_list):
+            raise EngineError(f"{len(prompt_list)} prompts came with {len(sampling)} sampling settings")
+        arrival_s = self.engine.clock.now_s()
+        requests = [
+            self.engine.make_request(prompt, params, arrival_s=arrival_s)
+            for prompt, params in zip(prompt_list, sampling, strict=True)
+        ]
+        deltas: list[list[OutputDelta]] = [[] for _ in requests]
+        opened: list[OpenRequest] = []
+        try:
+            for number, request in enumerate(requests):
+                opened.append(self.engine.submit(request, _collector(number, deltas[number], on_delta)))
+            while not all(one.is_finished for one in opened):
+                self.engine.step()
+        except BaseException:
+            # Ctrl-C or a refusal half-way: nothing of this call may stay behind in the engine
+            for one in opened:
+                self.engine.abort(one.request.request_id)
+            raise
+        return [completion(one, parts) for one, parts in zip(opened, deltas, strict=True)]
+
+
+def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    if isinstance(prompts, str | RenderedPrompt):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _collector(
+    number: int, parts: list[OutputDelta], on_delta: Callable[[int, OutputDelta], None] | None
+) -> Callable[[OutputDelta], None]:
+    def collect(delta: OutputDelta) -> None:
+        parts.append(delta)
+        if on_delta is not None:
+            on_delta(number, delta)
+
+    return collect
+
+
+def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion:
+    """Put a finished request's deltas together."""
+    choices = []
+    for index in range(opened.request.sampling.n):
+        parts = [delta for delta in deltas if delta.index == index]
+        last = parts[-1]
+        assert last.finish_reason is not None, opened.request.request_id
+        choices.append(
+            CompletionChoice(
+                index=index,
+                text="".join(part.text for part in parts),
+                token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+                logprobs=tuple(entry for part in parts for entry in part.logprobs),
+                finish_reason=last.finish_reason,
+                stop_reason=last.stop_reason,
+            )
+        )
+    return Completion(
+        request_id=opened.request.request_id,
+        prompt_token_ids=opened.request.prompt_token_ids,
+        choices=tuple(choices),
+        usage=opened.record.usage(),
+        timings=opened.record.timings(),
+        prompt_logprobs=tuple(opened.prompt_logprobs),
+        record=opened.record,
+    )
+
+
+class RequestHandle:
+    """One request as its client sees it: iterate it for deltas; `record` and `prompt_logprobs` are final at the end."""
+
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+        self.request = request
+        self.opened: OpenRequest | None = None
+        self._loop = loop
+        self._queue: asyncio.Queue[OutputDelta | EngineError] = asyncio.Queue()
+        self._open_choices = request.sampling.n
+
+    @property
+    def request_id(self) -> str:
+        """The id under which the request can be aborted."""
+        return self.request.request_id
+
+    def record(self) -> RequestRecord:
+        """The account so far (tokens by source, time by phase)."""
+        return self.opened.record if self.opened is not None else RequestRecord()
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        """One entry per prompt token, None for the first; empty unless asked for."""
+        return tuple(self.opened.prompt_logprobs) if self.opened is not None else ()
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why the engine failed this request, when it did."""
+        return self.opened.error if self.opened is not None else None
+
+    def put(self, item: OutputDelta | EngineError) -> None:
+        """Called on the event loop."""
+        self._queue.put_nowait(item)
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self._deltas()
+
+    async def _deltas(self) -> AsyncIterator[OutputDelta]:
+        while self._open_choices > 0:
+            item = await self._queue.get()
+            if isinstance(item, EngineError):
+                raise item
+            if item.finish_reason is not None:
+                self._open_choices -= 1
+            yield item
+
+    async def steps(self) -> AsyncIterator[list[OutputDelta]]:
+        """The same deltas in groups, one per engine step: a stream sends one event per step and choice."""
+        held: OutputDelta | EngineError | None = None
+        while self._open_choices > 0:
+            group: list[OutputDelta] = []
+            item = held if held is not None else await self._queue.get()
+            held = None
+            while True:
+                if isinstance(item, EngineError):
+                    raise item
+                if group and item.at_s != group[0].at_s:
+                    held = item
+                    break
+                group.append(item)
+                self._open_choices -= item.finish_reason is not None
+                # a step's deltas are put together, so an empty queue means that the step is complete
+                if self._queue.empty():
+                    break
+                item = self._queue.get_nowait()
+            yield group
+
+
+class AsyncLLM:
+    """An engine for servers. Every method may be called from any event loop or thread; the engine steps on its own."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.loaded = loaded
+        self.config = config
+        self.engine: Engine = make_engine(loaded, config)
+        self.failure: BaseException | None = None
+        self.is_draining = False
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, OutputDelta | EngineError]]] = {}
+        self._is_stopping = False
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+        self._on_failure: Callable[[BaseException], None] | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str = "bundled", config: EngineConfig | None = None, *, progress: Progress | None = None
+    ) -> AsyncLLM:
+        """Load a checkpoint and allocate its KV pool; `start` begins stepping."""
+        config = config or EngineConfig()
+        return cls(load(model, config, progress=progress), config)
+
+    def start(self, *, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered."""
+        assert self._thread is None, "started twice"
+        self._on_failure = on_failure
+        self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Loaded, stepping, and taking new requests."""
+        return self._thread is not None and self.failure is None and not self.is_draining
+
+    def drain(self) -> None:
+        """Take no new requests; those in flight go on."""
+        self.is_draining = True
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """Drain for at most drain_s seconds, abort what is left, end the thread."""
+        self.drain()
+        with self._wake:
+            self._wake.wait_for(lambda: self.engine.n_open == 0 or self.failure is not None, timeout=drain_s)
+            self._is_stopping = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrival_s: float | None = None,
+    ) -> RequestHandle:
+        """Submit a request and return its handle once the engine has taken it.
+
+        arrival_s: when the request came in, on this engine's clock (default now), so that TTFT includes its rendering.
+        Raises RequestError for a bad request, CapacityError when draining or when the waiting line is full.
+        """
+        if not self.is_ready:
+            state = "draining" if self.is_draining else "not running"
+            raise CapacityError(f"the engine is {state} and takes no new requests", hint="try again elsewhere or later")
+        arrival_s = self.engine.clock.now_s() if arrival_s is None else arrival_s
+        request = self.engine.make_request(
+            prompt, sampling, arrival_s=arrival_s, request_id=request_id, priority=priority, cache_salt=cache_salt
+        )
+        loop = asyncio.get_running_loop()
+        handle = RequestHandle(request, loop)
+        accepted: asyncio.Future[None] = loop.create_future()
+        self._post(lambda: self._submit(handle, loop, accepted))
+        try:
+            await accepted
+        except asyncio.CancelledError:
+            self.abort(request.request_id)
+            raise
+        return handle
+
+    def abort(self, request_id: str) -> None:
+        """End a request, in any state; its handle gets the last deltas. Unknown ids are ignored."""
+        self._post(lambda: self.engine.abort(request_id))
+
+    async def call(self, function: Callable[[Engine], object]) -> object:
+        """Run `function(engine)` between two steps on the engine's thread and return its result."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[object] = loop.create_future()
+
+        def run() -> None:
+            try:
+                answer = function(self.engine)
+            except EngineError as error:
+                loop.call_soon_threadsafe(_settle, future, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, answer, None)
+
+        self._post(run)
+        return await future
+
+    def stats(self) -> CoreStats:
+        """Counts of sequences and blocks, as of the last step."""
+        return self.engine.stats()
+
+    def subscribe(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
+        """Give every batch of events to `listener`, on the engine's thread: be quick. Returns the function that ends it."""
+        return self.engine.listen(listener)
+
+    def _post(self, action: Callable[[], object]) -> None:
+        with self._wake:
+            if not self._is_over:
+                self._inbox.append(action)
+                self._wake.notify_all()
+                return
+        # the thread has ended: nobody else touches the engine any more, and the caller still gets its answer
+        action()
+
+    def _submit(self, handle: RequestHandle, loop: asyncio.AbstractEventLoop, accepted: asyncio.Future[None]) -> None:
+        def on_delta(delta: OutputDelta) -> None:
+            self._outbox.setdefault(loop, []).append((handle, delta))
+
+        try:
+            if self.failure is not None or self._is_stopping:
+                raise CapacityError("the engine has stopped", hint="restart the server")
+            handle.opened = self.engine.submit(handle.request, on_delta)
+        except EngineError as error:
+            loop.call_soon_threadsafe(_settle, accepted, None, error)
+        else:
+            loop.call_soon_threadsafe(_settle, accepted, None, None)
+
+    def _run(self) -> None:
+        try:
+            while self._serve_inbox():
+                self.engine.step()
+                self._flush()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            with self._wake:
+                self._is_stopping = self._is_over = True
+            self._drain_inbox()
+            for request_id in self.engine.open_request_ids():
+                self.engine.abort(request_id)
+            self._flush()
+
+    def _serve_inbox(self) -> bool:
+        """Run what others asked for; sleep while there is nothing to do. False when it is time to end."""
+        with self._wake:
+            if self.engine.n_open == 0:
+                self._wake.notify_all()  # someone may be draining
+            self._wake.wait_for(lambda: self._inbox or self._is_stopping or self.engine.has_work)
+            if self._is_stopping:
+                return False
+        self._drain_inbox()
+        self._flush()
+        return True
+
+    def _drain_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _flush(self) -> None:
+        # one wake-up of each event loop per step, however many tokens the step made
+        outbox, self._outbox = self._outbox, {}
+        for loop, items in outbox.items():
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_deliver, items)
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("engine failed: %s: %s", type(error).__name__, error, exc_info=error)
+        self.failure = error
+        answer = error if isinstance(error, EngineError) else ExecutorError(f"the engine failed: {error}")
+        self.engine.fail_all(answer)
+        self._drain_inbox()
+        self._flush()
+        with self._wake:
+            self._wake.notify_all()
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+
+def _deliver(items: list[tuple[RequestHandle, OutputDelta | EngineError]]) -> None:
+    for handle, item in items:
+        handle.put(item)
+
+
+def _settle(future: asyncio.Future, value: object, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)

@@ -1,0 +1,163 @@
+"""From a model's name to an engine ready to step: checkpoint, tokenizer, template, KV pool, scheduler.
+
+Owns the sizing of the KV pool: how many blocks fit, and the refusal, with the largest context that would, when they do not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from diptych.compute.runner import Model, load_model
+from diptych.compute.sampler import Sampler
+from diptych.compute.weights import resolve_model_dir
+from diptych.control.loop import EngineCore
+from diptych.control.step_time import StepTimeModel
+from diptych.cost.local import load_local_profile
+from diptych.engine.engine import Engine
+from diptych.engine.executor import ModelExecutor
+from diptych.engine.text.template import ChatTemplate
+from diptych.engine.text.tokenizer import Tokenizer
+from diptych.ground.clock import Clock, MonotonicClock
+from diptych.ground.config import BlockConfig, EngineConfig
+from diptych.ground.errors import CapacityError, ConfigError
+
+logger = logging.getLogger("diptych.engine")
+
+BUNDLED_MODEL = "diptych-10m"
+# share of the memory that is free after loading which the KV pool may take when nobody says otherwise
+KV_MEMORY_SHARE = 0.5
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model with its words: what `LLM`, `AsyncLLM` and `TwoPhase` start from."""
+
+    name: str
+    directory: Path
+    model: Model
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    load_s: float
+    clock: Clock
+
+
+def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
+    """The folder of a model that ships with the package."""
+    return Path(__file__).resolve().parent.parent / "bundled" / name
+
+
+def load(
+    name: str, config: EngineConfig, *, progress: Progress | None = None, clock: Clock | None = None
+) -> LoadedModel:
+    """Load `name`: 'bundled', a local folder, or a hub name. Raises LoadError, UnsupportedModel or ConfigError."""
+    clock = clock or MonotonicClock()
+    begin_s = clock.now_s()
+    directory = bundled_dir() if name == "bundled" else resolve_model_dir(name)
+    tokenizer = Tokenizer.from_dir(directory)
+    template = ChatTemplate.from_dir(directory, tokenizer)
+    model = load_model(
+        directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress
+    )
+    served_name = BUNDLED_MODEL if name == "bundled" else name
+    return LoadedModel(
+        name=served_name,
+        directory=directory,
+        model=model,
+        tokenizer=tokenizer,
+        template=template,
+        load_s=clock.now_s() - begin_s,
+        clock=clock,
+    )
+
+
+def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
+    """(max_context_tokens, n_blocks) of the KV pool.
+
+    Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory;
+    the message names the largest context that does.
+    """
+    model_context = model.spec.max_positions
+    asked = config.max_context_tokens
+    if asked is not None and asked > model_context:
+        raise ConfigError(
+            f"max_context_tokens is {asked}; {model_context} is the most this model has positions for",
+            hint=f"ask for at most {model_context}",
+        )
+    context = asked or model_context
+    block_bytes = model.kv_bytes_per_block(config.block_tokens)
+    memory_bytes = config.kv_memory_bytes
+    if memory_bytes is None:
+        memory_bytes = int(psutil.virtual_memory().available * KV_MEMORY_SHARE)
+    fitting_blocks = memory_bytes // block_bytes
+    needed_blocks = _blocks(context, config.block_tokens)
+    if needed_blocks > fitting_blocks:
+        largest = fitting_blocks * config.block_tokens
+        if asked is not None or config.kv_memory_bytes is not None or largest < 2:
+            raise CapacityError(
+                f"a context of {context} tokens needs {needed_blocks * block_bytes} bytes of KV cache; "
+                f"{memory_bytes} bytes are allowed, which hold at most {largest} tokens ({fitting_blocks} blocks)",
+                hint=f"ask for max_context_tokens of at most {largest}, or raise kv_memory_bytes",
+            )
+        logger.warning("context lowered from=%d to=%d reason=kv_memory bytes=%d", context, largest, memory_bytes)
+        context, needed_blocks = largest, fitting_blocks
+    wanted_blocks = needed_blocks * config.scheduler.max_running_sequences
+    return context, max(needed_blocks, min(wanted_blocks, fitting_blocks))
+
+
+def _blocks(n_tokens: int, block_tokens: int) -> int:
+    return -(-n_tokens // block_tokens)
+
+
+@dataclass(slots=True)
+class Machinery:
+    """Control and compute joined over one KV pool, without text: what a step needs."""
+
+    core: EngineCore
+    executor: ModelExecutor
+    step_time: StepTimeModel
+
+
+def make_machinery(
+    model: Model, config: EngineConfig, *, clock: Clock, tokenizer_json: str | None = None
+) -> Machinery:
+    """Allocate the KV pool and join scheduler, executor and sampler."""
+    context, n_blocks = size_pool(model, config)
+    kv = model.make_kv(n_blocks, config.block_tokens)
+    step_time = StepTimeModel()
+    profile = load_local_profile(model.hf_config, weights=model.weights_format, kv=model.kv_format)
+    core = EngineCore(
+        replace(config.scheduler, max_context_tokens=context),
+        BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens),
+        model_revision=model.revision,
+        # the measured profile of this machine where there is one; until then the engine learns from its own steps
+        predict_s=profile.predict_s if profile is not None else step_time.predict_s,
+        seed=config.seed,
+    )
+    sampler = Sampler(model.spec.vocab_size, device=model.device, tokenizer_json=tokenizer_json, argmax=model.argmax)
+    executor = ModelExecutor(model, kv, sampler, clock=clock, max_context_tokens=context)
+    logger.info(
+        "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
+        model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
+    )  # fmt: skip
+    return Machinery(core=core, executor=executor, step_time=step_time)
+
+
+def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
+    """An engine over a loaded model."""
+    machinery = make_machinery(
+        loaded.model, config, clock=loaded.clock, tokenizer_json=loaded.tokenizer.json_text
+    )
+    return Engine(
+        machinery.core,
+        machinery.executor,
+        loaded.tokenizer,
+        clock=loaded.clock,
+        vocab_size=loaded.model.spec.vocab_size,
+        observe=machinery.step_time.observe,
+    )

@@ -1,0 +1,218 @@
+"""The two phases as an API, for people who build on them or study them.
+
+    phases = TwoPhase.from_pretrained("bundled")
+    state = phases.prefill(token_ids)        # the whole prompt in parallel: builds the KV cache
+    token_id, logits = phases.decode(state)  # one token from the cache: its KV is added, the next logits come back
+
+A `PhaseState` can be inspected (keys and values per layer as [B, H, T, d]), forked, truncated, saved and loaded.
+`decode_without_cache` recomputes the whole sequence for each token: the difference is what the cache is for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from diptych.compute.batch import ForwardBatch
+from diptych.engine.load import LoadedModel, load, size_pool
+from diptych.ground.config import EngineConfig
+from diptych.ground.errors import CapacityError, LoadError, PromptTooLong, RequestError
+
+FORMAT = "diptych-phase-state-1"
+
+
+@dataclass(slots=True)
+class PhaseState:
+    """One sequence between two calls. Every token in `token_ids` has its KV in `block_ids`; made by TwoPhase only.
+
+    logits: [V] fp32, over the token that comes next.
+    """
+
+    token_ids: list[int]
+    logits: torch.Tensor
+    block_ids: list[int] = field(repr=False)
+
+
+class TwoPhase:
+    """A model, a KV pool and the two verbs. Blocks are private to their state: forks copy them."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.loaded = loaded
+        self.model = loaded.model
+        self.max_context_tokens, n_blocks = size_pool(loaded.model, config)
+        self.kv = loaded.model.make_kv(n_blocks, config.block_tokens)
+        self._free_block_ids = list(range(n_blocks - 1, -1, -1))
+
+    @classmethod
+    def from_pretrained(cls, model: str = "bundled", config: EngineConfig | None = None) -> TwoPhase:
+        """Load a checkpoint ('bundled', a folder, or a hub name)."""
+        config = config or EngineConfig()
+        return cls(load(model, config), config)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return self.loaded.tokenizer.encode(text)
+
+    def prefill(self, token_ids: Sequence[int], *, chunk_tokens: int | None = None) -> PhaseState:
+        """Compute the KV of a whole prompt, at once or in chunks of `chunk_tokens`, and the logits after it."""
+        state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[])
+        try:
+            self.extend(state, token_ids, chunk_tokens=chunk_tokens)
+        except Exception:
+            self.free(state)
+            raise
+        return state
+
+    def extend(self, state: PhaseState, token_ids: Sequence[int], *, chunk_tokens: int | None = None) -> None:
+        """Add known tokens to a state (a prefill that starts at its end)."""
+        if not token_ids:
+            raise RequestError("prompt has 0 tokens; at least 1 is needed")
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise RequestError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+        self._check(state, token_ids)
+        size = chunk_tokens or len(token_ids)
+        for start in range(0, len(token_ids), size):
+            self._compute(state, list(token_ids[start : start + size]))
+
+    def decode(self, state: PhaseState, token_id: int | None = None) -> tuple[int, torch.Tensor]:
+        """Write one token: `token_id`, or the likeliest by `state.logits`. Returns it and the logits [V] after it."""
+        chosen = int(torch.argmax(state.logits)) if token_id is None else token_id
+        self._check(state, [chosen])
+        self._compute(state, [chosen])
+        return chosen, state.logits
+
+    def logits_at_every_position(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V] fp32: what the model expects after each token of a text (for measuring its loss)."""
+        state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[])
+        self._check(state, token_ids)
+        try:
+            return self._forward(state, list(token_ids), np.arange(len(token_ids), dtype=np.int32))
+        finally:
+            self.free(state)
+
+    def decode_without_cache(self, token_ids: Sequence[int]) -> tuple[int, torch.Tensor]:
+        """The naive way: recompute the whole sequence for one token. Returns the likeliest token and its logits [V]."""
+        state = self.prefill(token_ids)
+        self.free(state)
+        return int(torch.argmax(state.logits)), state.logits
+
+    def keys_values(self, state: PhaseState, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each [B=1, H=n_kv_heads, T, d] (keys after rotary embedding)."""
+        if not 0 <= layer < self.model.spec.n_layers:
+            raise RequestError(f"layer is {layer}; this model has layers 0 to {self.model.spec.n_layers - 1}")
+        keys_KTd, values_KTd = self.kv.read(layer, state.block_ids, len(state.token_ids))
+        return keys_KTd[None], values_KTd[None]
+
+    def fork(self, state: PhaseState) -> PhaseState:
+        """An independent copy: decoding one does not touch the other."""
+        block_ids = self._take_blocks(len(state.block_ids))
+        self.kv.copy_blocks(list(zip(state.block_ids, block_ids, strict=True)))
+        return PhaseState(token_ids=list(state.token_ids), logits=state.logits.clone(), block_ids=block_ids)
+
+    def truncate(self, state: PhaseState, n_tokens: int) -> None:
+        """Forget all but the first n_tokens; the logits after the last one kept are computed again."""
+        if not 1 <= n_tokens <= len(state.token_ids):
+            raise RequestError(f"n_tokens is {n_tokens}; the state holds {len(state.token_ids)} and at least 1 must stay")
+        last = state.token_ids[n_tokens - 1]
+        del state.token_ids[n_tokens - 1 :]
+        self._give_back_blocks(state, n_tokens)
+        self._compute(state, [last])
+
+    def free(self, state: PhaseState) -> None:
+        """Give the state's blocks back; the state is empty afterwards."""
+        state.token_ids.clear()
+        self._give_back_blocks(state, 0)
+
+    def save(self, state: PhaseState, path: Path | str) -> None:
+        """Write tokens, logits, keys and values to a safetensors file."""
+        tensors = {
+            "token_ids": torch.tensor(state.token_ids, dtype=torch.int64),
+            "logits": state.logits.detach().cpu().contiguous(),
+        }
+        for layer in range(self.model.spec.n_layers):
+            keys, values = self.kv.read(layer, state.block_ids, len(state.token_ids))
+            tensors[f"layers.{layer}.keys"] = keys.detach().cpu().contiguous()
+            tensors[f"layers.{layer}.values"] = values.detach().cpu().contiguous()
+        save_file(tensors, str(path), metadata={"format": FORMAT, "revision": self.model.revision})
+
+    def load_state(self, path: Path | str) -> PhaseState:
+        """Read what `save` wrote. Raises LoadError for a damaged file or one of another model."""
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                self._check_metadata(path, metadata)
+                state = PhaseState(
+                    token_ids=file.get_tensor("token_ids").tolist(),
+                    logits=file.get_tensor("logits").to(self.model.device),
+                    block_ids=[],
+                )
+                state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
+                for layer in range(self.model.spec.n_layers):
+                    keys = file.get_tensor(f"layers.{layer}.keys")
+                    values = file.get_tensor(f"layers.{layer}.values")
+                    self.kv.write(layer, state.block_ids, keys, values)
+        except (OSError, SafetensorError) as error:
+            raise LoadError(f"cannot read the state in {path}: {error}") from error
+        return state
+
+    def _check_metadata(self, path: Path | str, metadata: dict[str, str]) -> None:
+        if metadata.get("format") != FORMAT:
+            raise LoadError(f"{path} is not a saved state (format {metadata.get('format')!r}; {FORMAT!r} is needed)")
+        if metadata.get("revision") != self.model.revision:
+            raise LoadError(
+                f"{path} was saved by another model or format: {json.dumps(metadata.get('revision'))}",
+                hint="a state can only be loaded by the very model, weights and KV format that made it",
+            )
+
+    def _check(self, state: PhaseState, token_ids: Sequence[int]) -> None:
+        total = len(state.token_ids) + len(token_ids)
+        if total > self.max_context_tokens:
+            raise PromptTooLong(f"the sequence would have {total} tokens; at most {self.max_context_tokens} fit")
+        vocab_size = self.model.spec.vocab_size
+        bad = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+        if bad:
+            raise RequestError(f"token id {bad[0]} is outside the vocabulary; ids are between 0 and {vocab_size - 1}")
+
+    def _compute(self, state: PhaseState, token_ids: list[int]) -> None:
+        state.logits = self._forward(state, token_ids, np.array([len(token_ids) - 1], dtype=np.int32))[0].clone()
+
+    def _forward(self, state: PhaseState, token_ids: list[int], logits_rows_R: np.ndarray) -> torch.Tensor:
+        start, end = len(state.token_ids), len(state.token_ids) + len(token_ids)
+        missing = -(-end // self.kv.block_tokens) - len(state.block_ids)
+        state.block_ids += self._take_blocks(max(0, missing))
+        positions_T = np.arange(start, end, dtype=np.int32)
+        table_M = np.array(state.block_ids, dtype=np.int32)
+        slots_T = table_M[positions_T // self.kv.block_tokens] * self.kv.block_tokens
+        slots_T += positions_T % self.kv.block_tokens
+        batch = ForwardBatch(
+            token_ids_T=np.array(token_ids, dtype=np.int32),
+            positions_T=positions_T,
+            slots_T=slots_T,
+            query_start_S1=np.array([0, end - start], dtype=np.int32),
+            context_tokens_S=np.array([end], dtype=np.int32),
+            block_table_SM=table_M[None],
+            logits_rows_R=logits_rows_R,
+        )
+        logits_RV = self.model.forward(batch, self.kv)
+        state.token_ids += token_ids
+        return logits_RV
+
+    def _take_blocks(self, n_blocks: int) -> list[int]:
+        if n_blocks > len(self._free_block_ids):
+            raise CapacityError(
+                f"{n_blocks} KV blocks are needed; {len(self._free_block_ids)} of {self.kv.n_blocks} are free",
+                hint="free states that are no longer needed, or raise kv_memory_bytes",
+            )
+        return [self._free_block_ids.pop() for _ in range(n_blocks)]
+
+    def _give_back_blocks(self, state: PhaseState, n_tokens: int) -> None:
+        kept = -(-n_tokens // self.kv.block_tokens)
+        self._free_block_ids += reversed(state.block_ids[kept:])
+        del state.block_ids[kept:]

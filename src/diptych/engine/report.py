@@ -1,0 +1,183 @@
+"""The phase report: for prefill and decode the tokens, the time, the rate, the share of the machine's ceiling, and the
+prediction; where the time to first token went; the gaps between tokens; what the prefix cache gave.
+
+Built from events alone (`PhaseObserver` listens) and the cost model; no clock of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from diptych.compute.ceilings import Ceilings
+from diptych.cost.workload import ChunkShape, Workload
+from diptych.engine.cost_view import CostView
+from diptych.engine.load import LoadedModel
+from diptych.ground.events import Event, ScheduledEvent, StepBeginEvent, StepEndEvent, Timings, Usage
+from diptych.ground.phase import Phase
+from diptych.metrics import percentile
+
+
+@dataclass(slots=True)
+class _Step:
+    begin_s: float
+    predicted_s: float | None
+    shapes: list[ChunkShape] = field(default_factory=list)
+    has_prefill: bool = False
+    time_s: float = 0.0
+    host_s: float = 0.0
+
+
+class PhaseObserver:
+    """Collects the steps of one run. Use as an engine listener."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Step] = {}
+        self._scheduled: dict[int, list[ScheduledEvent]] = {}
+        self.steps: list[_Step] = []
+
+    def __call__(self, events: list[Event]) -> None:
+        """Fold one batch of events."""
+        for event in events:
+            if isinstance(event, ScheduledEvent):
+                self._scheduled.setdefault(event.step_id, []).append(event)
+            elif isinstance(event, StepBeginEvent):
+                self._open[event.step_id] = _Step(begin_s=event.at_s, predicted_s=event.predicted_s)
+            elif isinstance(event, StepEndEvent):
+                self._end(event)
+
+    def _end(self, event: StepEndEvent) -> None:
+        step = self._open.pop(event.step_id)
+        step.time_s = event.at_s - step.begin_s
+        step.host_s = step.time_s - event.device_s
+        for chunk in self._scheduled.pop(event.step_id, ()):
+            step.has_prefill |= chunk.phase is Phase.PREFILL
+            step.shapes.append(
+                ChunkShape(new_tokens=chunk.chunk_tokens, start_pos=chunk.context_tokens, samples=True)
+            )
+        self.steps.append(step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseRow:
+    """One phase of a run. fraction_of_ceiling: what the roofline allows over what it took; bound names the ceiling."""
+
+    phase: str
+    tokens: int
+    time_s: float
+    tokens_per_s: float
+    fraction_of_ceiling: float
+    bound: str
+    predicted_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """What `diptych generate` prints after the text."""
+
+    model: str
+    backend: str
+    weights: str
+    threads: int
+    ceilings: Ceilings
+    prefill: PhaseRow
+    decode: PhaseRow | None
+    load_s: float
+    queue_s: float
+    prefill_s: float
+    first_token_s: float
+    itl_p50_s: float | None
+    itl_p99_s: float | None
+    usage: Usage
+
+    def as_json(self) -> dict[str, object]:
+        """Plain dicts."""
+        return asdict(self)
+
+    def line(self) -> str:
+        """One line, for a chat."""
+        rows = [row for row in (self.prefill, self.decode) if row is not None]
+        parts = [f"{row.phase} {row.tokens} tok {row.tokens_per_s:.0f} tok/s" for row in rows]
+        return f"{' · '.join(parts)} · cached {self.usage.cached_tokens}"
+
+    def table(self) -> str:
+        """A few aligned lines for a terminal."""
+        head = (
+            f"phase report · {self.model} · {self.backend} backend, {self.weights} weights, {self.threads} threads · "
+            f"ceilings {self.ceilings.read_bytes_per_s / 1e9:.1f} GB/s, {self.ceilings.flops_per_s / 1e9:.0f} Gop/s"
+        )
+        lines = [head, f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}"]
+        lines += [_row_line(row) for row in (self.prefill, self.decode) if row is not None]
+        lines.append(
+            f"  TTFT {_ms(self.load_s + self.queue_s + self.prefill_s + self.first_token_s)} from a cold start = "
+            f"load {_ms(self.load_s)} + queue {_ms(self.queue_s)} + prefill {_ms(self.prefill_s)} + "
+            f"first token {_ms(self.first_token_s)}"
+        )
+        if self.itl_p50_s is not None and self.itl_p99_s is not None:
+            lines.append(f"  between tokens p50 {_ms(self.itl_p50_s)}, p99 {_ms(self.itl_p99_s)}")
+        usage = self.usage
+        lines.append(
+            f"  prompt {usage.prompt_tokens} tokens = {usage.computed_tokens} computed + {usage.cached_tokens} cached"
+        )
+        return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10.0 else f"{seconds:.1f} s"
+
+
+def _row_line(row: PhaseRow) -> str:
+    predicted = "learning" if row.predicted_s is None else _ms(row.predicted_s)
+    ceiling = f"{row.fraction_of_ceiling:.0%} ({row.bound})"
+    return (
+        f"  {row.phase:<9}{row.tokens:>7}{_ms(row.time_s):>11}{row.tokens_per_s:>8.0f} tok/s  {ceiling:<20}{predicted:>11}"
+    )
+
+
+def phase_report(
+    loaded: LoadedModel, observer: PhaseObserver, *, ceilings: Ceilings, usage: Usage, timings: Timings
+) -> PhaseReport:
+    """The report of one finished request that ran alone while `observer` listened."""
+    view = CostView(loaded.model)
+    prefill_steps = [step for step in observer.steps if step.has_prefill]
+    decode_steps = [step for step in observer.steps if not step.has_prefill]
+    first_token_s = prefill_steps[-1].host_s if prefill_steps else 0.0
+    itl = timings.itl_s
+    return PhaseReport(
+        model=loaded.name,
+        backend=loaded.model.backend_name,
+        weights=loaded.model.weights_format,
+        threads=loaded.model.threads,
+        ceilings=ceilings,
+        prefill=_phase_row(Phase.PREFILL, prefill_steps, view, ceilings),
+        decode=_phase_row(Phase.DECODE, decode_steps, view, ceilings) if decode_steps else None,
+        load_s=loaded.load_s,
+        queue_s=timings.queue_s,
+        prefill_s=max(0.0, timings.prefill_s - first_token_s),
+        first_token_s=first_token_s,
+        itl_p50_s=percentile(itl, 50.0) if itl else None,
+        itl_p99_s=percentile(itl, 99.0) if itl else None,
+        usage=usage,
+    )
+
+
+def _phase_row(phase: Phase, steps: list[_Step], view: CostView, ceilings: Ceilings) -> PhaseRow:
+    tokens = sum(shape.new_tokens for step in steps for shape in step.shapes)
+    time_s = sum(step.time_s for step in steps) or 1e-9
+    bound_s = memory_s = compute_s = 0.0
+    for step in steps:
+        cost = view.cost(Workload(shapes=tuple(step.shapes)))
+        step_memory_s = cost.bytes / ceilings.read_bytes_per_s
+        step_compute_s = cost.flops / ceilings.flops_per_s
+        bound_s += max(step_memory_s, step_compute_s)
+        memory_s += step_memory_s
+        compute_s += step_compute_s
+    predictions = [step.predicted_s for step in steps if step.predicted_s is not None]
+    return PhaseRow(
+        phase=phase.value,
+        tokens=tokens,
+        time_s=time_s,
+        tokens_per_s=tokens / time_s,
+        fraction_of_ceiling=bound_s / time_s,
+        bound="memory" if memory_s >= compute_s else "arithmetic",
+        predicted_s=sum(predictions) if len(predictions) == len(steps) else None,
+    )

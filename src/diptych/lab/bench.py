@@ -1,0 +1,238 @@
+"""Measures the two phases apart, through the same scheduler, executor and sampler that serve requests.
+
+Each point is a static batch: B prompts prefilled to their first token, then decoded together. Rates are medians over
+repeats; every point carries the bandwidth measured just before and after it, and its share of the roofline.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from diptych.compute.runner import Model
+from diptych.control.loop import EngineCore
+from diptych.cost.workload import Workload
+from diptych.engine.cost_view import CostView
+from diptych.engine.executor import ModelExecutor
+from diptych.engine.load import make_machinery
+from diptych.ground.clock import Clock, MonotonicClock
+from diptych.ground.config import EngineConfig
+from diptych.ground.events import Event, FinishEvent, StepEndEvent, TokenEvent
+from diptych.ground.phase import Phase
+from diptych.ground.request import Request, SamplingParams
+from diptych.compute.ceilings import Ceilings, machine_ceilings, read_ceiling
+
+Progress = Callable[[str], None]
+MAX_STEP_TOKENS = 16384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Median and extremes of repeated measurements."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value."""
+        return cls(median=statistics.median(values), min=min(values), max=max(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePoint:
+    """One phase of one static batch. fraction_of_ceiling: time the roofline allows over the median time measured.
+
+    context_tokens: per sequence, at the middle of the phase. read_bytes_per_s: the bandwidth measured around this point.
+    """
+
+    phase: str
+    batch: int
+    prompt_tokens: int
+    context_tokens: int
+    new_tokens: int
+    tokens_per_s: Spread
+    fraction_of_ceiling: float
+    time_s: Spread
+    bound_s: float
+    read_bytes_per_s: float
+    host_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchReport:
+    """Everything `diptych bench --json` prints."""
+
+    model: str
+    backend: str
+    weights: str
+    kv: str
+    threads: int
+    ceilings: Ceilings
+    results: tuple[PhasePoint, ...]
+    load_s: float
+    peak_rss_bytes: int
+
+    def as_json(self) -> dict[str, object]:
+        """Plain dicts and lists."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One repetition of one static batch: times of the prefill and of every decode step."""
+
+    prefill_s: float
+    decode_s: float
+    decode_tokens: int  # written after the last prompt had its first token
+    device_s: float
+    total_s: float
+
+
+class StaticBench:
+    """Runs static batches on one model. Prompts are seeded random ids, so that no prefix is ever cached by accident."""
+
+    def __init__(self, model: Model, *, name: str, load_s: float, config: EngineConfig) -> None:
+        self._model = model
+        self._name = name
+        self._load_s = load_s
+        self._config = config
+        self._clock: Clock = MonotonicClock()
+        self._random = random.Random(config.seed)
+        self._cost = CostView(model)
+
+    def run(
+        self, *, prompt_tokens: Sequence[int], batches: Sequence[int], new_tokens: int, repeats: int, progress: Progress
+    ) -> BenchReport:
+        """Measure every prompt length at every batch size."""
+        ceilings = machine_ceilings(self._model)
+        points: list[PhasePoint] = []
+        for length in prompt_tokens:
+            for batch in batches:
+                progress(f"prompt {length} x batch {batch}")
+                points += self._point(length, batch, new_tokens, repeats, ceilings)
+        return BenchReport(
+            model=self._name,
+            backend=self._model.backend_name,
+            weights=self._model.weights_format,
+            kv=self._model.kv_format,
+            threads=self._model.threads,
+            ceilings=ceilings,
+            results=tuple(points),
+            load_s=self._load_s,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+    def _point(self, length: int, batch: int, new_tokens: int, repeats: int, ceilings: Ceilings) -> list[PhasePoint]:
+        context = length + new_tokens
+        config = replace(
+            self._config,
+            max_context_tokens=max(context, 2),
+            scheduler=replace(
+                self._config.scheduler,
+                max_running_sequences=batch,
+                # one step reads all prompts where memory allows, so that the phases stay apart
+                max_step_tokens=max(self._config.scheduler.max_step_tokens, min(batch * length, MAX_STEP_TOKENS)),
+                enable_prefix_cache=False,
+            ),
+        )
+        machinery = make_machinery(self._model, config, clock=self._clock)
+        static = _StaticBatch(machinery.core, machinery.executor, self._clock)
+        static.run(self._prompts(length, batch), min(new_tokens, 4))  # warms caches and grows the buffers
+        before = read_ceiling(self._model)
+        runs = [static.run(self._prompts(length, batch), new_tokens) for _ in range(repeats)]
+        read_bytes_per_s = max(before, read_ceiling(self._model))
+        around = replace(ceilings, read_bytes_per_s=read_bytes_per_s)
+        prefill = Workload.prefill(batch=batch, new_tokens=length)
+        points = [self._phase_point(Phase.PREFILL, length, batch, 1, runs, [prefill], around)]
+        if new_tokens > 1:
+            decode = [Workload.decode(batch=batch, context_tokens=length + i) for i in range(1, new_tokens)]
+            points.append(self._phase_point(Phase.DECODE, length, batch, new_tokens, runs, decode, around))
+        gc.collect()  # the pool of this point goes before the next one's comes
+        return points
+
+    def _phase_point(
+        self,
+        phase: Phase,
+        length: int,
+        batch: int,
+        new_tokens: int,
+        runs: list[_Run],
+        work: list[Workload],
+        ceilings: Ceilings,
+    ) -> PhasePoint:
+        is_prefill = phase is Phase.PREFILL
+        times = Spread.of([run.prefill_s if is_prefill else run.decode_s for run in runs])
+        if is_prefill:
+            rates = Spread.of([batch * length / run.prefill_s for run in runs])
+        else:
+            rates = Spread.of([run.decode_tokens / run.decode_s for run in runs])
+        bound_s = sum(self._cost.bound_s(step, ceilings.read_bytes_per_s, ceilings.flops_per_s) for step in work)
+        middle = length if is_prefill else length + new_tokens // 2
+        return PhasePoint(
+            phase=phase.value,
+            batch=batch,
+            prompt_tokens=length,
+            context_tokens=middle,
+            new_tokens=new_tokens,
+            tokens_per_s=rates,
+            fraction_of_ceiling=bound_s / times.median,
+            time_s=times,
+            bound_s=bound_s,
+            read_bytes_per_s=ceilings.read_bytes_per_s,
+            host_fraction=statistics.median(1.0 - run.device_s / run.total_s for run in runs),
+        )
+
+    def _prompts(self, length: int, batch: int) -> list[tuple[int, ...]]:
+        vocab = self._model.spec.vocab_size
+        return [tuple(self._random.randrange(vocab) for _ in range(length)) for _ in range(batch)]
+
+
+class _StaticBatch:
+    """Submits a batch at once and steps until all have finished."""
+
+    def __init__(self, core: EngineCore, executor: ModelExecutor, clock: Clock) -> None:
+        self._core = core
+        self._executor = executor
+        self._clock = clock
+        self._n = 0
+
+    def run(self, prompts: list[tuple[int, ...]], new_tokens: int) -> _Run:
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        begin_s = self._clock.now_s()
+        for prompt in prompts:
+            self._n += 1
+            request = Request(
+                request_id=f"bench-{self._n}", prompt_token_ids=prompt, sampling=sampling, arrival_s=begin_s
+            )
+            self._core.submit(request)
+        open_sequences, first_tokens, decode_tokens = len(prompts), 0, 0
+        prefill_end_s, device_s = begin_s, 0.0
+        while open_sequences:
+            plan, _ = self._core.begin_step(self._clock.now_s())
+            assert plan is not None, "the engine stopped with requests open"
+            result = self._executor.execute(plan)
+            now_s = self._clock.now_s()
+            events: list[Event] = self._core.end_step(plan, result, now_s)
+            device_s += sum(event.device_s for event in events if isinstance(event, StepEndEvent))
+            tokens = [event for event in events if isinstance(event, TokenEvent)]
+            if first_tokens == len(prompts):
+                decode_tokens += len(tokens)
+            first_tokens += sum(event.position == 0 for event in tokens)
+            open_sequences -= sum(isinstance(event, FinishEvent) for event in events)
+            if first_tokens == len(prompts) and prefill_end_s == begin_s:
+                prefill_end_s = self._clock.now_s()
+        end_s = self._clock.now_s()
+        return _Run(
+            prefill_s=prefill_end_s - begin_s,
+            decode_s=max(end_s - prefill_end_s, 1e-9),
+            decode_tokens=decode_tokens,
+            device_s=device_s,
+            total_s=end_s - begin_s,
+        )
+
