@@ -9,12 +9,12 @@ import typer
 
 from diptych.cli import options
 from diptych.cli.options import console, engine_config, loading_bar, sampling_params
+from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report
 from diptych.ground.errors import EngineError
 from diptych.ground.request import SamplingParams
-from diptych.compute.ceilings import machine_ceilings
 
 app = typer.Typer(add_completion=False)
 HELP = "/reset forgets the conversation, /report shows the last answer's phases, /quit leaves; Ctrl-C stops an answer"

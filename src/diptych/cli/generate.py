@@ -12,10 +12,10 @@ import typer
 
 from diptych.cli import options
 from diptych.cli.options import console, engine_config, loading_bar, read_prompt, sampling_params
+from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.report import PhaseObserver, PhaseReport, phase_report
-from diptych.compute.ceilings import machine_ceilings
 
 app = typer.Typer(add_completion=False)
 
@@ -87,10 +87,20 @@ def _report(llm: LLM, observer: PhaseObserver, done: Completion) -> PhaseReport:
 
 def _as_json(done: Completion, report: PhaseReport) -> dict[str, object]:
     choices = [
-        {"index": choice.index, "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish_reason.value}
+        {
+            "index": choice.index,
+            "text": choice.text,
+            "token_ids": choice.token_ids,
+            "finish_reason": choice.finish_reason.value,
+        }
         for choice in done.choices
     ]
-    return {"choices": choices, "usage": asdict(done.usage), "timings": asdict(done.timings), "report": report.as_json()}
+    return {
+        "choices": choices,
+        "usage": asdict(done.usage),
+        "timings": asdict(done.timings),
+        "report": report.as_json(),
+    }
 
 
 def _write_delta(_: int, delta: OutputDelta) -> None:

@@ -244,7 +244,9 @@ class Engine:
         is_stop_token = finish is not None and finish.stop_token_id == event.token_id
         is_last = finish is not None and event.position == finish.output_tokens - 1
         # an EOS or stop token is counted and reported, but is not part of the text
-        delta = TextDelta(text="", is_stopped=False) if is_stop_token and is_last else choice.stream.push(event.token_id)
+        delta = (
+            TextDelta(text="", is_stopped=False) if is_stop_token and is_last else choice.stream.push(event.token_id)
+        )
         if delta.is_stopped:
             choice.stop_string = delta.stop_string
         self._emit(opened, event, delta.text)
@@ -284,4 +286,3 @@ class Engine:
         if opened.is_finished:
             del self._open[event.request_id]
         opened.on_delta(delta)
-

@@ -54,9 +54,7 @@ class ModelExecutor:
         except Exception as error:
             raise ExecutorError(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
         total_s = self._clock.now_s() - begin_s
-        return StepResult(
-            step_id=plan.step_id, results=results, device_s=device_s, host_s=max(0.0, total_s - device_s)
-        )
+        return StepResult(step_id=plan.step_id, results=results, device_s=device_s, host_s=max(0.0, total_s - device_s))
 
     def _begin_and_end_sequences(self, plan: StepPlan) -> None:
         for seq_id in plan.ended_seq_ids:

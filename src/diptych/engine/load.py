@@ -61,9 +61,7 @@ def load(
     directory = bundled_dir() if name == "bundled" else resolve_model_dir(name)
     tokenizer = Tokenizer.from_dir(directory)
     template = ChatTemplate.from_dir(directory, tokenizer)
-    model = load_model(
-        directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress
-    )
+    model = load_model(directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress)
     served_name = BUNDLED_MODEL if name == "bundled" else name
     return LoadedModel(
         name=served_name,
@@ -123,9 +121,7 @@ class Machinery:
     step_time: StepTimeModel
 
 
-def make_machinery(
-    model: Model, config: EngineConfig, *, clock: Clock, tokenizer_json: str | None = None
-) -> Machinery:
+def make_machinery(model: Model, config: EngineConfig, *, clock: Clock, tokenizer_json: str | None = None) -> Machinery:
     """Allocate the KV pool and join scheduler, executor and sampler."""
     context, n_blocks = size_pool(model, config)
     kv = model.make_kv(n_blocks, config.block_tokens)
@@ -150,9 +146,7 @@ def make_machinery(
 
 def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     """An engine over a loaded model."""
-    machinery = make_machinery(
-        loaded.model, config, clock=loaded.clock, tokenizer_json=loaded.tokenizer.json_text
-    )
+    machinery = make_machinery(loaded.model, config, clock=loaded.clock, tokenizer_json=loaded.tokenizer.json_text)
     return Engine(
         machinery.core,
         machinery.executor,

@@ -119,7 +119,9 @@ class TwoPhase:
     def truncate(self, state: PhaseState, n_tokens: int) -> None:
         """Forget all but the first n_tokens; the logits after the last one kept are computed again."""
         if not 1 <= n_tokens <= len(state.token_ids):
-            raise RequestError(f"n_tokens is {n_tokens}; the state holds {len(state.token_ids)} and at least 1 must stay")
+            raise RequestError(
+                f"n_tokens is {n_tokens}; the state holds {len(state.token_ids)} and at least 1 must stay"
+            )
         last = state.token_ids[n_tokens - 1]
         del state.token_ids[n_tokens - 1 :]
         self._give_back_blocks(state, n_tokens)

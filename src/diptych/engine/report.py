@@ -51,9 +51,7 @@ class PhaseObserver:
         step.host_s = step.time_s - event.device_s
         for chunk in self._scheduled.pop(event.step_id, ()):
             step.has_prefill |= chunk.phase is Phase.PREFILL
-            step.shapes.append(
-                ChunkShape(new_tokens=chunk.chunk_tokens, start_pos=chunk.context_tokens, samples=True)
-            )
+            step.shapes.append(ChunkShape(new_tokens=chunk.chunk_tokens, start_pos=chunk.context_tokens, samples=True))
         self.steps.append(step)
 
 
@@ -128,9 +126,7 @@ def _ms(seconds: float) -> str:
 def _row_line(row: PhaseRow) -> str:
     predicted = "learning" if row.predicted_s is None else _ms(row.predicted_s)
     ceiling = f"{row.fraction_of_ceiling:.0%} ({row.bound})"
-    return (
-        f"  {row.phase:<9}{row.tokens:>7}{_ms(row.time_s):>11}{row.tokens_per_s:>8.0f} tok/s  {ceiling:<20}{predicted:>11}"
-    )
+    return f"  {row.phase:<9}{row.tokens:>7}{_ms(row.time_s):>11}{row.tokens_per_s:>8.0f} tok/s  {ceiling:<20}{predicted:>11}"
 
 
 def phase_report(

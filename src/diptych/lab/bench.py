@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from diptych.compute.ceilings import Ceilings, machine_ceilings, read_ceiling
 from diptych.compute.runner import Model
 from diptych.control.loop import EngineCore
 from diptych.cost.workload import Workload
@@ -24,7 +25,6 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.events import Event, FinishEvent, StepEndEvent, TokenEvent
 from diptych.ground.phase import Phase
 from diptych.ground.request import Request, SamplingParams
-from diptych.compute.ceilings import Ceilings, machine_ceilings, read_ceiling
 
 Progress = Callable[[str], None]
 MAX_STEP_TOKENS = 16384
@@ -235,4 +235,3 @@ class _StaticBatch:
             device_s=device_s,
             total_s=end_s - begin_s,
         )
-
