@@ -34,6 +34,7 @@ _ASCII = str.maketrans(
 _EDITOR_NOTES = re.compile(
     r"\[(\*|(Illustration|At this point|See next page|Extracted from|Coleridge|Wordsworth)[^\]]*)\]"
 )
+_RUNNING_HEAD = re.compile(r"(\d+ )?OLIVER TWIST\.?( \d+)?")
 
 
 def unwrap(paragraph_lines: list[str]) -> str:
@@ -66,21 +67,24 @@ def clean(text: str) -> str:
     text = text.translate(_ASCII).replace("\r\n", "\n").replace("&;c.", "&c.")
     text = _EDITOR_NOTES.sub("", text).replace("_", "")
     paragraphs: list[str] = []
+    is_cut = False  # a page's running head stood before this paragraph, perhaps inside a sentence
     for block in re.split(r"\n[ \t]*\n", text):
         lines = [line for line in block.split("\n") if line.strip()]
         if not lines:
             continue
         paragraph = re.sub(r"[ \t]{2,}", " ", unwrap(lines))
         paragraph = re.sub(r" +([;:!?,.])", r"\1", paragraph)
-        if re.fullmatch(
-            r"[\s*.\-]*|(\d+ )?OLIVER TWIST\.?( \d+)?|END|THE END|FINIS", paragraph
-        ):  # rules, running heads
+        if _RUNNING_HEAD.fullmatch(paragraph):
+            is_cut = True
+            continue
+        if re.fullmatch(r"[\s*.\-]*|END|THE END|FINIS", paragraph):  # rules and endings
             continue
         paragraph = close_up_quotes(paragraph)
-        if paragraphs and paragraph[0].islower() and re.search(r"[a-z,;]$", paragraphs[-1]):  # cut by a page break
+        if is_cut and paragraphs and paragraph[0].islower() and re.search(r"[a-z,;]$", paragraphs[-1]):
             paragraphs[-1] += " " + paragraph
         else:
             paragraphs.append(paragraph)
+        is_cut = False
     return "\n\n".join(paragraphs)
 
 
