@@ -1,0 +1,119 @@
+"""How wrong the bound and the calibrated model are on published rows that the fit did not see.
+
+For every row the constants are fitted again without its model (on the row's device, or on all devices of that software
+where other models remain); where a device was published with one model only, without the device's rows at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from diptych.cost.calibration import Constants
+from diptych.cost.components import cost_of
+from diptych.cost.fit import StackForm, fit, predicted_s, quantile
+from diptych.cost.forms import FORMS, form_of
+from diptych.cost.roofline import roofline
+from diptych.cost.rows import PublishedRow
+from diptych.cost.tables import device_spec, model_spec, quant_spec
+from diptych.ground.phase import Phase
+from diptych.ground.specs import KVSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowError:
+    """One row: the bound, the prediction of a fit that did not see it, and how it was held out."""
+
+    row: PublishedRow
+    bound_s: float
+    predicted_s: float
+    held_out: str  # "model" | "device" | "unfitted": no other rows, starting constants
+
+    @property
+    def bound_error(self) -> float:
+        """Bound / measured - 1."""
+        return self.bound_s / self.row.measured_s - 1.0
+
+    @property
+    def error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted_s / self.row.measured_s - 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorSummary:
+    """Errors of a group of rows, as sizes (0.08 is 8 %)."""
+
+    group: str
+    rows: int
+    bound_median: float
+    median: float
+    p90: float
+    worst: float
+    worst_label: str
+
+
+def bound_s(row: PublishedRow) -> float:
+    """The plain roofline of a row."""
+    quant = quant_spec(row.quant)
+    cost = cost_of(model_spec(row.model), row.work, quant=quant, kv=KVSpec(), tp=row.tp)
+    return roofline(cost, device_spec(row.device), quant).total_s
+
+
+def leave_one_model_out(rows: Sequence[PublishedRow]) -> list[RowError]:
+    """The error of every row under constants fitted without it."""
+    found: list[RowError] = []
+    for form in FORMS:
+        members = [row for row in rows if row.stack == form.stack and row.phase is form.phase]
+        fitted: dict[tuple[str, str], tuple[Constants, str]] = {}
+        for row in members:
+            key = (row.device, row.model)
+            if key not in fitted:
+                fitted[key] = _fit_without(form, members, row)
+            constants, held_out = fitted[key]
+            predicted = predicted_s(row, constants)
+            found.append(RowError(row=row, bound_s=bound_s(row), predicted_s=predicted, held_out=held_out))
+    return found
+
+
+def _fit_without(form: StackForm, members: Sequence[PublishedRow], row: PublishedRow) -> tuple[Constants, str]:
+    if form.per_device:
+        members = [other for other in members if other.device == row.device]
+    kept = [other for other in members if other.model != row.model]
+    if any(other.device == row.device for other in kept):
+        return fit(form, kept), "model"
+    kept = [other for other in members if other.device != row.device]
+    if kept:
+        return fit(form, kept), "device"
+    return fit(form, []), "unfitted"
+
+
+def summarise(errors: Iterable[RowError]) -> list[ErrorSummary]:
+    """Medians by phase, and by phase and device, in that order."""
+    errors = list(errors)
+    groups: dict[str, list[RowError]] = {}
+    for phase in Phase:
+        members = [error for error in errors if error.row.phase is phase]
+        groups[phase.value] = members
+        for device in sorted({error.row.device for error in members}):
+            groups[f"{phase.value} {device}"] = [error for error in members if error.row.device == device]
+    return [_summary(name, members) for name, members in groups.items() if members]
+
+
+def _summary(name: str, members: Sequence[RowError]) -> ErrorSummary:
+    sizes = [abs(error.error) for error in members]
+    worst = max(members, key=lambda error: abs(error.error))
+    return ErrorSummary(
+        group=name,
+        rows=len(members),
+        bound_median=quantile([abs(error.bound_error) for error in members], 0.5),
+        median=quantile(sizes, 0.5),
+        p90=quantile(sizes, 0.9),
+        worst=worst.error,
+        worst_label=worst.row.label,
+    )
+
+
+def uncovered(rows: Iterable[PublishedRow]) -> list[PublishedRow]:
+    """Rows of software that has no fitted form."""
+    return [row for row in rows if form_of(row.stack, row.phase) is None]

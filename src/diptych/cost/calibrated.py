@@ -1,0 +1,318 @@
+"""The calibrated model: launch constants and achieved fractions on top of the roofline, with an interval.
+
+    t = step + L launch + B per-sequence + sum over GEMMs of pnorm(bytes / (eb BW), flops / (ef F))
+      + pnorm of prefill attention + pnorm of decode attention + all-reduces
+
+Constants come from a `Calibration`: fitted to published results (`data/calibrations.json`), or measured on this
+machine (`CalibratedModel.from_profile`). One step with several chunks is one GEMM over all its rows.
+
+>>> from diptych.cost.tables import device_spec, model_spec, quant_spec
+>>> from diptych.cost.stacks import calibration_for
+>>> device, quant = device_spec("a100-80gb-sxm"), quant_spec("bf16")
+>>> predictor = CalibratedModel(model_spec("llama-2-7b"), device, quant, calibration=calibration_for(device))
+>>> predictor.predict(Workload.decode(batch=1, context_tokens=105)).total_s < 0.012
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from diptych.cost.calibration import Calibration, Constants
+from diptych.cost.components import ATTENTION, cost_of, expected_experts, kv_tokens_factor, layer_groups
+from diptych.cost.profile import read_profile
+from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
+from diptych.cost.workload import Workload
+from diptych.ground.phase import Phase
+from diptych.ground.specs import HardwareSpec, KVSpec, ModelSpec, QuantSpec, StepCost
+from diptych.ground.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Units:
+    """What one model costs per unit of work on one of `tp` devices, before any device is known."""
+
+    dense_bytes: float
+    dense_class: str
+    expert_bytes: float  # one expert, over all its layers
+    expert_class: str
+    head_bytes: float
+    head_class: str
+    row_flops: float
+    head_row_flops: float
+    kv_bytes: float  # one token, one layer
+    windows: tuple[tuple[int | None, int], ...]  # window, layers
+    pair_flops: float
+    absorbed_pair_flops: float  # MLA decode works on the latents; the same as pair_flops elsewhere
+    expand_flops: float  # MLA prefill expands each cached latent
+    all_reduces: int
+    row_link_bytes: float
+    logits_link_bytes: float
+
+
+@lru_cache(maxsize=256)
+def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units:
+    unit = cost_of(model, Workload.decode(batch=1, context_tokens=1), quant=quant, kv=kv, tp=tp)
+    head, experts = unit.component("head"), unit.component("experts")
+    body = [part for part in unit.components if part.name not in (*ATTENTION, "head", "experts", "embedding")]
+    windows: dict[int | None, int] = {}
+    for group in layer_groups(model):
+        windows[group.window] = windows.get(group.window, 0) + group.n_layers
+    heads, mla = model.n_heads / tp, model.mla
+    pair_flops = absorbed = 4.0 * heads * model.head_dim
+    expand = 0.0
+    if mla is not None:
+        pair_flops = 2.0 * heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)
+        absorbed = 2.0 * heads * (2 * mla.kv_rank + mla.rope_dim)
+        expand = 2.0 * model.n_layers * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
+    return _Units(
+        dense_bytes=sum(part.weight_bytes for part in body),
+        dense_class=weight_class(quant.weight_bytes, quant.name),
+        expert_bytes=0.0 if model.moe is None else experts.weight_bytes / model.moe.experts_per_token,
+        expert_class=weight_class(quant.expert_bytes, quant.name),
+        head_bytes=head.weight_bytes,
+        head_class=weight_class(quant.head_bytes, quant.name),
+        row_flops=sum(part.flops for part in body) + experts.flops,
+        head_row_flops=head.flops,
+        kv_bytes=kv_tokens_factor(model, tp) * kv.bytes_per_element,
+        windows=tuple(windows.items()),
+        pair_flops=pair_flops,
+        absorbed_pair_flops=absorbed,
+        expand_flops=expand,
+        all_reduces=2 * model.n_layers if tp > 1 else 0,
+        row_link_bytes=sum(part.link_bytes for part in unit.components if part.name != "head"),
+        logits_link_bytes=head.link_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """One phase's constants, divided out for one model: seconds per unit of work."""
+
+    base_s: float
+    sequence_s: float
+    p: float
+    dense_weights_s: float
+    expert_s: float  # one expert read, over all MoE layers
+    row_s: float
+    head_weights_s: float
+    head_row_s: float
+    windows: tuple[tuple[int | None, float, float, float], ...]  # window, s per kv token, s per pair (prefill, decode)
+    cached_row_s: float  # MLA: expanding one cached latent
+    link_base_s: float
+    link_row_s: float
+    link_logits_row_s: float
+    hides_launch: bool
+
+
+class CalibratedModel:
+    """Predicts step times of one model on `tp` devices under one calibration."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        hardware: HardwareSpec,
+        quant: QuantSpec,
+        *,
+        calibration: Calibration,
+        kv: KVSpec | None = None,
+        tp: int = 1,
+    ) -> None:
+        """Divide out everything that does not depend on the step. Raises ConfigError for an impossible split."""
+        self.model = model
+        self.hardware = hardware
+        self.quant = quant
+        self.kv = kv or KVSpec()
+        self.tp = tp
+        self.calibration = calibration
+        self._prefill = self._terms(calibration.prefill)
+        self._decode = self._terms(calibration.decode)
+
+    @classmethod
+    def from_profile(
+        cls, profile: Mapping[str, Any], model: ModelSpec, quant: QuantSpec, *, kv: KVSpec | None = None
+    ) -> CalibratedModel:
+        """A predictor from a profile that `diptych lab calibrate` wrote. Raises ConfigError when it is damaged."""
+        hardware, calibration = read_profile(profile)
+        return cls(model, hardware, quant, calibration=calibration, kv=kv)
+
+    def _terms(self, c: Constants) -> _Terms:
+        units, hardware, quant = _units_of(self.model, self.quant, self.kv, self.tp), self.hardware, self.quant
+        bandwidth = hardware.memory_bytes_per_s
+        rate = peak_flops_per_s(hardware, quant.compute) * c.compute_fraction(compute_dtype(hardware, quant.compute))
+        attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_ef
+        kv_s = units.kv_bytes / (bandwidth * c.kv_eb)
+        link = link_rate(hardware, self.tp) * c.link_fraction
+        return _Terms(
+            base_s=c.step_s + self.model.n_layers * c.layer_s,
+            sequence_s=c.sequence_s,
+            p=c.p,
+            dense_weights_s=units.dense_bytes / (bandwidth * c.weight_fraction(units.dense_class)),
+            expert_s=units.expert_bytes / (bandwidth * c.weight_fraction(units.expert_class)),
+            row_s=units.row_flops / rate,
+            head_weights_s=units.head_bytes / (bandwidth * c.weight_fraction(units.head_class)),
+            head_row_s=units.head_row_flops / rate,
+            windows=tuple(
+                (window, n * kv_s, n * units.pair_flops / attention_rate, n * units.absorbed_pair_flops / attention_rate)
+                for window, n in units.windows
+            ),
+            cached_row_s=units.expand_flops / rate,
+            link_base_s=units.all_reduces * c.allreduce_s,
+            link_row_s=ring_bytes(units.row_link_bytes, self.tp) / link,
+            link_logits_row_s=ring_bytes(units.logits_link_bytes, self.tp) / link,
+            hides_launch=c.hides_launch,
+        )
+
+    def predict(self, work: Workload) -> StepCost:
+        """The predicted time of a step with its parts and its interval."""
+        is_decode = all(shape.is_decode for shape in work.shapes)
+        terms = self._decode if is_decode else self._prefill
+        linear = self._linear(terms, work)
+        prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
+        for window, kv_s, pair_s, absorbed_pair_s in terms.windows:
+            for shape in work.shapes:
+                if shape.is_decode:
+                    decode_kv_s += shape.count * shape.kv_read_tokens(window) * kv_s
+                    decode_pair_s += shape.count * shape.pairs(window) * absorbed_pair_s
+                else:
+                    prefill_kv_s += shape.count * shape.kv_read_tokens(window) * kv_s
+                    prefill_pair_s += shape.count * shape.pairs(window) * pair_s
+        attention_s = pnorm(prefill_kv_s, prefill_pair_s, terms.p) + pnorm(decode_kv_s, decode_pair_s, terms.p)
+        link_s = terms.link_base_s + work.n_tokens * terms.link_row_s + work.n_logits_rows * terms.link_logits_row_s
+        host_s = terms.base_s + work.n_sequences * terms.sequence_s
+        total_s = _join(terms, linear.total_s + attention_s + link_s, work.n_sequences)
+        residual = self.calibration.decode_residual if is_decode else self.calibration.prefill_residual
+        compute_s = linear.compute_s + prefill_pair_s + decode_pair_s
+        memory_s = linear.memory_s + prefill_kv_s + decode_kv_s
+        return StepCost(
+            compute_s=compute_s,
+            memory_s=memory_s,
+            link_s=link_s,
+            host_s=host_s,
+            total_s=total_s,
+            low_s=total_s * (1.0 + residual.low),
+            high_s=total_s * (1.0 + residual.high),
+            bound=longest(compute_s=compute_s, memory_s=memory_s, link_s=link_s, host_s=host_s),
+            is_bound=False,
+            parts_s=MappingProxyType(
+                {
+                    "linear": linear.total_s,
+                    "attention": attention_s,
+                    "link": link_s,
+                    "launch": total_s - linear.total_s - attention_s - link_s,
+                }
+            ),
+        )
+
+    def _linear(self, terms: _Terms, work: Workload) -> _LinearTime:
+        rows = work.n_tokens
+        expanded = 0
+        if terms.cached_row_s:
+            expanded = sum(shape.start_pos * shape.count for shape in work.shapes if not shape.is_decode)
+        weights_s = terms.dense_weights_s + self._experts(rows) * terms.expert_s
+        compute_s = rows * terms.row_s + expanded * terms.cached_row_s
+        logits = work.n_logits_rows
+        head_weights_s = terms.head_weights_s if logits else 0.0
+        head_s = pnorm(head_weights_s, logits * terms.head_row_s, terms.p)
+        return _LinearTime(
+            compute_s=compute_s + logits * terms.head_row_s,
+            memory_s=weights_s + head_weights_s,
+            total_s=pnorm(weights_s, compute_s, terms.p) + head_s,
+        )
+
+    def _experts(self, rows: int) -> float:
+        moe = self.model.moe
+        if moe is None:
+            return 0.0
+        return expected_experts(moe.n_experts, moe.experts_per_token, rows, skew=moe.skew)
+
+    def predict_s(self, plan: StepPlan) -> float:
+        """Seconds a plan will take: `predict(Workload.of_plan(plan)).total_s` without building anything.
+
+        Quick enough for the scheduler's binary search: tens of microseconds for 40 chunks.
+        """
+        chunks = plan.chunks
+        rows = logits = prefill_tokens = decode_tokens = prefill_pairs = expanded = 0
+        is_decode = True
+        for chunk in chunks:
+            n, start = len(chunk.token_ids), chunk.start_pos
+            rows += n
+            if chunk.samples:
+                logits += 1
+            if n == 1 and start:
+                decode_tokens += start + 1
+            else:
+                is_decode = False
+                prefill_tokens += start + n
+                prefill_pairs += n * start + n * (n + 1) // 2
+                expanded += start
+        terms = self._decode if is_decode else self._prefill
+        p = terms.p
+        weights_s = terms.dense_weights_s + self._experts(rows) * terms.expert_s
+        device_s = pnorm(weights_s, rows * terms.row_s + expanded * terms.cached_row_s, p)
+        if logits:
+            device_s += pnorm(terms.head_weights_s, logits * terms.head_row_s, p)
+        if len(terms.windows) == 1 and terms.windows[0][0] is None:
+            _, kv_s, pair_s, absorbed_pair_s = terms.windows[0]
+            device_s += pnorm(prefill_tokens * kv_s, prefill_pairs * pair_s, p)
+            device_s += pnorm(decode_tokens * kv_s, decode_tokens * absorbed_pair_s, p)
+        else:
+            device_s += self._windowed_attention_s(terms, plan)
+        device_s += terms.link_base_s + rows * terms.link_row_s + logits * terms.link_logits_row_s
+        return _join(terms, device_s, len(chunks))
+
+    def _windowed_attention_s(self, terms: _Terms, plan: StepPlan) -> float:
+        prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
+        shapes = Workload.of_plan(plan).shapes
+        for window, kv_s, pair_s, absorbed_pair_s in terms.windows:
+            for shape in shapes:
+                if shape.is_decode:
+                    seen = shape.start_pos + 1 if window is None else min(shape.start_pos + 1, window)
+                    decode_kv_s += seen * kv_s
+                    decode_pair_s += seen * absorbed_pair_s
+                else:
+                    prefill_kv_s += shape.kv_read_tokens(window) * kv_s
+                    prefill_pair_s += shape.pairs(window) * pair_s
+        return pnorm(prefill_kv_s, prefill_pair_s, terms.p) + pnorm(decode_kv_s, decode_pair_s, terms.p)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinearTime:
+    compute_s: float
+    memory_s: float
+    total_s: float
+
+
+def _join(terms: _Terms, device_s: float, n_sequences: int) -> float:
+    """Launch and device one after the other, or side by side where launches run ahead."""
+    if terms.hides_launch:
+        return max(terms.base_s, device_s) + n_sequences * terms.sequence_s
+    return terms.base_s + device_s + n_sequences * terms.sequence_s
+
+
+def pnorm(a: float, b: float, p: float) -> float:
+    """(a^p + b^p)^(1/p): the sum at p = 1, the maximum at p = infinity, stable for tiny numbers."""
+    high, low = (a, b) if a >= b else (b, a)
+    if low <= 0.0:
+        return high
+    return float(high * (1.0 + (low / high) ** p) ** (1.0 / p))
+
+
+def weight_class(weight_bytes: float, name: str) -> str:
+    """Which achieved bandwidth applies: formats that must be unpacked reach less of it."""
+    if name == "fp8" and weight_bytes == 1.0:
+        return "fp8"
+    if weight_bytes >= 3.0:
+        return "fp32"
+    if weight_bytes >= 1.5:
+        return "bf16"
+    return "int8" if weight_bytes >= 0.9 else "int4"
+
+
+def phase_of(work: Workload) -> Phase:
+    """DECODE when every chunk is a decode row, else PREFILL."""
+    return Phase.DECODE if all(shape.is_decode for shape in work.shapes) else Phase.PREFILL

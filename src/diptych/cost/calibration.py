@@ -1,0 +1,76 @@
+"""What one software achieves on one device: the constants that turn a roofline into a prediction.
+
+>>> Constants(eb={"bf16": 0.82}).weight_fraction("int8")
+Traceback (most recent call last):
+diptych.ground.errors.ConfigError: the calibration has no achieved fraction for int8 and no fallback
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from diptych.ground.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What one software on one device achieves in one phase.
+
+    eb: fraction of memory bandwidth by weight format; ef: fraction of peak by compute dtype; both fall back to "other".
+    p: exponent of the p-norm (large: a sharp maximum). kv_eb, attention_ef: the same fractions inside attention.
+    step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence. allreduce_s: latency of one
+    all-reduce; link_fraction: achieved share of the link. hides_launch: launches run ahead of the device, so the longer
+    of the two counts instead of their sum.
+    """
+
+    step_s: float = 0.0
+    layer_s: float = 0.0
+    sequence_s: float = 0.0
+    eb: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"other": 0.8}))
+    ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"other": 0.6}))
+    p: float = 3.0
+    kv_eb: float = 0.8
+    attention_ef: float = 0.4
+    allreduce_s: float = 0.0
+    link_fraction: float = 0.6
+    hides_launch: bool = False
+
+    def weight_fraction(self, weight_format: str) -> float:
+        """Achieved share of memory bandwidth when reading weights of this format."""
+        return _pick(self.eb, weight_format)
+
+    def compute_fraction(self, dtype: str) -> float:
+        """Achieved share of the peak when multiplying in this dtype."""
+        return _pick(self.ef, dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """Measured / predicted - 1 on rows that the fit did not see: 10th and 90th percentile, median size, rows."""
+
+    low: float
+    high: float
+    median_error: float
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Constants of both phases with their residuals and where they come from."""
+
+    name: str
+    prefill: Constants
+    decode: Constants
+    prefill_residual: Residual
+    decode_residual: Residual
+    source: str
+    is_local: bool = False
+
+
+def _pick(fractions: Mapping[str, float], key: str) -> float:
+    found = fractions.get(key, fractions.get("other"))
+    if found is None:
+        raise ConfigError(f"the calibration has no achieved fraction for {key} and no fallback")
+    return found

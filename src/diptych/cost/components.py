@@ -1,0 +1,411 @@
+"""FLOPs and bytes of every component of a transformer, for any step: the formulas everything else rests on.
+
+Symbols as in the code: N rows of the step, R rows with logits, t tensor-parallel degree; a multiply-add is 2 FLOPs.
+All figures are of ONE of the t devices. Matrix FLOPs and vector FLOPs (softmax, norms, rotary) are kept apart.
+
+>>> from diptych.cost.tables import model_spec
+>>> step = cost_of(model_spec("llama-3.1-8b"), Workload.decode(batch=1, context_tokens=2048), quant=BF16, kv=KVSpec())
+>>> round(step.flops / 1e9, 3), round(step.bytes / 1e9, 3)
+(16.083, 15.278)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from diptych.cost.workload import Workload
+from diptych.ground.errors import ConfigError
+from diptych.ground.specs import KVSpec, MlaSpec, ModelSpec, MoeSpec, QuantSpec
+
+BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
+
+# Components whose time is attention's, not a GEMM's over the step's rows.
+ATTENTION = ("scores", "values")
+LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One component over `layers` layers. activation_bytes: unfused, in plus out; fused kernels move fewer."""
+
+    name: str
+    flops: float = 0.0
+    vector_flops: float = 0.0
+    weight_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    kv_read_bytes: float = 0.0
+    kv_write_bytes: float = 0.0
+    link_bytes: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """Traffic that no fusion can avoid: weights and KV."""
+        return self.weight_bytes + self.kv_read_bytes + self.kv_write_bytes
+
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per unavoidable byte; None for a component that moves none."""
+        return self.flops / self.bytes if self.bytes else None
+
+    def times(self, n: int) -> Component:
+        """The same component in n layers."""
+        return Component(name=self.name, **{field: getattr(self, field) * n for field in _FIELDS})
+
+    def plus(self, other: Component) -> Component:
+        """Both together under this name."""
+        return Component(name=self.name, **{field: getattr(self, field) + getattr(other, field) for field in _FIELDS})
+
+
+_FIELDS = tuple(field for field in Component.__dataclass_fields__ if field != "name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroup:
+    """Layers that cost the same: equal window and equal kind of MLP."""
+
+    n_layers: int
+    window: int | None
+    is_moe: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseCost:
+    """One step on one of `tp` devices. `layers` pairs each group with the components of ONE of its layers."""
+
+    components: tuple[Component, ...]
+    layers: tuple[tuple[LayerGroup, tuple[Component, ...]], ...]
+    n_tokens: int
+    n_logits_rows: int
+    n_sequences: int
+    tp: int
+
+    def total(self, field: str) -> float:
+        """Sum of one field over all components."""
+        return float(sum(getattr(component, field) for component in self.components))
+
+    @property
+    def flops(self) -> float:
+        """Matrix FLOPs."""
+        return self.total("flops")
+
+    @property
+    def weight_bytes(self) -> float:
+        """Weights read."""
+        return self.total("weight_bytes")
+
+    @property
+    def kv_bytes(self) -> float:
+        """KV read and written."""
+        return self.total("kv_read_bytes") + self.total("kv_write_bytes")
+
+    @property
+    def bytes(self) -> float:
+        """Weights and KV: what must cross the memory bus."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte of the whole step."""
+        return self.flops / self.bytes
+
+    def component(self, name: str) -> Component:
+        """A component by name; an empty one when the model has none such."""
+        for component in self.components:
+            if component.name == name:
+                return component
+        return Component(name=name)
+
+
+def expected_experts(n_experts: int, experts_per_token: int, n_tokens: int, *, skew: float = 0.0) -> float:
+    """Distinct experts that n_tokens touch: E (1 - (1 - k/E)^N) for uniform routing.
+
+    skew > 0 gives expert i a popularity proportional to (i+1)^-skew (k/E on average, never above 1).
+    """
+    if n_experts < 1 or not 1 <= experts_per_token <= n_experts:
+        raise ConfigError(f"experts per token is {experts_per_token}; it must be between 1 and {n_experts}")
+    share = experts_per_token / n_experts
+    if skew == 0.0:
+        return float(n_experts * (1.0 - (1.0 - share) ** n_tokens))
+    return float(sum(1.0 - (1.0 - chance) ** n_tokens for chance in _popularity(n_experts, experts_per_token, skew)))
+
+
+@lru_cache(maxsize=32)
+def _popularity(n_experts: int, experts_per_token: int, skew: float) -> tuple[float, ...]:
+    weights = [(i + 1.0) ** -skew for i in range(n_experts)]
+    chances = [0.0] * n_experts
+    left, free = float(experts_per_token), list(range(n_experts))
+    while free:  # water-fill: an expert cannot be chosen more than once per token
+        scale = left / sum(weights[i] for i in free)
+        full = [i for i in free if weights[i] * scale >= 1.0]
+        if not full:
+            for i in free:
+                chances[i] = weights[i] * scale
+            break
+        for i in full:
+            chances[i] = 1.0
+        left -= len(full)
+        free = [i for i in free if chances[i] == 0.0]
+    return tuple(chances)
+
+
+def layer_groups(model: ModelSpec) -> tuple[LayerGroup, ...]:
+    """The model's distinct layers with their counts, in order of first appearance."""
+    counts: dict[tuple[int | None, bool], int] = {}
+    for layer, window in enumerate(model.windows):
+        key = (window, model.is_moe_layer(layer))
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(LayerGroup(n_layers=n, window=window, is_moe=moe) for (window, moe), n in counts.items())
+
+
+def kv_tokens_factor(model: ModelSpec, tp: int) -> float:
+    """KV elements per token and layer on one device. KV heads are replicated when tp > n_kv_heads; MLA is not split."""
+    if model.mla is not None:
+        return float(model.mla.kv_rank + model.mla.rope_dim)
+    return 2.0 * max(model.n_kv_heads / tp, 1.0) * model.head_dim
+
+
+def kv_bytes_per_token(model: ModelSpec, kv: KVSpec, *, tp: int = 1) -> float:
+    """KV bytes of one token over all layers on one device (windowed layers hold at most their window)."""
+    return model.n_layers * kv_tokens_factor(model, tp) * kv.bytes_per_element
+
+
+def kv_bytes_of_context(model: ModelSpec, kv: KVSpec, context_tokens: int, *, tp: int = 1) -> float:
+    """KV bytes one sequence holds at a context, rounded up to blocks; windowed layers keep only their window."""
+    blocks = -(-context_tokens // kv.block_tokens) * kv.block_tokens
+    tokens = sum(blocks if window is None else min(blocks, window) for window in model.windows)
+    return tokens * kv_tokens_factor(model, tp) * kv.bytes_per_element
+
+
+def cost_of(model: ModelSpec, work: Workload, *, quant: QuantSpec, kv: KVSpec, tp: int = 1) -> PhaseCost:
+    """Every component of one step. `tp` must divide the query heads."""
+    check_tp(model, tp)
+    sizes = _Sizes(model, work, quant, kv, tp)
+    layers = tuple((group, _layer(sizes, group)) for group in layer_groups(model))
+    totals: dict[str, Component] = {"embedding": _embedding(sizes)}
+    for group, components in layers:
+        for component in components:
+            part = component.times(group.n_layers)
+            totals[part.name] = totals[part.name].plus(part) if part.name in totals else part
+    head = _head(sizes)
+    norm = _final_norm(sizes)
+    totals["norms"] = totals["norms"].plus(norm)
+    totals["head"] = head
+    return PhaseCost(
+        components=tuple(totals.values()),
+        layers=layers,
+        n_tokens=work.n_tokens,
+        n_logits_rows=work.n_logits_rows,
+        n_sequences=work.n_sequences,
+        tp=tp,
+    )
+
+
+def check_tp(model: ModelSpec, tp: int) -> None:
+    """Refuse a split that cuts through a query head."""
+    if tp < 1:
+        raise ConfigError(f"tensor parallel degree is {tp}; it must be at least 1")
+    if model.n_heads % tp:
+        raise ConfigError(
+            f"{model.name} has {model.n_heads} query heads; they cannot be split evenly over {tp} devices",
+            hint=f"use a divisor of {model.n_heads}",
+        )
+
+
+class _Sizes:
+    """The numbers that all component formulas share."""
+
+    def __init__(self, model: ModelSpec, work: Workload, quant: QuantSpec, kv: KVSpec, tp: int) -> None:
+        self.model = model
+        self.work = work
+        self.quant = quant
+        self.kv = kv
+        self.tp = tp
+        self.n = work.n_tokens
+        self.a = quant.activation_bytes
+        self.w = quant.weight_bytes
+        self.heads = model.n_heads / tp
+        self.kv_heads = max(model.n_kv_heads / tp, 1.0)
+
+
+def _layer(sizes: _Sizes, group: LayerGroup) -> tuple[Component, ...]:
+    model = sizes.model
+    projections = _gqa(sizes) if model.mla is None else _mla(sizes, model.mla)
+    mlp = _experts(sizes, model.moe) if group.is_moe and model.moe is not None else (_mlp(sizes),)
+    return (_norms(sizes), *projections, *_attention(sizes, group.window), *mlp)
+
+
+def _all_reduce_bytes(sizes: _Sizes) -> float:
+    return sizes.n * sizes.model.hidden * sizes.a if sizes.tp > 1 else 0.0
+
+
+def _linear(sizes: _Sizes, name: str, n_in: float, n_out: float, *, bias: float = 0.0, link: float = 0.0) -> Component:
+    return Component(
+        name=name,
+        flops=2.0 * sizes.n * n_in * n_out,
+        weight_bytes=n_in * n_out * sizes.w + bias * 2.0,
+        activation_bytes=sizes.n * (n_in + n_out) * sizes.a,
+        link_bytes=link,
+    )
+
+
+def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
+    model = sizes.model
+    q_width, kv_width = sizes.heads * model.head_dim, sizes.kv_heads * model.head_dim
+    width = q_width + 2 * kv_width
+    qkv = _linear(sizes, "qkv", model.hidden, width, bias=width if model.has_qkv_bias else 0.0)
+    if model.qk_norm is not None:
+        norm = 2 * model.head_dim if model.qk_norm == "head" else q_width + kv_width
+        qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
+    kv_write = sizes.n * kv_tokens_factor(model, sizes.tp) * sizes.kv.bytes_per_element
+    rotary = 6.0 * sizes.n * (sizes.heads + sizes.kv_heads) * model.head_dim
+    qkv = replace(qkv, kv_write_bytes=kv_write, vector_flops=rotary)
+    o_bias = model.hidden if model.has_o_bias else 0.0
+    return qkv, _linear(sizes, "o", q_width, model.hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
+
+
+def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
+    """Down projections are replicated on every device, up projections split by heads.
+
+    Decode absorbs W_UK and W_UV, which costs the same as expanding one token; a prefill chunk also expands the
+    latents of the tokens cached before it.
+    """
+    model, hidden = sizes.model, sizes.model.hidden
+    q_head = mla.nope_dim + mla.rope_dim
+    q_width = sizes.heads * q_head
+    if mla.q_rank is None:
+        q = _linear(sizes, "qkv", hidden, q_width)
+    else:
+        q = _linear(sizes, "qkv", hidden, mla.q_rank, bias=mla.q_rank)
+        q = q.plus(_linear(sizes, "qkv", mla.q_rank, q_width))
+    latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.kv_rank)
+    up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
+    expanded = sum(s.start_pos * s.count for s in sizes.work.shapes if not s.is_decode)
+    up = replace(up, flops=up.flops + 2.0 * expanded * mla.kv_rank * sizes.heads * (mla.nope_dim + mla.v_dim))
+    kv_write = sizes.n * kv_tokens_factor(model, sizes.tp) * sizes.kv.bytes_per_element
+    qkv = replace(q.plus(latent).plus(up), kv_write_bytes=kv_write)
+    qkv = replace(qkv, vector_flops=6.0 * sizes.n * (sizes.heads + 1) * mla.rope_dim)
+    return qkv, _linear(sizes, "o", sizes.heads * mla.v_dim, hidden, link=_all_reduce_bytes(sizes))
+
+
+def _attention(sizes: _Sizes, window: int | None) -> tuple[Component, Component]:
+    """Scores read K, values read V; with MLA both come from one latent, charged to the scores."""
+    model, mla = sizes.model, sizes.model.mla
+    score_flops = value_flops = softmax = kv_tokens = 0.0
+    for shape in sizes.work.shapes:
+        pairs = float(shape.pairs(window) * shape.count)
+        kv_tokens += shape.kv_read_tokens(window) * shape.count
+        score_width, value_width = _attention_widths(model, is_decode=shape.is_decode)
+        score_flops += 2.0 * sizes.heads * score_width * pairs
+        value_flops += 2.0 * sizes.heads * value_width * pairs
+        softmax += 5.0 * sizes.heads * pairs
+    kv_read = kv_tokens * kv_tokens_factor(model, sizes.tp) * sizes.kv.bytes_per_element
+    width = sizes.heads * (model.head_dim if mla is None else mla.v_dim)
+    half = kv_read / 2.0 if mla is None else 0.0
+    io = sizes.n * width * sizes.a
+    sinks = sizes.heads * 2.0 if model.has_sinks else 0.0
+    scores = Component(
+        name="scores",
+        flops=score_flops,
+        vector_flops=softmax,
+        weight_bytes=sinks,
+        activation_bytes=io,
+        kv_read_bytes=kv_read - half,
+    )
+    return scores, Component(name="values", flops=value_flops, activation_bytes=io, kv_read_bytes=half)
+
+
+def _attention_widths(model: ModelSpec, *, is_decode: bool) -> tuple[int, int]:
+    """Width of one head's dot products: (scores, values)."""
+    mla = model.mla
+    if mla is None:
+        return model.head_dim, model.head_dim
+    if is_decode:
+        return mla.kv_rank + mla.rope_dim, mla.kv_rank
+    return mla.nope_dim + mla.rope_dim, mla.v_dim
+
+
+def _mlp(sizes: _Sizes) -> Component:
+    model = sizes.model
+    return _ffn(sizes, "mlp", model.ffn, has_bias=model.has_mlp_bias)
+
+
+def _ffn(sizes: _Sizes, name: str, width: int, *, has_bias: bool = False) -> Component:
+    model = sizes.model
+    matrices = 3 if model.is_gated else 2
+    shard = width / sizes.tp
+    bias = (matrices - 1) * shard + model.hidden if has_bias else 0.0
+    return Component(
+        name=name,
+        flops=2.0 * matrices * sizes.n * model.hidden * shard,
+        vector_flops=4.0 * sizes.n * shard,
+        weight_bytes=matrices * model.hidden * shard * sizes.w + bias * 2.0,
+        activation_bytes=sizes.n * (2 * model.hidden + matrices * shard) * sizes.a,
+        link_bytes=_all_reduce_bytes(sizes),
+    )
+
+
+def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
+    """Experts are split in width over the devices, so every device reads a slice of each expert touched."""
+    model, n = sizes.model, sizes.n
+    shard = moe.expert_ffn / sizes.tp
+    per_expert = 3.0 * model.hidden * shard * sizes.quant.expert_bytes
+    if moe.has_expert_bias:
+        per_expert += (2.0 * shard + model.hidden) * 2.0
+    touched = expected_experts(moe.n_experts, moe.experts_per_token, n, skew=moe.skew)
+    router_bias = moe.n_experts if moe.has_router_bias else 0
+    router = Component(
+        name="router",
+        flops=2.0 * n * model.hidden * moe.n_experts,
+        weight_bytes=(model.hidden * moe.n_experts + router_bias) * 2.0,
+        activation_bytes=n * (model.hidden + moe.n_experts) * sizes.a,
+    )
+    experts = Component(
+        name="experts",
+        flops=6.0 * n * moe.experts_per_token * model.hidden * shard,
+        vector_flops=4.0 * n * moe.experts_per_token * shard,
+        weight_bytes=touched * per_expert,
+        activation_bytes=n * moe.experts_per_token * (4 * model.hidden + 3 * shard) * sizes.a,
+        link_bytes=_all_reduce_bytes(sizes),
+    )
+    if not moe.shared_ffn:
+        return router, experts
+    shared = replace(_ffn(sizes, "shared_experts", moe.shared_ffn), link_bytes=0.0)
+    if moe.has_shared_gate:
+        shared = replace(shared, weight_bytes=shared.weight_bytes + model.hidden * 2.0)
+    return router, experts, shared
+
+
+def _norms(sizes: _Sizes) -> Component:
+    model = sizes.model
+    per_norm = model.hidden * (2 if model.has_norm_bias else 1)
+    return Component(
+        name="norms",
+        vector_flops=4.0 * model.norms_per_layer * sizes.n * model.hidden,
+        weight_bytes=model.norms_per_layer * per_norm * 2.0,
+        activation_bytes=3.0 * model.norms_per_layer * sizes.n * model.hidden * sizes.a,
+    )
+
+
+def _final_norm(sizes: _Sizes) -> Component:
+    hidden = sizes.model.hidden
+    rows = sizes.work.n_logits_rows
+    return Component(name="norms", vector_flops=4.0 * rows * hidden, weight_bytes=hidden * 2.0)
+
+
+def _embedding(sizes: _Sizes) -> Component:
+    """A gather: only the rows of the step's tokens, listed as activations because they depend on N alone."""
+    return Component(name="embedding", activation_bytes=sizes.n * sizes.model.hidden * sizes.quant.head_bytes)
+
+
+def _head(sizes: _Sizes) -> Component:
+    """The LM head runs only on the rows that need logits; the weights are read when there is at least one."""
+    model, rows = sizes.model, sizes.work.n_logits_rows
+    vocab = model.vocab / sizes.tp
+    return Component(
+        name="head",
+        flops=2.0 * rows * model.hidden * vocab,
+        weight_bytes=model.hidden * vocab * sizes.quant.head_bytes if rows else 0.0,
+        activation_bytes=rows * (model.hidden * sizes.a + vocab * LOGIT_BYTES),
+        link_bytes=rows * vocab * LOGIT_BYTES if sizes.tp > 1 else 0.0,
+    )

@@ -1,0 +1,187 @@
+"""Fits the constants of the calibrated model to measured step times, in relative error, with the standard library.
+
+Each free constant is a positive number with a starting value that also serves as a weak prior: a constant that no row
+can see stays where it started. Outliers are damped (Huber), so that one odd row does not bend the others.
+
+>>> solve([[2.0, 0.0], [0.0, 4.0]], [2.0, 4.0])
+[1.0, 1.0]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.calibration import Calibration, Constants, Residual
+from diptych.cost.rows import PublishedRow
+from diptych.cost.tables import device_spec, model_spec, quant_spec
+from diptych.ground.phase import Phase
+
+PRIOR_WIDTH = 1.5  # natural-log units: a factor of 4.5 either way costs one residual of size PRIOR_COST
+PRIOR_COST = 0.03
+HUBER = 0.08  # residuals beyond 8 % count linearly, not squared
+MAX_ROUNDS = 25
+NO_RESIDUAL = Residual(low=0.0, high=0.0, median_error=0.0, rows=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """A constant to fit. `path` is a field of Constants, or "eb.int8" / "ef.fp8" for one entry of a table.
+
+    limits: the fitted value stays inside.
+    """
+
+    path: str
+    start: float
+    limits: tuple[float, float] = (1e-9, 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackForm:
+    """How one software is modelled in one phase: fixed constants and those fitted to its rows."""
+
+    stack: str
+    phase: Phase
+    fixed: Constants
+    free: tuple[Free, ...]
+    per_device: bool = False  # constants of their own for each device instead of shared ones
+
+
+def with_values(fixed: Constants, free: Sequence[Free], values: Sequence[float]) -> Constants:
+    """`fixed` with the free constants put in."""
+    fields: dict[str, float] = {}
+    tables = {"eb": dict(fixed.eb), "ef": dict(fixed.ef)}
+    for entry, value in zip(free, values, strict=True):
+        table, _, key = entry.path.partition(".")
+        if key:
+            tables[table][key] = value
+        else:
+            fields[entry.path] = value
+    changed = replace(fixed, eb=MappingProxyType(tables["eb"]), ef=MappingProxyType(tables["ef"]))
+    return replace(changed, **fields)  # type: ignore[arg-type]
+
+
+def predicted_s(row: PublishedRow, constants: Constants) -> float:
+    """What these constants say about a row."""
+    calibration = Calibration(
+        name="fit",
+        prefill=constants,
+        decode=constants,
+        prefill_residual=NO_RESIDUAL,
+        decode_residual=NO_RESIDUAL,
+        source="fit",
+    )
+    model = CalibratedModel(
+        model_spec(row.model), device_spec(row.device), quant_spec(row.quant), calibration=calibration, tp=row.tp
+    )
+    return model.predict(row.work).total_s
+
+
+def fit(form: StackForm, rows: Sequence[PublishedRow]) -> Constants:
+    """Constants that fit the rows best (damped Gauss-Newton on log ratios)."""
+    logs = [math.log(entry.start) for entry in form.free]
+    damping = 1e-2
+    residuals = _residuals(form, rows, logs)
+    cost = _cost(residuals)
+    for _ in range(MAX_ROUNDS):
+        jacobian = _jacobian(form, rows, logs, residuals)
+        step = _step(jacobian, residuals, damping)
+        tried = [_clamp(entry, log + delta) for entry, log, delta in zip(form.free, logs, step, strict=True)]
+        tried_residuals = _residuals(form, rows, tried)
+        tried_cost = _cost(tried_residuals)
+        if tried_cost < cost:
+            gain = (cost - tried_cost) / cost
+            logs, residuals, cost, damping = tried, tried_residuals, tried_cost, damping * 0.3
+            if gain < 1e-4:
+                break
+        else:
+            damping *= 8.0
+            if damping > 1e6:
+                break
+    return with_values(form.fixed, form.free, [math.exp(log) for log in logs])
+
+
+def _clamp(entry: Free, log: float) -> float:
+    return min(max(log, math.log(entry.limits[0])), math.log(entry.limits[1]))
+
+
+def _residuals(form: StackForm, rows: Sequence[PublishedRow], logs: Sequence[float]) -> list[float]:
+    constants = with_values(form.fixed, form.free, [math.exp(log) for log in logs])
+    found = [math.log(predicted_s(row, constants) / row.measured_s) for row in rows]
+    prior = [
+        PRIOR_COST * (log - math.log(entry.start)) / PRIOR_WIDTH for entry, log in zip(form.free, logs, strict=True)
+    ]
+    return found + prior
+
+
+def _weight(residual: float) -> float:
+    return 1.0 if abs(residual) <= HUBER else HUBER / abs(residual)
+
+
+def _cost(residuals: Sequence[float]) -> float:
+    return sum(r * r if abs(r) <= HUBER else HUBER * (2.0 * abs(r) - HUBER) for r in residuals)
+
+
+def _jacobian(
+    form: StackForm, rows: Sequence[PublishedRow], logs: Sequence[float], residuals: Sequence[float]
+) -> list[list[float]]:
+    """Columns: derivative of every residual by one log constant."""
+    columns = []
+    for i in range(len(logs)):
+        moved = list(logs)
+        moved[i] += 1e-4
+        columns.append([(new - old) / 1e-4 for new, old in zip(_residuals(form, rows, moved), residuals, strict=True)])
+    return columns
+
+
+def _step(columns: Sequence[Sequence[float]], residuals: Sequence[float], damping: float) -> list[float]:
+    weights = [_weight(r) for r in residuals]
+    size = len(columns)
+    matrix = [[0.0] * size for _ in range(size)]
+    target = [0.0] * size
+    for i in range(size):
+        target[i] = -sum(w * d * r for w, d, r in zip(weights, columns[i], residuals, strict=True))
+        for j in range(size):
+            matrix[i][j] = sum(w * a * b for w, a, b in zip(weights, columns[i], columns[j], strict=True))
+        matrix[i][i] = matrix[i][i] * (1.0 + damping) + 1e-9
+    return solve(matrix, target)
+
+
+def solve(matrix: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
+    """Solution of a small linear system by elimination with pivoting."""
+    size = len(target)
+    rows = [[*row, value] for row, value in zip(matrix, target, strict=True)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for i in range(column + 1, size):
+            factor = rows[i][column] / rows[column][column]
+            rows[i] = [a - factor * b for a, b in zip(rows[i], rows[column], strict=True)]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(rows[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (rows[i][size] - known) / rows[i][i]
+    return found
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Linear-interpolated quantile of a non-empty list."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def residual_of(ratios: Sequence[float]) -> Residual:
+    """Residual summary from measured / predicted ratios."""
+    errors = [ratio - 1.0 for ratio in ratios]
+    return Residual(
+        low=quantile(errors, 0.1),
+        high=quantile(errors, 0.9),
+        median_error=quantile([abs(1.0 / ratio - 1.0) for ratio in ratios], 0.5),
+        rows=len(errors),
+    )

@@ -1,0 +1,127 @@
+"""How each software is modelled: which constants are fitted to its published rows, and which are fixed.
+
+The forms were chosen by looking at the development rows; refit before trusting the constants on newer software.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from diptych.cost.calibration import Constants
+from diptych.cost.fit import Free, StackForm
+from diptych.ground.phase import Phase
+
+_FRACTION = (0.02, 1.0)
+_TIME = (1e-7, 1.0)
+
+
+def _table(**entries: float) -> MappingProxyType[str, float]:
+    return MappingProxyType(entries)
+
+
+FORMS: tuple[StackForm, ...] = (
+    # CUDA graphs, one launch constant per layer, achieved bandwidth by weight format, one all-reduce latency.
+    StackForm(
+        stack="gpt-fast",
+        phase=Phase.DECODE,
+        fixed=Constants(eb=_table(other=0.8), ef=_table(other=0.7), p=3.0, kv_eb=0.8, attention_ef=0.4),
+        free=(
+            Free(path="layer_s", start=50e-6, limits=_TIME),
+            Free(path="eb.bf16", start=0.82, limits=_FRACTION),
+            Free(path="eb.int8", start=0.68, limits=_FRACTION),
+            Free(path="eb.int4", start=0.59, limits=_FRACTION),
+            Free(path="allreduce_s", start=10e-6, limits=_TIME),
+        ),
+    ),
+    StackForm(
+        stack="tensorrt-llm",
+        phase=Phase.PREFILL,
+        fixed=Constants(eb=_table(other=0.8), p=2.0, kv_eb=0.8, attention_ef=0.45, allreduce_s=10e-6),
+        free=(
+            Free(path="layer_s", start=60e-6, limits=_TIME),
+            Free(path="ef.fp8", start=0.55, limits=_FRACTION),
+            Free(path="ef.bf16", start=0.75, limits=_FRACTION),
+            Free(path="link_fraction", start=0.5, limits=_FRACTION),
+        ),
+    ),
+    # No CUDA graphs: launches run ahead of the device, each sequence costs host time.
+    StackForm(
+        stack="vllm-2023",
+        phase=Phase.DECODE,
+        fixed=Constants(ef=_table(other=0.6), p=3.0, kv_eb=0.5, hides_launch=True),
+        free=(
+            Free(path="layer_s", start=400e-6, limits=_TIME),
+            Free(path="sequence_s", start=0.33e-3, limits=_TIME),
+            Free(path="eb.other", start=0.66, limits=_FRACTION),
+        ),
+        per_device=True,
+    ),
+    StackForm(
+        stack="vllm-2023",
+        phase=Phase.PREFILL,
+        fixed=Constants(eb=_table(other=0.7), p=2.0, kv_eb=0.7, hides_launch=True),
+        free=(
+            Free(path="layer_s", start=400e-6, limits=_TIME),
+            Free(path="ef.other", start=0.65, limits=_FRACTION),
+            Free(path="attention_ef", start=0.2, limits=_FRACTION),
+            Free(path="link_fraction", start=0.3, limits=_FRACTION),
+        ),
+        per_device=True,
+    ),
+    StackForm(
+        stack="llama.cpp-metal",
+        phase=Phase.DECODE,
+        fixed=Constants(ef=_table(other=0.7), p=8.0, kv_eb=0.8),
+        free=(
+            Free(path="layer_s", start=170e-6, limits=_TIME),
+            Free(path="eb.other", start=0.92, limits=_FRACTION),
+        ),
+    ),
+    StackForm(
+        stack="llama.cpp-metal",
+        phase=Phase.PREFILL,
+        fixed=Constants(eb=_table(other=0.9), p=8.0, kv_eb=0.8, attention_ef=0.4),
+        free=(
+            Free(path="layer_s", start=100e-6, limits=_TIME),
+            Free(path="ef.other", start=0.72, limits=_FRACTION),
+        ),
+    ),
+    StackForm(
+        stack="llama.cpp-cuda",
+        phase=Phase.DECODE,
+        fixed=Constants(ef=_table(other=0.5), p=4.0, kv_eb=0.8),
+        free=(
+            Free(path="layer_s", start=40e-6, limits=_TIME),
+            Free(path="eb.other", start=0.8, limits=_FRACTION),
+        ),
+    ),
+    StackForm(
+        stack="llama.cpp-cuda",
+        phase=Phase.PREFILL,
+        fixed=Constants(eb=_table(other=0.8), p=4.0, attention_ef=0.3),
+        free=(
+            Free(path="layer_s", start=60e-6, limits=_TIME),
+            Free(path="ef.other", start=0.6, limits=_FRACTION),
+        ),
+    ),
+    StackForm(
+        stack="llama.cpp-cpu",
+        phase=Phase.DECODE,
+        fixed=Constants(ef=_table(other=0.5), p=4.0, kv_eb=0.7),
+        free=(Free(path="eb.other", start=0.8, limits=_FRACTION),),
+    ),
+    StackForm(
+        stack="llama.cpp-cpu",
+        phase=Phase.PREFILL,
+        fixed=Constants(eb=_table(other=0.8), p=4.0, attention_ef=0.3),
+        free=(Free(path="ef.other", start=0.5, limits=_FRACTION),),
+    ),
+)
+
+
+def form_of(stack: str, phase: Phase) -> StackForm | None:
+    """The form of one software in one phase, if there is one."""
+    for form in FORMS:
+        if form.stack == stack and form.phase is phase:
+            return form
+    return None

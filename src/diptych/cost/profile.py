@@ -1,0 +1,136 @@
+"""The measured profile of a machine: the JSON that `diptych lab calibrate` writes and the planner and engine read.
+
+    {"schema": 1, "device": "...", "kind": "cpu", "date": "2026-01-31", "provenance": "diptych lab calibrate ...",
+     "memory_bytes_per_s": 4.7e10, "memory_bytes": 1.6e10, "flops_per_s": {"fp32": ..., "bf16": ..., "int8": ...},
+     "t0_s": 1e-4, "layer_s": 2e-5, "sequence_s": 5e-6, "p": 3.0,
+     "eb": {"bf16": 0.95, "int8": 0.9}, "ef": {"bf16": 0.9},
+     "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3},
+     "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
+
+Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from diptych.cost.calibration import Calibration, Constants, Residual
+from diptych.ground.config import profile_dir
+from diptych.ground.errors import ConfigError
+from diptych.ground.specs import Flag, HardwareSpec, Provenance
+
+SCHEMA = 1
+FILE_NAME = "hardware.json"
+_HINT = "run `diptych lab calibrate` to measure this machine again"
+
+
+def profile_path() -> Path:
+    """Where the profile of this machine is kept."""
+    return profile_dir() / FILE_NAME
+
+
+def load_profile(path: Path | None = None) -> dict[str, Any]:
+    """The profile as written. ConfigError when there is none or it is not JSON."""
+    path = path or profile_path()
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"this machine has not been measured: there is no {path}",
+            hint="run `diptych lab calibrate` (under a minute), then use --hardware local",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the hardware profile {path}: {error}", hint=_HINT) from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"the hardware profile {path} is not a JSON object", hint=_HINT)
+    return data
+
+
+def read_profile(profile: Mapping[str, Any]) -> tuple[HardwareSpec, Calibration]:
+    """The machine and its calibration. ConfigError names the first entry that is missing or impossible."""
+    if profile.get("schema") != SCHEMA:
+        raise ConfigError(f"hardware profile has schema {profile.get('schema')!r}; this version reads {SCHEMA}", hint=_HINT)
+    source = f"{profile.get('provenance', 'diptych lab calibrate')}, {profile.get('date', 'date unknown')}"
+    flops = _rates(profile, "flops_per_s")
+    hardware = HardwareSpec(
+        name="local",
+        title=str(profile.get("device", "this machine")),
+        kind=str(profile.get("kind", "cpu")),
+        flops_per_s=MappingProxyType(flops),
+        memory_bytes_per_s=_positive(profile, "memory_bytes_per_s"),
+        memory_bytes=_positive(profile, "memory_bytes"),
+        provenance=tuple(
+            Provenance(field=name, flag=Flag.MEASURED, source=source)
+            for name in ("memory_bytes_per_s", "memory_bytes", *(f"flops_{dtype}" for dtype in flops))
+        ),
+    )
+    attention = profile.get("attention", {})
+    if not isinstance(attention, Mapping):
+        raise ConfigError("hardware profile: attention is not an object", hint=_HINT)
+    calibration = Calibration(
+        name="local",
+        prefill=_constants(profile, attention, "prefill_ef"),
+        decode=_constants(profile, attention, "decode_ef"),
+        prefill_residual=_residual(profile, "prefill"),
+        decode_residual=_residual(profile, "decode"),
+        source=source,
+        is_local=True,
+    )
+    return hardware, calibration
+
+
+def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attention_key: str) -> Constants:
+    return Constants(
+        step_s=_at_least_zero(profile, "t0_s"),
+        layer_s=_at_least_zero(profile, "layer_s"),
+        sequence_s=_at_least_zero(profile, "sequence_s"),
+        eb=MappingProxyType(_rates(profile, "eb")),
+        ef=MappingProxyType(_rates(profile, "ef")),
+        p=_positive(profile, "p"),
+        kv_eb=_positive(attention, "kv_eb"),
+        attention_ef=_positive(attention, attention_key),
+    )
+
+
+def _residual(profile: Mapping[str, Any], phase: str) -> Residual:
+    entry = profile.get("residuals", {}).get(phase)
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"hardware profile has no residuals for {phase}", hint=_HINT)
+    low, high = _number(entry, "low"), _number(entry, "high")
+    if not -1.0 < low <= high:
+        raise ConfigError(f"hardware profile: residuals of {phase} run from {low} to {high}", hint=_HINT)
+    return Residual(
+        low=low, high=high, median_error=_number(entry, "median_error"), rows=int(_number(entry, "rows"))
+    )
+
+
+def _rates(profile: Mapping[str, Any], key: str) -> dict[str, float]:
+    table = profile.get(key)
+    if not isinstance(table, Mapping) or not table:
+        raise ConfigError(f"hardware profile has no {key}", hint=_HINT)
+    return {str(name): _positive(table, name) for name in table}
+
+
+def _number(table: Mapping[str, Any], key: str) -> float:
+    value = table.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"hardware profile: {key} is {value!r}; it must be a number", hint=_HINT)
+    return float(value)
+
+
+def _positive(table: Mapping[str, Any], key: str) -> float:
+    value = _number(table, key)
+    if not 0.0 < value < float("inf"):
+        raise ConfigError(f"hardware profile: {key} is {value}; it must be greater than 0", hint=_HINT)
+    return value
+
+
+def _at_least_zero(table: Mapping[str, Any], key: str) -> float:
+    value = _number(table, key) if key in table else 0.0
+    if not 0.0 <= value < float("inf"):
+        raise ConfigError(f"hardware profile: {key} is {value}; it must be 0 or more", hint=_HINT)
+    return value

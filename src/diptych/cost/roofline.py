@@ -1,0 +1,92 @@
+"""The plain roofline: every component at the machine's peak. A bound that reality cannot beat, not a prediction.
+
+Each component takes the longer of its arithmetic and its memory traffic; components depend on each other, so their
+times add. Activations are left out: a fused kernel keeps them in caches.
+
+>>> from diptych.cost.tables import device_spec
+>>> round(balance(device_spec("a100-80gb-sxm"), "bf16"))
+153
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from diptych.cost.components import ATTENTION, PhaseCost
+from diptych.ground.errors import ConfigError
+from diptych.ground.specs import Bound, HardwareSpec, QuantSpec, StepCost
+
+# When a device lacks a dtype, weights are stored in it all the same but multiplied in the next wider one it has.
+_WIDER = {"fp4": "fp8", "fp8": "bf16", "int8": "bf16", "bf16": "fp32"}
+
+
+def compute_dtype(hardware: HardwareSpec, wanted: str) -> str:
+    """The dtype this device multiplies in when asked for `wanted`."""
+    dtype: str | None = wanted
+    while dtype is not None:
+        if dtype in hardware.flops_per_s:
+            return dtype
+        dtype = _WIDER.get(dtype)
+    raise ConfigError(f"{hardware.name} has no peak rate for {wanted} or anything wider")
+
+
+def peak_flops_per_s(hardware: HardwareSpec, wanted: str) -> float:
+    """Dense peak of one device in the dtype it really uses for `wanted`."""
+    return hardware.flops_per_s[compute_dtype(hardware, wanted)]
+
+
+def balance(hardware: HardwareSpec, dtype: str) -> float:
+    """FLOPs per byte at which the device turns from memory bound to compute bound."""
+    return peak_flops_per_s(hardware, dtype) / hardware.memory_bytes_per_s
+
+
+def ring_bytes(payload_bytes: float, tp: int) -> float:
+    """Bytes each of `tp` devices sends in a ring all-reduce of `payload_bytes`."""
+    return 2.0 * (tp - 1) / tp * payload_bytes
+
+
+def link_rate(hardware: HardwareSpec, tp: int) -> float:
+    """Bytes per second between devices; ConfigError when they cannot be joined."""
+    if tp > 1 and hardware.link_bytes_per_s is None:
+        raise ConfigError(f"{hardware.name} has no link to a second device; tensor parallel {tp} is not possible")
+    if tp > hardware.max_linked_devices:
+        raise ConfigError(
+            f"tensor parallel is {tp}; at most {hardware.max_linked_devices} {hardware.name} are joined by a fast link"
+        )
+    return hardware.link_bytes_per_s or 1.0
+
+
+def roofline(cost: PhaseCost, hardware: HardwareSpec, quant: QuantSpec) -> StepCost:
+    """The least time one step can take on `cost.tp` devices."""
+    linear = peak_flops_per_s(hardware, quant.compute)
+    attention = peak_flops_per_s(hardware, quant.attention_compute)
+    compute_s = memory_s = total_s = link_bytes = 0.0
+    parts: dict[str, float] = {}
+    for part in cost.components:
+        part_compute_s = part.flops / (attention if part.name in ATTENTION else linear)
+        part_memory_s = part.bytes / hardware.memory_bytes_per_s
+        compute_s += part_compute_s
+        memory_s += part_memory_s
+        parts[part.name] = max(part_compute_s, part_memory_s)
+        total_s += parts[part.name]
+        link_bytes += part.link_bytes
+    link_s = ring_bytes(link_bytes, cost.tp) / link_rate(hardware, cost.tp)
+    total_s += link_s
+    return StepCost(
+        compute_s=compute_s,
+        memory_s=memory_s,
+        link_s=link_s,
+        host_s=0.0,
+        total_s=total_s,
+        low_s=total_s,
+        high_s=total_s,
+        bound=longest(compute_s=compute_s, memory_s=memory_s, link_s=link_s, host_s=0.0),
+        is_bound=True,
+        parts_s=MappingProxyType(parts),
+    )
+
+
+def longest(*, compute_s: float, memory_s: float, link_s: float, host_s: float) -> Bound:
+    """Which of the four a step waits for most."""
+    times = {Bound.COMPUTE: compute_s, Bound.MEMORY: memory_s, Bound.LINK: link_s, Bound.LAUNCH: host_s}
+    return max(times, key=lambda bound: times[bound])

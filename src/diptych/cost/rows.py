@@ -1,0 +1,164 @@
+"""Published measurements, one per row: what was run, on what, and how long it took.
+
+Columns: system,hardware,model,precision,tp,batch,prompt,gen,phase,value,unit,source. Rows that do not describe one
+timed prefill or decode step on named hardware (throughputs, open-loop loads, expert parallel) are counted, not used.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from diptych.cost.tables import QUANT_ALIASES, QUANTS, device_spec, model_spec
+from diptych.cost.workload import Workload
+from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
+
+REQUIRED = ("system", "hardware", "model", "precision", "tp", "batch", "prompt", "gen", "phase", "value", "unit")
+
+_DEVICES = {
+    "A100-80": "a100-80gb-sxm",
+    "A100": "a100-80gb-sxm",
+    "A100-40": "a100-40gb-sxm",
+    "H100": "h100-80gb-sxm",
+    "H200": "h200-141gb-sxm",
+    "H800": "h800-80gb-sxm",
+    "H20": "h20-96gb",
+    "B200": "b200-180gb",
+    "M1": "m1-8",
+    "M2": "m2-10",
+    "M3": "m3-10",
+    "M4": "m4-10",
+    "Ryzen AI Max+ 395": "ryzen-ai-max-395",
+    "i9-13900K DDR5-6400": "i9-13900k",
+}
+_STACKS = (
+    ("gpt-fast", "gpt-fast"),
+    ("TensorRT-LLM", "tensorrt-llm"),
+    ("vLLM 2023", "vllm-2023"),
+    ("llama.cpp Metal", "llama.cpp-metal"),
+    ("llama.cpp CUDA", "llama.cpp-cuda"),
+    ("llama.cpp Vulkan", "llama.cpp-vulkan"),
+    ("llama.cpp CPU", "llama.cpp-cpu"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRow:
+    """One published step time. `work` is the step: the prompt, or one decode step at the mean context of the run."""
+
+    stack: str
+    device: str
+    model: str
+    quant: str
+    tp: int
+    phase: Phase
+    work: Workload
+    measured_s: float
+    source: str
+
+    @property
+    def label(self) -> str:
+        """Short text that names the row."""
+        shape = self.work.shapes[0]
+        size = f"{shape.count} x {shape.new_tokens if self.phase is Phase.PREFILL else shape.start_pos + 1}"
+        return f"{self.stack} {self.device} {self.model} {self.quant} tp{self.tp} {self.phase.value} {size}"
+
+
+def read_rows(text: str) -> tuple[list[PublishedRow], int]:
+    """All usable rows of a CSV, and how many were left out. ConfigError when columns are missing."""
+    reader = csv.DictReader(io.StringIO(text))
+    missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ConfigError(f"the rows file has no column {', '.join(missing)}", hint=f"needed: {', '.join(REQUIRED)}")
+    rows: list[PublishedRow] = []
+    left_out = 0
+    for entry in reader:
+        row = _row(entry)
+        if row is None:
+            left_out += 1
+        else:
+            rows.append(row)
+    return rows, left_out
+
+
+def rows_of(rows: Iterable[PublishedRow], *, stack: str, phase: Phase) -> list[PublishedRow]:
+    """Rows of one software in one phase."""
+    return [row for row in rows if row.stack == stack and row.phase is phase]
+
+
+def _row(entry: dict[str, str]) -> PublishedRow | None:
+    phase = {"prefill": Phase.PREFILL, "decode": Phase.DECODE, "decode batch": Phase.DECODE}.get(entry["phase"])
+    stack = _stack(entry["system"], entry["hardware"])
+    device = _device(entry["hardware"])
+    model = _model(entry["model"])
+    quant = _quant(entry["precision"])
+    if phase is None or stack is None or device is None or model is None or quant is None:
+        return None
+    if not (entry["tp"].isdigit() and entry["batch"].isdigit()):
+        return None
+    if not (entry["prompt"] or "0").isdigit() or not (entry["gen"] or "0").isdigit():
+        return None
+    batch, prompt, generated = int(entry["batch"]), int(entry["prompt"] or 0), int(entry["gen"] or 0)
+    tokens = batch * (prompt if phase is Phase.PREFILL else 1)
+    measured_s = _seconds(float(entry["value"]), entry["unit"], tokens)
+    if measured_s is None or tokens == 0:
+        return None
+    if phase is Phase.PREFILL:
+        work = Workload.prefill(batch=batch, new_tokens=prompt)
+    else:
+        work = Workload.decode(batch=batch, context_tokens=max(prompt + generated // 2, 2))
+    return PublishedRow(
+        stack=stack,
+        device=device,
+        model=model,
+        quant=quant,
+        tp=int(entry["tp"]),
+        phase=phase,
+        work=work,
+        measured_s=measured_s,
+        source=f"{entry['system']}: {entry.get('source', '')}",
+    )
+
+
+def _seconds(value: float, unit: str, tokens: int) -> float | None:
+    if unit == "ms":
+        return value / 1e3
+    return tokens / value if unit == "tok/s" else None
+
+
+def _stack(system: str, hardware: str) -> str | None:
+    if system == "llama.cpp":
+        return "llama.cpp-metal" if re.match(r"M\d", hardware) else "llama.cpp-cuda"
+    for prefix, stack in _STACKS:
+        if system.startswith(prefix):
+            return stack
+    return None
+
+
+def _device(hardware: str) -> str | None:
+    name = _DEVICES.get(hardware)
+    if name is None:
+        apple = re.match(r"(M\d) (Pro|Max|Ultra) ?(\d+)$", hardware)
+        name = f"{apple[1]}-{apple[2]}-{apple[3]}".lower() if apple else hardware.lower().replace(" ", "-")
+        name = re.sub(r"^rtx(\d)", r"rtx-\1", name)
+    try:
+        return device_spec(name).name
+    except ConfigError:
+        return None
+
+
+def _model(name: str) -> str | None:
+    try:
+        return model_spec(name.lower()).name
+    except ConfigError:
+        return None
+
+
+def _quant(precision: str) -> str | None:
+    name = precision.lower()
+    name = QUANT_ALIASES.get(name, name)
+    return name if name in QUANTS else None

@@ -1,0 +1,196 @@
+"""What machines, models and number formats are, as plain numbers: the nouns of the cost model.
+
+Standard library only. Tables of named devices and models live in `cost/`; the arithmetic over these specs too.
+Rates are per second, sizes in bytes, and always of one device (one GPU, one socket) unless a name says otherwise.
+
+>>> QuantSpec(name="int8", weight_bytes=1.0).head_bytes
+1.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+
+class Flag(Enum):
+    """How far a number can be trusted."""
+
+    MEASURED = "measured"  # timed on the thing itself
+    VENDOR = "vendor"  # the maker's sheet, or a page that quotes it
+    UNVERIFIED = "unverified"  # from memory, second hand, or computed from clocks
+
+
+class Bound(Enum):
+    """What a step waits for most."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    LINK = "link"
+    LAUNCH = "launch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where the number in `field` comes from."""
+
+    field: str
+    flag: Flag
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareSpec:
+    """One device. `flops_per_s` is the dense peak by compute dtype: fp32, bf16 (any 16-bit), fp8, int8, fp4.
+
+    link_bytes_per_s: per direction to its peers; None when devices of this kind are not joined.
+    """
+
+    name: str
+    title: str
+    kind: str  # gpu | tpu | accelerator | apple | cpu
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    memory_bytes: float
+    architecture: str = ""
+    link_bytes_per_s: float | None = None
+    link_name: str | None = None
+    max_linked_devices: int = 1
+    usd_per_hour: float | None = None
+    provenance: tuple[Provenance, ...] = ()
+
+    def flag_of(self, field_name: str) -> Flag:
+        """The flag of one number; UNVERIFIED when the table says nothing about it."""
+        for fact in self.provenance:
+            if fact.field == field_name:
+                return fact.flag
+        return Flag.UNVERIFIED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaSpec:
+    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A mixture of experts. `shared_ffn` is the total width of the always-active experts.
+
+    Layer i is a mixture when i >= first_layer and (i - first_layer) % layer_step == 0.
+    skew: 0 for uniform routing; see `cost.components.expected_experts`.
+    """
+
+    n_experts: int
+    experts_per_token: int
+    expert_ffn: int
+    shared_ffn: int = 0
+    first_layer: int = 0
+    layer_step: int = 1
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+    has_shared_gate: bool = False
+    skew: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The shape of a decoder-only transformer: all that its FLOPs, bytes and parameter count depend on.
+
+    windows: one entry per layer, None for full attention, else the number of tokens a query may see.
+    qk_norm: None, "head" (one weight per head dimension) or "full" (over the whole projection).
+    norms_per_layer: 2 usually, 4 where the family also norms the outputs of attention and MLP.
+    """
+
+    name: str
+    n_layers: int
+    hidden: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    windows: tuple[int | None, ...]
+    max_context_tokens: int | None = None
+    is_tied: bool = False
+    is_gated: bool = True
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False
+    has_norm_bias: bool = False
+    has_embedding_norm: bool = False
+    has_sinks: bool = False
+    qk_norm: str | None = None
+    norms_per_layer: int = 2
+    n_position_embeddings: int = 0
+    mla: MlaSpec | None = None
+    moe: MoeSpec | None = None
+    published_parameters: int | None = None
+    provenance: tuple[Provenance, ...] = ()
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer `layer` routes to experts."""
+        moe = self.moe
+        return moe is not None and layer >= moe.first_layer and (layer - moe.first_layer) % moe.layer_step == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantSpec:
+    """How weights are stored and in which dtype they are multiplied.
+
+    Bytes are per parameter with scales included (int4 in groups of 32 with bf16 scale and zero: 0.625).
+    head_weight_bytes / expert_weight_bytes: None means the same as `weight_bytes`.
+    """
+
+    name: str
+    weight_bytes: float
+    head_weight_bytes: float | None = None
+    expert_weight_bytes: float | None = None
+    compute: str = "bf16"
+    attention_compute: str = "bf16"
+    activation_bytes: float = 2.0
+
+    @property
+    def head_bytes(self) -> float:
+        """Bytes per parameter of the LM head and the embedding."""
+        return self.weight_bytes if self.head_weight_bytes is None else self.head_weight_bytes
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes per parameter of routed experts."""
+        return self.weight_bytes if self.expert_weight_bytes is None else self.expert_weight_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """How the KV cache is stored: bytes per element, and the block that a sequence's length is rounded up to."""
+
+    name: str = "bf16"
+    bytes_per_element: float = 2.0
+    block_tokens: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """What one step costs. The parts overlap, so `total_s` is not their sum; total_s lies in [low_s, high_s].
+
+    host_s: launch and bookkeeping that no arithmetic explains. is_bound: a plain roofline, which reality cannot beat.
+    """
+
+    compute_s: float
+    memory_s: float
+    link_s: float
+    host_s: float
+    total_s: float
+    low_s: float
+    high_s: float
+    bound: Bound
+    is_bound: bool
+    parts_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
