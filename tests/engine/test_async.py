@@ -1,0 +1,124 @@
+"""`AsyncLLM`: many clients, one engine thread; every request gets exactly one end, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from diptych.engine.llm import LLM, AsyncLLM, RequestHandle
+from diptych.engine.load import LoadedModel
+from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import SamplingParams
+from diptych.ground.step import StepPlan, StepResult
+from tests.engine.conftest import tiny_config
+
+GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+PROMPTS = ["Once upon a time", "The capital", "It was night; " * 8, "b", "x y z"]
+
+
+@pytest.fixture
+def engine(loaded: LoadedModel) -> Iterator[AsyncLLM]:
+    running = AsyncLLM(loaded, tiny_config())
+    running.start()
+    yield running
+    running.stop()
+
+
+async def collect(handle: RequestHandle) -> tuple[str, FinishReason | None]:
+    text, reason = "", None
+    async for delta in handle:
+        text += delta.text
+        reason = delta.finish_reason or reason
+    return text, reason
+
+
+def test_concurrent_clients_get_what_llm_gives(engine: AsyncLLM, loaded: LoadedModel) -> None:
+    """The thread and the queues may not change an answer."""
+    expected = [one.choices[0].text for one in LLM(loaded, tiny_config()).generate(PROMPTS, GREEDY)]
+
+    async def client(prompt: str) -> str:
+        return (await collect(await engine.generate(prompt, GREEDY)))[0]
+
+    async def everyone() -> list[str]:
+        return await asyncio.gather(*[client(prompt) for prompt in PROMPTS])
+
+    assert asyncio.run(everyone()) == expected
+
+
+def test_abort_ends_the_stream_and_frees_the_blocks(engine: AsyncLLM) -> None:
+    """A client that leaves must cost nothing afterwards."""
+
+    async def leave_early() -> FinishReason | None:
+        handle = await engine.generate(PROMPTS[0], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+        reason = None
+        async for delta in handle:
+            engine.abort(handle.request_id)
+            reason = delta.finish_reason or reason
+        await engine.call(lambda inner: inner.step())
+        return reason
+
+    assert asyncio.run(leave_early()) is FinishReason.ABORT
+    assert engine.stats().blocks_in_use == 0
+
+
+def test_refusals_come_at_once_and_by_name(engine: AsyncLLM) -> None:
+    """A bad request is answered by `generate` itself, not by a silent stream."""
+
+    async def refused() -> None:
+        with pytest.raises(RequestError, match="0 tokens"):
+            await engine.generate([], GREEDY)
+        first = await engine.generate(PROMPTS[0], GREEDY, request_id="same")
+        with pytest.raises(RequestError, match="already in use"):
+            await engine.generate(PROMPTS[0], GREEDY, request_id="same")
+        await collect(first)
+        engine.drain()
+        with pytest.raises(CapacityError, match="draining"):
+            await engine.generate(PROMPTS[0], GREEDY)
+
+    asyncio.run(refused())
+
+
+def test_stop_drains_what_is_running(loaded: LoadedModel) -> None:
+    """SIGTERM lets streams finish within the time given."""
+    engine = AsyncLLM(loaded, tiny_config())
+    engine.start()
+
+    async def run() -> tuple[str, FinishReason | None]:
+        handle = await engine.generate(PROMPTS[0], GREEDY)
+        stopping = asyncio.get_running_loop().run_in_executor(None, lambda: engine.stop(drain_s=60.0))
+        answer = await collect(handle)
+        await stopping
+        return answer
+
+    assert asyncio.run(run())[1] is FinishReason.LENGTH
+    assert not engine.is_ready
+
+
+def test_crash_in_a_step_answers_every_open_request(loaded: LoadedModel) -> None:
+    """A dead engine with waiting clients would be a hang nobody can explain."""
+    engine = AsyncLLM(loaded, tiny_config())
+    failures: list[BaseException] = []
+
+    class Broken:
+        def execute(self, plan: StepPlan) -> StepResult:
+            raise ExecutorError(f"step {plan.step_id} failed: no device")
+
+    engine.engine._executor = Broken()
+    engine.start(on_failure=failures.append)
+
+    async def run() -> list[FinishReason | None]:
+        handles = [await engine.generate(prompt, GREEDY) for prompt in PROMPTS[:1]]
+        return [(await collect(handle))[1] for handle in handles]
+
+    assert asyncio.run(run()) == [FinishReason.ERROR]
+    engine.stop()
+    assert isinstance(failures[0], ExecutorError)
+
+    async def too_late() -> None:
+        with pytest.raises(EngineError):
+            await engine.generate(PROMPTS[0], GREEDY)
+
+    asyncio.run(too_late())

@@ -1,0 +1,179 @@
+"""`LLM` end to end on a tiny random model: the answer may not depend on anything but the request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diptych.engine.llm import LLM, Completion
+from diptych.engine.load import LoadedModel, size_pool
+from diptych.ground.config import EngineConfig
+from diptych.ground.errors import BadSampling, CapacityError, ConfigError, PromptTooLong, RequestError
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import SamplingParams
+from tests.engine.conftest import tiny_config
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PROMPTS = ["Once upon a time", "The capital of France is", "It was a dark and stormy night; " * 6, "a", "One two three"]
+
+
+def texts(completions: list[Completion]) -> list[str]:
+    return [one.choices[0].text for one in completions]
+
+
+def assert_account_adds_up(done: Completion) -> None:
+    """Every token has one source and every second one phase."""
+    usage, timings = done.usage, done.timings
+    assert usage.prompt_tokens == len(done.prompt_token_ids)
+    assert usage.computed_tokens + usage.cached_tokens == usage.prompt_tokens
+    assert usage.output_tokens == sum(len(choice.token_ids) for choice in done.choices)
+    assert timings.ttft_s == pytest.approx(timings.queue_s + timings.prefill_s, abs=1e-3)
+    assert timings.e2e_s == pytest.approx(timings.queue_s + timings.prefill_s + timings.decode_s, abs=1e-3)
+
+
+def test_batch_gives_the_same_answers_as_one_by_one(llm: LLM) -> None:
+    """Continuous batching that changes an answer is a bug whatever it gains."""
+    together = llm.generate(PROMPTS, GREEDY)
+    llm.engine.core.reset_prefix_cache()
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    assert texts(together) == texts(alone)
+    for done in together + alone:
+        assert_account_adds_up(done)
+        assert done.choices[0].finish_reason is FinishReason.LENGTH
+        assert len(done.choices[0].token_ids) == GREEDY.max_tokens
+
+
+def test_prefix_cache_saves_tokens_and_changes_nothing(llm: LLM) -> None:
+    """A hit must be visible in the account and invisible in the text."""
+    first = llm.generate(PROMPTS[2], GREEDY)[0]
+    again = llm.generate(PROMPTS[2], GREEDY)[0]
+    assert first.usage.cached_tokens == 0
+    assert again.usage.cached_tokens >= llm.config.block_tokens
+    assert texts([first]) == texts([again])
+    assert_account_adds_up(again)
+
+
+def test_pool_too_small_for_all_preempts_and_answers_everyone(loaded: LoadedModel) -> None:
+    """Preemption recomputes; it may cost time but neither a request nor a token."""
+    block_bytes = loaded.model.kv_bytes_per_block(16)
+    config = tiny_config(kv_memory_bytes=block_bytes * 9, max_context_tokens=128)
+    small = LLM(loaded, config)
+    prompts = [f"{word} " * 24 for word in ("river", "stone", "light", "wind")]
+    params = replace(GREEDY, max_tokens=40)
+    crowded = small.generate(prompts, params)
+    assert sum(one.timings.n_preemptions for one in crowded) > 0
+    alone = [LLM(loaded, tiny_config()).generate(prompt, params)[0] for prompt in prompts]
+    assert texts(crowded) == texts(alone)
+    for done in crowded:
+        assert_account_adds_up(done)
+    stats = small.engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_in_use) == (0, 0, 0)
+
+
+def test_n_answers_share_the_prompt_and_differ(llm: LLM) -> None:
+    """n > 1 draws with different noise over one computed prompt."""
+    params = SamplingParams(max_tokens=12, temperature=1.0, n=3, seed=5, ignore_eos=True)
+    done = llm.generate(PROMPTS[2], params)[0]
+    assert [choice.index for choice in done.choices] == [0, 1, 2]
+    assert len({choice.text for choice in done.choices}) > 1
+    assert_account_adds_up(done)
+
+
+def test_seed_makes_noise_independent_of_neighbours(llm: LLM) -> None:
+    """The same seed gives the same text alone and in a crowd."""
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=11, ignore_eos=True)
+    alone = llm.generate(PROMPTS[0], params)[0]
+    crowd = llm.generate(PROMPTS, [params, *[replace(params, seed=seed) for seed in range(4)]])
+    assert crowd[0].choices[0].text == alone.choices[0].text
+
+
+def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    """The stop string is found in text, across token borders, and is not part of the answer."""
+    whole = llm.generate(PROMPTS[0], GREEDY)[0].choices[0].text
+    stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    done = llm.generate(PROMPTS[0], replace(GREEDY, stop=(stop,)))[0].choices[0]
+    assert done.finish_reason is FinishReason.STOP
+    assert done.stop_reason == stop
+    assert done.text == whole[: whole.index(stop)]
+    kept = llm.generate(PROMPTS[0], replace(GREEDY, stop=(stop,), include_stop_str_in_output=True))[0].choices[0]
+    assert kept.text == whole[: whole.index(stop) + len(stop)]
+
+
+def test_stop_token_is_reported_and_not_in_the_text(llm: LLM) -> None:
+    """An EOS or stop token counts as output but prints nothing."""
+    whole = llm.generate(PROMPTS[0], GREEDY)[0].choices[0]
+    stop_id = whole.token_ids[5]
+    first = whole.token_ids.index(stop_id)
+    done = llm.generate(PROMPTS[0], replace(GREEDY, stop_token_ids=(stop_id,)))[0].choices[0]
+    assert done.token_ids == whole.token_ids[: first + 1]
+    assert done.stop_reason == stop_id
+    assert done.text == llm.loaded.tokenizer.decode(list(whole.token_ids[:first]))
+
+
+def test_streamed_deltas_add_up_to_the_text(llm: LLM) -> None:
+    """What a client saw must be what the completion says."""
+    seen: dict[int, str] = {}
+    done = llm.generate(PROMPTS, GREEDY, on_delta=lambda i, delta: seen.update({i: seen.get(i, "") + delta.text}))
+    assert [seen[i] for i in range(len(PROMPTS))] == texts(done)
+
+
+def test_logprobs_of_output_and_prompt(llm: LLM) -> None:
+    """One entry per token; a greedy token is its own best alternative; prompt entries do not depend on chunking."""
+    params = replace(GREEDY, logprobs=2, prompt_logprobs=1, max_tokens=4)
+    done = llm.generate(PROMPTS[2], params)[0]
+    choice = done.choices[0]
+    assert len(choice.logprobs) == 4
+    for token_id, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert entry.token_id == token_id == entry.top[0][0]
+        assert entry.rank == 1
+        assert entry.logprob == pytest.approx(entry.top[0][1])
+    assert len(done.prompt_logprobs) == len(done.prompt_token_ids)
+    assert done.prompt_logprobs[0] is None
+    judged = [entry.token_id for entry in done.prompt_logprobs[1:] if entry is not None]
+    assert judged == list(done.prompt_token_ids[1:])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "0 tokens"), ([1, 4096], "token id 4096"), ([-1], "token id -1"), ([3] * 256, "256")],
+)
+def test_bad_prompts_name_the_number_and_leave_the_engine_working(
+    llm: LLM, prompt: str | list[int], message: str
+) -> None:
+    """A refused request must not take the engine, or its neighbours in the same call, with it."""
+    with pytest.raises((RequestError, PromptTooLong), match=message):
+        llm.generate([PROMPTS[0], prompt], GREEDY)
+    assert llm.engine.n_open == 0
+    assert llm.generate(PROMPTS[0], GREEDY)[0].usage.output_tokens == GREEDY.max_tokens
+
+
+def test_impossible_sampling_is_refused_by_name() -> None:
+    """The bound lives in one place, so that every door refuses alike."""
+    with pytest.raises(BadSampling, match="top_p is 0.0"):
+        SamplingParams(top_p=0.0)
+    with pytest.raises(BadSampling, match="temperature is nan"):
+        SamplingParams(temperature=float("nan"))
+
+
+def test_kv_memory_that_does_not_fit_names_the_largest_context(loaded: LoadedModel) -> None:
+    """The refusal must say what would have worked."""
+    block_bytes = loaded.model.kv_bytes_per_block(16)
+    config = EngineConfig(max_context_tokens=256, kv_memory_bytes=block_bytes * 4, block_tokens=16)
+    with pytest.raises(CapacityError, match="at most 64 tokens"):
+        size_pool(loaded.model, config)
+    with pytest.raises(ConfigError, match="max_context_tokens is 100000"):
+        size_pool(loaded.model, EngineConfig(max_context_tokens=100_000))
+
+
+def test_interrupted_call_leaves_nothing_behind(llm: LLM) -> None:
+    """Ctrl-C in a chat stops the answer; the next one must find every block free."""
+
+    def interrupt(_: int, delta: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, on_delta=interrupt)
+    assert llm.engine.n_open == 0
+    assert llm.engine.stats().blocks_in_use == 0
+    assert llm.generate(PROMPTS[0], GREEDY)[0].usage.output_tokens == GREEDY.max_tokens

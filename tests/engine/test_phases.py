@@ -1,0 +1,100 @@
+"""The two phases as an API: states can be cut, copied, saved, and always agree with the model run from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from diptych.engine.load import LoadedModel
+from diptych.engine.phases import TwoPhase
+from diptych.ground.errors import CapacityError, LoadError, PromptTooLong, RequestError
+from tests.engine.conftest import tiny_config
+
+TOKENS = [5, 77, 1024, 300, 9, 2048, 41, 42, 43, 7, 600, 601, 602, 8, 15, 16, 17, 18, 19, 20]
+
+
+@pytest.fixture
+def phases(loaded: LoadedModel) -> TwoPhase:
+    return TwoPhase(loaded, tiny_config())
+
+
+def test_decode_agrees_with_the_naive_mode(phases: TwoPhase) -> None:
+    """The cache changes the cost of a token, not the token."""
+    state = phases.prefill(TOKENS)
+    for _ in range(6):
+        naive_token, naive_logits = phases.decode_without_cache(state.token_ids)
+        before = state.logits
+        token, _ = phases.decode(state)
+        assert token == naive_token
+        torch.testing.assert_close(before, naive_logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 19])
+def test_chunked_prefill_gives_the_same_state(phases: TwoPhase, chunk_tokens: int) -> None:
+    """Where a prompt is cut may not show in its keys, values or logits."""
+    whole, cut = phases.prefill(TOKENS), phases.prefill(TOKENS, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(whole.logits, cut.logits, atol=1e-4, rtol=1e-4)
+    for layer in range(phases.model.spec.n_layers):
+        for one, other in zip(phases.keys_values(whole, layer), phases.keys_values(cut, layer), strict=True):
+            assert one.shape == (1, phases.model.spec.n_kv_heads, len(TOKENS), phases.model.spec.head_dim)
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_fork_is_independent(phases: TwoPhase) -> None:
+    """Decoding a fork with another token leaves the original as it was."""
+    state = phases.prefill(TOKENS)
+    fork = phases.fork(state)
+    phases.decode(fork, token_id=99)
+    expected = phases.decode_without_cache(TOKENS)[0]
+    assert phases.decode(state)[0] == expected
+    assert fork.token_ids[-1] == 99
+
+
+def test_truncate_goes_back_exactly(phases: TwoPhase) -> None:
+    """After forgetting, the state is that of the shorter prompt, and its blocks are free again."""
+    free_before = len(phases._free_block_ids)
+    state = phases.prefill(TOKENS)
+    phases.truncate(state, 5)
+    fresh = phases.prefill(TOKENS[:5])
+    torch.testing.assert_close(state.logits, fresh.logits, atol=1e-4, rtol=1e-4)
+    assert state.token_ids == TOKENS[:5]
+    phases.free(state)
+    phases.free(fresh)
+    assert len(phases._free_block_ids) == free_before
+
+
+def test_saved_state_continues_as_if_never_saved(phases: TwoPhase, tmp_path: Path) -> None:
+    """A state is data: what comes back must decode to the same tokens."""
+    state = phases.prefill(TOKENS)
+    phases.save(state, tmp_path / "state.safetensors")
+    loaded = phases.load_state(tmp_path / "state.safetensors")
+    assert [phases.decode(state)[0] for _ in range(5)] == [phases.decode(loaded)[0] for _ in range(5)]
+
+
+def test_damaged_or_foreign_state_is_refused(phases: TwoPhase, tmp_path: Path) -> None:
+    """A truncated file must not become a wrong answer."""
+    path = tmp_path / "state.safetensors"
+    phases.save(phases.prefill(TOKENS), path)
+    path.write_bytes(path.read_bytes()[:1000])
+    free_before = len(phases._free_block_ids)
+    with pytest.raises(LoadError, match="cannot read"):
+        phases.load_state(path)
+    assert len(phases._free_block_ids) == free_before
+
+
+def test_bad_input_names_the_limit(phases: TwoPhase) -> None:
+    """The study API refuses like the serving one."""
+    with pytest.raises(RequestError, match="0 tokens"):
+        phases.prefill([])
+    with pytest.raises(RequestError, match="token id 5000"):
+        phases.prefill([5000])
+    with pytest.raises(PromptTooLong, match="257 tokens"):
+        phases.prefill([1] * 257)
+    state = phases.prefill(TOKENS)
+    with pytest.raises(RequestError, match="n_tokens is 0"):
+        phases.truncate(state, 0)
+    with pytest.raises(CapacityError, match="KV blocks"):
+        held = [phases.fork(state) for _ in range(10_000)]
+        assert held
