@@ -58,11 +58,13 @@ class EngineCore:
         seed: int = 0,
     ) -> None:
         self.config = config
+        self.block_config = blocks
+        self.model_revision = model_revision
+        self.seed = seed
         self.pool = BlockPool(
             n_blocks=blocks.n_blocks, block_tokens=blocks.block_tokens, is_caching=config.enable_prefix_cache
         )
         self._scheduler = Scheduler(config, self.pool, model_revision=model_revision, predict_s=predict_s)
-        self._seed = seed
         self._requests: dict[str, list[Sequence]] = {}  # open requests, all choices
         self._in_flight: dict[int, Sequence] = {}
         self._plan: StepPlan | None = None
@@ -258,7 +260,7 @@ class EngineCore:
         own = request.sampling.seed
         if own is not None and index == 0:
             return own % 2**64
-        source = f"engine {self._seed} {self._next_seq_id}" if own is None else f"choice {own} {index}"
+        source = f"engine {self.seed} {self._next_seq_id}" if own is None else f"choice {own} {index}"
         return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
 
     def _commit(self, seq: Sequence, chunk: Chunk, result: ChunkResult, step_id: int, now_s: float) -> list[Event]:

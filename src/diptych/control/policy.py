@@ -1,8 +1,8 @@
 """The rules of choice, apart from the mechanics: who goes before whom, and how long a prefill chunk may be.
 
 Order. rank = arrival_s - priority * aging_s, smallest first, ties in the order of submission. A waiting request gains
-one level per aging_s seconds, all at the same pace, so their order never changes and needs no clock: a request is overtaken
-only by higher priorities that arrive within (difference of levels) * aging_s of it, hence by finitely many.
+one level per aging_s seconds, all at the same pace, so their order never changes and needs no clock: a request is
+overtaken only by higher priorities that arrive within (difference of levels) * aging_s of it, hence by finitely many.
 The same order chooses whom to preempt (largest rank), so the first in line is never preempted and always ends.
 """
 

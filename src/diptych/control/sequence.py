@@ -1,7 +1,7 @@
 """Control's ledger of one sequence (one choice of one request).
 
 A sequence has *known* tokens (prompt and output so far) and *computed* tokens (those whose KV is in its blocks); a
-chunk moves computed forward. The newest known token never has KV, so `computed_tokens <= known_tokens - 1` between steps.
+chunk moves computed forward. The newest known token never has KV, so computed_tokens <= known_tokens - 1 between steps.
 
     # [0, computed_tokens)             KV is in block_ids
     # [computed_tokens, known_tokens)  to be computed: one token in decode, more in prefill

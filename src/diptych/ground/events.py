@@ -25,7 +25,8 @@ class ArrivalEvent:
 class ScheduledEvent:
     """A chunk of this request was planned. `cached_tokens` > 0 only where a prefix hit moved the sequence forward.
 
-    `index` is the choice (0 .. n-1); is_recompute marks tokens whose KV existed before a preemption.
+    `index` is the choice (0 .. n-1); is_recompute marks tokens whose KV existed before a preemption, cached or not.
+    A chunk that goes on from a recompute into new tokens gives two events of the same step, the recompute first.
     """
 
     request_id: str
@@ -122,13 +123,18 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a request by source: computed + cached = prompt, whatever happened on the way."""
+    """Tokens of a request by source: computed + cached + remaining = prompt, whatever happened on the way.
+
+    remaining_tokens are prompt tokens that a request ended too early to read; 0 as soon as it has an output token.
+    The prompt of a request with n > 1 counts once, as choice 0 reads it.
+    """
 
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
     output_tokens: int
-    recomputed_tokens: int = 0  # computed again after preemption; never counted as cached
+    remaining_tokens: int = 0
+    recomputed_tokens: int = 0  # had again after preemption, computed or found cached; never counted as cached
     reasoning_tokens: int = 0
 
 

@@ -1,0 +1,472 @@
+"""What the numbers mean: every metric, derived from the event log of `ground/events.py` and from nothing else.
+
+    book = EventBook()
+    book.fold(events)                         # as they come, in order
+    record = book.records["request-1"]        # RequestRecord: usage(), timings(), sample()
+    summary = summarize([record.sample()], limits=Limits(ttft_s=0.5))
+
+Definitions, all on the one clock of the events (`DEFINITIONS` has the names other tools use):
+
+    arrival            the ArrivalEvent's instant, before any queueing
+    queue_s            arrival to the first chunk of the request being planned
+    prefill_s          from there to its first token (waiting after a preemption included)
+    decode_s           from the first token to the last choice's end
+    ttft_s             arrival to first token handed out          = queue_s + prefill_s
+    e2e_s              arrival to the end of the last choice      = queue_s + prefill_s + decode_s
+    itl_s              gaps between neighbouring tokens of one choice; tokens of one step have gap 0
+    tpot_s             (last token - first token) / (tokens - 1), pooled over the choices of a request
+    stall_s            over the decode steps in which other requests' prefill ran: the step's time less the median time
+                       of this request's decode steps without such prefill, where positive; when it had none, the
+                       step's time times the others' prefill share of its tokens. A step's time is begin to commit.
+
+A request that ended before a phase began has 0 in it; its last phase then ends with the request.
+Percentiles interpolate linearly between ranks (numpy's default, as vLLM does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from diptych.ground.events import (
+    ArrivalEvent,
+    Event,
+    PreemptEvent,
+    PromptLogprobsEvent,
+    ScheduledEvent,
+    StepBeginEvent,
+    StepEndEvent,
+    Timings,
+    TokenEvent,
+    Usage,
+)
+from diptych.ground.phase import FinishReason, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """One quantity and what other tools call it ("-": they do not report it). n output tokens, t_s sent, t_1 .. t_n."""
+
+    name: str
+    formula: str
+    vllm_sglang: str
+    aiperf: str
+    guidellm: str
+    inference_perf: str
+    llmperf: str
+    vidur: str
+
+
+DEFINITIONS = (
+    Definition(
+        name="ttft_s",
+        formula="t_1 - t_s",
+        vllm_sglang="ttft",
+        aiperf="time_to_first_token",
+        guidellm="time_to_first_token",
+        inference_perf="time_to_first_token",
+        llmperf="ttft",
+        vidur="prefill_e2e_time",
+    ),
+    Definition(
+        name="tpot_s",
+        formula="(t_n - t_1) / (n - 1)",
+        vllm_sglang="tpot",
+        aiperf="inter_token_latency",
+        guidellm="inter_token_latency",
+        inference_perf="time_per_output_token",
+        llmperf="-",
+        vidur="-",
+    ),
+    Definition(
+        name="e2e_per_token_s",
+        formula="(t_n - t_s) / n",
+        vllm_sglang="-",
+        aiperf="-",
+        guidellm="time_per_output_token",
+        inference_perf="normalized_time_per_output_token",
+        llmperf="inter_token_latency",
+        vidur="request_e2e_time_normalized",
+    ),
+    Definition(
+        name="itl_s",
+        formula="t_(i+1) - t_i, pooled over requests",
+        vllm_sglang="itl",
+        aiperf="inter_chunk_latency",
+        guidellm="-",
+        inference_perf="inter_token_latency",
+        llmperf="-",
+        vidur="TBT",
+    ),
+    Definition(
+        name="e2e_s",
+        formula="t_n - t_s",
+        vllm_sglang="e2el",
+        aiperf="request_latency",
+        guidellm="request_latency",
+        inference_perf="request_latency",
+        llmperf="end_to_end_latency",
+        vidur="request_e2e_time",
+    ),
+    Definition(
+        name="output_tokens_per_s_per_user",
+        formula="1 / tpot_s",
+        vllm_sglang="-",
+        aiperf="output_token_throughput_per_user",
+        guidellm="-",
+        inference_perf="-",
+        llmperf="-",
+        vidur="-",
+    ),
+    Definition(
+        name="goodput_requests_per_s",
+        formula="requests that meet every limit / duration; failures are misses",
+        vllm_sglang="request_goodput",
+        aiperf="goodput",
+        guidellm="-",
+        inference_perf="request goodput",
+        llmperf="-",
+        vidur="-",
+    ),
+)
+
+
+def percentile(values: Sequence[float], q: float) -> float | None:
+    """The q-th percentile (0 .. 100), interpolated linearly between ranks; None of nothing."""
+    assert 0.0 <= q <= 100.0, q
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * q / 100.0
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What one choice of a request did so far."""
+
+    token_times_s: list[float] = field(default_factory=list)
+    end_s: float | None = None
+    reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, folded from its events by `EventBook`. Read it at any time; it is final when `is_over`."""
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    n: int
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_event_s: float = 0.0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    n_preemptions: int = 0
+    _choices: dict[int, _Choice] = field(default_factory=dict)
+    _own_prefill: tuple[int, int] = (-1, 0)  # (step, prefill tokens of this request in it)
+    _calm_steps_s: list[float] = field(default_factory=list)
+    _shared_steps: list[tuple[float, float]] = field(default_factory=list)  # (step time, others' prefill share)
+    _last_decode_step: int = -1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice has ended."""
+        return self.n_finished == self.n
+
+    @property
+    def n_finished(self) -> int:
+        """Choices that have ended."""
+        return sum(1 for choice in self._choices.values() if choice.end_s is not None)
+
+    @property
+    def reasons(self) -> tuple[FinishReason | None, ...]:
+        """Why each choice ended, None while it is open."""
+        return tuple(self._choices[i].reason if i in self._choices else None for i in range(self.n))
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens handed out over all choices."""
+        return sum(len(choice.token_times_s) for choice in self._choices.values())
+
+    def fold(self, event: Event, step: StepBeginEvent | None = None) -> None:
+        """Take in one event of this request; `step` is the step in flight or just ending."""
+        if isinstance(event, PromptLogprobsEvent | ArrivalEvent | StepBeginEvent | StepEndEvent):
+            return
+        self.last_event_s = max(self.last_event_s, event.at_s)
+        if isinstance(event, ScheduledEvent):
+            self._fold_scheduled(event)
+        elif isinstance(event, TokenEvent):
+            self._fold_token(event, step)
+        elif isinstance(event, PreemptEvent):
+            self.n_preemptions += 1
+        else:
+            choice = self._choices.setdefault(event.index, _Choice())
+            choice.end_s, choice.reason = event.at_s, event.reason
+
+    def _fold_scheduled(self, event: ScheduledEvent) -> None:
+        if self.first_scheduled_s is None:
+            self.first_scheduled_s = event.at_s
+        if event.phase is Phase.PREFILL:
+            before = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
+            self._own_prefill = (event.step_id, before + event.chunk_tokens)
+        if event.is_recompute:
+            self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
+        elif event.index == 0:
+            # After a preemption the chunk may go on into output tokens; those are not prompt.
+            self.computed_tokens += max(0, min(event.chunk_tokens, self.prompt_tokens - event.context_tokens))
+            self.cached_tokens += event.cached_tokens
+
+    def _fold_token(self, event: TokenEvent, step: StepBeginEvent | None) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = event.at_s
+        self._choices.setdefault(event.index, _Choice()).token_times_s.append(event.at_s)
+        is_new_step = step is not None and step.step_id == event.step_id != self._last_decode_step
+        if event.position == 0 or step is None or not is_new_step:
+            return
+        self._last_decode_step = event.step_id
+        own = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
+        others = step.prefill_tokens - own
+        if others > 0:
+            self._shared_steps.append((event.at_s - step.at_s, others / (step.prefill_tokens + step.decode_tokens)))
+        elif own == 0:
+            self._calm_steps_s.append(event.at_s - step.at_s)
+
+    def usage(self, *, reasoning_tokens: int = 0) -> Usage:
+        """Tokens by source so far. reasoning_tokens is what the text side counted; events do not tell."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.computed_tokens,
+            remaining_tokens=self.prompt_tokens - self.cached_tokens - self.computed_tokens,
+            output_tokens=self.output_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            reasoning_tokens=reasoning_tokens,
+        )
+
+    def timings(self, now_s: float | None = None) -> Timings:
+        """Durations; while the request is open, up to `now_s` or else to its last event."""
+        end_s = self._end_s(now_s)
+        scheduled_s = end_s if self.first_scheduled_s is None else self.first_scheduled_s
+        token_s = end_s if self.first_token_s is None else self.first_token_s
+        gaps = [
+            later - earlier
+            for choice in self._choices.values()
+            for earlier, later in zip(choice.token_times_s, choice.token_times_s[1:], strict=False)
+        ]
+        return Timings(
+            queue_s=scheduled_s - self.arrival_s,
+            prefill_s=token_s - scheduled_s,
+            decode_s=end_s - token_s,
+            e2e_s=end_s - self.arrival_s,
+            ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
+            tpot_s=sum(gaps) / len(gaps) if gaps else None,
+            itl_s=tuple(gaps),
+            stall_s=self._stall_s(),
+            n_preemptions=self.n_preemptions,
+        )
+
+    def sample(self) -> Sample:
+        """This request as one line of a load test; complete when every choice ended with STOP or LENGTH."""
+        timings = self.timings()
+        good = (FinishReason.STOP, FinishReason.LENGTH)
+        return Sample(
+            start_s=self.arrival_s,
+            end_s=self.arrival_s + timings.e2e_s,
+            ttft_s=timings.ttft_s,
+            tpot_s=timings.tpot_s,
+            itl_s=timings.itl_s,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            is_complete=all(reason in good for reason in self.reasons),
+        )
+
+    def _end_s(self, now_s: float | None) -> float:
+        if self.is_over:
+            return max(choice.end_s or 0.0 for choice in self._choices.values())
+        return self.last_event_s if now_s is None else now_s
+
+    def _stall_s(self) -> float:
+        calm_s = percentile(self._calm_steps_s, 50.0)
+        if calm_s is None:
+            return sum(duration_s * share for duration_s, share in self._shared_steps)
+        return sum(max(0.0, duration_s - calm_s) for duration_s, _ in self._shared_steps)
+
+
+@dataclass(slots=True)
+class PhaseTotals:
+    """Tokens and time of all steps by what they held; a step with both is `mixed` and not divided."""
+
+    n_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_only_s: float = 0.0
+    decode_only_s: float = 0.0
+    mixed_s: float = 0.0
+    device_s: float = 0.0
+    host_s: float = 0.0
+
+
+class EventBook:
+    """Folds the event log of an engine into one record per request and totals per phase. Owns both."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, RequestRecord] = {}
+        self.totals = PhaseTotals()
+        self._step: StepBeginEvent | None = None
+
+    def fold(self, events: Iterable[Event]) -> None:
+        """Take in events in the order in which control gave them."""
+        for event in events:
+            if isinstance(event, StepBeginEvent):
+                self._step = event
+            elif isinstance(event, StepEndEvent):
+                self._end_step(event)
+            elif isinstance(event, ArrivalEvent):
+                self.records[event.request_id] = RequestRecord(
+                    request_id=event.request_id,
+                    arrival_s=event.at_s,
+                    prompt_tokens=event.prompt_tokens,
+                    n=event.n,
+                    last_event_s=event.at_s,
+                )
+            elif event.request_id in self.records:
+                self.records[event.request_id].fold(event, self._step)
+
+    def take(self, request_id: str) -> RequestRecord | None:
+        """Remove a record and hand it over (a server would grow for ever otherwise); None when unknown."""
+        return self.records.pop(request_id, None)
+
+    def _end_step(self, event: StepEndEvent) -> None:
+        step, totals = self._step, self.totals
+        if step is None or step.step_id != event.step_id:
+            return  # the log began in the middle of this step
+        duration_s = event.at_s - step.at_s
+        totals.n_steps += 1
+        totals.prefill_tokens += step.prefill_tokens
+        totals.decode_tokens += step.decode_tokens
+        totals.device_s += event.device_s
+        totals.host_s += event.host_s
+        if step.decode_tokens == 0:
+            totals.prefill_only_s += duration_s
+        elif step.prefill_tokens == 0:
+            totals.decode_only_s += duration_s
+        else:
+            totals.mixed_s += duration_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One request of a load test, as an engine or a client saw it.
+
+    start_s: when it was due to be sent (not when it was: a late client must not hide its own delay).
+    """
+
+    start_s: float
+    end_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+    itl_s: tuple[float, ...]
+    prompt_tokens: int
+    output_tokens: int
+    is_complete: bool
+
+    @property
+    def e2e_s(self) -> float:
+        """From due to the end."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Service-level limits; None is no limit. A request is good when it completes and meets all of them."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def are_met(self, sample: Sample) -> bool:
+        """Whether this request counts for goodput. One token alone has no TPOT and cannot miss it."""
+        if not sample.is_complete or sample.ttft_s is None:
+            return False
+        measured = ((sample.ttft_s, self.ttft_s), (sample.tpot_s, self.tpot_s), (sample.e2e_s, self.e2e_s))
+        return all(limit is None or value is None or value <= limit for value, limit in measured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """A sample of durations in seconds."""
+
+    n: int
+    mean: float
+    min: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+def distribution(values: Sequence[float]) -> Distribution | None:
+    """Mean, extremes and percentiles; None of nothing."""
+    if not values:
+        return None
+    p50, p90, p95, p99 = (percentile(values, q) or 0.0 for q in (50.0, 90.0, 95.0, 99.0))
+    mean = sum(values) / len(values)
+    return Distribution(n=len(values), mean=mean, min=min(values), p50=p50, p90=p90, p95=p95, p99=p99, max=max(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A load test in numbers. Rates are over duration_s, start and drain included. itl_s is pooled over requests.
+
+    Distributions hold the requests that completed; the failed ones only lower the goodput.
+    """
+
+    n_complete: int
+    n_failed: int
+    duration_s: float
+    requests_per_s: float
+    goodput_requests_per_s: float
+    good_share: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: Distribution | None
+    tpot_s: Distribution | None
+    itl_s: Distribution | None
+    e2e_s: Distribution | None
+
+
+def summarize(samples: Sequence[Sample], *, limits: Limits | None = None, duration_s: float | None = None) -> Summary:
+    """Numbers of a load test. duration_s None: from the first request being due to the last one's end."""
+    wanted = Limits() if limits is None else limits
+    done = [sample for sample in samples if sample.is_complete]
+    if duration_s is None:
+        starts, ends = [s.start_s for s in samples], [s.end_s for s in samples]
+        duration_s = max(ends) - min(starts) if samples else 0.0
+    n_good = sum(1 for sample in samples if wanted.are_met(sample))
+    prompt_tokens = sum(sample.prompt_tokens for sample in done)
+    output_tokens = sum(sample.output_tokens for sample in done)
+    per_s = 1.0 / duration_s if duration_s > 0.0 else 0.0
+    return Summary(
+        n_complete=len(done),
+        n_failed=len(samples) - len(done),
+        duration_s=duration_s,
+        requests_per_s=len(done) * per_s,
+        goodput_requests_per_s=n_good * per_s,
+        good_share=n_good / len(samples) if samples else 0.0,
+        output_tokens_per_s=output_tokens * per_s,
+        total_tokens_per_s=(prompt_tokens + output_tokens) * per_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        ttft_s=distribution([s.ttft_s for s in done if s.ttft_s is not None]),
+        tpot_s=distribution([s.tpot_s for s in done if s.tpot_s is not None]),
+        itl_s=distribution([gap for s in done for gap in s.itl_s]),
+        e2e_s=distribution([s.e2e_s for s in done]),
+    )

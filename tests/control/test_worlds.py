@@ -1,0 +1,252 @@
+"""Random worlds: tiny pools, shared prefixes, forks, cancels, priorities, stall budgets; rules checked every step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from diptych.control.loop import EngineCore
+from diptych.control.policy import MIN_PREFILL_TOKENS
+from diptych.control.recording import Recorder, replay
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import CapacityError, PromptTooLong
+from diptych.ground.events import FinishEvent, TokenEvent
+from diptych.ground.phase import FinishReason, Phase
+from diptych.ground.request import Request
+from diptych.metrics import EventBook
+
+from .toy import VOCAB, ToyExecutor, greedy, prefill_tokens, request
+
+N_WORLDS = 1200
+N_SHARDS = 12
+
+
+def toy_seconds(plan) -> float:
+    """A step time with a launch cost, rows, and attention over the context."""
+    pairs = sum(len(chunk.token_ids) * chunk.end_pos for chunk in plan.chunks)
+    return 1.0 + 0.1 * plan.n_tokens + 0.002 * pairs
+
+
+@dataclass
+class World:
+    """One seeded world: its limits, and the requests still to arrive by step."""
+
+    rng: random.Random
+    config: SchedulerConfig
+    blocks: BlockConfig
+    arrivals: list[tuple[int, Request]]
+
+    @property
+    def work_tokens(self) -> int:
+        return sum(len(r.prompt_token_ids) + r.sampling.n * r.sampling.max_tokens for _, r in self.arrivals)
+
+
+def make_world(seed: int) -> World:
+    rng = random.Random(seed)
+    block_tokens = rng.choice((1, 2, 3, 4, 8))
+    n_blocks = max(2, rng.randint(4, 60) // block_tokens + rng.randint(0, 6))
+    config = SchedulerConfig(
+        max_step_tokens=rng.choice((1, 2, 5, 8, 16, 64)),
+        max_running_sequences=rng.choice((1, 2, 4, 8)),
+        stall_budget_s=rng.choice((None, None, 0.5, 1.5, 2.0, 4.0)),
+        max_context_tokens=rng.choice((24, 48, 200)),
+        max_waiting_tokens=rng.choice((60, 1000, 100_000)),
+        aging_s=rng.choice((0.5, 2.0, 10.0)),
+        enable_prefix_cache=rng.random() < 0.75,
+    )
+    stems = [tuple(rng.randrange(VOCAB) for _ in range(rng.randint(0, 20))) for _ in range(3)]
+    arrivals = []
+    for i in range(rng.randint(2, 10)):
+        stem = rng.choice(stems)
+        tail = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(0 if stem else 1, 10)))
+        arrived = rng.randint(0, 25)
+        arrivals.append(
+            (
+                arrived,
+                request(
+                    stem + tail,
+                    max_tokens=rng.randint(1, 12),
+                    request_id=f"r{i}",
+                    arrival_s=float(arrived),
+                    priority=rng.choice((0, 0, 0, 1, -1, 5)),
+                    salt=rng.choice((None, None, "tenant")),
+                    eos=(rng.randrange(VOCAB), rng.randrange(VOCAB)),
+                    n=rng.choice((1, 1, 1, 2, 4)),
+                    min_tokens=rng.choice((0, 0, 1)),
+                    ignore_eos=rng.random() < 0.3,
+                ),
+            )
+        )
+    arrivals.sort(key=lambda pair: pair[0])
+    return World(rng, config, BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens), arrivals)
+
+
+def right_answer(wanted: Request, limit_tokens: int) -> tuple[list[int], FinishReason]:
+    """What the request must say: the greedy text alone, cut by its own rules."""
+    sampling = wanted.sampling
+    room = min(sampling.max_tokens, limit_tokens - len(wanted.prompt_token_ids))
+    answer: list[int] = []
+    for token_id in greedy(wanted.prompt_token_ids, room):
+        answer.append(token_id)
+        is_eos = token_id in wanted.eos_token_ids and not sampling.ignore_eos
+        if is_eos and len(answer) >= sampling.min_tokens:
+            return answer, FinishReason.STOP
+    return answer, FinishReason.LENGTH
+
+
+class Referee:
+    """Drives one world and checks every rule after every call."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = make_world(seed)
+        world = self.world
+        self.core = EngineCore(world.config, world.blocks, model_revision="toy", predict_s=toy_seconds, seed=seed)
+        self.recorder = Recorder(self.core)
+        self.executor = ToyExecutor(world.blocks.n_blocks, world.blocks.block_tokens)
+        self.book = EventBook()
+        self.requests: dict[str, Request] = {}
+        self.texts: dict[tuple[str, int], list[int]] = {}
+        self.finishes: dict[tuple[str, int], FinishEvent] = {}
+        self.cut: set[str] = set()  # requests that the referee itself ended early
+        self.n_mixed = 0
+
+    def run(self) -> None:
+        limit_steps = 60 + 6 * self.world.work_tokens
+        step = 0
+        pending = list(self.world.arrivals)
+        while pending or self.core.has_work:
+            assert step < limit_steps, f"{step} steps for {self.world.work_tokens} tokens: somebody starves"
+            while pending and pending[0][0] <= step:
+                self.submit(pending.pop(0)[1])
+            self.step(step)
+            step += 1
+        self.check_end()
+
+    def submit(self, wanted: Request) -> None:
+        try:
+            events = self.recorder.submit(wanted)
+        except PromptTooLong:
+            assert len(wanted.prompt_token_ids) >= self.core.context_limit_tokens
+            return
+        except CapacityError:
+            assert self.core.stats().waiting_tokens > 0
+            return
+        self.requests[wanted.request_id] = wanted
+        self.take(events)
+
+    def step(self, step: int) -> None:
+        rng, now_s = self.world.rng, float(step)
+        if self.requests and rng.random() < 0.03:
+            self.cancel(rng.choice(sorted(self.requests)), now_s)
+        if rng.random() < 0.01:
+            self.recorder.reset_prefix_cache()
+        waiting_before = {seq.seq_id for seq in self.core._scheduler.waiting}
+        best = min((seq.key for seq in self.core._scheduler.decoding), default=None)
+        plan, events = self.recorder.begin_step(now_s)
+        self.take(events)
+        self.core.check()
+        if plan is None:
+            assert not self.core.has_work, "open requests, yet nothing planned"
+            return
+        self.check_plan(plan)
+        self.check_line(plan, waiting_before)
+        if best is not None:
+            assert best[1] in {chunk.seq_id for chunk in plan.chunks}, "the first in rank was passed over"
+        result = self.executor.execute(plan)
+        if rng.random() < 0.02:
+            self.cancel(rng.choice(sorted(self.requests)), now_s)
+            self.core.check()
+        self.take(self.recorder.end_step(plan, result, now_s + 0.5))
+        self.core.check()
+        if self.requests and rng.random() < 0.03:
+            request_id = rng.choice(sorted(self.requests))
+            self.cut.add(request_id)
+            self.take(self.recorder.finish(request_id, 0, now_s + 0.5, reason=FinishReason.STOP))
+            self.core.check()
+
+    def cancel(self, request_id: str, now_s: float) -> None:
+        self.cut.add(request_id)
+        self.take(self.recorder.cancel(request_id, now_s))
+
+    def take(self, events) -> None:
+        self.book.fold(events)
+        for event in events:
+            if isinstance(event, TokenEvent):
+                assert (event.request_id, event.index) not in self.finishes, "a token after the end"
+                self.texts.setdefault((event.request_id, event.index), []).append(event.token_id)
+            elif isinstance(event, FinishEvent):
+                assert (event.request_id, event.index) not in self.finishes, "ended twice"
+                self.finishes[event.request_id, event.index] = event
+
+    def check_plan(self, plan) -> None:
+        config = self.world.config
+        phases = [chunk.phase for chunk in plan.chunks]
+        n_decode = phases.count(Phase.DECODE)
+        assert phases == [Phase.DECODE] * n_decode + [Phase.PREFILL] * (len(phases) - n_decode)
+        assert 0 < plan.n_tokens <= config.max_step_tokens
+        assert len(plan.chunks) <= config.max_running_sequences
+        assert len({chunk.seq_id for chunk in plan.chunks}) == len(plan.chunks)
+        if 0 < n_decode < len(plan.chunks):
+            self.n_mixed += 1
+            is_least = n_decode == len(plan.chunks) - 1 and prefill_tokens(plan) <= MIN_PREFILL_TOKENS
+            if config.stall_budget_s is not None and toy_seconds(plan) > config.stall_budget_s:
+                assert is_least, "more than the smallest chunk over the stall budget"
+
+    def check_line(self, plan, waiting_before: set[int]) -> None:
+        """Nobody is admitted past someone of better rank, and never in a step that preempts."""
+        keys = {seq.seq_id: seq.key for seqs in self.core._requests.values() for seq in seqs}
+        admitted = [keys[c.seq_id] for c in plan.chunks if c.seq_id in waiting_before]
+        left = [seq.key for seq in self.core._scheduler.waiting]
+        if admitted and left and self.core.stats().preemptions == 0:
+            assert max(admitted) < min(left)
+
+    def check_end(self) -> None:
+        for request_id, wanted in self.requests.items():
+            answer, reason = right_answer(wanted, self.core.context_limit_tokens)
+            for index in range(wanted.sampling.n):
+                finish = self.finishes[request_id, index]
+                text = self.texts.get((request_id, index), [])
+                assert finish.output_tokens == len(text)
+                assert text == answer[: len(text)], f"{request_id}/{index} answers otherwise than alone"
+                if request_id not in self.cut:
+                    assert (text, finish.reason) == (answer, reason)
+            self.check_record(request_id, wanted)
+        stats = self.core.stats()
+        assert stats.blocks_in_use == stats.waiting == stats.running == stats.waiting_tokens == 0
+        assert self.core._scheduler._promised_blocks == 0
+
+    def check_record(self, request_id: str, wanted: Request) -> None:
+        record = self.book.records[request_id]
+        usage, timings = record.usage(), record.timings()
+        assert usage.prompt_tokens == len(wanted.prompt_token_ids)
+        assert usage.computed_tokens + usage.cached_tokens + usage.remaining_tokens == usage.prompt_tokens
+        if self.texts.get((request_id, 0)):
+            assert usage.remaining_tokens == 0
+        assert usage.cached_tokens < usage.prompt_tokens
+        assert usage.output_tokens == sum(len(self.texts.get((request_id, i), [])) for i in range(wanted.sampling.n))
+        if timings.ttft_s is not None:
+            assert timings.queue_s + timings.prefill_s == pytest.approx(timings.ttft_s, abs=1e-9)
+        total_s = timings.queue_s + timings.prefill_s + timings.decode_s
+        assert total_s == pytest.approx(timings.e2e_s, abs=1e-9)
+
+
+@pytest.mark.parametrize("shard", range(N_SHARDS))
+def test_every_rule_holds_in_random_worlds(shard):
+    """Blocks balance, budgets hold, nobody starves, and the text is the one-by-one answer, whatever else happens."""
+    seen = {"preemptions": 0, "hits": 0, "mixed": 0, "cut": 0}
+    for seed in range(shard, N_WORLDS, N_SHARDS):
+        referee = Referee(seed)
+        try:
+            referee.run()
+        except Exception as error:
+            raise AssertionError(f"world {seed}: {error!r}") from error
+        stats = referee.core.stats()
+        seen["preemptions"] += stats.preemptions
+        seen["hits"] += stats.prefix_hits_tokens
+        seen["mixed"] += referee.n_mixed
+        seen["cut"] += len(referee.cut)
+        if seed % 10 == 0:
+            assert replay(referee.recorder.lines(), predict_s=toy_seconds) == []
+    assert min(seen.values()) > 0, f"these worlds no longer reach every corner: {seen}"
