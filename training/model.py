@@ -180,3 +180,12 @@ class Llama(nn.Module):
         return F.cross_entropy(
             self.logits(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
+
+
+def distillation_loss(student: Llama, teacher: Llama, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Sum over counted targets of KL(teacher || student) in nats: a draft is accepted as often as the two agree."""
+    is_counted = targets.flatten() != IGNORED
+    with torch.no_grad():
+        teacher_logs = F.log_softmax(teacher.logits(tokens).flatten(0, 1)[is_counted], dim=-1)
+    student_logs = F.log_softmax(student.logits(tokens).flatten(0, 1)[is_counted], dim=-1)
+    return F.kl_div(student_logs, teacher_logs, log_target=True, reduction="sum")

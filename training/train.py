@@ -4,10 +4,12 @@ Example:
     python -m training.train --model diptych-10m --corpus corpus --work build/training
 """
 
+import functools
 import json
 import math
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -21,8 +23,8 @@ from tokenizers import Tokenizer
 from training.checkpoint import Progress, load_checkpoint, save_checkpoint
 from training.data import Sampler, TrainingData
 from training.evaluate import held_out_loss
-from training.export import export_model
-from training.model import IGNORED, SHAPES, Llama
+from training.export import export_model, load_exported
+from training.model import IGNORED, SHAPES, Llama, distillation_loss
 
 SHORT_ROW_TOKENS = 512
 LONG_ROW_TOKENS = 4096
@@ -31,6 +33,8 @@ DECAY_FRACTION = 0.35  # of all tokens; the long rows lie inside it
 FINAL_LR_FRACTION = 0.03
 EVALUATE_EVERY_STEPS = 50
 SAVE_EVERY_STEPS = 50
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens, targets [B,T] -> sum over targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,12 @@ def batch_shape(tokens_seen: int, recipe: Recipe) -> tuple[int, int]:
 
 
 def train_step(
-    model: Llama, optimizers: dict[str, torch.optim.Optimizer], sampler: Sampler, *, recipe: Recipe, tokens_seen: int
+    loss_of: LossFunction,
+    optimizers: dict[str, torch.optim.Optimizer],
+    sampler: Sampler,
+    *,
+    recipe: Recipe,
+    tokens_seen: int,
 ) -> float:
     """One optimiser step; returns the mean loss in nats per counted token."""
     rows, row_tokens = batch_shape(tokens_seen, recipe)
@@ -85,7 +94,7 @@ def train_step(
     micro_rows = max(1, recipe.micro_tokens // row_tokens)
     total = 0.0
     for start in range(0, rows, micro_rows):
-        loss = model.loss(tokens[start : start + micro_rows], targets[start : start + micro_rows]) / n_targets
+        loss = loss_of(tokens[start : start + micro_rows], targets[start : start + micro_rows]) / n_targets
         torch.autograd.backward(loss)
         total += loss.item()
     factor = lr_factor(tokens_seen, recipe.total_tokens)
@@ -110,9 +119,20 @@ class StopRequest:
 
 
 def run(
-    model: Llama, data: TrainingData, *, name: str, work: Path, recipe: Recipe, stop_after_steps: int | None = None
+    model: Llama,
+    data: TrainingData,
+    *,
+    name: str,
+    work: Path,
+    recipe: Recipe,
+    teacher: Llama | None = None,
+    stop_after_steps: int | None = None,
 ) -> Progress:
-    """Train until the recipe's tokens are seen (or `stop_after_steps` steps are done), saving on the way."""
+    """Train until the recipe's tokens are seen (or `stop_after_steps` steps are done), saving on the way.
+
+    With a teacher the loss is the divergence from its distribution instead of the cross entropy of the text.
+    """
+    loss_of = model.loss if teacher is None else functools.partial(distillation_loss, model, teacher)
     optimizers = make_optimizers(model, recipe)
     path = work / f"{name}.safetensors"
     progress = load_checkpoint(path, model, optimizers) if path.exists() else Progress(seed=recipe.seed)
@@ -128,7 +148,7 @@ def run(
         while progress.tokens_seen < recipe.total_tokens and not stop.is_set and steps_done != stop_after_steps:
             begin_s = time.monotonic()
             rows, row_tokens = batch_shape(progress.tokens_seen, recipe)
-            loss = train_step(model, optimizers, sampler, recipe=recipe, tokens_seen=progress.tokens_seen)
+            loss = train_step(loss_of, optimizers, sampler, recipe=recipe, tokens_seen=progress.tokens_seen)
             if not math.isfinite(loss):
                 raise RuntimeError(f"loss is {loss} at step {progress.step}; the checkpoint of an earlier step is kept")
             progress.step += 1
@@ -159,6 +179,7 @@ def main(
     seed: Annotated[int, typer.Option(help="of data order, synthetic text and initial weights")] = 1,
     threads: Annotated[int, typer.Option(help="cores to use")] = 2,
     stop_after_steps: Annotated[int | None, typer.Option(help="end early, for a trial")] = None,
+    teacher: Annotated[Path | None, typer.Option(help="exported model to imitate instead of the text")] = None,
     export: Annotated[Path | None, typer.Option(help="write the finished model to this folder")] = None,
 ) -> None:
     """Train one model; run the same command again to resume."""
@@ -168,7 +189,10 @@ def main(
     print(f"book tokens {len(data.book_ids)}, synthetic tokens {len(data.synthetic_ids)}")
     recipe = Recipe(total_tokens=total_tokens, batch_tokens=batch_tokens, seed=seed)
     network = Llama(SHAPES[model])
-    progress = run(network, data, name=model, work=work, recipe=recipe, stop_after_steps=stop_after_steps)
+    imitated = None if teacher is None else load_exported(teacher, compute_dtype=torch.bfloat16)
+    progress = run(
+        network, data, name=model, work=work, recipe=recipe, teacher=imitated, stop_after_steps=stop_after_steps
+    )
     print(f"{model}: step {progress.step}, {progress.tokens_seen} tokens, checkpoint in {work}")
     if export is not None:
         export_model(network, Tokenizer.from_file(str(work / "tokenizer.json")), export)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from training.data import Sampler, TrainingData
 from training.evaluate import held_out_loss, held_out_rows
 from training.export import export_model, load_exported, shape_of
-from training.model import IGNORED, Llama, ModelShape, causal_attention
+from training.model import IGNORED, Llama, ModelShape, causal_attention, distillation_loss
 from training.train import Recipe, batch_shape, lr_factor, run
 from transformers import AutoModelForCausalLM
 
@@ -54,6 +54,26 @@ def test_loss_falls(work):
     _, folder = train(work, "falling", stops=[12])
     losses = [json.loads(line)["loss"] for line in (folder / "falling.log.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] - 0.2
+
+
+def test_distillation_is_zero_for_the_teacher_itself_and_positive_for_another(work):
+    _, data = work
+    tokens, targets = Sampler(data, seed=3).batch(rows=3, row_tokens=64, book_fraction=0.5)
+    teacher, other = tiny_model(), tiny_model()
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    assert float(distillation_loss(teacher, teacher, tokens, targets).detach()) == pytest.approx(0, abs=1e-3)
+    assert float(distillation_loss(other, teacher, tokens, targets).detach()) > 1
+
+
+def test_student_approaches_its_teacher(work):
+    folder, data = work
+    teacher, student = tiny_model(), tiny_model()
+    for parameter in teacher.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    run(student, data, name="student", work=folder, recipe=RECIPE, teacher=teacher, stop_after_steps=10)
+    losses = [json.loads(line)["loss"] for line in (folder / "student.log.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
 
 
 def test_sampler_repeats_itself_from_its_two_cursors(work):
