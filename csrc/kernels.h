@@ -78,8 +78,7 @@ struct AttentionCall {
   float* partials = nullptr;
 };
 
-int64_t attention_scratch_bytes(const AttentionShape& shape);  // per thread, 64-byte aligned
-
+using AttentionScratchBytes = int64_t (*)(const AttentionShape& shape);  // per thread, 64-byte aligned
 using AttentionRun = void (*)(const AttentionCall& call, const AttentionTask& task, uint8_t* scratch);
 // Joins the partials of one row range (a split task with all its tiles), rows [row_begin, row_end) of it.
 using AttentionCombine = void (*)(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
@@ -100,6 +99,7 @@ struct Kernels {
   RotateToken rotate_token;
   AttentionRun attention;
   AttentionCombine attention_combine;
+  AttentionScratchBytes attention_scratch_bytes;
   AddRow add_row;
   SoftcapRow softcap_row;
   EmbedRow embed_row;

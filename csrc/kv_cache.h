@@ -12,6 +12,9 @@
 
 #include "gemm.h"
 
+// Header functions that kernels call are forced inline: an out-of-line copy compiled with wide flags must not exist.
+#define DIPTYCH_FORCED inline __attribute__((always_inline))
+
 namespace diptych {
 
 enum class KvFormat : int32_t { bf16 = 0, int8 = 1 };
@@ -22,14 +25,14 @@ struct KvShape {
   int64_t n_layers = 0, n_blocks = 0, block_tokens = 0, n_kv_heads = 0, head_dim = 0;
   KvFormat format = KvFormat::bf16;
 
-  int64_t value_dim() const { return (head_dim + 15) / 16 * 16; }
-  int64_t element_bytes() const { return format == KvFormat::bf16 ? 2 : 1; }
-  int64_t key_bytes() const { return block_tokens * head_dim * element_bytes(); }
-  int64_t value_bytes() const { return block_tokens * value_dim() * element_bytes(); }
-  int64_t scale_bytes() const { return format == KvFormat::bf16 ? 0 : 2 * block_tokens * 4; }
-  int64_t head_bytes() const { return (key_bytes() + value_bytes() + scale_bytes() + 63) / 64 * 64; }
-  int64_t block_bytes() const { return n_kv_heads * head_bytes(); }  // of one layer
-  int64_t layer_bytes() const { return n_blocks * block_bytes(); }
+  DIPTYCH_FORCED int64_t value_dim() const { return (head_dim + 15) / 16 * 16; }
+  DIPTYCH_FORCED int64_t element_bytes() const { return format == KvFormat::bf16 ? 2 : 1; }
+  DIPTYCH_FORCED int64_t key_bytes() const { return block_tokens * head_dim * element_bytes(); }
+  DIPTYCH_FORCED int64_t value_bytes() const { return block_tokens * value_dim() * element_bytes(); }
+  DIPTYCH_FORCED int64_t scale_bytes() const { return format == KvFormat::bf16 ? 0 : 2 * block_tokens * 4; }
+  DIPTYCH_FORCED int64_t head_bytes() const { return (key_bytes() + value_bytes() + scale_bytes() + 63) / 64 * 64; }
+  DIPTYCH_FORCED int64_t block_bytes() const { return n_kv_heads * head_bytes(); }  // of one layer
+  DIPTYCH_FORCED int64_t layer_bytes() const { return n_blocks * block_bytes(); }
 };
 
 // One kv head of one block of one layer.
@@ -44,7 +47,7 @@ struct KvLayer {
   uint8_t* data = nullptr;
   KvShape shape;
 
-  KvHead head(int64_t block, int64_t kv_head) const {
+  DIPTYCH_FORCED KvHead head(int64_t block, int64_t kv_head) const {
     uint8_t* base = data + block * shape.block_bytes() + kv_head * shape.head_bytes();
     uint8_t* values = base + shape.key_bytes();
     float* scales = reinterpret_cast<float*>(values + shape.value_bytes());

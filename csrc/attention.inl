@@ -1,0 +1,392 @@
+// Causal paged attention with an online softmax, the same arithmetic for one query row (decode) and many (prefill).
+//
+// A kv head's tile of 256 keys, at absolute positions, is read once for all query heads of its group and all rows of the
+// task. Each row takes from each tile a fresh partial (max m, sum l, weighted values o), and joins the partials in tile
+// order. So it never matters which rows stand beside it, or whether tiles were split over threads. Keys a row may not see
+// add exact zeros. (Milakov and Gimelshein 2018; Dao et al. 2022, with the partial kept apart from the running state.)
+
+namespace diptych {
+namespace DIPTYCH_ISA {
+
+#if defined(DIPTYCH_AVX512)
+constexpr int kRows = 6, kColumns = 4;  // 24 accumulators of 32 registers
+#elif defined(DIPTYCH_AVX2)
+constexpr int kRows = 2, kColumns = 2;  // 8 of 16
+#else
+constexpr int kRows = 1, kColumns = 1;
+#endif
+
+constexpr int64_t kTileGroups = kTileTokens / kGroupTokens;
+constexpr float kLog2e = 1.44269504088896f;
+
+// Scratch of one thread, carved from one 64-byte aligned buffer.
+struct Scratch {
+  uint16_t* queries;       // [rows, d]
+  float* state_max;        // [rows] in units of log2
+  float* state_sum;        // [rows]
+  float* state_values;     // [rows, dv]
+  float* scores;           // [kRows, 256]
+  uint16_t* weights;       // [kRows, 256] bf16
+  uint16_t* wide_keys;     // [256 d] int8 cache only
+  uint16_t* wide_values;   // [256 dv]
+  float* key_scales;       // [256]
+  float* value_scales;     // [256]
+};
+
+DIPTYCH_INLINE int64_t most_rows(const AttentionShape& shape) {
+  int64_t group = shape.n_heads / shape.n_kv_heads;
+  return group > kTaskRows ? group : kTaskRows;
+}
+
+template <class T>
+DIPTYCH_INLINE T* carve(uint8_t*& at, int64_t n) {
+  T* out = reinterpret_cast<T*>(at);
+  at += (n * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+  return out;
+}
+
+DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
+  const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
+  Scratch s;
+  s.queries = carve<uint16_t>(at, rows * d);
+  s.state_max = carve<float>(at, rows);
+  s.state_sum = carve<float>(at, rows);
+  s.state_values = carve<float>(at, rows * dv);
+  s.scores = carve<float>(at, kRows * kTileTokens);
+  s.weights = carve<uint16_t>(at, kRows * kTileTokens);
+  s.wide_keys = carve<uint16_t>(at, kTileTokens * d);
+  s.wide_values = carve<uint16_t>(at, kTileTokens * dv);
+  s.key_scales = carve<float>(at, kTileTokens);
+  s.value_scales = carve<float>(at, kTileTokens);
+  return s;
+}
+
+// Where the groups of 16 keys of one tile lie. [first, end) are the groups that some row of the task may see.
+struct Tile {
+  const uint16_t* keys[kTileGroups];
+  const uint16_t* values[kTileGroups];
+  const char* next_keys[kTileGroups];    // what the memory should fetch meanwhile
+  const char* next_values[kTileGroups];
+  int64_t start;  // position of the tile's first key
+  int64_t first, end;
+  int64_t pairs;  // token pairs in [0, end * 8) that hold at least one key of the sequence
+};
+
+struct SequenceView {
+  const AttentionCall* call;
+  const int32_t* blocks;
+  int64_t kv_head;
+  int64_t last_key;  // no row of the task sees past it
+
+  DIPTYCH_FORCED KvHead head_of(int64_t token) const {
+    return call->kv.head(blocks[token / call->kv.shape.block_tokens], kv_head);
+  }
+};
+
+// ---- the two products, register tiles of R rows by Z vectors ----
+
+template <int R, int Z>
+DIPTYCH_INLINE void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, const char* const* next, float* out) {
+  F32 acc[R][Z];
+  for (int r = 0; r < R; ++r)
+    for (int z = 0; z < Z; ++z) acc[r][z] = zero();
+  for (int64_t i = 0; i < d / 2; ++i) {
+    Pairs k[Z];
+    for (int z = 0; z < Z; ++z) k[z] = load_pairs(keys[z] + i * 32);
+    if (next)
+      for (int z = 0; z < Z; ++z) __builtin_prefetch(next[z] + i * 64);
+    for (int r = 0; r < R; ++r) {
+      Pairs b = broadcast_pair(q + r * d + 2 * i);
+      for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, k[z]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int z = 0; z < Z; ++z) store(out + r * kTileTokens + z * 16, acc[r][z]);
+}
+
+template <int R>
+static void score_rows(const uint16_t* q, int64_t d, const Tile& tile, bool fetches, float* scores) {
+  int64_t g = tile.first;
+  for (; g + kColumns <= tile.end; g += kColumns)
+    score_columns<R, kColumns>(q, d, tile.keys + g, fetches ? tile.next_keys + g : nullptr, scores + g * 16);
+  for (; g < tile.end; ++g)
+    score_columns<R, 1>(q, d, tile.keys + g, fetches ? tile.next_keys + g : nullptr, scores + g * 16);
+}
+
+// values [R, Z * 16] = old * keep + (weights V) * take; without `keep` the fresh product is stored as it is.
+template <int R, int Z>
+DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, int64_t column, int64_t dv, bool fetches,
+                                  const float* keep, const float* take, float* out, int64_t out_stride) {
+  F32 acc[R][Z];
+  for (int r = 0; r < R; ++r)
+    for (int z = 0; z < Z; ++z) acc[r][z] = zero();
+  for (int64_t g = tile.first; g < tile.end; ++g) {
+    const uint16_t* v = tile.values[g] + column * 2;
+    const char* next = tile.next_values[g] + column * 4;
+    const int64_t left = tile.pairs - g * 8, pairs = left < 8 ? left : 8;
+    for (int64_t p = 0; p < pairs; ++p, v += 2 * dv, next += 4 * dv) {
+      Pairs value[Z];
+      for (int z = 0; z < Z; ++z) value[z] = load_pairs(v + z * 32);
+      if (fetches)
+        for (int z = 0; z < Z; ++z) __builtin_prefetch(next + z * 64);
+      for (int r = 0; r < R; ++r) {
+        Pairs b = broadcast_pair(weights + r * kTileTokens + g * 16 + 2 * p);
+        for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, value[z]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int z = 0; z < Z; ++z) {
+      float* at = out + r * out_stride + column + z * 16;
+      store(at, keep ? fma(load(at), set1(keep[r]), mul(acc[r][z], set1(take[r]))) : acc[r][z]);
+    }
+}
+
+template <int R>
+static void weigh_rows(const uint16_t* weights, const Tile& tile, int64_t dv, bool fetches, const float* keep,
+                       const float* take, float* out, int64_t out_stride) {
+  int64_t column = 0;
+  for (; column + 16 * kColumns <= dv; column += 16 * kColumns)
+    weigh_columns<R, kColumns>(weights, tile, column, dv, fetches, keep, take, out, out_stride);
+  for (; column < dv; column += 16) weigh_columns<R, 1>(weights, tile, column, dv, fetches, keep, take, out, out_stride);
+}
+
+using ScoreRows = void (*)(const uint16_t*, int64_t, const Tile&, bool, float*);
+using WeighRows = void (*)(const uint16_t*, const Tile&, int64_t, bool, const float*, const float*, float*, int64_t);
+#if defined(DIPTYCH_AVX512)
+static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>, score_rows<5>, score_rows<6>};
+static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>, weigh_rows<5>, weigh_rows<6>};
+#elif defined(DIPTYCH_AVX2)
+static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>};
+static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>};
+#else
+static const ScoreRows kScoreRows[] = {score_rows<1>};
+static const WeighRows kWeighRows[] = {weigh_rows<1>};
+#endif
+
+// ---- softmax of one row over one tile ----
+
+struct RowPartial {
+  float most, sum;  // most in units of log2; -inf and 0 when the row sees nothing of the tile
+};
+
+// Turns raw scores into log2 units: scale, softcap, int8 key scales. Only called when the plain multiply is not enough.
+DIPTYCH_INLINE F32 adjust(F32 s, const AttentionShape& shape, const float* key_scales) {
+  if (key_scales) s = mul(s, load(key_scales));
+  if (!shape.has_softcap) return s;
+  F32 x = mul(s, set1(shape.scale / shape.softcap));
+  return mul(tanh_lanes(x), set1(shape.softcap));
+}
+
+// weights = exp2(score - max) in bf16, zero outside keys [lo, hi) of the tile.
+DIPTYCH_INLINE RowPartial softmax_tile(float* scores, uint16_t* weights, const Tile& tile, int64_t lo, int64_t hi,
+                                       const AttentionShape& shape, const float* key_scales, const float* value_scales) {
+  const F32 none = set1(-__builtin_inff());
+  const float unit = (shape.has_softcap ? 1.0f : shape.scale) * kLog2e;
+  const bool is_plain = !shape.has_softcap && !key_scales;
+  F32 most = none;
+  for (int64_t g = tile.first; g < tile.end; ++g) {
+    const int64_t from = lo - g * 16, to = hi - g * 16;
+    F32 s = load(scores + g * 16);
+    const bool is_whole = from <= 0 && to >= 16;
+    if (is_whole && is_plain) {
+      most = max(most, s);
+      continue;
+    }
+    if (!is_plain) s = adjust(s, shape, key_scales ? key_scales + g * 16 : nullptr);
+    if (!is_whole) s = keep(s, none, from < 0 ? 0 : from > 16 ? 16 : from, to < 0 ? 0 : to > 16 ? 16 : to);
+    store(scores + g * 16, s);
+    most = max(most, s);
+  }
+  RowPartial row;
+  row.most = horizontal_max(most) * unit;
+  const F32 shift = set1(row.most == -__builtin_inff() ? 0.0f : -row.most), factor = set1(unit);
+  F32 sum = zero();
+  for (int64_t g = tile.first; g < tile.end; ++g) {
+    F32 p = exp2_lanes(fma(load(scores + g * 16), factor, shift));
+    sum = add(sum, p);
+    if (value_scales) p = mul(p, load(value_scales + g * 16));
+    store_bf16(weights + g * 16, p);
+  }
+  row.sum = horizontal_sum(sum);
+  return row;
+}
+
+// ---- one task ----
+
+DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
+  const KvShape& kv = view.call->kv.shape;
+  const int64_t dv = kv.value_dim(), d = kv.head_dim;
+  for (int64_t g = tile.first; g < tile.end; ++g) {
+    const int64_t token = tile.start + g * 16, offset = token % kv.block_tokens;
+    KvHead head = view.head_of(token);
+    tile.keys[g] = reinterpret_cast<const uint16_t*>(head.keys) + offset * d;
+    tile.values[g] = reinterpret_cast<const uint16_t*>(head.values) + offset * dv;
+  }
+  // While this tile's keys are read the same place of the values is fetched, and then the next tile's keys.
+  for (int64_t g = tile.first; g < tile.end; ++g) {
+    int64_t ahead = tile.start + kTileTokens + g * 16;
+    ahead = ahead > view.last_key ? view.last_key / 16 * 16 : ahead;
+    KvHead head = view.head_of(ahead);
+    tile.next_keys[g] = reinterpret_cast<const char*>(tile.values[g]);
+    tile.next_values[g] = reinterpret_cast<const char*>(head.keys) + ahead % kv.block_tokens * d * 2;
+  }
+}
+
+// int8 cache: the tile's keys and values as bf16 whole numbers, exact; their scales go to scores and weights.
+DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, Tile& tile) {
+  const KvShape& kv = view.call->kv.shape;
+  const int64_t d = kv.head_dim, dv = kv.value_dim();
+  for (int64_t g = tile.first; g < tile.end; ++g) {
+    const int64_t token = tile.start + g * 16, offset = token % kv.block_tokens;
+    KvHead head = view.head_of(token);
+    const int8_t* keys = reinterpret_cast<const int8_t*>(head.keys) + offset * d;
+    const int8_t* values = reinterpret_cast<const int8_t*>(head.values) + offset * dv;
+    uint16_t* wide_keys = scratch.wide_keys + g * 16 * d;
+    uint16_t* wide_values = scratch.wide_values + g * 16 * dv;
+    for (int64_t i = 0; i < 16 * d; i += 32) widen_i8(keys + i, wide_keys + i);
+    for (int64_t i = 0; i < 16 * dv; i += 32) widen_i8(values + i, wide_values + i);
+    std::memcpy(scratch.key_scales + g * 16, head.key_scales + offset, 64);
+    std::memcpy(scratch.value_scales + g * 16, head.value_scales + offset, 64);
+    tile.keys[g] = wide_keys;
+    tile.values[g] = wide_values;
+  }
+}
+
+// state = state joined with partial; gives the factors for the values. Exactly nothing changes for an empty partial.
+DIPTYCH_INLINE void join(float& state_max, float& state_sum, const RowPartial& row, float& keep_factor, float& take_factor) {
+  const float most = row.most > state_max ? row.most : state_max;
+  if (most == -__builtin_inff()) {
+    keep_factor = 1.0f, take_factor = 0.0f;
+    return;
+  }
+  float both[16];
+  float powers[16] = {state_max - most, row.most - most};
+  to_array(exp2_lanes(load(powers)), both);
+  keep_factor = both[0], take_factor = both[1];
+  state_max = most;
+  state_sum = __builtin_fmaf(state_sum, keep_factor, row.sum * take_factor);
+}
+
+DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t head, const float* values, float sum) {
+  const int64_t d = call.shape.head_dim;
+  const F32 inverse = set1(sum > 0.0f ? 1.0f / sum : 0.0f);
+  for (int64_t i = 0; i < d; i += 16) {
+    const int64_t lanes = d - i < 16 ? d - i : 16;
+    F32 y = fma(load(values + i), inverse, zero());
+    if (call.out_bf16) {
+      store_bf16_n(call.out_bf16 + token * call.out_stride + head * d + i, y, lanes);
+    } else {
+      store_n(call.out_f32 + token * call.out_stride + head * d + i, y, lanes);
+    }
+  }
+}
+
+struct TaskRows {
+  int64_t token, group, head, n;  // first token, heads per token, first head, rows
+};
+
+DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& task) {
+  const int64_t group = call.shape.n_heads / call.shape.n_kv_heads;
+  return {task.token_begin, group, task.kv_head * group, (task.token_end - task.token_begin) * group};
+}
+
+DIPTYCH_INLINE void run_tile(const AttentionCall& call, const AttentionTask& task, const TaskRows& rows, const Tile& tile,
+                             const Scratch& scratch, float* partial) {
+  const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
+  const bool is_int8 = call.kv.shape.format == KvFormat::int8;
+  for (int64_t r0 = 0; r0 < rows.n; r0 += kRows) {
+    const int64_t n = rows.n - r0 < kRows ? rows.n - r0 : kRows;
+    // Only the groups that these few rows see: what is left out would have added exact zeros.
+    Tile seen = tile;
+    const int64_t first_position = call.positions[rows.token + r0 / rows.group];
+    const int64_t last_position = call.positions[rows.token + (r0 + n - 1) / rows.group];
+    const int64_t low = first_position - call.shape.window + 1;
+    if (call.shape.window != INT64_MAX && low > tile.start) seen.first = (low - tile.start) / 16;
+    if (seen.first < tile.first) seen.first = tile.first;
+    const int64_t high = last_position + 1 - tile.start;
+    if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
+    if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
+    const bool fetches = r0 == 0 && !is_int8;
+    float keeps[kRows], takes[kRows];
+    RowPartial partials[kRows];
+    if (seen.end > seen.first) kScoreRows[n - 1](scratch.queries + r0 * d, d, seen, fetches, scratch.scores);
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t position = call.positions[rows.token + (r0 + r) / rows.group];
+      const int64_t lo = call.shape.window > position ? 0 : position - call.shape.window + 1;
+      partials[r] = softmax_tile(scratch.scores + r * kTileTokens, scratch.weights + r * kTileTokens, seen, lo - tile.start,
+                                 position + 1 - tile.start, call.shape, is_int8 ? scratch.key_scales : nullptr,
+                                 is_int8 ? scratch.value_scales : nullptr);
+      if (!partial) join(scratch.state_max[r0 + r], scratch.state_sum[r0 + r], partials[r], keeps[r], takes[r]);
+    }
+    if (partial) {
+      float* out = partial + r0 * (dv + 2);
+      kWeighRows[n - 1](scratch.weights, seen, dv, fetches, nullptr, nullptr, out + 2, dv + 2);
+      for (int64_t r = 0; r < n; ++r) out[r * (dv + 2)] = partials[r].most, out[r * (dv + 2) + 1] = partials[r].sum;
+    } else {
+      kWeighRows[n - 1](scratch.weights, seen, dv, fetches, keeps, takes, scratch.state_values + r0 * dv, dv);
+    }
+  }
+  (void)task;
+}
+
+static void attention(const AttentionCall& call, const AttentionTask& task, uint8_t* memory) {
+  const Scratch scratch = carve_scratch(call.shape, memory);
+  const TaskRows rows = rows_of(call, task);
+  const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
+  for (int64_t r = 0; r < rows.n; ++r) {
+    const int64_t token = rows.token + r / rows.group, head = rows.head + r % rows.group;
+    std::memcpy(scratch.queries + r * d, call.q + (token * call.shape.n_heads + head) * d, static_cast<size_t>(d) * 2);
+    scratch.state_max[r] = -__builtin_inff();
+    scratch.state_sum[r] = 0.0f;
+    std::memset(scratch.state_values + r * dv, 0, static_cast<size_t>(dv) * 4);
+  }
+  SequenceView view{&call, call.block_table + task.sequence * call.table_width, task.kv_head,
+                    call.positions[task.token_end - 1]};
+  const int64_t lowest = call.positions[task.token_begin];
+  const int64_t low = call.shape.window > lowest ? 0 : lowest - call.shape.window + 1;
+  for (int64_t t = task.tile_begin; t < task.tile_end; ++t) {
+    Tile tile;
+    tile.start = t * kTileTokens;
+    tile.first = low > tile.start ? (low - tile.start) / 16 : 0;
+    const int64_t left = view.last_key + 1 - tile.start;
+    tile.end = left >= kTileTokens ? kTileGroups : (left + 15) / 16;
+    tile.pairs = left >= kTileTokens ? kTileTokens / 2 : (left + 1) / 2;
+    if (call.kv.shape.format == KvFormat::int8) {
+      widen_tile(view, scratch, tile);
+    } else {
+      find_groups(view, tile);
+    }
+    float* partial = nullptr;
+    if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);
+    run_tile(call, task, rows, tile, scratch, partial);
+  }
+  if (task.is_split) return;
+  for (int64_t r = 0; r < rows.n; ++r)
+    write_row(call, rows.token + r / rows.group, rows.head + r % rows.group, scratch.state_values + r * dv, scratch.state_sum[r]);
+}
+
+static void attention_combine(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
+                              uint8_t* memory) {
+  const Scratch scratch = carve_scratch(call.shape, memory);
+  const TaskRows rows = rows_of(call, task);
+  const int64_t dv = call.kv.shape.value_dim();
+  for (int64_t r = row_begin; r < row_end; ++r) {
+    float state_max = -__builtin_inff(), state_sum = 0.0f;
+    float* values = scratch.state_values;
+    std::memset(values, 0, static_cast<size_t>(dv) * 4);
+    for (int64_t t = task.first_tile; t < task.tile_end; ++t) {
+      const float* partial = call.partials + task.partial_begin + ((t - task.first_tile) * rows.n + r) * (dv + 2);
+      float keep_factor, take_factor;
+      join(state_max, state_sum, RowPartial{partial[0], partial[1]}, keep_factor, take_factor);
+      for (int64_t i = 0; i < dv; i += 16) {
+        F32 fresh = mul(load(partial + 2 + i), set1(take_factor));
+        store(values + i, fma(load(values + i), set1(keep_factor), fresh));
+      }
+    }
+    write_row(call, rows.token + r / rows.group, rows.head + r % rows.group, values, state_sum);
+  }
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych

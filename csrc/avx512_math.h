@@ -1,0 +1,68 @@
+// Small vector helpers of the AVX-512 files. Everything is static inline: these functions exist only inside translation
+// units compiled for AVX-512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace diptych {
+namespace {
+
+inline __m512 widen_bf16(__m256i bits) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// The dot instructions, tied to their accumulator: GCC 12 copies the accumulators of its own intrinsics around a full register
+// file (half of the int8 rate lost).
+inline void add_dot_bf16(__m512& sum, __m512i pairs, __m512i w) {
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(w));
+}
+inline void add_dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
+// e^x to about 1 ulp over the finite range; 0 below, inf above. Cephes' polynomial after Cody-Waite reduction.
+inline __m512 exp_ps(__m512 x) {
+  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-104.0f)), _mm512_set1_ps(89.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+// Rows and columns of a 16 x 16 block of words change places.
+inline void transpose_16x16(__m512i block[16]) {
+  __m512i pairs[16], quads[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(block[i], block[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(block[i], block[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+  // quads[4 r + c] holds, in its 128-bit part p, column 4 p + c of rows 4 r .. 4 r + 3.
+  for (int c = 0; c < 4; ++c) {
+    const __m512i low01 = _mm512_shuffle_i32x4(quads[c], quads[4 + c], 0x44);
+    const __m512i high01 = _mm512_shuffle_i32x4(quads[c], quads[4 + c], 0xee);
+    const __m512i low23 = _mm512_shuffle_i32x4(quads[8 + c], quads[12 + c], 0x44);
+    const __m512i high23 = _mm512_shuffle_i32x4(quads[8 + c], quads[12 + c], 0xee);
+    block[c] = _mm512_shuffle_i32x4(low01, low23, 0x88);
+    block[4 + c] = _mm512_shuffle_i32x4(low01, low23, 0xdd);
+    block[8 + c] = _mm512_shuffle_i32x4(high01, high23, 0x88);
+    block[12 + c] = _mm512_shuffle_i32x4(high01, high23, 0xdd);
+  }
+}
+
+}  // namespace
+}  // namespace diptych

@@ -1,0 +1,245 @@
+// Microbenchmark of the linear layers: every format and row count on the layers of a model shape, beside the machine's
+// ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64]
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../cpu_features.h"
+#include "../gemm.h"
+#include "../thread_pool.h"
+#include "ceilings.h"
+
+namespace diptych {
+namespace {
+
+double now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double best_of(int repeats, const std::function<void()>& work) {
+  double best = 1e30;
+  for (int i = 0; i < repeats; ++i) {
+    const double start = now_s();
+    work();
+    best = std::min(best, now_s() - start);
+  }
+  return best;
+}
+
+struct Ceilings {
+  double bytes_per_s = 0, bf16_per_s = 0, int8_per_s = 0;
+};
+
+double measure_bandwidth(ThreadPool& pool, const PageBuffer& buffer) {
+  double best = 0;
+  for (int64_t ahead : {0, 2048, 8192}) {
+    const double seconds = best_of(3, [&] {
+      pool.run([&](int thread, int threads) {
+        const Range part = share(buffer.bytes(), thread, threads, 4096);
+        read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
+      });
+    });
+    best = std::max(best, static_cast<double>(buffer.bytes()) / seconds);
+  }
+  return best;
+}
+
+double measure_burst(ThreadPool& pool, double (*burst)(int64_t)) {
+  double operations = 0;
+  const double seconds = best_of(5, [&] {
+    pool.run([&](int thread, int threads) {
+      const double done = burst(400000);
+      if (thread == 0) operations = done * threads;
+    });
+  });
+  return operations / seconds;
+}
+
+Ceilings measure_ceilings(ThreadPool& pool, const PageBuffer& buffer) {
+  return {measure_bandwidth(pool, buffer), measure_burst(pool, bf16_burst), measure_burst(pool, int8_burst)};
+}
+
+struct ModelShape {
+  const char* name;
+  int64_t hidden, ffn, qkv;
+};
+constexpr ModelShape kShapes[] = {{"0.5b", 896, 4864, 1152}, {"1b", 2048, 8192, 3072}};
+
+struct Layer {
+  PackedLinear qkv, out, gate_up, down;
+};
+
+struct Model {
+  std::vector<Layer> layers;
+  std::vector<PageBuffer> blobs;
+  int64_t bytes = 0, weights = 0;
+};
+
+PackedLinear make_linear(ThreadPool& pool, Model& model, LinearShape shape) {
+  PageBuffer blob(packed_bytes(shape));
+  pool.run([&](int thread, int threads) { pack_random(shape, model.blobs.size(), 0.05f, blob.data(), thread, threads); });
+  model.bytes += packed_bytes(shape);
+  model.weights += shape.n * shape.k;
+  model.blobs.push_back(std::move(blob));
+  return view_packed(shape, model.blobs.back().data());
+}
+
+// As many layers as hold `bytes`, so that no cache holds the model.
+Model make_model(ThreadPool& pool, const ModelShape& shape, Format format, int64_t group, int64_t bytes) {
+  Model model;
+  while (model.bytes < bytes) {
+    Layer layer;
+    layer.qkv = make_linear(pool, model, {format, shape.qkv, shape.hidden, group, false, true});
+    layer.out = make_linear(pool, model, {format, shape.hidden, shape.hidden, group, false, false});
+    layer.gate_up = make_linear(pool, model, {format, 2 * shape.ffn, shape.hidden, group, true, false});
+    layer.down = make_linear(pool, model, {format, shape.hidden, shape.ffn, group, false, false});
+    model.layers.push_back(layer);
+  }
+  return model;
+}
+
+struct Buffers {
+  PageBuffer memory;
+  Rows hidden, ffn;
+  float *f32_hidden, *f32_out, *residual;
+};
+
+Buffers make_buffers(const ModelShape& shape, Format format, int64_t group, int64_t m) {
+  Buffers buffers;
+  const RowsKind kind = rows_kind(format);
+  const int64_t wide = std::max(shape.qkv, shape.ffn);
+  const int64_t sizes[] = {rows_bytes(kind, m, shape.hidden, group), rows_bytes(kind, m, shape.ffn, group), m * shape.hidden * 4,
+                           m * wide * 4, m * shape.hidden * 4};
+  int64_t total = 0;
+  for (int64_t size : sizes) total += (size + 4095) / 4096 * 4096;
+  buffers.memory = PageBuffer(total);
+  uint8_t* at = buffers.memory.data();
+  std::vector<uint8_t*> starts;
+  for (int64_t size : sizes) {
+    starts.push_back(at);
+    at += (size + 4095) / 4096 * 4096;
+  }
+  buffers.hidden = view_rows(kind, m, shape.hidden, group, starts[0]);
+  buffers.ffn = view_rows(kind, m, shape.ffn, group, starts[1]);
+  buffers.f32_hidden = reinterpret_cast<float*>(starts[2]);
+  buffers.f32_out = reinterpret_cast<float*>(starts[3]);
+  buffers.residual = reinterpret_cast<float*>(starts[4]);
+  for (int64_t i = 0; i < m * shape.hidden; ++i) buffers.f32_hidden[i] = static_cast<float>((i * 7919) % 2001 - 1000) * 1e-3f;
+  for (int64_t i = 0; i < m * wide; ++i) buffers.f32_out[i] = static_cast<float>((i * 104729) % 2001 - 1000) * 1e-3f;
+  prepare_rows(buffers.hidden, buffers.f32_hidden, shape.hidden, 0, m);
+  prepare_rows(buffers.ffn, buffers.f32_out, shape.ffn, 0, m);
+  return buffers;
+}
+
+// The linear layers of one forward pass, `layers` of them, with the barriers a program needs.
+double pass_s(ThreadPool& pool, const ModelShape& shape, const Model& model, const Buffers& b, int64_t m, int64_t layers, int repeats) {
+  return best_of(repeats, [&] {
+    pool.run([&](int thread, int threads) {
+      Epilogue wide{Store::f32, Activation::silu, b.f32_out, shape.qkv, nullptr, nullptr};
+      Epilogue gate{Store::f32, Activation::silu, b.f32_out, shape.ffn, nullptr, nullptr};
+      Epilogue add{Store::add_f32, Activation::silu, b.residual, shape.hidden, nullptr, nullptr};
+      for (int64_t i = 0; i < layers; ++i) {
+        const Layer& layer = model.layers[i];
+        linear(layer.qkv, b.hidden, nullptr, m, wide, thread, threads);
+        pool.barrier(thread);
+        linear(layer.out, b.hidden, nullptr, m, add, thread, threads);
+        pool.barrier(thread);
+        linear(layer.gate_up, b.hidden, nullptr, m, gate, thread, threads);
+        pool.barrier(thread);
+        linear(layer.down, b.ffn, nullptr, m, add, thread, threads);
+        pool.barrier(thread);
+      }
+    });
+  });
+}
+
+struct Options {
+  std::string shape = "0.5b";
+  int threads = 0;
+  int64_t group = 64;
+  int64_t megabytes = 320;
+  std::vector<int64_t> rows = {1, 2, 4, 8, 12, 16, 24, 32, 64, 512, 2048};
+  std::vector<std::string> formats = {"bf16", "int8", "int4"};
+};
+
+Format format_of(const std::string& name) {
+  return name == "bf16" ? Format::bf16 : name == "int8" ? Format::int8 : Format::int4;
+}
+
+void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& name, const Options& options, const PageBuffer& buffer) {
+  const Format format = format_of(name);
+  const Model model = make_model(pool, shape, format, options.group, options.megabytes << 20);
+  const double layer_bytes = static_cast<double>(model.bytes) / model.layers.size();
+  const double layer_weights = static_cast<double>(model.weights) / model.layers.size();
+  for (int64_t m : options.rows) {
+    const Buffers buffers = make_buffers(shape, format, options.group, m);
+    const double operations = 2.0 * static_cast<double>(m) * layer_weights;
+    const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(2.5e11 / operations));
+    const int64_t layers = std::min<int64_t>(wanted, model.layers.size());
+    Ceilings top = measure_ceilings(pool, buffer);
+    const double seconds = pass_s(pool, shape, model, buffers, m, layers, m <= 64 ? 5 : 3) / layers;
+    top.bytes_per_s = std::max(top.bytes_per_s, measure_bandwidth(pool, buffer));
+    const double peak = format == Format::bf16 ? top.bf16_per_s : top.int8_per_s;
+    const double limit = std::max(layer_bytes / top.bytes_per_s, operations / peak);
+    std::printf("%-5s %-5s %5ld %10.1f %7.1f %5.1f%% %8.0f %5.1f%% %7.1f%%\n", shape.name, name.c_str(), m, seconds * 1e6,
+                layer_bytes / seconds * 1e-9, 100 * layer_bytes / seconds / top.bytes_per_s, operations / seconds * 1e-9,
+                100 * operations / seconds / peak, 100 * limit / seconds);
+    std::fflush(stdout);
+  }
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    parts.push_back(text.substr(at, comma - at));
+    at = comma + 1;
+  }
+  return parts;
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string key = argv[i], value = argv[i + 1];
+    if (key == "--shape") options.shape = value;
+    if (key == "--threads") options.threads = std::atoi(value.c_str());
+    if (key == "--group") options.group = std::atoi(value.c_str());
+    if (key == "--megabytes") options.megabytes = std::atoi(value.c_str());
+    if (key == "--formats") options.formats = split(value);
+    if (key == "--rows") {
+      options.rows.clear();
+      for (const std::string& part : split(value)) options.rows.push_back(std::atoi(part.c_str()));
+    }
+  }
+  return options;
+}
+
+int main_(int argc, char** argv) {
+  const Options options = parse(argc, argv);
+  if (best_isa() != Isa::avx512) {
+    std::fprintf(stderr, "this benchmark's ceilings need AVX-512 BF16 and VNNI; this CPU runs %s\n", isa_name(best_isa()));
+    return 1;
+  }
+  ThreadPool pool(options.threads);
+  PageBuffer buffer(int64_t{256} << 20);
+  std::memset(buffer.data(), 1, buffer.bytes());
+  const Ceilings top = measure_ceilings(pool, buffer);
+  std::printf("threads %d   read %.1f GB/s   bf16 %.0f Gop/s   int8 %.0f Gop/s\n", pool.size(), top.bytes_per_s * 1e-9,
+              top.bf16_per_s * 1e-9, top.int8_per_s * 1e-9);
+  std::printf("%-5s %-5s %5s %10s %7s %6s %8s %6s %8s\n", "shape", "fmt", "rows", "us/layer", "GB/s", "", "Gop/s", "", "of limit");
+  for (const ModelShape& shape : kShapes)
+    if (options.shape == shape.name)
+      for (const std::string& format : options.formats) run_format(pool, shape, format, options, buffer);
+  return 0;
+}
+
+}  // namespace
+}  // namespace diptych
+
+int main(int argc, char** argv) { return diptych::main_(argc, argv); }

@@ -1,0 +1,87 @@
+// C entry points for tests/kernels: the linear layers without Python bindings, loaded with ctypes.
+#include <cstring>
+#include <vector>
+
+#include "../cpu_features.h"
+#include "../gemm.h"
+#include "../thread_pool.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using namespace diptych;
+
+LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias
+  return {static_cast<Format>(v[0]), v[1], v[2], v[3], v[4] != 0, v[5] != 0};
+}
+
+}  // namespace
+
+EXPORT int kernels_set_isa(int isa) { return set_isa(static_cast<Isa>(isa)) ? 1 : 0; }
+EXPORT int kernels_best_isa() { return static_cast<int>(best_isa()); }
+EXPORT int64_t kernels_packed_bytes(const int64_t* shape) { return packed_bytes(make_shape(shape)); }
+
+// parts: n_parts times (address, source, rows, stride)
+EXPORT void kernels_pack(const int64_t* shape, const int64_t* parts, int64_t n_parts, const float* bias, void* blob, int threads) {
+  std::vector<WeightPart> list;
+  for (int64_t i = 0; i < n_parts; ++i) {
+    const int64_t* p = parts + 4 * i;
+    list.push_back({reinterpret_cast<const void*>(p[0]), static_cast<Source>(p[1]), p[2], p[3]});
+  }
+  ThreadPool pool(threads);
+  pool.run([&](int thread, int count) { pack_linear(make_shape(shape), list.data(), n_parts, bias, blob, thread, count); });
+}
+
+EXPORT void kernels_unpack(const int64_t* shape, const void* blob, float* out) {
+  const LinearShape wanted = make_shape(shape);
+  unpack_rows(view_packed(wanted, blob), 0, wanted.n, out, wanted.k);
+}
+
+// x [x_rows_count, k] fp32 -> what the int8 or bf16 rows stand for, fp32, and the raw bytes of the int8 rows.
+EXPORT void kernels_prepare(int kind, int64_t m, int64_t k, const float* x, int8_t* q, float* scales) {
+  PageBuffer memory(rows_bytes(static_cast<RowsKind>(kind), m, k, 32));
+  const Rows rows = view_rows(static_cast<RowsKind>(kind), m, k, 32, memory.data());
+  prepare_rows(rows, x, k, 0, m);
+  const int64_t element = rows.kind == RowsKind::bf16 ? 2 : 1;
+  for (int64_t row = 0; row < m; ++row) std::memcpy(q + row * k * element, rows.data + row * rows.stride_bytes, k * element);
+  if (rows.kind == RowsKind::int8) std::memcpy(scales, rows.scales, m * sizeof(float));
+}
+
+// out [., out_stride] is fp32 or bf16 as store says. row_ids, out_rows [m] and weights [m] may be null.
+EXPORT void kernels_linear(const int64_t* shape, const void* blob, const float* x, int64_t x_count, const int32_t* row_ids,
+                           int64_t m, int store, int activation, void* out, int64_t out_stride, const int32_t* out_rows,
+                           const float* weights, int threads) {
+  const PackedLinear w = view_packed(make_shape(shape), blob);
+  const RowsKind kind = rows_kind(w.shape.format);
+  PageBuffer memory(rows_bytes(kind, x_count, w.shape.k, w.shape.group));
+  const Rows rows = view_rows(kind, x_count, w.shape.k, w.shape.group, memory.data());
+  const Epilogue epilogue{static_cast<Store>(store), static_cast<Activation>(activation), out, out_stride, out_rows, weights};
+  ThreadPool pool(threads);
+  pool.run([&](int thread, int count) {
+    const Range mine = share(x_count, thread, count);
+    prepare_rows(rows, x, w.shape.k, mine.begin, mine.end);
+    pool.barrier(thread);
+    linear(w, rows, row_ids, m, epilogue, thread, count);
+  });
+}
+
+// Adds 1 to counts[thread] `regions` times, with `barriers` meetings each; returns the number of order violations seen.
+EXPORT int64_t kernels_pool_check(int threads, int64_t regions, int64_t barriers, int64_t* counts) {
+  ThreadPool pool(threads);
+  std::vector<int64_t> stage(threads * 8, 0);
+  std::vector<int64_t> wrong(threads * 8, 0);
+  for (int64_t region = 0; region < regions; ++region)
+    pool.run([&](int thread, int count) {
+      for (int64_t meeting = 0; meeting < barriers; ++meeting) {
+        stage[thread * 8] += 1;
+        pool.barrier(thread);
+        for (int other = 0; other < count; ++other) wrong[thread * 8] += stage[other * 8] != stage[thread * 8];
+        pool.barrier(thread);
+      }
+      counts[thread] += 1;
+    });
+  int64_t total = 0;
+  for (int thread = 0; thread < threads; ++thread) total += wrong[thread * 8];
+  return total;
+}

@@ -1,0 +1,14 @@
+#include "kernels.h"
+
+namespace diptych {
+
+const Kernels& active_kernels() {
+  switch (active_isa()) {
+    case Isa::avx512: return avx512::kKernels;
+    case Isa::avx2: return avx2::kKernels;
+    case Isa::scalar: break;
+  }
+  return scalar::kKernels;
+}
+
+}  // namespace diptych

@@ -1,0 +1,118 @@
+#include "kv_cache.h"
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace diptych {
+namespace {
+
+float from_bf16(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+uint16_t to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  if ((bits & 0x7f800000u) == 0) return static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+int64_t key_index(int64_t d, int64_t offset, int64_t i) { return offset / 16 * 16 * d + i / 2 * 32 + offset % 16 * 2 + i % 2; }
+int64_t value_index(int64_t dv, int64_t offset, int64_t i) { return offset / 2 * dv * 2 + i * 2 + offset % 2; }
+
+float scale_of(const float* x, int64_t n) {
+  float most = 0.0f;
+  for (int64_t i = 0; i < n; ++i) most = std::fmax(most, std::fabs(x[i]));
+  return most / 127.0f;
+}
+
+int8_t to_int8(float x, float scale) {
+  return scale > 0.0f ? static_cast<int8_t>(std::nearbyintf(x / scale)) : int8_t{0};
+}
+
+void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const float* k, const float* v) {
+  const int64_t d = shape.head_dim, dv = shape.value_dim();
+  if (shape.format == KvFormat::bf16) {
+    uint16_t* keys = reinterpret_cast<uint16_t*>(head.keys);
+    uint16_t* values = reinterpret_cast<uint16_t*>(head.values);
+    for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_bf16(k[i]);
+    for (int64_t i = 0; i < dv; ++i) {
+      values[value_index(dv, offset, i)] = i < d ? to_bf16(v[i]) : uint16_t{0};
+      if (offset % 2 == 0) values[value_index(dv, offset + 1, i)] = 0;
+    }
+    return;
+  }
+  int8_t* keys = reinterpret_cast<int8_t*>(head.keys);
+  int8_t* values = reinterpret_cast<int8_t*>(head.values);
+  head.key_scales[offset] = scale_of(k, d);
+  head.value_scales[offset] = scale_of(v, d);
+  if (offset % 2 == 0) head.value_scales[offset + 1] = 0.0f;
+  for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_int8(k[i], head.key_scales[offset]);
+  for (int64_t i = 0; i < dv; ++i) {
+    values[value_index(dv, offset, i)] = i < d ? to_int8(v[i], head.value_scales[offset]) : int8_t{0};
+    if (offset % 2 == 0) values[value_index(dv, offset + 1, i)] = 0;
+  }
+}
+
+void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float* k, float* v) {
+  const int64_t d = shape.head_dim, dv = shape.value_dim();
+  for (int64_t i = 0; i < d; ++i) {
+    const int64_t at_k = key_index(d, offset, i), at_v = value_index(dv, offset, i);
+    if (shape.format == KvFormat::bf16) {
+      k[i] = from_bf16(reinterpret_cast<const uint16_t*>(head.keys)[at_k]);
+      v[i] = from_bf16(reinterpret_cast<const uint16_t*>(head.values)[at_v]);
+    } else {
+      k[i] = reinterpret_cast<const int8_t*>(head.keys)[at_k] * head.key_scales[offset];
+      v[i] = reinterpret_cast<const int8_t*>(head.values)[at_v] * head.value_scales[offset];
+    }
+  }
+}
+
+}  // namespace
+
+KvCache::KvCache(const KvShape& shape) : shape_(shape) {
+  if (shape.block_tokens < 16 || shape.block_tokens % 16 != 0)
+    throw std::invalid_argument("block_tokens is " + std::to_string(shape.block_tokens) + "; it must be a multiple of 16");
+  if (shape.head_dim < 2 || shape.head_dim % 2 != 0 || shape.head_dim > 512)
+    throw std::invalid_argument("head_dim is " + std::to_string(shape.head_dim) + "; it must be even and at most 512");
+  if (shape.n_layers < 1 || shape.n_blocks < 1 || shape.n_kv_heads < 1)
+    throw std::invalid_argument("a KV cache needs at least one layer, block and head");
+  buffer_ = PageBuffer(shape.n_layers * shape.layer_bytes());
+}
+
+void KvCache::copy_block(int64_t source, int64_t target) {
+  if (source == target) return;
+  const int64_t bytes = shape_.block_bytes();
+  for (int64_t index = 0; index < shape_.n_layers; ++index) {
+    uint8_t* base = layer(index).data;
+    std::memcpy(base + target * bytes, base + source * bytes, static_cast<size_t>(bytes));
+  }
+}
+
+void KvCache::read(int64_t index, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const {
+  const KvLayer view = layer(index);
+  const int64_t d = shape_.head_dim, block_tokens = shape_.block_tokens;
+  for (int64_t kv_head = 0; kv_head < shape_.n_kv_heads; ++kv_head)
+    for (int64_t token = 0; token < n_tokens; ++token) {
+      const int64_t at = (kv_head * n_tokens + token) * d;
+      read_token(shape_, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at, v + at);
+    }
+}
+
+void KvCache::write(int64_t index, const int32_t* block_ids, int64_t n_tokens, const float* k, const float* v) {
+  const KvLayer view = layer(index);
+  const int64_t d = shape_.head_dim, block_tokens = shape_.block_tokens;
+  for (int64_t kv_head = 0; kv_head < shape_.n_kv_heads; ++kv_head)
+    for (int64_t token = 0; token < n_tokens; ++token) {
+      const int64_t at = (kv_head * n_tokens + token) * d;
+      write_token(shape_, view.head(block_ids[token / block_tokens], kv_head), token % block_tokens, k + at, v + at);
+    }
+}
+
+}  // namespace diptych

@@ -1,0 +1,223 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+namespace diptych {
+
+const char* const kCategoryNames[kCategories] = {"embed", "norm", "qkv",     "rope", "attention",
+                                                 "o",     "gate_up", "down", "moe",  "head"};
+
+void RopeTable::grow(int64_t positions) {
+  if (positions <= n_positions) return;
+  const int64_t half = static_cast<int64_t>(inverse_frequency.size());
+  const int64_t wanted = std::max<int64_t>(positions, 2 * n_positions);
+  cosine.resize(wanted * half);
+  sine.resize(wanted * half);
+  for (int64_t p = n_positions; p < wanted; ++p)
+    for (int64_t i = 0; i < half; ++i) {
+      const double angle = static_cast<double>(p) * inverse_frequency[i];
+      cosine[p * half + i] = static_cast<float>(std::cos(angle) * attention_factor);
+      sine[p * half + i] = static_cast<float>(std::sin(angle) * attention_factor);
+    }
+  n_positions = wanted;
+}
+
+void Routing::resize(int64_t tokens, int64_t top_k, int64_t n_experts) {
+  expert_ids.resize(tokens * top_k);
+  expert_weights.resize(tokens * top_k);
+  expert_begin.resize(n_experts + 1);
+  source_rows.resize(tokens * top_k);
+  expanded_rows.resize(tokens * top_k);
+}
+
+Program::Program(int threads) : pool_(threads) {}
+
+// ---- weights ----
+
+int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias) {
+  PageBuffer blob(packed_bytes(shape));
+  pool_.run([&](int thread, int threads) {
+    pack_linear(shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob.data(), thread, threads);
+  });
+  linears_.push_back(view_packed(shape, blob.data()));
+  blobs_.push_back(std::move(blob));
+  return static_cast<int>(linears_.size()) - 1;
+}
+
+int Program::add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude) {
+  PageBuffer blob(packed_bytes(shape));
+  pool_.run([&](int thread, int threads) { pack_random(shape, seed, amplitude, blob.data(), thread, threads); });
+  linears_.push_back(view_packed(shape, blob.data()));
+  blobs_.push_back(std::move(blob));
+  return static_cast<int>(linears_.size()) - 1;
+}
+
+int Program::add_packed_linear(const LinearShape& shape, const uint8_t* bytes) {
+  const int64_t n = packed_bytes(shape);
+  PageBuffer blob(n);
+  pool_.run([&](int thread, int threads) {
+    const Range part = share(n, thread, threads, 4096);
+    std::memcpy(blob.data() + part.begin, bytes + part.begin, static_cast<size_t>(part.end - part.begin));
+  });
+  linears_.push_back(view_packed(shape, blob.data()));
+  blobs_.push_back(std::move(blob));
+  return static_cast<int>(linears_.size()) - 1;
+}
+
+int Program::add_vector(std::vector<float> values) {
+  vectors_.push_back(std::move(values));
+  return static_cast<int>(vectors_.size()) - 1;
+}
+
+int Program::add_table(const Table& table) {
+  tables_.push_back(table);
+  return static_cast<int>(tables_.size()) - 1;
+}
+
+int Program::add_rope(std::vector<double> inverse_frequency, double attention_factor) {
+  RopeTable rope;
+  rope.inverse_frequency = std::move(inverse_frequency);
+  rope.attention_factor = attention_factor;
+  ropes_.push_back(std::move(rope));
+  return static_cast<int>(ropes_.size()) - 1;
+}
+
+int Program::add_buffer(const Buffer& buffer) {
+  if (arena_tokens_ != 0) throw std::invalid_argument("buffers are added before the first run");
+  buffers_.push_back(buffer);
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+int64_t Program::weight_bytes() const {
+  int64_t total = 0;
+  for (const PageBuffer& blob : blobs_) total += blob.bytes();
+  for (const auto& vector : vectors_) total += static_cast<int64_t>(vector.size()) * 4;
+  for (const Table& table : tables_) total += table.rows * table.width * (table.source == Source::f32 ? 4 : 2);
+  return total;
+}
+
+// ---- recording ----
+
+void Program::record(Category category, OpBody body) {
+  int plan = 0;
+  if (const auto* op = std::get_if<AttentionOp>(&body)) {
+    auto same = [&](const AttentionShape& other) { return other.window == op->shape.window; };
+    auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
+    plan = static_cast<int>(found - attention_shapes_.begin());
+    if (found == attention_shapes_.end()) attention_shapes_.push_back(op->shape);
+    attention_plans_.resize(attention_shapes_.size());
+    n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
+  }
+  if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = linears_.at(op->weight).n_outputs;
+  ops_.push_back({category, std::move(body)});
+  plan_of_op_.push_back(plan);
+}
+
+// ---- memory ----
+
+namespace {
+
+int64_t buffer_bytes(const Buffer& buffer, int64_t tokens) {
+  const int64_t rows = tokens * buffer.rows_per_token;
+  int64_t bytes = 0;
+  switch (buffer.kind) {
+    case BufferKind::f32: bytes = rows * buffer.width * 4; break;
+    case BufferKind::bf16: bytes = rows * buffer.width * 2; break;
+    case BufferKind::rows: bytes = rows_bytes(buffer.rows_kind, rows, buffer.width, buffer.group); break;
+  }
+  return (bytes + 127) / 64 * 64;  // one line of slack for whole-vector reads at the end of a row
+}
+
+}  // namespace
+
+// Rows views are laid out for the capacity, so a row's place does not move with the step's size.
+void Program::reserve(int64_t tokens) {
+  if (tokens > arena_tokens_) {
+    const int64_t wanted = std::max<int64_t>(tokens, std::min<int64_t>(2 * arena_tokens_, 4096));
+    int64_t total = 0;
+    for (const Buffer& buffer : buffers_) total += buffer_bytes(buffer, wanted);
+    arena_ = PageBuffer();
+    arena_ = PageBuffer(total);
+    uint8_t* at = arena_.data();
+    for (Buffer& buffer : buffers_) {
+      buffer.data = at;
+      if (buffer.kind == BufferKind::rows)
+        buffer.rows = view_rows(buffer.rows_kind, wanted * buffer.rows_per_token, buffer.width, buffer.group, at);
+      at += buffer_bytes(buffer, wanted);
+    }
+    arena_tokens_ = wanted;
+  }
+  if (scratch_stride_ == 0) {
+    int64_t bytes = 4096;
+    for (const Op& op : ops_) {
+      if (const auto* attention = std::get_if<AttentionOp>(&op.body))
+        bytes = std::max(bytes, active_kernels().attention_scratch_bytes(attention->shape));
+      if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
+      if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
+      if (const auto* head = std::get_if<HeadOp>(&op.body)) bytes = std::max(bytes, buffers_[head->x].width * 4 + 64);
+    }
+    scratch_stride_ = (bytes + 4095) / 4096 * 4096;
+    scratch_ = PageBuffer(scratch_stride_ * pool_.size());
+  }
+}
+
+void Program::plan_attention(const Step& step) {
+  const AttentionBatch batch{step.query_start, step.positions, step.n_sequences};
+  int64_t floats = 0;
+  for (size_t i = 0; i < attention_shapes_.size(); ++i) {
+    plan_attention_tasks(attention_shapes_[i], batch, pool_.size(), attention_plans_[i]);
+    floats = std::max(floats, attention_plans_[i].partial_floats);
+  }
+  if (floats * 4 > partials_.bytes()) partials_ = PageBuffer(floats * 5);
+}
+
+// ---- checks ----
+
+namespace {
+
+void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
+void check_sequence(const Step& step, const KvShape& shape, int64_t s) {
+  const int64_t begin = step.query_start[s], end = step.query_start[s + 1];
+  require(begin < end && end <= step.n_tokens, "query_start does not rise to the number of tokens");
+  const int64_t context = step.context_tokens[s];
+  require(context >= end - begin, "context_tokens is smaller than the sequence's new tokens");
+  require(context <= step.table_width * shape.block_tokens, "block_table is too narrow for context_tokens");
+  const int32_t* blocks = step.block_table + s * step.table_width;
+  for (int64_t i = 0; i * shape.block_tokens < context; ++i)
+    require(blocks[i] >= 0 && blocks[i] < shape.n_blocks, "block_table names a block outside the pool");
+  for (int64_t t = begin; t < end; ++t) {
+    require(step.positions[t] == context - (end - t), "positions are not the last of the sequence's context");
+    const int64_t slot = step.slots[t], position = step.positions[t];
+    require(slot == static_cast<int64_t>(blocks[position / shape.block_tokens]) * shape.block_tokens + position % shape.block_tokens,
+            "slots do not agree with block_table and positions");
+  }
+}
+
+}  // namespace
+
+void Program::check(const Step& step, const KvCache& kv) const {
+  require(!ops_.empty() && step.n_tokens > 0 && step.n_sequences > 0, "nothing to run");
+  require(step.query_start[0] == 0 && step.query_start[step.n_sequences] == step.n_tokens, "query_start does not cover the tokens");
+  require(kv.shape().n_layers == n_layers_, "the KV cache has another number of layers");
+  for (const Op& op : ops_)
+    if (const auto* attention = std::get_if<AttentionOp>(&op.body)) {
+      require(attention->shape.head_dim == kv.shape().head_dim && attention->shape.n_kv_heads == kv.shape().n_kv_heads,
+              "the KV cache has another shape of heads");
+      break;
+    }
+  for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);
+  for (const Table& table : tables_)
+    for (int64_t t = 0; t < step.n_tokens; ++t)
+      require(step.token_ids[t] >= 0 && step.token_ids[t] < table.rows, "a token id is outside the vocabulary");
+  for (int64_t r = 0; r < step.n_logits; ++r)
+    require(step.logits_rows[r] >= 0 && step.logits_rows[r] < step.n_tokens, "logits_rows names a token outside the step");
+  require(step.n_logits <= step.n_tokens, "logits_rows has more rows than tokens");
+}
+
+}  // namespace diptych

@@ -1,0 +1,167 @@
+// A model's forward recorded once and executed whole: a list of typed operations over numbered buffers and packed weights.
+//
+// run() is one parallel region. Threads walk the list together, meet at a barrier after each phase, and thread 0 adds the
+// phase's nanoseconds to its category. Buffers live in one arena that grows to the largest step seen; nothing else is
+// allocated while a step runs. A buffer holds `rows_per_token` rows for each token of the step.
+//
+//   Program program(threads);
+//   int w = program.add_linear(shape, parts, bias);   int x = program.add_f32(hidden);   ...
+//   program.record(NormOp{x, norm, eps, rows});  program.record(LinearOp{...});  ...
+//   program.run(step, kv, logits);
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "attention_plan.h"
+#include "gemm.h"
+#include "kernels.h"
+#include "kv_cache.h"
+#include "thread_pool.h"
+
+namespace diptych {
+
+enum class Category : int32_t { embed, norm, qkv, rope, attention, o, gate_up, down, moe, head, count };
+constexpr int64_t kCategories = static_cast<int64_t>(Category::count);
+extern const char* const kCategoryNames[kCategories];
+
+// One step's arrays, owned by the caller. S sequences, T tokens, M table width, R wanted rows of logits.
+struct Step {
+  const int32_t* token_ids;       // [T]
+  const int32_t* positions;       // [T] consecutive within a sequence
+  const int32_t* slots;           // [T] block * P + offset
+  const int32_t* query_start;     // [S + 1]
+  const int32_t* context_tokens;  // [S] including this step's
+  const int32_t* block_table;     // [S, M]
+  const int32_t* logits_rows;     // [R]
+  int64_t n_tokens, n_sequences, table_width, n_logits;
+};
+
+enum class BufferKind : int32_t { f32, bf16, rows };
+
+struct Buffer {
+  BufferKind kind = BufferKind::f32;
+  int64_t width = 0;
+  int64_t rows_per_token = 1;
+  RowsKind rows_kind = RowsKind::bf16;
+  int64_t group = 32;
+  uint8_t* data = nullptr;  // set by the arena
+  Rows rows;                // the view of `data`, kind rows only
+
+  float* f32() const { return reinterpret_cast<float*>(data); }
+};
+
+struct Table {  // an embedding table that the caller keeps alive
+  const uint8_t* data;
+  Source source;
+  int64_t rows, width;
+};
+
+struct RopeTable {
+  std::vector<double> inverse_frequency;  // [rotary_dim / 2]
+  double attention_factor = 1.0;
+  int64_t n_positions = 0;
+  std::vector<float> cosine, sine;        // [n_positions, rotary_dim / 2]
+  void grow(int64_t positions);
+};
+
+// ---- operations; numbers name buffers (x, y, rows, ...), weights, vectors, tables ----
+
+struct EmbedOp { int table, x; float scale; };
+struct NormOp { int x, weight; float eps; int out; };         // out: rows or f32
+struct AddNormOp { int y, weight; float eps; int x; };        // x += norm(y)
+struct AddOp { int y, x; };                                   // x += y
+struct PrepareOp { int x, rows; };
+struct LinearOp { int weight, rows, out; Store store; Activation activation; };
+struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
+struct AttentionOp { int q, out, layer; AttentionShape shape; };
+struct MoeOp {
+  int router, router_rows, scores;           // router weight, its input, [T, E] fp32
+  std::vector<int> gate_up, down;            // one packed weight per expert
+  int rows;                                  // input of the experts
+  int hidden, hidden_rows;                   // [T * k, F]; hidden_rows alone when the gate writes it directly
+  bool has_hidden;
+  int expanded;                              // [T * k, D] fp32
+  int out;                                   // [T, D] fp32, written
+  int64_t top_k;
+  bool renormalises;
+  Activation activation;
+};
+struct HeadOp { int x, norm; float eps; int rows, weight; float scale, softcap; bool has_softcap; };
+
+using OpBody = std::variant<EmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp>;
+
+struct Op {
+  Category category;
+  OpBody body;
+};
+
+// Which expert rows belong together this step; written by one thread, read by all.
+struct Routing {
+  std::vector<int32_t> expert_ids;     // [T, k] ascending within a token
+  std::vector<float> expert_weights;   // [T, k]
+  std::vector<int32_t> expert_begin;   // [E + 1] into the two lists below
+  std::vector<int32_t> source_rows;    // [T * k] token of each expert row
+  std::vector<int32_t> expanded_rows;  // [T, k] expert row of each choice
+  void resize(int64_t tokens, int64_t top_k, int64_t n_experts);
+};
+
+class Program {
+ public:
+  explicit Program(int threads);
+
+  // Weights. Packing runs on the pool. The three forms: from rows, random, and already packed bytes (copied).
+  int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias);
+  int add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude);
+  int add_packed_linear(const LinearShape& shape, const uint8_t* blob);
+  int add_vector(std::vector<float> values);
+  int add_table(const Table& table);
+  int add_rope(std::vector<double> inverse_frequency, double attention_factor);
+  int add_buffer(const Buffer& buffer);
+  void record(Category category, OpBody body);
+
+  // Runs the whole forward; logits [R, vocab] fp32 is written. Throws std::invalid_argument when an index is out of range.
+  void run(const Step& step, KvCache& kv, float* logits);
+  // ids[i] = index of the largest of logits[i], lowest first among equals; on the pool.
+  void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids);
+
+  const std::array<int64_t, kCategories>& nanoseconds() const { return nanoseconds_; }  // of the last run
+  int threads() const { return pool_.size(); }
+  int64_t weight_bytes() const;
+  int64_t vocab() const { return vocab_; }
+  const PackedLinear& linear_at(int index) const { return linears_.at(index); }
+  const uint8_t* blob_at(int index) const { return blobs_.at(index).data(); }
+
+ private:
+  struct Run;  // one step in flight, program_run.cpp
+  friend struct Run;
+
+  void check(const Step& step, const KvCache& kv) const;
+  void reserve(int64_t tokens);
+  void reserve_routing(const MoeOp& op, int64_t tokens);
+  void plan_attention(const Step& step);
+
+  ThreadPool pool_;
+  std::vector<PageBuffer> blobs_;
+  std::vector<PackedLinear> linears_;
+  std::vector<std::vector<float>> vectors_;
+  std::vector<Table> tables_;
+  std::vector<RopeTable> ropes_;
+  std::vector<Buffer> buffers_;
+  std::vector<Op> ops_;
+  std::vector<AttentionShape> attention_shapes_;  // distinct windows
+  std::vector<AttentionPlan> attention_plans_;    // one for each distinct window
+  std::vector<int> plan_of_op_;                   // index by op; only read for attention
+  PageBuffer arena_, scratch_, partials_;
+  int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, n_layers_ = 0;
+  Routing routing_;
+  std::vector<int32_t> row_numbers_;              // 0, 1, 2, ...
+  std::vector<std::atomic<int32_t>> counters_;    // by op: next attention task
+  std::array<int64_t, kCategories> nanoseconds_{};
+};
+
+}  // namespace diptych

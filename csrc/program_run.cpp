@@ -1,0 +1,340 @@
+// One step of a Program: what each operation does in its phases.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+#include "program.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace diptych {
+namespace {
+
+int64_t now_ns() {
+  using std::chrono::steady_clock;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+// Denormals are zero on every thread alike, whatever the caller's thread was set to: bits must not depend on the thread.
+class FlushDenormals {
+ public:
+#if defined(__x86_64__)
+  FlushDenormals() : before_(_mm_getcsr()) { _mm_setcsr((before_ & ~0x6000u) | 0x8040u); }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#endif
+};
+
+}  // namespace
+
+struct Program::Run {
+  Program& program;
+  const Step& step;
+  KvCache& kv;
+  float* logits;
+  const Kernels& kernels;
+  std::vector<std::atomic<int32_t>>& counters;
+
+  uint8_t* scratch(int thread) const { return program.scratch_.data() + thread * program.scratch_stride_; }
+  const Buffer& buffer(int index) const { return program.buffers_[index]; }
+  const float* vector(int index) const { return program.vectors_[index].data(); }
+  void barrier(int thread) const { program.pool_.barrier(thread); }
+
+  void run(const EmbedOp& op, size_t, int thread, int threads) const;
+  void run(const NormOp& op, size_t, int thread, int threads) const;
+  void run(const AddNormOp& op, size_t, int thread, int threads) const;
+  void run(const AddOp& op, size_t, int thread, int threads) const;
+  void run(const PrepareOp& op, size_t, int thread, int threads) const;
+  void run(const LinearOp& op, size_t, int thread, int threads) const;
+  void run(const RotateOp& op, size_t, int thread, int threads) const;
+  void run(const AttentionOp& op, size_t index, int thread, int threads) const;
+  void run(const MoeOp& op, size_t, int thread, int threads) const;
+  void run(const HeadOp& op, size_t, int thread, int threads) const;
+
+  Epilogue epilogue_to(int out, Store store, Activation activation) const;
+  void route_token(const MoeOp& op, int64_t token) const;
+  void group_by_expert(const MoeOp& op) const;
+  void run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
+                   int thread, int threads) const;
+};
+
+void Program::Run::run(const EmbedOp& op, size_t, int thread, int threads) const {
+  const Table& table = program.tables_[op.table];
+  const Buffer& x = buffer(op.x);
+  const int64_t row_bytes = table.width * (table.source == Source::f32 ? 4 : 2);
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t)
+    kernels.embed_row(table.data + step.token_ids[t] * row_bytes, table.source, x.width, op.scale, x.f32() + t * x.width);
+}
+
+void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
+    kernels.rms_norm_row(x.f32() + t * x.width, vector(op.weight), x.width, op.eps, target);
+    if (out.kind == BufferKind::rows) prepare_row(out.rows, t, row);
+  }
+}
+
+void Program::Run::run(const AddNormOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &y = buffer(op.y);
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    kernels.rms_norm_row(y.f32() + t * y.width, vector(op.weight), y.width, op.eps, row);
+    kernels.add_row(row, x.width, 1.0f, x.f32() + t * x.width);
+  }
+}
+
+void Program::Run::run(const AddOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &y = buffer(op.y);
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) kernels.add_row(y.f32() + t * y.width, x.width, 1.0f, x.f32() + t * x.width);
+}
+
+void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) const {
+  const Buffer& x = buffer(op.x);
+  const Range part = share(step.n_tokens * x.rows_per_token, thread, threads);
+  prepare_rows(buffer(op.rows).rows, x.f32(), x.width, part.begin, part.end);
+}
+
+Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation) const {
+  const Buffer& target = buffer(out);
+  Epilogue epilogue;
+  epilogue.store = store;
+  epilogue.activation = activation;
+  epilogue.out = target.data;
+  epilogue.out_stride = target.width;
+  if (target.kind == BufferKind::rows) {
+    epilogue.out = target.rows.data;
+    epilogue.out_stride = target.rows.stride_bytes / 2;
+  }
+  return epilogue;
+}
+
+void Program::Run::run(const LinearOp& op, size_t, int thread, int threads) const {
+  linear(program.linears_[op.weight], buffer(op.rows).rows, nullptr, step.n_tokens, epilogue_to(op.out, op.store, op.activation),
+         thread, threads);
+}
+
+void Program::Run::run(const RotateOp& op, size_t, int thread, int threads) const {
+  RotateCall call;
+  call.shape = op.shape;
+  if (op.has_q_norm) call.shape.q_norm = vector(op.q_norm);
+  if (op.has_k_norm) call.shape.k_norm = vector(op.k_norm);
+  if (op.has_rope) {
+    const RopeTable& rope = program.ropes_[op.rope];
+    call.shape.rotary_dim = 2 * static_cast<int64_t>(rope.inverse_frequency.size());
+    call.shape.cos_table = rope.cosine.data();
+    call.shape.sin_table = rope.sine.data();
+  }
+  call.kv = kv.layer(op.layer);
+  call.qkv = buffer(op.qkv).f32();
+  call.q_out = reinterpret_cast<uint16_t*>(buffer(op.q).data);
+  call.positions = step.positions;
+  call.slots = step.slots;
+  call.n_tokens = step.n_tokens;
+  float* memory = reinterpret_cast<float*>(scratch(thread));
+  const int64_t heads = op.shape.n_kv_heads;
+  const Range part = share(step.n_tokens * heads, thread, threads);
+  for (int64_t i = part.begin; i < part.end; ++i) kernels.rotate_token(call, i / heads, i % heads, memory);
+}
+
+void Program::Run::run(const AttentionOp& op, size_t index, int thread, int threads) const {
+  const AttentionPlan& plan = program.attention_plans_[program.plan_of_op_[index]];
+  const Buffer& out = buffer(op.out);
+  AttentionCall call;
+  call.shape = op.shape;
+  call.kv = kv.layer(op.layer);
+  call.q = reinterpret_cast<const uint16_t*>(buffer(op.q).data);
+  call.positions = step.positions;
+  call.block_table = step.block_table;
+  call.table_width = step.table_width;
+  call.out_stride = out.width;
+  call.partials = reinterpret_cast<float*>(program.partials_.data());
+  if (out.kind == BufferKind::rows) {
+    call.out_bf16 = reinterpret_cast<uint16_t*>(out.rows.data);
+    call.out_stride = out.rows.stride_bytes / 2;
+  } else {
+    call.out_f32 = out.f32();
+  }
+  const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
+  std::atomic<int32_t>& next = counters[index];
+  for (int32_t i = next.fetch_add(1, std::memory_order_relaxed); i < n_tasks; i = next.fetch_add(1, std::memory_order_relaxed))
+    kernels.attention(call, plan.tasks[i], scratch(thread));
+  if (plan.combines.empty()) return;
+  barrier(thread);
+  const int64_t group = op.shape.n_heads / op.shape.n_kv_heads;
+  for (const AttentionTask& task : plan.combines) {
+    const Range rows = share((task.token_end - task.token_begin) * group, thread, threads);
+    kernels.attention_combine(call, task, rows.begin, rows.end, scratch(thread));
+  }
+}
+
+// ---- mixture of experts ----
+
+// Softmax over all experts, the k largest (lowest index first among equals), kept in ascending order of expert.
+void Program::Run::route_token(const MoeOp& op, int64_t token) const {
+  const int64_t n_experts = static_cast<int64_t>(op.down.size()), top_k = op.top_k;
+  float* scores = buffer(op.scores).f32() + token * n_experts;
+  kernels.softmax_row(scores, n_experts);
+  int32_t* ids = program.routing_.expert_ids.data() + token * top_k;
+  float* weights = program.routing_.expert_weights.data() + token * top_k;
+  float total = 0.0f;
+  for (int64_t j = 0; j < top_k; ++j) {
+    const int64_t best = kernels.argmax_row(scores, n_experts);
+    const float weight = scores[best];
+    scores[best] = -1.0f;
+    total += weight;
+    int64_t at = j;
+    for (; at > 0 && ids[at - 1] > best; --at) ids[at] = ids[at - 1], weights[at] = weights[at - 1];
+    ids[at] = static_cast<int32_t>(best), weights[at] = weight;
+  }
+  if (!op.renormalises) return;
+  for (int64_t j = 0; j < top_k; ++j) weights[j] /= total;
+}
+
+void Program::Run::group_by_expert(const MoeOp& op) const {
+  Routing& routing = program.routing_;
+  const int64_t n_experts = static_cast<int64_t>(op.down.size()), choices = step.n_tokens * op.top_k;
+  int32_t* begin = routing.expert_begin.data();
+  std::memset(begin, 0, static_cast<size_t>(n_experts + 1) * 4);
+  for (int64_t i = 0; i < choices; ++i) ++begin[routing.expert_ids[i] + 1];
+  for (int64_t e = 0; e < n_experts; ++e) begin[e + 1] += begin[e];
+  for (int64_t i = 0; i < choices; ++i) {  // begin[e] walks to the end of expert e, then all move back by one
+    const int32_t row = begin[routing.expert_ids[i]]++;
+    routing.source_rows[row] = static_cast<int32_t>(i / op.top_k);
+    routing.expanded_rows[i] = row;
+  }
+  for (int64_t e = n_experts; e > 0; --e) begin[e] = begin[e - 1];
+  begin[0] = 0;
+}
+
+// Every expert's rows through its weight; the expert rows of the output are consecutive.
+void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered,
+                               const Epilogue& epilogue, int thread, int threads) const {
+  const Routing& routing = program.routing_;
+  (void)op;
+  for (size_t e = 0; e < weights.size(); ++e) {
+    const int64_t begin = routing.expert_begin[e], n = routing.expert_begin[e + 1] - begin;
+    if (n == 0) continue;
+    Epilogue target = epilogue;
+    const int64_t element = epilogue.store == Store::bf16 ? 2 : 4;
+    target.out = static_cast<uint8_t*>(epilogue.out) + begin * epilogue.out_stride * element;
+    const int32_t* row_ids = is_gathered ? routing.source_rows.data() + begin : program.row_numbers_.data() + begin;
+    linear(program.linears_[weights[e]], rows, row_ids, n, target, thread, threads);
+  }
+}
+
+void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
+  const Range tokens = share(step.n_tokens, thread, threads);
+  const int64_t choices = step.n_tokens * op.top_k;
+  linear(program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
+         epilogue_to(op.scores, Store::f32, Activation::silu), thread, threads);
+  barrier(thread);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) route_token(op, t);
+  barrier(thread);
+  if (thread == 0) group_by_expert(op);
+  barrier(thread);
+  const int hidden = op.has_hidden ? op.hidden : op.hidden_rows;
+  run_experts(op, op.gate_up, buffer(op.rows).rows, true,
+              epilogue_to(hidden, op.has_hidden ? Store::f32 : Store::bf16, op.activation), thread, threads);
+  barrier(thread);
+  const Rows& hidden_rows = buffer(op.hidden_rows).rows;
+  if (op.has_hidden) {
+    const Range part = share(choices, thread, threads);
+    prepare_rows(hidden_rows, buffer(op.hidden).f32(), buffer(op.hidden).width, part.begin, part.end);
+    barrier(thread);
+  }
+  run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation), thread, threads);
+  barrier(thread);
+  const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+    float* y = out.f32() + t * out.width;
+    std::memset(y, 0, static_cast<size_t>(out.width) * 4);
+    for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j)
+      kernels.add_row(expanded.f32() + program.routing_.expanded_rows[j] * out.width, out.width,
+                      program.routing_.expert_weights[j], y);
+  }
+}
+
+void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const {
+  if (step.n_logits == 0) return;
+  const Buffer& x = buffer(op.x);
+  const Rows& rows = buffer(op.rows).rows;
+  float* row = reinterpret_cast<float*>(scratch(thread));
+  const Range part = share(step.n_logits, thread, threads);
+  for (int64_t r = part.begin; r < part.end; ++r) {
+    kernels.rms_norm_row(x.f32() + step.logits_rows[r] * x.width, vector(op.norm), x.width, op.eps, row);
+    if (op.scale != 1.0f)
+      for (int64_t i = 0; i < x.width; ++i) row[i] *= op.scale;
+    prepare_row(rows, r, row);
+  }
+  barrier(thread);
+  Epilogue epilogue;
+  epilogue.out = logits;
+  epilogue.out_stride = program.vocab_;
+  linear(program.linears_[op.weight], rows, nullptr, step.n_logits, epilogue, thread, threads);
+  if (!op.has_softcap) return;
+  barrier(thread);
+  const int64_t unit = 4096, pieces = (program.vocab_ + unit - 1) / unit;
+  const Range work = share(step.n_logits * pieces, thread, threads);
+  for (int64_t i = work.begin; i < work.end; ++i) {
+    const int64_t begin = i % pieces * unit, end = begin + unit < program.vocab_ ? begin + unit : program.vocab_;
+    kernels.softcap_row(logits + i / pieces * program.vocab_ + begin, end - begin, op.softcap);
+  }
+}
+
+// ---- the step ----
+
+void Program::run(const Step& step, KvCache& kv, float* logits) {
+  check(step, kv);
+  reserve(step.n_tokens);
+  plan_attention(step);
+  int64_t positions = 0;
+  for (int64_t s = 0; s < step.n_sequences; ++s) positions = positions < step.context_tokens[s] ? step.context_tokens[s] : positions;
+  for (RopeTable& rope : ropes_) rope.grow(positions);
+  for (const Op& op : ops_)
+    if (const auto* moe = std::get_if<MoeOp>(&op.body)) reserve_routing(*moe, step.n_tokens);
+  if (counters_.size() != ops_.size()) counters_ = std::vector<std::atomic<int32_t>>(ops_.size());
+  for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
+  nanoseconds_.fill(0);
+
+  const Run run{*this, step, kv, logits, active_kernels(), counters_};
+  pool_.run([&](int thread, int threads) {
+    const FlushDenormals flush;
+    int64_t before = thread == 0 ? now_ns() : 0;
+    for (size_t i = 0; i < ops_.size(); ++i) {
+      std::visit([&](const auto& op) { run.run(op, i, thread, threads); }, ops_[i].body);
+      pool_.barrier(thread);
+      if (thread != 0) continue;
+      const int64_t after = now_ns();
+      nanoseconds_[static_cast<size_t>(ops_[i].category)] += after - before;
+      before = after;
+    }
+  });
+}
+
+void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
+  routing_.resize(tokens, op.top_k, static_cast<int64_t>(op.down.size()));
+  for (int64_t i = static_cast<int64_t>(row_numbers_.size()); i < tokens * op.top_k; ++i)
+    row_numbers_.push_back(static_cast<int32_t>(i));
+}
+
+void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids) {
+  const Kernels& kernels = active_kernels();
+  auto some = [&](int thread, int threads) {
+    const Range part = share(rows, thread, threads);
+    for (int64_t r = part.begin; r < part.end; ++r) ids[r] = kernels.argmax_row(logits + r * vocab, vocab);
+  };
+  rows == 1 ? some(0, 1) : pool_.run(some);
+}
+
+}  // namespace diptych
