@@ -36,7 +36,8 @@ KBlocks cut_inputs(const PackedLinear& w) {
     cut.x_bytes = 4;
   }
   const int64_t blocks = std::max<int64_t>(1, (w.panel_bytes + kBlockPanelBytes - 1) / kBlockPanelBytes);
-  cut.units_per_block = (cut.units + blocks - 1) / blocks;
+  // Whole unrolled rounds of the kernels (8 steps); an int4 group is a unit of its own.
+  cut.units_per_block = round_up((cut.units + blocks - 1) / blocks, w.shape.format == Format::int4 ? 1 : 8);
   return cut;
 }
 

@@ -1,0 +1,330 @@
+// Python bindings: diptych.compute.ops._cpu. Every array is checked for dtype, shape and contiguity here, then the GIL is
+// released; the kernels below see raw pointers.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "program.h"
+
+namespace nb = nanobind;
+
+namespace diptych {
+namespace {
+
+using AnyArray = nb::ndarray<nb::ro, nb::device::cpu>;
+using I32 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using I32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using F32Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using F32Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using F32Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using F32Cube = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+Source source_of(const AnyArray& array) {
+  const nb::dlpack::dtype dtype = array.dtype();
+  const bool is_float = dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float) && dtype.lanes == 1;
+  const bool is_bfloat = dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.lanes == 1;
+  if (is_bfloat && dtype.bits == 16) return Source::bf16;
+  if (is_float && dtype.bits == 16) return Source::f16;
+  if (is_float && dtype.bits == 32) return Source::f32;
+  throw std::invalid_argument("a weight must be float32, float16 or bfloat16");
+}
+
+void require_matrix(const AnyArray& array) {
+  if (array.ndim() != 2) throw std::invalid_argument("a weight must have two axes");
+  if (array.stride(1) != 1) throw std::invalid_argument("a weight's rows must be contiguous");
+}
+
+Format format_of(const std::string& name) {
+  if (name == "bf16") return Format::bf16;
+  if (name == "int8") return Format::int8;
+  if (name == "int4") return Format::int4;
+  throw std::invalid_argument("unknown weight format " + name);
+}
+
+Activation activation_of(const std::string& name) {
+  if (name == "silu") return Activation::silu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  throw std::invalid_argument("unknown activation " + name);
+}
+
+Category category_of(const std::string& name) {
+  for (int64_t i = 0; i < kCategories; ++i)
+    if (name == kCategoryNames[i]) return static_cast<Category>(i);
+  throw std::invalid_argument("unknown category " + name);
+}
+
+int add_linear(Program& program, const LinearShape& shape, const std::vector<AnyArray>& arrays, std::optional<F32Vector> bias) {
+  std::vector<WeightPart> parts;
+  int64_t rows = 0;
+  for (const AnyArray& array : arrays) {
+    require_matrix(array);
+    if (static_cast<int64_t>(array.shape(1)) != shape.k) throw std::invalid_argument("a weight's second axis is not k");
+    parts.push_back({array.data(), source_of(array), static_cast<int64_t>(array.shape(0)), array.stride(0)});
+    rows += static_cast<int64_t>(array.shape(0));
+  }
+  if (rows != shape.n) throw std::invalid_argument("the parts' rows do not add up to n");
+  if (bias.has_value() != shape.has_bias) throw std::invalid_argument("has_bias and bias disagree");
+  if (bias && static_cast<int64_t>(bias->shape(0)) != shape.n) throw std::invalid_argument("the bias is not n long");
+  const float* bias_data = bias ? bias->data() : nullptr;
+  nb::gil_scoped_release release;
+  return program.add_linear(shape, parts, bias_data);
+}
+
+int add_packed_linear(Program& program, const LinearShape& shape, Bytes blob) {
+  if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(shape)) throw std::invalid_argument("the packed weight has another size");
+  nb::gil_scoped_release release;
+  return program.add_packed_linear(shape, blob.data());
+}
+
+int add_table(Program& program, AnyArray array) {
+  require_matrix(array);
+  if (array.stride(0) != static_cast<int64_t>(array.shape(1))) throw std::invalid_argument("a table must be contiguous");
+  return program.add_table({static_cast<const uint8_t*>(array.data()), source_of(array), static_cast<int64_t>(array.shape(0)),
+                            static_cast<int64_t>(array.shape(1))});
+}
+
+int add_rows(Program& program, const std::string& format, int64_t width, int64_t group, int64_t rows_per_token) {
+  Buffer buffer;
+  buffer.kind = BufferKind::rows;
+  buffer.width = width;
+  buffer.group = group;
+  buffer.rows_kind = rows_kind(format_of(format));
+  buffer.rows_per_token = rows_per_token;
+  return program.add_buffer(buffer);
+}
+
+int add_plain(Program& program, BufferKind kind, int64_t width, int64_t rows_per_token) {
+  Buffer buffer;
+  buffer.kind = kind;
+  buffer.width = width;
+  buffer.rows_per_token = rows_per_token;
+  return program.add_buffer(buffer);
+}
+
+void run(Program& program, I32 token_ids, I32 positions, I32 slots, I32 query_start, I32 context_tokens, I32Table block_table,
+         I32 logits_rows, KvCache& kv, F32Out logits) {
+  const size_t tokens = token_ids.shape(0), sequences = context_tokens.shape(0);
+  if (positions.shape(0) != tokens || slots.shape(0) != tokens) throw std::invalid_argument("positions and slots need one entry per token");
+  if (query_start.shape(0) != sequences + 1 || block_table.shape(0) != sequences)
+    throw std::invalid_argument("query_start and block_table disagree with context_tokens");
+  if (logits.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(logits.shape(1)) != program.vocab())
+    throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
+  const Step step{token_ids.data(),   positions.data(),   slots.data(),
+                  query_start.data(), context_tokens.data(), block_table.data(),
+                  logits_rows.data(), static_cast<int64_t>(tokens), static_cast<int64_t>(sequences),
+                  static_cast<int64_t>(block_table.shape(1)), static_cast<int64_t>(logits_rows.shape(0))};
+  nb::gil_scoped_release release;
+  program.run(step, kv, logits.data());
+}
+
+nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> argmax(Program& program, F32Matrix logits) {
+  const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
+  int64_t* ids = new int64_t[rows > 0 ? rows : 1];
+  nb::capsule owner(ids, [](void* p) noexcept { delete[] static_cast<int64_t*>(p); });
+  {
+    nb::gil_scoped_release release;
+    program.argmax(logits.data(), rows, vocab, ids);
+  }
+  return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(ids, {static_cast<size_t>(rows)}, owner);
+}
+
+nb::dict nanoseconds(const Program& program) {
+  nb::dict out;
+  for (int64_t i = 0; i < kCategories; ++i) out[kCategoryNames[i]] = program.nanoseconds()[i];
+  return out;
+}
+
+nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_blob(Program& program, int index) {
+  const size_t bytes = static_cast<size_t>(packed_bytes(program.linear_at(index).shape));
+  return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(program.blob_at(index), {bytes}, nb::find(program));
+}
+
+void check_blocks(const KvCache& kv, const I32& block_ids, int64_t n_tokens) {
+  if (static_cast<int64_t>(block_ids.shape(0)) * kv.shape().block_tokens < n_tokens) throw std::invalid_argument("too few blocks for n_tokens");
+  for (size_t i = 0; i < block_ids.shape(0); ++i)
+    if (block_ids(i) < 0 || block_ids(i) >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
+}
+
+void check_layer(const KvCache& kv, int64_t layer) {
+  if (layer < 0 || layer >= kv.shape().n_layers) throw std::invalid_argument("no such layer");
+}
+
+void copy_blocks(KvCache& kv, const std::vector<std::array<int64_t, 2>>& pairs) {
+  for (const auto& pair : pairs)
+    for (int64_t block : pair)
+      if (block < 0 || block >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
+  nb::gil_scoped_release release;
+  for (const auto& pair : pairs) kv.copy_block(pair[0], pair[1]);
+}
+
+using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+template <class Cube>
+void check_cube(const KvCache& kv, const Cube& cube, int64_t n_tokens) {
+  const KvShape& shape = kv.shape();
+  if (static_cast<int64_t>(cube.shape(0)) != shape.n_kv_heads || static_cast<int64_t>(cube.shape(1)) != n_tokens ||
+      static_cast<int64_t>(cube.shape(2)) != shape.head_dim)
+    throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
+}
+
+void read_kv(const KvCache& kv, int64_t layer, I32 block_ids, F32CubeOut k, F32CubeOut v) {
+  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
+  check_layer(kv, layer);
+  check_blocks(kv, block_ids, n_tokens);
+  check_cube(kv, k, n_tokens);
+  check_cube(kv, v, n_tokens);
+  nb::gil_scoped_release release;
+  kv.read(layer, block_ids.data(), n_tokens, k.data(), v.data());
+}
+
+void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
+  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
+  check_layer(kv, layer);
+  check_blocks(kv, block_ids, n_tokens);
+  check_cube(kv, k, n_tokens);
+  check_cube(kv, v, n_tokens);
+  nb::gil_scoped_release release;
+  kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
+}
+
+KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
+  if (format != "bf16" && format != "int8") throw std::invalid_argument("unknown KV format " + format);
+  KvShape shape;
+  shape.n_layers = n_layers, shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
+  shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim;
+  shape.format = format == "bf16" ? KvFormat::bf16 : KvFormat::int8;
+  return shape;
+}
+
+AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
+                               std::optional<float> softcap) {
+  if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
+  if (head_dim < 2 || head_dim % 2 != 0 || head_dim > 512) throw std::invalid_argument("head_dim must be even and at most 512");
+  AttentionShape shape;
+  shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.scale = scale;
+  if (window) shape.window = *window;
+  if (softcap) shape.has_softcap = true, shape.softcap = *softcap;
+  return shape;
+}
+
+void bind_shapes(nb::module_& m) {
+  nb::class_<LinearShape>(m, "LinearShape")
+      .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias) {
+        new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias};
+      }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 32, nb::arg("is_gated") = false, nb::arg("has_bias") = false)
+      .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
+  nb::class_<AttentionShape>(m, "AttentionShape")
+      .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
+                          std::optional<int64_t> window, std::optional<float> softcap) {
+        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap));
+      }, nb::kw_only(), nb::arg("n_heads"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
+         nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none());
+}
+
+void bind_kv(nb::module_& m) {
+  nb::class_<KvCache>(m, "KvCache")
+      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
+        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format));
+      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"))
+      .def_prop_ro("nbytes", &KvCache::bytes)
+      .def("copy_blocks", &copy_blocks)
+      .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
+      .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
+  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
+    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format);
+    return n_layers * shape.block_bytes();
+  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"));
+}
+
+void bind_operations(nb::class_<Program>& program) {
+  program
+      .def("embed", [](Program& p, int table, int x, float scale) { p.record(Category::embed, EmbedOp{table, x, scale}); })
+      .def("norm", [](Program& p, int x, int weight, float eps, int out) { p.record(Category::norm, NormOp{x, weight, eps, out}); })
+      .def("add_norm", [](Program& p, int y, int weight, float eps, int x) { p.record(Category::norm, AddNormOp{y, weight, eps, x}); })
+      .def("add", [](Program& p, int y, int x) { p.record(Category::norm, AddOp{y, x}); })
+      .def("prepare", [](Program& p, int x, int rows) { p.record(Category::norm, PrepareOp{x, rows}); })
+      .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation) {
+        const Store kind = store == "f32" ? Store::f32 : store == "bf16" ? Store::bf16 : Store::add_f32;
+        p.record(category_of(category), LinearOp{weight, rows, out, kind, activation_of(activation)});
+      }, nb::kw_only(), nb::arg("category"), nb::arg("weight"), nb::arg("rows"), nb::arg("out"), nb::arg("store") = "f32", nb::arg("activation") = "silu")
+      .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
+                        std::optional<int> k_norm, bool has_full_width_norm, float norm_eps) {
+        RotateOp op{};
+        op.qkv = qkv, op.q = q, op.layer = layer;
+        op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim;
+        op.shape.has_full_width_norm = has_full_width_norm, op.shape.norm_eps = norm_eps;
+        if (rope) op.has_rope = true, op.rope = *rope;
+        if (q_norm) op.has_q_norm = true, op.q_norm = *q_norm;
+        if (k_norm) op.has_k_norm = true, op.k_norm = *k_norm;
+        p.record(Category::rope, op);
+      }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
+         nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"))
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape) {
+        p.record(Category::attention, AttentionOp{q, out, layer, shape});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"))
+      .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
+                     std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation) {
+        MoeOp op{};
+        op.router = router, op.router_rows = router_rows, op.scores = scores;
+        op.gate_up = std::move(gate_up), op.down = std::move(down), op.rows = rows;
+        if (hidden) op.has_hidden = true, op.hidden = *hidden;
+        op.hidden_rows = hidden_rows, op.expanded = expanded, op.out = out;
+        op.top_k = top_k, op.renormalises = renormalises, op.activation = activation_of(activation);
+        if (op.gate_up.size() != op.down.size() || top_k < 1 || top_k > static_cast<int64_t>(op.down.size())) throw std::invalid_argument("top_k or the experts are wrong");
+        p.record(Category::moe, std::move(op));
+      }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
+         nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"))
+      .def("head", [](Program& p, int x, int norm, float eps, int rows, int weight, float scale, std::optional<float> softcap) {
+        p.record(Category::head, HeadOp{x, norm, eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value()});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("norm"), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none());
+}
+
+void bind_program(nb::module_& m) {
+  nb::class_<Program> program(m, "Program");
+  program.def(nb::init<int>(), nb::arg("threads"))
+      .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
+      .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
+      .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
+      .def("add_vector", [](Program& p, F32Vector v) { return p.add_vector(std::vector<float>(v.data(), v.data() + v.shape(0))); })
+      .def("add_table", &add_table, nb::keep_alive<1, 2>())
+      .def("add_rope", &Program::add_rope, nb::arg("inverse_frequency"), nb::arg("attention_factor"))
+      .def("add_f32", [](Program& p, int64_t width, int64_t rows) { return add_plain(p, BufferKind::f32, width, rows); }, nb::arg("width"), nb::arg("rows_per_token") = 1)
+      .def("add_bf16", [](Program& p, int64_t width) { return add_plain(p, BufferKind::bf16, width, 1); }, nb::arg("width"))
+      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("group") = 32, nb::arg("rows_per_token") = 1)
+      .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("query_start"), nb::arg("context_tokens"),
+           nb::arg("block_table"), nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"))
+      .def("argmax", &argmax)
+      .def("nanoseconds", &nanoseconds)
+      .def("packed_blob", &packed_blob)
+      .def_prop_ro("weight_bytes", &Program::weight_bytes)
+      .def_prop_ro("threads", &Program::threads);
+  bind_operations(program);
+}
+
+}  // namespace
+}  // namespace diptych
+
+NB_MODULE(_cpu, m) {
+  using namespace diptych;
+  bind_shapes(m);
+  bind_kv(m);
+  bind_program(m);
+  m.def("instruction_sets", [] {
+    std::vector<std::string> names;
+    for (int isa = static_cast<int>(best_isa()); isa >= 0; --isa) names.push_back(isa_name(static_cast<Isa>(isa)));
+    return names;
+  });
+  m.def("instruction_set", [] { return std::string(isa_name(active_isa())); });
+  m.def("set_instruction_set", [](const std::string& name) {
+    for (int isa = 0; isa <= static_cast<int>(Isa::avx512); ++isa)
+      if (name == isa_name(static_cast<Isa>(isa))) return set_isa(static_cast<Isa>(isa));
+    return false;
+  });
+}

@@ -1,0 +1,330 @@
+"""The linear layers of csrc (bf16, int8, int4) against exact references, and their promise of equal bits."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.native
+
+BENCH = Path(__file__).resolve().parents[2] / "csrc" / "bench"
+FORMATS = {"bf16": 0, "int8": 1, "int4": 2}
+SOURCES = {"f32": 0, "bf16": 1, "f16": 2}
+ISAS = {"scalar": 0, "avx2": 1, "avx512": 2}
+STORE_F32, STORE_BF16, ADD_F32 = 0, 1, 2
+SILU, GELU_TANH = 0, 1
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    if shutil.which("make") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("needs make and a C++ compiler")
+    library = BENCH.parents[1] / "build" / "kernels" / "libdiptych_kernels.so"
+    subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), str(library)], check=True, capture_output=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.kernels_packed_bytes.restype = ctypes.c_int64
+    loaded.kernels_pool_check.restype = ctypes.c_int64
+    return loaded
+
+
+@pytest.fixture(params=list(ISAS))
+def isa(request: pytest.FixtureRequest, kernels: ctypes.CDLL):
+    if not kernels.kernels_set_isa(ISAS[request.param]):
+        pytest.skip(f"this CPU cannot run {request.param}")
+    yield request.param
+    kernels.kernels_set_isa(kernels.kernels_best_isa())
+
+
+def address(array: np.ndarray | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if array is None else array.ctypes.data)
+
+
+def aligned(n_bytes: int) -> np.ndarray:
+    raw = np.zeros(n_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + n_bytes]
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclass
+class Packed:
+    """W [n,k] in its packed form, and what that form stands for in fp32."""
+
+    kernels: ctypes.CDLL
+    shape: np.ndarray
+    blob: np.ndarray
+    bias: np.ndarray | None
+
+    @property
+    def n_outputs(self) -> int:
+        return int(self.shape[1]) // (2 if self.shape[4] else 1)
+
+    def unpacked(self) -> np.ndarray:
+        out = np.zeros((int(self.shape[1]), int(self.shape[2])), np.float32)
+        self.kernels.kernels_unpack(address(self.shape), address(self.blob), address(out))
+        return out
+
+    def apply(self, x, *, threads=2, store=STORE_F32, activation=SILU, row_ids=None, out=None, out_rows=None, weights=None):
+        x = np.ascontiguousarray(x, np.float32)
+        m = len(x) if row_ids is None else len(row_ids)
+        if out is None:
+            out = np.zeros((m, self.n_outputs), np.uint16 if store == STORE_BF16 else np.float32)
+        self.kernels.kernels_linear(
+            address(self.shape), address(self.blob), address(x), ctypes.c_int64(len(x)), address(row_ids), ctypes.c_int64(m),
+            store, activation, address(out), ctypes.c_int64(out.shape[1]), address(out_rows), address(weights), threads,
+        )  # fmt: skip
+        return out
+
+
+def pack(kernels, format_name, parts, *, group=32, gated=False, bias=None, source="f32", threads=2) -> Packed:
+    stored = []
+    for part in parts:
+        converted = {"f32": lambda p: p.astype(np.float32), "bf16": to_bf16, "f16": lambda p: p.astype(np.float16)}[source](part)
+        stored.append(np.ascontiguousarray(converted))
+    n, k = sum(len(p) for p in parts), parts[0].shape[1]
+    shape = np.array([FORMATS[format_name], n, k, group, gated, bias is not None], np.int64)
+    blob = aligned(kernels.kernels_packed_bytes(address(shape)))
+    table = np.array([[p.ctypes.data, SOURCES[source], len(p), p.shape[1]] for p in stored], np.int64)
+    kernels.kernels_pack(address(shape), address(table), ctypes.c_int64(len(stored)), address(bias), address(blob), threads)
+    return Packed(kernels, shape, blob, bias)
+
+
+def prepared(kernels, format_name, x) -> np.ndarray:
+    """What the activations stand for after preparation, in fp64."""
+    x = np.ascontiguousarray(x, np.float32)
+    m, k = x.shape
+    if format_name == "bf16":
+        bits = np.zeros((m, k), np.uint16)
+        kernels.kernels_prepare(0, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(bits), address(None))
+        return from_bf16(bits).astype(np.float64)
+    q, scales = np.zeros((m, k), np.int8), np.zeros(m, np.float32)
+    kernels.kernels_prepare(1, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(q), address(scales))
+    return q.astype(np.float64) * scales[:, None]
+
+
+def reference(packed: Packed, format_name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """y = x W^T + b in fp64 on the rounded operands, and the scale of its rounding: sum of |x| |w| + |b|."""
+    rows, w = prepared(packed.kernels, format_name, x), packed.unpacked().astype(np.float64)
+    bias = np.zeros(len(w)) if packed.bias is None else packed.bias.astype(np.float64)
+    return rows @ w.T + bias, np.abs(rows) @ np.abs(w).T + np.abs(bias)
+
+
+def world(seed: int, m: int, n: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((m, k)).astype(np.float32) * rng.uniform(0.1, 4.0, (m, 1)).astype(np.float32)
+    w = rng.standard_normal((n, k)).astype(np.float32) * 0.05
+    return x, w, rng.standard_normal(n).astype(np.float32)
+
+
+SHAPES = [(1, 64, 32), (3, 1, 1), (5, 70, 33), (6, 128, 96), (7, 65, 127), (13, 200, 300), (16, 96, 256), (50, 130, 160)]
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_linear_equals_the_exact_product_of_its_rounded_operands(kernels, isa, format_name, m, n, k):
+    """Everything above trusts this: one wrong lane at an odd edge is a wrong model."""
+    x, w, bias = world(m * 7919 + n, m, n, k)
+    packed = pack(kernels, format_name, [w], bias=bias)
+    exact, scale = reference(packed, format_name, x)
+    # bf16 and int4 add in fp32 (k or k/group roundings); int8 sums are exact and only the last scaling rounds.
+    steps = 8 if format_name == "int8" else 8 + k
+    assert np.all(np.abs(packed.apply(x) - exact) <= scale * steps * 2.0**-24)
+
+
+@pytest.mark.parametrize("k", [2500, 9000])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_partial_sums_survive_the_blocks_of_k(kernels, isa, format_name, k):
+    """Large K is cut for the cache; the cut must neither lose a block nor change a bit between row counts."""
+    x, w, bias = world(k, 9, 67, k)
+    packed = pack(kernels, format_name, [w], bias=bias)
+    whole = packed.apply(x)
+    exact, scale = reference(packed, format_name, x)
+    assert np.all(np.abs(whole - exact) <= scale * 2.0**-14)
+    assert np.array_equal(packed.apply(x[4:5])[0], whole[4])
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_a_row_has_the_same_bits_alone_and_in_any_company(kernels, isa, format_name):
+    """Phase equality (DESIGN section 4): decode is one row, prefill many; caching is lossless only if they agree."""
+    x, w, bias = world(11, 50, 200, 416)
+    packed = pack(kernels, format_name, [w], bias=bias, group=32)
+    alone = np.concatenate([packed.apply(x[i : i + 1], threads=1) for i in range(len(x))])
+    for threads in (1, 2, 3):
+        for m in (*range(1, 15), 16, 24, 31, 50):
+            assert np.array_equal(packed.apply(x[:m], threads=threads), alone[:m]), (threads, m)
+    shuffled = np.random.default_rng(5).permutation(len(x))
+    assert np.array_equal(packed.apply(x[shuffled]), alone[shuffled])
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_many_rows_have_the_bits_of_few(kernels, format_name):
+    """Prefill cuts rows into cache blocks; rows at the edges of a block are the ones that could differ."""
+    x, w, bias = world(12, 500, 130, 192)
+    packed = pack(kernels, format_name, [w], bias=bias, group=64)
+    whole = packed.apply(x)
+    for first, last in ((0, 1), (190, 197), (383, 385), (490, 500)):
+        assert np.array_equal(packed.apply(x[first:last], threads=1), whole[first:last])
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_groups_reconstruct_the_weights(kernels, isa, group):
+    """Each weight must land within about half a step of its group's grid, also in a ragged last group."""
+    _, w, _ = world(21, 1, 70, 300)
+    got = pack(kernels, "int4", [w], group=group).unpacked()
+    for start in range(0, w.shape[1], group):
+        part = w[:, start : start + group]
+        low, high = np.minimum(part.min(1), 0 if part.shape[1] < group else np.inf), part.max(1)
+        step = (high - low)[:, None] / 15
+        error = np.abs(got[:, start : start + group] - part)
+        assert error.max() <= step.max() * 2.0
+        assert np.sqrt((error**2).mean()) <= 0.32 * step.mean()
+
+
+def test_int8_weights_are_within_half_a_step(kernels, isa):
+    """Symmetric per-lane scales: the largest weight of a lane is exact, no other is further than half a step."""
+    _, w, _ = world(22, 1, 70, 300)
+    got = pack(kernels, "int8", [w]).unpacked()
+    step = np.abs(w).max(1, keepdims=True) / 127
+    assert np.all(np.abs(got - w) <= step * 0.5001)
+
+
+@pytest.mark.parametrize("source", ["bf16", "f16"])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_packing_reads_every_checkpoint_type(kernels, isa, format_name, source):
+    """Checkpoints are bf16 or fp16; the packed form must be that of the same values in fp32."""
+    _, w, _ = world(31, 1, 66, 130)
+    w[3, 5], w[4, 6] = 0.0, 1e-7  # zero and an fp16 subnormal
+    values = from_bf16(to_bf16(w)) if source == "bf16" else w.astype(np.float16).astype(np.float32)
+    assert np.array_equal(pack(kernels, format_name, [values], source=source).blob, pack(kernels, format_name, [values]).blob)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_packed_bytes_do_not_depend_on_threads_or_instruction_set(kernels, format_name):
+    """A quantised checkpoint saved on one machine must be the one another machine would make."""
+    _, w, bias = world(32, 1, 200, 224)
+    blobs = []
+    for isa_id in ISAS.values():
+        if kernels.kernels_set_isa(isa_id):
+            blobs += [pack(kernels, format_name, [w], bias=bias, threads=threads).blob for threads in (1, 3)]
+    kernels.kernels_set_isa(kernels.kernels_best_isa())
+    assert len(blobs) >= 2
+    assert all(np.array_equal(blob, blobs[0]) for blob in blobs)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_parts_are_concatenated_along_the_outputs(kernels, isa, format_name):
+    """q, k and v share one call; part edges fall inside panels."""
+    x, w, _ = world(33, 4, 150, 64)
+    whole = pack(kernels, format_name, [w]).apply(x)
+    assert np.array_equal(pack(kernels, format_name, [w[:70], w[70:75], w[75:]]).apply(x), whole)
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+@pytest.mark.parametrize("features", [16, 40, 100])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_gated_epilogue_is_activation_of_gate_times_up(kernels, isa, format_name, features, activation):
+    """Gate and up are interleaved at pack time; a slip pairs the wrong lanes and still looks plausible."""
+    x, w, bias = world(41, 7, 2 * features, 96)
+    packed = pack(kernels, format_name, [w[:features], w[features:]], gated=True, bias=bias)
+    plain = pack(kernels, format_name, [w], bias=bias).apply(x).astype(np.float64)
+    gate, up = plain[:, :features], plain[:, features:]
+    if activation == SILU:
+        expected = gate / (1 + np.exp(-gate)) * up
+    else:
+        expected = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    got = packed.apply(x, activation=activation)
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+    assert np.array_equal(packed.apply(x[2:3], activation=activation)[0], got[2])
+
+
+def test_activations_stay_finite_at_the_ends(kernels, isa):
+    """exp overflows for large negative gates; the limit is zero, not NaN."""
+    x = np.array([[1e4], [-1e4], [90.0], [-90.0], [0.0]], np.float32)
+    packed = pack(kernels, "bf16", [np.ones((16, 1)), np.ones((16, 1))], gated=True)
+    for activation in (SILU, GELU_TANH):
+        got = packed.apply(x, activation=activation)[:, 0]
+        seen = from_bf16(to_bf16(x))[:, 0].astype(np.float64)
+        np.testing.assert_allclose(got, np.where(seen > 0, seen * seen, 0.0), rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_stores_agree_with_the_plain_one(kernels, isa, format_name):
+    """Residual add and bf16 output are the same numbers through another door."""
+    x, w, bias = world(51, 9, 75, 64)
+    packed = pack(kernels, format_name, [w], bias=bias)
+    plain = packed.apply(x)
+    assert np.array_equal(packed.apply(x, store=STORE_BF16), to_bf16(plain))
+    residual = np.random.default_rng(1).standard_normal(plain.shape).astype(np.float32)
+    assert np.array_equal(packed.apply(x, store=ADD_F32, out=residual.copy()), residual + plain)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_an_expert_reads_and_writes_only_its_rows(kernels, isa, format_name):
+    """A mixture of experts routes a few rows to each expert: gathered input, weighted scattered sum."""
+    x, w, _ = world(61, 12, 75, 64)
+    packed = pack(kernels, format_name, [w])
+    plain = packed.apply(x)
+    ids, weights = np.array([7, 2, 11], np.int32), np.array([0.25, 0.5, 2.0], np.float32)
+    out = np.full((12, 75), 3.0, np.float32)
+    packed.apply(x, row_ids=ids, out_rows=ids, weights=weights, store=ADD_F32, out=out)
+    expected = np.full((12, 75), 3.0, np.float32)
+    expected[ids] += weights[:, None] * plain[ids]  # the weights are powers of two, so the product does not round
+    assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("store", [STORE_F32, STORE_BF16])
+def test_nothing_is_written_past_the_last_output(kernels, isa, store):
+    """The padded lanes of the last panel exist in the weights only."""
+    x, w, _ = world(71, 3, 70, 64)
+    out = np.full((3, 100), 77, np.uint16 if store == STORE_BF16 else np.float32)
+    pack(kernels, "bf16", [w]).apply(x, store=store, out=out)
+    assert np.all(out[:, 70:] == 77)
+    assert not np.any(out[:, :70] == 77)
+
+
+def test_zero_rows_quantise_to_zero(kernels, isa):
+    """A row of zeros has no scale; it must give the bias and not NaN."""
+    _, w, bias = world(81, 1, 70, 64)
+    for format_name in FORMATS:
+        got = pack(kernels, format_name, [w], bias=bias).apply(np.zeros((2, 64), np.float32))
+        assert np.array_equal(got, np.stack([bias, bias]))
+
+
+def test_no_rows_is_no_work(kernels, isa):
+    """An expert that no token chose is called with m = 0."""
+    _, w, _ = world(82, 1, 70, 64)
+    assert pack(kernels, "int8", [w]).apply(np.zeros((0, 64), np.float32)).shape == (0, 70)
+
+
+def test_integer_formats_agree_between_instruction_sets(kernels):
+    """int8 sums are exact and the last scaling is one fixed expression, so every set gives the same bits."""
+    x, w, bias = world(91, 7, 100, 200)
+    results = []
+    for isa_id in ISAS.values():
+        if kernels.kernels_set_isa(isa_id):
+            results += [np.stack([pack(kernels, name, [w], bias=bias).apply(x) for name in ("int8", "int4")])]
+    kernels.kernels_set_isa(kernels.kernels_best_isa())
+    assert all(np.array_equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_barriers_keep_every_thread_in_step(kernels, threads):
+    """A thread that slips past a barrier reads a layer that is not finished."""
+    counts = np.zeros(threads, np.int64)
+    assert kernels.kernels_pool_check(threads, ctypes.c_int64(30), ctypes.c_int64(10), address(counts)) == 0
+    assert counts.tolist() == [30] * threads
