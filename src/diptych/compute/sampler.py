@@ -1,0 +1,405 @@
+"""Logits to tokens. Owns what each running sequence needs for that: counts for penalties, its grammar, its seed.
+
+A row's result depends on its logits, its own options, its own tokens, and (seed, position): never on its neighbours.
+Order of operations, as in Hugging Face's `generate` with vLLM's penalties:
+  repetition penalty (prompt + output), presence and frequency penalty (output), logit bias, min_tokens, grammar;
+  then greedy, or temperature, top-k (ties with the k-th kept), top-p, min-p and one draw by inverse CDF.
+Log-probabilities and ranks are those of the model itself, before any of this.
+
+>>> sampler = Sampler(32000, "cpu")  # doctest: +SKIP
+>>> sampler.begin(start); sampler.sample(logits_RV, [start.seq_id], [n_prompt])[0].token_id  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from diptych.compute.structured import GrammarCompiler, GrammarState
+from diptych.ground.errors import BadSampling, ExecutorError, InternalError
+from diptych.ground.request import SamplingParams
+from diptych.ground.step import SequenceStart, TokenLogprobs
+
+_LANES = 64  # logits per block of the candidate search: 64 keeps the block maxima of a 152k vocabulary at 2.4k
+_FIRST_CANDIDATES = 1024  # top-p is looked for here first; real models' top-p sets are nearly always smaller
+_PROMPT_ROWS = 64  # rows per pass of prompt_logprobs, to bound the temporary memory
+_MASK_64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One drawn token. `is_complete`: the sequence's grammar can accept nothing more after it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    is_complete: bool = False
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on (seed, position) only: output `position` of SplitMix64 begun at mix(seed).
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators (2014).
+    """
+    state = (_mix((seed + _GOLDEN) & _MASK_64) + (position + 1) * _GOLDEN) & _MASK_64
+    return (_mix(state) >> 11) * 2.0**-53
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return z ^ (z >> 31)
+
+
+class _SequenceState:
+    """What one sequence needs beyond a plain arg-max. Changed by its own `Sampler` only."""
+
+    __slots__ = ("banned_ids", "bias", "grammar", "n_prompt", "output_ids", "params", "penalty", "seed")
+
+    def __init__(self, start: SequenceStart, grammar: GrammarState | None, *, vocab_size: int) -> None:
+        params = start.sampling
+        self.params = params
+        self.seed = start.seed
+        self.n_prompt = len(start.prompt_token_ids)
+        self.output_ids: list[int] = []
+        self.grammar = grammar
+        self.penalty = _Penalty(start.prompt_token_ids, params) if _has_penalty(params) else None
+        self.bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        if params.logit_bias:
+            self.bias = torch.tensor(list(params.logit_bias)), torch.tensor(list(params.logit_bias.values()))
+        banned = dict.fromkeys((*start.eos_token_ids, *params.stop_token_ids)) if params.min_tokens else {}
+        self.banned_ids = torch.tensor([token_id for token_id in banned if 0 <= token_id < vocab_size])
+
+    def truncate(self, n_output: int) -> None:
+        """Forget output tokens from index `n_output` on (they were drawn but not kept)."""
+        gone = self.output_ids[n_output:]
+        del self.output_ids[n_output:]
+        if self.penalty is not None:
+            self.penalty.forget(gone)
+        if self.grammar is not None:
+            self.grammar.rollback(len(gone))
+
+    def advance(self, token_id: int) -> None:
+        """Add one output token."""
+        self.output_ids.append(token_id)
+        if self.penalty is not None:
+            self.penalty.add(token_id)
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
+
+
+class _Penalty:
+    """Repetition, presence and frequency penalty of one sequence: sparse, O(distinct tokens) per draw."""
+
+    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._params = params
+        prompt = dict.fromkeys(prompt_ids) if params.repetition_penalty != 1.0 else {}
+        self._slots: dict[int, int] = {token_id: slot for slot, token_id in enumerate(prompt)}
+        capacity = max(64, 2 * len(self._slots))
+        self._ids = np.zeros(capacity, dtype=np.int64)
+        self._ids[: len(prompt)] = list(prompt)
+        self._counts = np.zeros(capacity, dtype=np.float32)  # in the output
+        self._n_prompt_slots = len(prompt)
+
+    def add(self, token_id: int) -> None:
+        slot = self._slots.setdefault(token_id, len(self._slots))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token_id
+        self._counts[slot] += 1.0
+
+    def forget(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self._counts[self._slots[token_id]] -= 1.0
+
+    def apply(self, row_V: torch.Tensor) -> None:
+        """Change `row_V` (fp32) in place."""
+        n = len(self._slots)
+        if not n:
+            return
+        params = self._params
+        counts = torch.from_numpy(self._counts[:n]).to(row_V.device)
+        ids = torch.from_numpy(self._ids[:n]).to(row_V.device)
+        values = row_V[ids]
+        if params.repetition_penalty != 1.0:
+            seen = counts > 0
+            seen[: self._n_prompt_slots] = True  # a prompt token stays seen whatever was rolled back
+            factor = params.repetition_penalty
+            penalised = torch.where(values < 0, values * factor, values / factor)
+            values = torch.where(seen, penalised, values)
+        values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        row_V[ids] = values
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Whether the token is the arg-max of the raw logits and nothing else is wanted."""
+    changes = _has_penalty(params) or params.logit_bias or params.min_tokens or params.structured is not None
+    return params.is_greedy and not changes and params.logprobs is None
+
+
+class Sampler:
+    """Draws one token per row. Not thread-safe: the thread that steps the engine owns it.
+
+    argmax: an optional faster arg-max of the backend, from logits [R,V] to R ids (first index on ties).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: str | torch.device = "cpu",
+        *,
+        grammars: GrammarCompiler | None = None,
+        argmax: Callable[[torch.Tensor], Sequence[int]] | None = None,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._grammars = grammars
+        self._argmax = argmax or (_argmax_cpu if self._device.type == "cpu" else _argmax_torch)
+        self._states: dict[int, _SequenceState] = {}  # plain greedy sequences have none
+
+    def begin(self, start: SequenceStart) -> None:
+        """Take in a sequence. Raises BadSampling (bias outside the vocabulary) or GrammarError."""
+        params = start.sampling
+        for token_id in params.logit_bias:
+            if not 0 <= token_id < self._vocab_size:
+                raise BadSampling(
+                    f"logit_bias names token {token_id}; the vocabulary has {self._vocab_size}", param="logit_bias"
+                )
+        if _is_plain(params):
+            return
+        grammar = None
+        if params.structured is not None:
+            if self._grammars is None:
+                raise InternalError("a structured request reached a sampler without a grammar compiler")
+            grammar = self._grammars.compile(params.structured).begin()
+        self._states[start.seq_id] = _SequenceState(start, grammar, vocab_size=self._vocab_size)
+
+    def end(self, seq_id: int) -> None:
+        """Forget a sequence; unknown ids are fine."""
+        self._states.pop(seq_id, None)
+
+    def sample(self, logits_RV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> list[SampledToken]:
+        """One token per row of `logits_RV` [R,V] fp32 (read only).
+
+        positions: the absolute position each token will stand at (prompt tokens + output tokens before it). A position
+        already drawn before is drawn again, and everything after it is forgotten: this is how speculation rolls back.
+        Raises ExecutorError when a row holds NaN.
+        """
+        states = self._states
+        rows = [states.get(seq_id) for seq_id in seq_ids] if states else ()
+        if not any(rows):
+            return [SampledToken(token_id=token_id) for token_id in self._argmax(logits_RV)]
+        plain = [i for i, state in enumerate(rows) if state is None]
+        drawn: list[SampledToken | None] = [None] * len(seq_ids)
+        if plain:
+            for i, token_id in zip(plain, self._argmax(logits_RV[plain]), strict=True):
+                drawn[i] = SampledToken(token_id=token_id)
+        for i, state in enumerate(rows):
+            if state is not None:
+                drawn[i] = self._sample_row(logits_RV[i], state, positions[i])
+        return [token for token in drawn if token is not None]
+
+    def _sample_row(self, logits_V: torch.Tensor, state: _SequenceState, position: int) -> SampledToken:
+        n_output = position - state.n_prompt
+        if not 0 <= n_output <= len(state.output_ids):
+            raise InternalError(f"draw at position {position}; known are {state.n_prompt + len(state.output_ids)}")
+        if n_output < len(state.output_ids):
+            state.truncate(n_output)
+        params = state.params
+        row_V = _processed(logits_V, state, n_output)
+        if params.is_greedy:
+            token_id = self._argmax(row_V[None])[0]
+        else:
+            token_id = draw(row_V, params, uniform(state.seed, position))
+        logprobs = None if params.logprobs is None else token_logprobs(logits_V[None], [token_id], params.logprobs)[0]
+        state.advance(token_id)
+        is_complete = state.grammar is not None and state.grammar.is_complete
+        return SampledToken(token_id=token_id, logprobs=logprobs, is_complete=is_complete)
+
+    def prompt_logprobs(
+        self, logits_CV: torch.Tensor, token_ids: Sequence[int], top: int
+    ) -> list[TokenLogprobs]:
+        """For each row of `logits_CV` [C,V] fp32 the log-probability of the prompt token that follows it."""
+        entries: list[TokenLogprobs] = []
+        for first in range(0, len(token_ids), _PROMPT_ROWS):
+            last = first + _PROMPT_ROWS
+            entries += token_logprobs(logits_CV[first:last], token_ids[first:last], top)
+        return entries
+
+
+def _processed(logits_V: torch.Tensor, state: _SequenceState, n_output: int) -> torch.Tensor:
+    """`logits_V` after penalties, bias, min_tokens and grammar; a copy where anything changes."""
+    bans_end = n_output < state.params.min_tokens and len(state.banned_ids) > 0
+    if state.penalty is None and state.bias is None and state.grammar is None and not bans_end:
+        return logits_V
+    row_V = logits_V.clone()
+    if state.penalty is not None:
+        state.penalty.apply(row_V)
+    if state.bias is not None:
+        ids, values = state.bias
+        row_V[ids.to(row_V.device)] += values.to(row_V.device, row_V.dtype)
+    before_ban = row_V
+    if bans_end:
+        before_ban = row_V.clone() if state.grammar is not None else row_V
+        row_V[state.banned_ids.to(row_V.device)] = -torch.inf
+    if state.grammar is not None:
+        state.grammar.mask(row_V)
+        if bans_end and bool(torch.isneginf(row_V).all()):
+            # the grammar allows nothing but the end here: it wins over min_tokens
+            state.grammar.mask(before_ban)
+            return before_ban
+    return row_V
+
+
+def draw(logits_V: torch.Tensor, params: SamplingParams, noise: float) -> int:
+    """The token at quantile `noise` [0, 1) of softmax(logits_V / temperature) cut by top-k, top-p and min-p."""
+    if params.top_k is not None and params.top_k < len(logits_V):
+        return _draw_among(_top(logits_V, params.top_k), params, noise, total=None)
+    if params.top_p < 1.0:
+        return _draw_top_p(logits_V, params, noise)
+    if params.min_p > 0.0:
+        best = _finite(float(logits_V.max()))
+        low = best + params.temperature * float(np.log(params.min_p))
+        return _draw_among(_at_least(logits_V, low), params, noise, total=None)
+    return _draw_from_all(logits_V, params.temperature, noise)
+
+
+def distribution(logits_V: torch.Tensor, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, probabilities fp64) that `draw` chooses from, most likely first; for tests and for speculation."""
+    k = len(logits_V) if params.top_k is None else min(params.top_k, len(logits_V))
+    ids, values = _top(logits_V, k)
+    return _cut(ids, values, params, total=None)
+
+
+def _draw_from_all(logits_V: torch.Tensor, temperature: float, noise: float) -> int:
+    """Inverse CDF over the whole vocabulary, in index order."""
+    best = _finite(float(logits_V.max()))
+    weights_V = ((logits_V - best) / temperature).exp_() if temperature != 1.0 else (logits_V - best).exp_()
+    cdf_V = torch.cumsum(weights_V, 0, dtype=torch.float64)
+    index = int(torch.searchsorted(cdf_V, noise * cdf_V[-1], right=True))
+    if index < len(cdf_V):
+        return index
+    return int(torch.nonzero(weights_V)[-1])  # rounding took the quantile past the end
+
+
+def _draw_top_p(logits_V: torch.Tensor, params: SamplingParams, noise: float) -> int:
+    """Look for the top-p set among the best 1024, then 8 times as many, ...: exact whatever the distribution."""
+    best = _finite(float(logits_V.max()))
+    total = float(((logits_V - best) / params.temperature).exp_().sum(dtype=torch.float64))
+    k = _FIRST_CANDIDATES
+    while k < len(logits_V):
+        ids, values = _top(logits_V, k)
+        mass = np.exp((values.astype(np.float64) - best) / params.temperature).sum()
+        if mass >= params.top_p * total:
+            return _draw_among((ids, values), params, noise, total=total)
+        k *= 8
+    return _draw_among(_top(logits_V, len(logits_V)), params, noise, total=total)
+
+
+def _draw_among(
+    candidates: tuple[np.ndarray, np.ndarray], params: SamplingParams, noise: float, *, total: float | None
+) -> int:
+    ids, probs = _cut(*candidates, params, total=total)
+    cdf = np.cumsum(probs)
+    return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
+
+
+def _cut(
+    ids: np.ndarray, values: np.ndarray, params: SamplingParams, *, total: float | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Apply temperature, top-p and min-p to candidates sorted best first.
+
+    total: the weight of the whole vocabulary relative to the best token, or None when the candidates are all there is.
+    """
+    weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
+    keep = len(weights)
+    if params.top_p < 1.0:
+        cdf = np.cumsum(weights)
+        mass = params.top_p * (cdf[-1] if total is None else total)
+        keep = min(keep, int(np.searchsorted(cdf, mass, side="left")) + 1)
+    if params.min_p > 0.0:
+        keep = min(keep, int(np.searchsorted(-weights, -params.min_p, side="right")))
+    keep = max(1, min(keep, int(np.count_nonzero(weights))))
+    weights = weights[:keep]
+    return ids[:keep], weights / weights.sum()
+
+
+def _top(logits_V: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, logits) of the k best, best first, ties by index; everything equal to the k-th is kept as well."""
+    n = len(logits_V)
+    if logits_V.device.type != "cpu":
+        logits_V = logits_V.float().cpu()
+    if k >= n:
+        return _sorted(np.arange(n), logits_V.numpy())
+    blocks = n // _LANES
+    if blocks > 4 * k:
+        # the k-th largest of the block maxima is a lower bound for the k-th largest of all
+        maxima = logits_V[: blocks * _LANES].view(blocks, _LANES).amax(1).numpy()
+        low = np.partition(maxima, blocks - k)[blocks - k]
+    else:
+        low = torch.topk(logits_V, k, sorted=True).values[-1].item()
+    ids, values = _at_least(logits_V, float(low))
+    if len(ids) > k:
+        keep = int(np.searchsorted(-values, -values[k - 1], side="right"))
+        ids, values = ids[:keep], values[:keep]
+    return ids, values
+
+
+def _at_least(logits_V: torch.Tensor, low: float) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, logits) with logit >= low, best first, ties by index."""
+    values = logits_V.numpy() if logits_V.device.type == "cpu" else logits_V.float().cpu().numpy()
+    ids = np.flatnonzero(values >= np.float32(low))
+    if len(ids) == 0:
+        _finite(float(values.max()))
+    return _sorted(ids, values[ids])
+
+
+def _sorted(ids: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    _finite(float(values.max()))
+    order = np.argsort(-values, kind="stable")
+    return ids[order], values[order]
+
+
+def _finite(best: float) -> float:
+    """The largest logit, checked: NaN, or nothing left to choose from, is an ExecutorError."""
+    if not np.isfinite(best):
+        raise ExecutorError(f"the largest logit is {best}; nothing can be drawn")
+    return best
+
+
+def token_logprobs(logits_RV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Log-probability, rank (1 + number of larger logits) and `top` best alternatives, row by row."""
+    ids = torch.tensor(token_ids, device=logits_RV.device)
+    chosen_R = logits_RV.gather(1, ids[:, None])[:, 0]
+    norm_R = torch.logsumexp(logits_RV.double(), dim=1)
+    ranks = (1 + (logits_RV > chosen_R[:, None]).sum(1)).tolist()
+    logprobs = (chosen_R.double() - norm_R).tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
+    if top:
+        for i in range(len(token_ids)):
+            best_ids, values = _top(logits_RV[i], min(top, logits_RV.shape[1]))
+            best = zip(best_ids[:top].tolist(), (values[:top].astype(np.float64) - float(norm_R[i])).tolist(), strict=True)
+            tops[i] = tuple(best)
+    return [
+        TokenLogprobs(token_id=token_id, logprob=logprobs[i], rank=ranks[i], top=tops[i])
+        for i, token_id in enumerate(token_ids)
+    ]
+
+
+def _argmax_cpu(logits_RV: torch.Tensor) -> list[int]:
+    # numpy's arg-max: 10 us for 152k logits, torch's 130 us
+    best: list[int] = logits_RV.numpy().argmax(axis=-1).tolist()
+    return best
+
+
+def _argmax_torch(logits_RV: torch.Tensor) -> list[int]:
+    best: list[int] = logits_RV.argmax(dim=-1).tolist()
+    return best

@@ -1,0 +1,277 @@
+"""Structured output: a JSON schema, regex, choice or grammar becomes a mask over the next token, through llguidance.
+
+Owns the bounds on what a client may ask to compile, the cache of compiled grammars, and each sequence's matcher.
+Masks are filled by a worker thread as soon as a token is known, so that they are ready when the next logits are.
+
+>>> compiler = GrammarCompiler(tokenizer.json_text, vocab_size, tokenizer.eos_token_ids)  # doctest: +SKIP
+>>> state = compiler.compile(StructuredSpec(kind="regex", source="[0-9]+")).begin()  # doctest: +SKIP
+>>> state.mask(logits_V); state.advance(token_id)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import llguidance
+import numpy as np
+import torch
+
+from diptych.ground.errors import GrammarError, InternalError, LoadError
+from diptych.ground.request import StructuredSpec
+
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 32
+MAX_REGEX_BYTES = 4 * 1024
+MAX_COMPILE_S = 2.0
+KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
+
+_MAX_CACHED = 256
+# Whitespace between JSON tokens is free but bounded: an unbounded run is where weak models get lost.
+_JSON_OPTIONS: llguidance.JsonCompileOptions = {"whitespace_pattern": r"[ \n\t]{0,32}"}
+_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+
+logger = logging.getLogger(__name__)
+
+
+class GrammarCompiler:
+    """Compiles and caches grammars for one tokenizer. Safe to use from several threads.
+
+    tokenizer_json: the text of tokenizer.json. vocab_size: width of the model's logits, at least the tokenizer's.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._cache: OrderedDict[StructuredSpec, CompiledGrammar] = OrderedDict()
+        self._compile_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar-compile")
+        self._mask_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-mask")
+
+    def compile(self, spec: StructuredSpec) -> CompiledGrammar:
+        """The grammar of `spec`, from the cache or compiled now by a worker thread.
+
+        Raises GrammarError when it is over a bound, wrong, or not compiled within MAX_COMPILE_S.
+        """
+        with self._lock:
+            known = self._cache.get(spec)
+            if known is not None:
+                self._cache.move_to_end(spec)
+                return known
+        grammar = _grammar_text(spec)
+        tokenizer = self._ll_tokenizer()  # about a second for a large vocabulary, once; not the client's time
+        job = self._compile_pool.submit(_compile, tokenizer, grammar)
+        try:
+            matcher = job.result(timeout=MAX_COMPILE_S)
+        except FutureTimeoutError:
+            job.cancel()
+            raise GrammarError(
+                f"{spec.kind} took more than {MAX_COMPILE_S:g} s to compile", hint="simplify it", param=spec.kind
+            ) from None
+        compiled = CompiledGrammar(matcher, self._vocab_size, self._eos_token_ids, self._mask_pool.submit)
+        with self._lock:
+            self._cache[spec] = compiled
+            while len(self._cache) > _MAX_CACHED:
+                self._cache.popitem(last=False)
+        return compiled
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        self._mask_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ll_tokenizer(self) -> llguidance.LLTokenizer:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = llguidance.LLTokenizer(
+                        self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+                    )
+                except Exception as error:  # the library raises what its Rust side gives
+                    raise LoadError(f"tokenizer cannot be used for structured output: {error}") from error
+            return self._tokenizer
+
+
+class CompiledGrammar:
+    """A grammar ready to be begun any number of times."""
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        submit: Callable[..., Future[None]],
+    ) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._submit = submit
+
+    def begin(self) -> GrammarState:
+        """The state of one sequence at the start of its output."""
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids, self._submit)
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar. Used by one thread; only the mask is filled by another."""
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        submit: Callable[..., Future[None]],
+    ) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._submit = submit
+        self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+        self._only_eos = np.zeros(vocab_size, dtype=bool)
+        self._only_eos[list(eos_token_ids)] = True
+        self._n_tokens = 0
+        self._filling: Future[None] | None = None
+        self._begin_fill()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the grammar can accept nothing more but an end of text."""
+        self._settle()
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def is_accepting(self) -> bool:
+        """Whether the output so far is a whole sentence of the grammar."""
+        self._settle()
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def error(self) -> str | None:
+        """Why the matcher gave up (a limit of the parser was reached), or None."""
+        self._settle()
+        return str(self._matcher.get_error()) if self._matcher.is_error() else None
+
+    def advance(self, token_id: int) -> None:
+        """Take one output token and begin to compute the mask after it, beside whatever runs next."""
+        self._settle()
+        had_error = self._matcher.is_error()
+        self._matcher.consume_token(token_id)
+        self._n_tokens += 1
+        if self._matcher.is_error() and not had_error:
+            logger.warning("grammar gave up token=%d error=%s", token_id, self._matcher.get_error())
+        self._begin_fill()
+
+    def rollback(self, n_tokens: int) -> None:
+        """Forget the last `n_tokens` tokens."""
+        if n_tokens == 0:
+            return
+        assert 0 < n_tokens <= self._n_tokens, (n_tokens, self._n_tokens)
+        self._settle()
+        if not self._matcher.rollback(n_tokens):
+            raise InternalError(f"grammar cannot roll back {n_tokens} tokens: {self._matcher.get_error()}")
+        self._n_tokens -= n_tokens
+        self._begin_fill()
+
+    def allowed(self) -> np.ndarray:
+        """[V] bool: which tokens may come next. End-of-text only where the output may end."""
+        self._settle()
+        if self._matcher.is_error():
+            return self._only_eos
+        bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little")
+        return bits.view(bool)
+
+    def mask(self, logits_V: torch.Tensor) -> None:
+        """Set the logits of tokens that may not come next to -inf, in place. Some token stays allowed."""
+        forbidden_V = torch.from_numpy(~self.allowed())
+        logits_V.masked_fill_(forbidden_V.to(logits_V.device), -torch.inf)
+
+    def _begin_fill(self) -> None:
+        self._filling = None if self._matcher.is_error() else self._submit(self._fill)
+
+    def _fill(self) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+
+    def _settle(self) -> None:
+        """Wait until the worker has filled the mask: the matcher is used by one thread at a time."""
+        if self._filling is not None:
+            self._filling.result()
+            self._filling = None
+
+
+def _compile(tokenizer: llguidance.LLTokenizer, grammar: Callable[[], str]) -> llguidance.LLMatcher:
+    matcher = llguidance.LLMatcher(tokenizer, grammar(), log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise GrammarError(f"grammar cannot be compiled: {matcher.get_error().strip()}")
+    return matcher
+
+
+def _grammar_text(spec: StructuredSpec) -> Callable[[], str]:
+    """Check the bounds of `spec`; returns a function that makes llguidance's own form of it (in the worker)."""
+    source = spec.source
+    if spec.kind == "json_object":
+        return lambda: llguidance.LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
+    if spec.kind == "regex":
+        _check_bytes("regex", source, MAX_REGEX_BYTES)
+        return lambda: llguidance.LLMatcher.grammar_from_regex(source)
+    if spec.kind == "grammar":
+        _check_bytes("grammar", source, MAX_SCHEMA_BYTES)
+        return lambda: _grammar_from_lark(source)
+    if spec.kind == "choice":
+        _check_bytes("choice", source, MAX_SCHEMA_BYTES)
+        return _choice_grammar(source)
+    if spec.kind == "json_schema":
+        _check_bytes("json_schema", source, MAX_SCHEMA_BYTES)
+        schema = _json_schema(source)
+        return lambda: llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    raise GrammarError(f"structured output kind is {spec.kind!r}; it must be one of {', '.join(KINDS)}")
+
+
+def _grammar_from_lark(source: str) -> str:
+    try:
+        return str(llguidance.grammar_from("grammar", source))
+    except ValueError as error:
+        raise GrammarError(f"grammar cannot be read: {error}") from error
+
+
+def _choice_grammar(source: str) -> Callable[[], str]:
+    try:
+        choices = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"choice is not a JSON array: {error}", param="choice") from error
+    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
+        raise GrammarError("choice must be a JSON array of at least one non-empty string", param="choice")
+    lark = "start: " + " | ".join(json.dumps(text) for text in choices)
+    return lambda: llguidance.LLMatcher.grammar_from_lark(lark)
+
+
+def _json_schema(source: str) -> str:
+    """`source`, checked to be a JSON object (or true) within MAX_SCHEMA_DEPTH."""
+    try:
+        schema = json.loads(source)
+    except RecursionError:
+        raise GrammarError(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} deep", param="json_schema") from None
+    except ValueError as error:
+        raise GrammarError(f"json_schema is not JSON: {error}", param="json_schema") from error
+    if not isinstance(schema, dict):
+        raise GrammarError(f"json_schema is a {type(schema).__name__}; it must be an object", param="json_schema")
+    depth, level = 0, [schema]
+    while level:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise GrammarError(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} deep", param="json_schema")
+        inner = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+        level = [child for child in inner if isinstance(child, dict | list)]
+    return source
+
+
+def _check_bytes(name: str, source: str, limit: int) -> None:
+    size = len(source.encode("utf-8", errors="replace"))
+    if size > limit:
+        raise GrammarError(f"{name} has {size} bytes; at most {limit} are accepted", param=name)

@@ -1,0 +1,1 @@
+"""Text in and out: tokenizer, chat template, streaming detokeniser, reasoning and tool-call parsers. Knows no tensors."""

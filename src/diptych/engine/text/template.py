@@ -1,0 +1,308 @@
+"""Chat templates: messages to prompt text and tokens, with the token range of every part of the prompt.
+
+Owns the choice of the template (tokenizer_config.json, chat_template.jinja, chat_template.json) and the segments; the
+sandbox itself is `sandbox.py`. Token ids equal those of `transformers`' apply_chat_template: special tokens written in
+a message are special tokens, as there.
+
+>>> template.render([{"role": "user", "content": "Hi"}]).segments  # doctest: +SKIP
+(Segment(name='new message', start=0, end=5), Segment(name='generation prompt', start=5, end=8))
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from diptych.engine.text.sandbox import Marked, RenderedPiece, TemplateSandbox
+from diptych.engine.text.tokenizer import Tokenizer, read_json_object
+from diptych.ground.errors import LoadError, TemplateError
+from diptych.ground.request import Segment
+
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_SYSTEM_ROLES = ("system", "developer")
+
+# For a model without a template: plain and readable, no special tokens it was never trained on.
+DEFAULT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ message.role | capitalize }}: {{ message.content }}
+
+{% endfor -%}
+{% if add_generation_prompt %}Assistant:{% endif %}"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedPrompt:
+    """A prompt. `segments` partition the tokens [0, len(token_ids)) in order; a name may come more than once."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    segments: tuple[Segment, ...] = field(default=())
+
+
+class ChatTemplate:
+    """The chat template of a checkpoint. Safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, source: str | Mapping[str, str] = DEFAULT_TEMPLATE, *, is_default: bool = False
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._sources = {"default": source} if isinstance(source, str) else dict(source)
+        self._sandbox = TemplateSandbox()
+        self._compiled: dict[str, jinja2.Template] = {}
+        self.is_default = is_default
+
+    @classmethod
+    def from_dir(cls, path: str | Path | None, tokenizer: Tokenizer | None = None) -> ChatTemplate:
+        """The template of the checkpoint folder `path`; a model without one gets DEFAULT_TEMPLATE.
+
+        Raises LoadError when a file is damaged. `tokenizer` is loaded from `path` unless given.
+        """
+        if path is None:
+            if tokenizer is None:
+                raise LoadError("a chat template needs a tokenizer or a checkpoint folder")
+            return cls(tokenizer, is_default=True)
+        folder = Path(path)
+        sources = _template_sources(folder)
+        tokenizer = tokenizer or Tokenizer.from_dir(folder)
+        return cls(tokenizer, sources) if sources else cls(tokenizer, is_default=True)
+
+    @property
+    def source(self) -> str:
+        """The jinja text used when no tools are given."""
+        return self._sources.get("default") or next(iter(self._sources.values()))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """Render and tokenise. `kwargs` are further variables of the template (chat_template_kwargs).
+
+        Raises TemplateError when the template refuses, fails, runs too long, or reaches for what it may not have.
+        """
+        messages = [dict(message) for message in messages]
+        if continue_final_message:
+            if add_generation_prompt:
+                raise TemplateError("continue_final_message and add_generation_prompt exclude each other")
+            messages[-1:] = [_tagged(messages)]
+        variables = {
+            **self._tokenizer.special_tokens_map,
+            **(kwargs or {}),
+            "messages": [Marked(message, ("message", i)) for i, message in enumerate(messages)],
+            "tools": [Marked(tool, "tools") for tool in tools] if tools else None,
+            "documents": [Marked(document, "documents") for document in documents] if documents else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        pieces = self._sandbox.pieces(self._template(has_tools=bool(tools)), variables)
+        if continue_final_message:
+            pieces = _cut_at_tag(pieces)
+        text = "".join(piece.text for piece in pieces)
+        token_ids, offsets = self._tokenizer.encode_with_offsets(text, add_special_tokens=False)
+        ranges = _named_ranges(text, pieces, messages, self._tokenizer.bos_token)
+        return RenderedPrompt(text=text, token_ids=tuple(token_ids), segments=_segments(ranges, offsets))
+
+    def _template(self, *, has_tools: bool) -> jinja2.Template:
+        name = "tool_use" if has_tools and "tool_use" in self._sources else "default"
+        source = self._sources.get(name, self.source)
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            compiled = self._compiled[name] = self._sandbox.compile_source(source)
+        return compiled
+
+
+def _template_sources(folder: Path) -> dict[str, str]:
+    """Templates by name. chat_template.jinja is the newest place and wins, as in `transformers`."""
+    sources: dict[str, str] = {}
+    for value in (
+        read_json_object(folder / "tokenizer_config.json").get("chat_template"),
+        read_json_object(folder / "chat_template.json").get("chat_template"),
+    ):
+        if isinstance(value, str):
+            sources["default"] = value
+        elif isinstance(value, list):
+            try:
+                sources |= {entry["name"]: entry["template"] for entry in value}
+            except (TypeError, KeyError) as error:
+                raise LoadError(f"chat_template of {folder} is a list without name and template") from error
+        elif isinstance(value, dict):
+            sources |= {str(name): str(template) for name, template in value.items()}
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    for name, path in files.items():
+        if path.is_file():
+            try:
+                sources[name] = path.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise LoadError(f"{path} cannot be read: {error}") from error
+    return sources
+
+
+def _tagged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The final message with the tag at which the prompt will be cut."""
+    if not messages:
+        raise TemplateError("continue_final_message needs a message to continue")
+    last = dict(messages[-1])
+    content = last.get("content")
+    if isinstance(content, list) and content and isinstance(content[-1], Mapping) and "text" in content[-1]:
+        last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _CONTINUE_TAG}]
+    elif isinstance(content, str):
+        last["content"] = content + _CONTINUE_TAG
+    else:
+        raise TemplateError("continue_final_message needs a final message with text content")
+    return last
+
+
+def _cut_at_tag(pieces: Sequence[RenderedPiece]) -> list[RenderedPiece]:
+    text = "".join(piece.text for piece in pieces)
+    end = text.rfind(_CONTINUE_TAG.strip())
+    if end < 0:
+        raise TemplateError("continue_final_message: the chat template does not print the final message")
+    if text[end : end + len(_CONTINUE_TAG)] != _CONTINUE_TAG:
+        end = len(text[:end].rstrip())  # the template trims messages, so the continuation begins after the last word
+    kept: list[RenderedPiece] = []
+    for piece in pieces:
+        kept.append(RenderedPiece(piece.text[:end], piece.source))
+        end -= len(piece.text)
+        if end <= 0:
+            break
+    return kept
+
+
+# ---- segments
+
+
+def segment_names(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One name per message: "system", "turn 1 user", "turn 1 assistant", ..., "new message" for what follows them.
+
+    A user message begins a turn. "new message" is everything after the last assistant message.
+    """
+    last_answer = max((i for i, message in enumerate(messages) if message.get("role") == "assistant"), default=-1)
+    names: list[str] = []
+    turn = 0
+    for i, message in enumerate(messages):
+        role = str(message.get("role", "message"))
+        if role in _SYSTEM_ROLES:
+            names.append("system")
+            continue
+        turn += role == "user" or turn == 0
+        names.append("new message" if i > last_answer else f"turn {turn} {role}")
+    return names
+
+
+def _named_ranges(
+    text: str, pieces: Sequence[RenderedPiece], messages: Sequence[Mapping[str, Any]], bos_token: str | None
+) -> list[tuple[int, int, str]]:
+    """(begin, end, name) in characters, in order, covering `text` without gaps."""
+    names = segment_names(messages)
+    marked: list[tuple[int, int, object]] = []
+    at = 0
+    for piece in pieces:
+        if piece.text:
+            marked.append((at, at + len(piece.text), piece.source))
+            at += len(piece.text)
+    marked = _with_lost_messages(text, marked, messages)
+    named = [(begin, end, _name(source, names)) for begin, end, source in marked]
+    return _without_gaps(text, named, bos_token)
+
+
+def _name(source: object, names: Sequence[str]) -> str | None:
+    if isinstance(source, tuple):
+        return names[source[1]]
+    return source if isinstance(source, str) else None
+
+
+def _with_lost_messages(
+    text: str, marked: list[tuple[int, int, object]], messages: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, int, object]]:
+    """Find messages that were printed outside their own loop turn (a system prompt put elsewhere) by their text."""
+    found = {source for _, _, source in marked}
+    at = 0
+    for i, message in enumerate(messages):
+        content = _plain_content(message)
+        if ("message", i) in found or not content:
+            continue
+        begin = text.find(content, at)
+        begin = text.find(content) if begin < 0 else begin
+        if begin < 0:
+            continue
+        at = begin + len(content)
+        marked = _carved(marked, begin, at, ("message", i))
+    return marked
+
+
+def _plain_content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+        content = next((text for text in texts if isinstance(text, str)), None)
+    return content.strip() if isinstance(content, str) else ""
+
+
+def _carved(
+    marked: Sequence[tuple[int, int, object]], begin: int, end: int, source: object
+) -> list[tuple[int, int, object]]:
+    """`marked` with [begin, end) given to `source`."""
+    out: list[tuple[int, int, object]] = []
+    for low, high, old in marked:
+        if high <= begin or low >= end:
+            out.append((low, high, old))
+            continue
+        if low < begin:
+            out.append((low, begin, old))
+        if low <= begin < high:
+            out.append((begin, end, source))
+        if high > end:
+            out.append((end, high, old))
+    return out
+
+
+def _without_gaps(
+    text: str, named: Sequence[tuple[int, int, str | None]], bos_token: str | None
+) -> list[tuple[int, int, str]]:
+    """Give unnamed text to its neighbours and join equal neighbours.
+
+    Text before everything else that is more than BOS is the template's own system prompt; other unnamed text belongs to
+    what comes after it, and at the end to what came before.
+    """
+    out: list[tuple[int, int, str]] = []
+    first = next((i for i, (_, _, name) in enumerate(named) if name is not None), len(named))
+    lead_end = named[first - 1][1] if first else 0
+    lead = text[:lead_end].removeprefix(bos_token or "").strip()
+    begin = 0
+    for i, (_, end, name) in enumerate(named):
+        if i < first and lead:
+            name = "system"
+        if name is None:
+            continue
+        if out and out[-1][2] == name:
+            out[-1] = (out[-1][0], end, name)
+        else:
+            out.append((begin, end, name))
+        begin = end
+    if begin < len(text):
+        out[-1:] = [(out[-1][0], len(text), out[-1][2])] if out else [(0, len(text), "prompt")]
+    return out
+
+
+def _segments(ranges: Sequence[tuple[int, int, str]], offsets: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:
+    """Character ranges to token ranges: a token belongs to the range its first character is in."""
+    starts = [begin for begin, _ in offsets]
+    segments: list[Segment] = []
+    at = 0
+    for i, (_, end, name) in enumerate(ranges):
+        is_last = i == len(ranges) - 1
+        cut = len(starts) if is_last else max(at, bisect_left(starts, end))
+        if cut > at:
+            segments.append(Segment(name=name, start=at, end=cut))
+        at = cut
+    return tuple(segments)

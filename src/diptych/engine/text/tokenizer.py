@@ -1,0 +1,259 @@
+"""The tokenizer of a checkpoint: text to ids, ids to text, and what the model's files say about its special tokens.
+
+Owns the reading of tokenizer.json, tokenizer_config.json and added_tokens.json, and of the EOS ids that
+generation_config.json and config.json add. Decoding never "cleans up" spaces: the text is what the tokens say.
+
+>>> Tokenizer.from_dir("model").encode("Hello")  # doctest: +SKIP
+[9906]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from diptych.ground.errors import LoadError, RequestError
+
+_NAMED_SPECIAL_TOKENS = (
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+)  # fmt: skip
+
+
+class PieceKind(Enum):
+    """How the text of tokens is put together."""
+
+    BYTE_LEVEL = "byte_level"  # every token is bytes; the text is their concatenation read as UTF-8
+    SENTENCEPIECE = "sentencepiece"  # tokens are text with U+2581 for space, or <0xAB> for one byte
+    GENERIC = "generic"  # only the library's decoder knows
+
+
+class Tokenizer:
+    """Immutable after loading, and safe to use from several threads."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], eos_token_ids: Sequence[int]) -> None:
+        self._backend = backend
+        self._config = config
+        self.eos_token_ids = tuple(dict.fromkeys(int(token_id) for token_id in eos_token_ids))
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.json_text = backend.to_str()
+        added = backend.get_added_tokens_decoder()
+        self.added_token_ids = frozenset(added)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.piece_kind, self.stripped_spaces = _piece_kind(json.loads(self.json_text).get("decoder"))
+        self._bytes_of_char = _byte_level_chars() if self.piece_kind is PieceKind.BYTE_LEVEL else {}
+        self._token_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Load the tokenizer of the checkpoint folder `path`. Raises LoadError when it is missing or damaged."""
+        folder = Path(path)
+        tokenizer_path = folder / "tokenizer.json"
+        if not tokenizer_path.is_file():
+            hint = "point to a folder that holds tokenizer.json"
+            if (folder / "tokenizer.model").is_file():
+                hint = (
+                    "tokenizer.model alone is not read; convert it once with "
+                    'transformers.AutoTokenizer.from_pretrained("...").save_pretrained("...")'
+                )
+            raise LoadError(f"no tokenizer.json in {folder}", hint=hint)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+        except Exception as error:  # the library raises bare Exception for a damaged file
+            raise LoadError(f"{tokenizer_path} cannot be read: {error}", hint="download the file again") from error
+        backend.no_padding()
+        backend.no_truncation()
+        config = read_json_object(folder / "tokenizer_config.json")
+        _add_missing_tokens(backend, config, read_json_object(folder / "added_tokens.json"))
+        _set_bos_and_eos(backend, config)
+        return cls(backend, config, _eos_token_ids(folder, backend, config))
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of the begin-of-text token, or None."""
+        return token_text(self._config.get("bos_token"))
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of the end-of-text token as tokenizer_config.json names it, or None."""
+        return token_text(self._config.get("eos_token"))
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        """Named special tokens (bos_token, eos_token, ...) as chat templates see them."""
+        named = {name: token_text(self._config.get(name)) for name in _NAMED_SPECIAL_TOKENS}
+        named |= {
+            name: token_text(value) for name, value in self._config.items()
+            if name.endswith("_token") and name not in named and isinstance(value, str | dict)
+        }  # fmt: skip
+        return {name: text for name, text in named.items() if text is not None}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` puts BOS (and EOS) where the checkpoint says so.
+
+        Raises RequestError when the text holds a lone surrogate (it is no Unicode text).
+        """
+        return self._encode(text, add_special_tokens).ids
+
+    def encode_with_offsets(
+        self, text: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids and, for each, the half-open range of characters of `text` it came from."""
+        encoding = self._encode(text, add_special_tokens)
+        return encoding.ids, encoding.offsets
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"text has a lone surrogate at character {error.start}", hint="send valid Unicode"
+            ) from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`; invalid UTF-8 becomes U+FFFD. Unknown ids are skipped."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of the vocabulary entry `token`, or None."""
+        return self._backend.token_to_id(token)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary entry of `token_id` as written in the file, or None when the id is not used."""
+        return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes `token_id` stands for (added tokens: their own text; unused ids: empty)."""
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._token_bytes[token_id] = self._read_token_bytes(token_id)
+        return known
+
+    def _read_token_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if token is None:
+            return b""
+        if self.piece_kind is PieceKind.BYTE_LEVEL:
+            # A token with a character outside the byte alphabet (an added token with a space, say) is its own text.
+            known = [self._bytes_of_char.get(char) for char in token]
+            return bytes(byte for byte in known if byte is not None) if None not in known else token.encode()
+        if self.piece_kind is PieceKind.SENTENCEPIECE:
+            byte = fallback_byte(token)
+            return bytes([byte]) if byte is not None else token.replace("\u2581", " ").encode()
+        if token_id in self.added_token_ids:
+            return token.encode()
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+def fallback_byte(token: str) -> int | None:
+    """The byte of a byte-fallback token such as <0xE2>, or None for any other token."""
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None
+
+
+def token_text(value: object) -> str | None:
+    """The text of a special token that a config gives as a string or as an AddedToken object."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; {} when there is no such file. Raises LoadError when it is something else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise LoadError(f"{path} cannot be read: {error}", hint="download the file again") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
+    return value
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+    """Add tokens that only tokenizer_config.json or added_tokens.json know, at the ids those files say."""
+    wanted: dict[int, tokenizers.AddedToken] = {}
+    for text, token_id in added.items():
+        wanted[int(token_id)] = tokenizers.AddedToken(text, special=False, normalized=False)
+    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
+        flags = {name: bool(entry.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        wanted[int(token_id)] = tokenizers.AddedToken(entry["content"], special=bool(entry.get("special")), **flags)
+    present = backend.get_added_tokens_decoder()
+    for token_id, token in sorted(wanted.items()):
+        if token_id in present:
+            continue
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        got = backend.token_to_id(token.content)
+        if got != token_id:
+            raise LoadError(
+                f"added token {token.content!r} has id {token_id} in tokenizer_config.json but {got} in tokenizer.json"
+            )
+
+
+def _set_bos_and_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Follow add_bos_token / add_eos_token where tokenizer_config.json says them, as `transformers` does."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    begin = token_text(config.get("bos_token")) if config.get("add_bos_token") else None
+    end = token_text(config.get("eos_token")) if config.get("add_eos_token") else None
+    special = [(text, backend.token_to_id(text)) for text in (begin, end) if text is not None]
+    for text, token_id in special:
+        if token_id is None:
+            raise LoadError(f"special token {text!r} of tokenizer_config.json is not in the vocabulary")
+    single = [text for text in (begin, "$A:0", end) if text is not None]
+    pair = [*single, *(text for text in (begin, "$B:1", end) if text is not None)]
+    backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=list(dict.fromkeys(special)))
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> list[int]:
+    """Every end-of-text id of the model: generation_config.json, config.json, then tokenizer_config.json."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        values = read_json_object(folder / name)
+        nested = values.get("text_config")
+        for source in (values, nested if isinstance(nested, dict) else {}):
+            value = source.get("eos_token_id")
+            found += [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(value, bool) or not isinstance(value, int) for value in found):
+        raise LoadError(f"eos_token_id of {folder} is {found}; it must be a whole number or a list of them")
+    text = token_text(config.get("eos_token"))
+    token_id = backend.token_to_id(text) if text is not None else None
+    return found if token_id is None else [*found, token_id]
+
+
+def _piece_kind(decoder: Mapping[str, Any] | None) -> tuple[PieceKind, int]:
+    """Which PieceKind the decoder of tokenizer.json is, and how many leading spaces of a text it strips."""
+    if decoder is None:
+        return PieceKind.GENERIC, 0
+    if decoder.get("type") == "ByteLevel":
+        return PieceKind.BYTE_LEVEL, 0
+    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    names = [step.get("type") for step in steps]
+    if names[:3] != ["Replace", "ByteFallback", "Fuse"] or names[3:] not in ([], ["Strip"]):
+        return PieceKind.GENERIC, 0
+    if steps[0].get("pattern") != {"String": "\u2581"} or steps[0].get("content") != " ":
+        return PieceKind.GENERIC, 0
+    if names[3:] == []:
+        return PieceKind.SENTENCEPIECE, 0
+    strip = steps[3]
+    if strip.get("content") != " " or strip.get("stop"):
+        return PieceKind.GENERIC, 0
+    return PieceKind.SENTENCEPIECE, int(strip.get("start", 0))
+
+
+def _byte_level_chars() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others for characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    chars = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in chars.values()]
+    return chars | {chr(256 + i): byte for i, byte in enumerate(others)}
