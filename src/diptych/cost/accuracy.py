@@ -6,13 +6,14 @@ where other models remain); where a device was published with one model only, wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from diptych.cost.calibration import Constants
 from diptych.cost.components import cost_of
-from diptych.cost.fit import StackForm, fit, predicted_s, quantile
-from diptych.cost.forms import FORMS, form_of
+from diptych.cost.fit import StackForm, fit, predicted_s, quantile, residual_of
+from diptych.cost.forms import FORMS
 from diptych.cost.roofline import roofline
 from diptych.cost.rows import PublishedRow
 from diptych.cost.tables import device_spec, model_spec, quant_spec
@@ -60,13 +61,14 @@ def bound_s(row: PublishedRow) -> float:
     return roofline(cost, device_spec(row.device), quant).total_s
 
 
-def leave_one_model_out(rows: Sequence[PublishedRow]) -> list[RowError]:
-    """The error of every row under constants fitted without it."""
+def leave_one_model_out(rows: Sequence[PublishedRow], *, auxiliary: Sequence[PublishedRow] = ()) -> list[RowError]:
+    """The error of every row under constants fitted without it. Auxiliary rows only help to fit."""
     found: list[RowError] = []
     for form in FORMS:
-        members = [row for row in rows if row.stack == form.stack and row.phase is form.phase]
+        targets = [row for row in rows if form.covers(row)]
+        members = targets + [row for row in auxiliary if form.covers(row)]
         fitted: dict[tuple[str, str], tuple[Constants, str]] = {}
-        for row in members:
+        for row in targets:
             key = (row.device, row.model)
             if key not in fitted:
                 fitted[key] = _fit_without(form, members, row)
@@ -116,4 +118,50 @@ def _summary(name: str, members: Sequence[RowError]) -> ErrorSummary:
 
 def uncovered(rows: Iterable[PublishedRow]) -> list[PublishedRow]:
     """Rows of software that has no fitted form."""
-    return [row for row in rows if form_of(row.stack, row.phase) is None]
+    return [row for row in rows if not any(form.covers(row) for form in FORMS)]
+
+
+def refit(rows: Sequence[PublishedRow], *, auxiliary: Sequence[PublishedRow] = ()) -> list[dict[str, Any]]:
+    """The entries of `data/calibrations.json`: constants on all rows, residuals on rows held out."""
+    everything = [*rows, *auxiliary]
+    errors = leave_one_model_out(everything)
+    entries: list[dict[str, Any]] = []
+    for form in FORMS:
+        members = [row for row in everything if form.covers(row)]
+        groups = sorted({row.device for row in members}) if form.per_device else [None]
+        for device in groups:
+            group = [row for row in members if device is None or row.device == device]
+            seen = {id(row) for row in group}
+            ratios = [error.row.measured_s / error.predicted_s for error in errors if id(error.row) in seen]
+            if not group:
+                continue
+            residual = residual_of(ratios)
+            entries.append(
+                {
+                    "stack": form.stack,
+                    "phase": form.phase.value,
+                    "architectures": list(form.architectures),
+                    "device": device,
+                    "devices": sorted({row.device for row in group}),
+                    "models": sorted({row.model for row in group}),
+                    "constants": _as_json(fit(form, group)),
+                    "residual": asdict(residual),
+                    "source": "; ".join(sorted({row.source for row in group})),
+                }
+            )
+    return entries
+
+
+def _as_json(constants: Constants) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name in Constants.__dataclass_fields__:
+        value = getattr(constants, name)
+        if isinstance(value, Mapping):
+            fields[name] = {key: _short(entry) for key, entry in value.items()}
+        else:
+            fields[name] = None if value is None else _short(value)
+    return fields
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

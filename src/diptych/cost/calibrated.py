@@ -43,6 +43,7 @@ class _Units:
     head_bytes: float
     head_class: str
     row_flops: float
+    expert_row_flops: float
     head_row_flops: float
     kv_bytes: float  # one token, one layer
     windows: tuple[tuple[int | None, int], ...]  # window, layers
@@ -50,6 +51,7 @@ class _Units:
     absorbed_pair_flops: float  # MLA decode works on the latents; the same as pair_flops elsewhere
     expand_flops: float  # MLA prefill expands each cached latent
     all_reduces: int
+    moe_layers: int
     row_link_bytes: float
     logits_link_bytes: float
 
@@ -76,7 +78,8 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units
         expert_class=weight_class(quant.expert_bytes, quant.name),
         head_bytes=head.weight_bytes,
         head_class=weight_class(quant.head_bytes, quant.name),
-        row_flops=sum(part.flops for part in body) + experts.flops,
+        row_flops=sum(part.flops for part in body),
+        expert_row_flops=experts.flops,
         head_row_flops=head.flops,
         kv_bytes=kv_tokens_factor(model, tp) * kv.bytes_per_element,
         windows=tuple(windows.items()),
@@ -84,6 +87,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units
         absorbed_pair_flops=absorbed,
         expand_flops=expand,
         all_reduces=2 * model.n_layers if tp > 1 else 0,
+        moe_layers=sum(group.n_layers for group in layer_groups(model) if group.is_moe),
         row_link_bytes=sum(part.link_bytes for part in unit.components if part.name != "head"),
         logits_link_bytes=head.link_bytes,
     )
@@ -99,6 +103,7 @@ class _Terms:
     dense_weights_s: float
     expert_s: float  # one expert read, over all MoE layers
     row_s: float
+    expert_row_s: float
     head_weights_s: float
     head_row_s: float
     windows: tuple[tuple[int | None, float, float, float], ...]  # window, s per kv token, s per pair (prefill, decode)
@@ -106,7 +111,7 @@ class _Terms:
     link_base_s: float
     link_row_s: float
     link_logits_row_s: float
-    hides_launch: bool
+    launch_p: float
 
 
 class CalibratedModel:
@@ -144,16 +149,20 @@ class CalibratedModel:
         units, hardware, quant = _units_of(self.model, self.quant, self.kv, self.tp), self.hardware, self.quant
         bandwidth = hardware.memory_bytes_per_s
         rate = peak_flops_per_s(hardware, quant.compute) * c.compute_fraction(compute_dtype(hardware, quant.compute))
+        expert_rate = rate
+        if c.expert_ef is not None:
+            expert_rate = peak_flops_per_s(hardware, quant.compute) * c.expert_ef
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_ef
         kv_s = units.kv_bytes / (bandwidth * c.kv_eb)
         link = link_rate(hardware, self.tp) * c.link_fraction
         return _Terms(
-            base_s=c.step_s + self.model.n_layers * c.layer_s,
+            base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,
             sequence_s=c.sequence_s,
             p=c.p,
             dense_weights_s=units.dense_bytes / (bandwidth * c.weight_fraction(units.dense_class)),
             expert_s=units.expert_bytes / (bandwidth * c.weight_fraction(units.expert_class)),
             row_s=units.row_flops / rate,
+            expert_row_s=units.expert_row_flops / expert_rate,
             head_weights_s=units.head_bytes / (bandwidth * c.weight_fraction(units.head_class)),
             head_row_s=units.head_row_flops / rate,
             windows=tuple(
@@ -164,7 +173,7 @@ class CalibratedModel:
             link_base_s=units.all_reduces * c.allreduce_s,
             link_row_s=ring_bytes(units.row_link_bytes, self.tp) / link,
             link_logits_row_s=ring_bytes(units.logits_link_bytes, self.tp) / link,
-            hides_launch=c.hides_launch,
+            launch_p=c.launch_p,
         )
 
     def predict(self, work: Workload) -> StepCost:
@@ -213,15 +222,17 @@ class CalibratedModel:
         expanded = 0
         if terms.cached_row_s:
             expanded = sum(shape.start_pos * shape.count for shape in work.shapes if not shape.is_decode)
-        weights_s = terms.dense_weights_s + self._experts(rows) * terms.expert_s
+        experts_s = self._experts(rows) * terms.expert_s
         compute_s = rows * terms.row_s + expanded * terms.cached_row_s
         logits = work.n_logits_rows
         head_weights_s = terms.head_weights_s if logits else 0.0
         head_s = pnorm(head_weights_s, logits * terms.head_row_s, terms.p)
         return _LinearTime(
-            compute_s=compute_s + logits * terms.head_row_s,
-            memory_s=weights_s + head_weights_s,
-            total_s=pnorm(weights_s, compute_s, terms.p) + head_s,
+            compute_s=compute_s + rows * terms.expert_row_s + logits * terms.head_row_s,
+            memory_s=terms.dense_weights_s + experts_s + head_weights_s,
+            total_s=pnorm(terms.dense_weights_s, compute_s, terms.p)
+            + pnorm(experts_s, rows * terms.expert_row_s, terms.p)
+            + head_s,
         )
 
     def _experts(self, rows: int) -> float:
@@ -252,8 +263,9 @@ class CalibratedModel:
                 expanded += start
         terms = self._decode if is_decode else self._prefill
         p = terms.p
-        weights_s = terms.dense_weights_s + self._experts(rows) * terms.expert_s
-        device_s = pnorm(weights_s, rows * terms.row_s + expanded * terms.cached_row_s, p)
+        device_s = pnorm(terms.dense_weights_s, rows * terms.row_s + expanded * terms.cached_row_s, p)
+        if terms.expert_s:
+            device_s += pnorm(self._experts(rows) * terms.expert_s, rows * terms.expert_row_s, p)
         if logits:
             device_s += pnorm(terms.head_weights_s, logits * terms.head_row_s, p)
         if len(terms.windows) == 1 and terms.windows[0][0] is None:
@@ -288,10 +300,8 @@ class _LinearTime:
 
 
 def _join(terms: _Terms, device_s: float, n_sequences: int) -> float:
-    """Launch and device one after the other, or side by side where launches run ahead."""
-    if terms.hides_launch:
-        return max(terms.base_s, device_s) + n_sequences * terms.sequence_s
-    return terms.base_s + device_s + n_sequences * terms.sequence_s
+    """Launch and device one after the other, or partly side by side where launches run ahead."""
+    return pnorm(terms.base_s, device_s, terms.launch_p) + n_sequences * terms.sequence_s
 
 
 def pnorm(a: float, b: float, p: float) -> float:

@@ -20,13 +20,15 @@ class Constants:
 
     eb: fraction of memory bandwidth by weight format; ef: fraction of peak by compute dtype; both fall back to "other".
     p: exponent of the p-norm (large: a sharp maximum). kv_eb, attention_ef: the same fractions inside attention.
-    step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence. allreduce_s: latency of one
-    all-reduce; link_fraction: achieved share of the link. hides_launch: launches run ahead of the device, so the longer
-    of the two counts instead of their sum.
+    step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence; moe_layer_s: on top of layer_s
+    in layers with experts. allreduce_s: latency of one all-reduce; link_fraction: achieved share of the link.
+    launch_p: exponent that joins launch and device time: 1 adds them, a large one lets the longer hide the other.
+    expert_ef: share of the peak in expert GEMMs; None: the same as ef.
     """
 
     step_s: float = 0.0
     layer_s: float = 0.0
+    moe_layer_s: float = 0.0
     sequence_s: float = 0.0
     eb: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"other": 0.8}))
     ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"other": 0.6}))
@@ -35,7 +37,8 @@ class Constants:
     attention_ef: float = 0.4
     allreduce_s: float = 0.0
     link_fraction: float = 0.6
-    hides_launch: bool = False
+    launch_p: float = 1.0
+    expert_ef: float | None = None
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format."""

@@ -20,8 +20,7 @@ from diptych.cost.rows import PublishedRow
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.phase import Phase
 
-PRIOR_WIDTH = 1.5  # natural-log units: a factor of 4.5 either way costs one residual of size PRIOR_COST
-PRIOR_COST = 0.03
+PRIOR_COST = 0.03  # the residual that a constant costs when it stands one `width` away from its start
 HUBER = 0.08  # residuals beyond 8 % count linearly, not squared
 MAX_ROUNDS = 25
 NO_RESIDUAL = Residual(low=0.0, high=0.0, median_error=0.0, rows=0)
@@ -31,12 +30,14 @@ NO_RESIDUAL = Residual(low=0.0, high=0.0, median_error=0.0, rows=0)
 class Free:
     """A constant to fit. `path` is a field of Constants, or "eb.int8" / "ef.fp8" for one entry of a table.
 
-    limits: the fitted value stays inside.
+    limits: the fitted value stays inside. width: how far it may drift from `start` before the prior objects, in
+    natural-log units; small where physics or a kernel table already says what the value is.
     """
 
     path: str
     start: float
     limits: tuple[float, float] = (1e-9, 1e9)
+    width: float = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,13 @@ class StackForm:
     fixed: Constants
     free: tuple[Free, ...]
     per_device: bool = False  # constants of their own for each device instead of shared ones
+    architectures: tuple[str, ...] = ()  # only these devices; empty: all
+
+    def covers(self, row: PublishedRow) -> bool:
+        """Whether this form models the row."""
+        if row.stack != self.stack or row.phase is not self.phase:
+            return False
+        return not self.architectures or device_spec(row.device).architecture in self.architectures
 
 
 def with_values(fixed: Constants, free: Sequence[Free], values: Sequence[float]) -> Constants:
@@ -112,7 +120,7 @@ def _residuals(form: StackForm, rows: Sequence[PublishedRow], logs: Sequence[flo
     constants = with_values(form.fixed, form.free, [math.exp(log) for log in logs])
     found = [math.log(predicted_s(row, constants) / row.measured_s) for row in rows]
     prior = [
-        PRIOR_COST * (log - math.log(entry.start)) / PRIOR_WIDTH for entry, log in zip(form.free, logs, strict=True)
+        PRIOR_COST * (log - math.log(entry.start)) / entry.width for entry, log in zip(form.free, logs, strict=True)
     ]
     return found + prior
 
@@ -180,8 +188,8 @@ def residual_of(ratios: Sequence[float]) -> Residual:
     """Residual summary from measured / predicted ratios."""
     errors = [ratio - 1.0 for ratio in ratios]
     return Residual(
-        low=quantile(errors, 0.1),
-        high=quantile(errors, 0.9),
-        median_error=quantile([abs(1.0 / ratio - 1.0) for ratio in ratios], 0.5),
+        low=round(quantile(errors, 0.1), 4),
+        high=round(quantile(errors, 0.9), 4),
+        median_error=round(quantile([abs(1.0 / ratio - 1.0) for ratio in ratios], 0.5), 4),
         rows=len(errors),
     )

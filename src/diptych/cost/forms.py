@@ -11,13 +11,20 @@ from diptych.cost.calibration import Constants
 from diptych.cost.fit import Free, StackForm
 from diptych.ground.phase import Phase
 
-_FRACTION = (0.02, 1.0)
+_FRACTION = (0.02, 0.95)
 _TIME = (1e-7, 1.0)
+
+
+_CONSUMER = ("ampere-consumer", "ada-consumer", "blackwell-consumer")
+_DATACENTER = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "blackwell-ultra")
 
 
 def _table(**entries: float) -> MappingProxyType[str, float]:
     return MappingProxyType(entries)
 
+
+# Weight-only formats reach less bandwidth; these two come from the gpt-fast rows.
+_UNPACKED = _table(other=0.8, int8=0.68, int4=0.59)
 
 FORMS: tuple[StackForm, ...] = (
     # CUDA graphs, one launch constant per layer, achieved bandwidth by weight format, one all-reduce latency.
@@ -34,21 +41,69 @@ FORMS: tuple[StackForm, ...] = (
         ),
     ),
     StackForm(
-        stack="tensorrt-llm",
+        stack="tensorrt-llm-2024",
         phase=Phase.PREFILL,
         fixed=Constants(eb=_table(other=0.8), p=2.0, kv_eb=0.8, attention_ef=0.45, allreduce_s=10e-6),
         free=(
             Free(path="layer_s", start=60e-6, limits=_TIME),
             Free(path="ef.fp8", start=0.55, limits=_FRACTION),
             Free(path="ef.bf16", start=0.75, limits=_FRACTION),
-            Free(path="link_fraction", start=0.5, limits=_FRACTION),
+            Free(path="expert_ef", start=0.25, limits=_FRACTION),
+            Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),  # kernel tables: 0.6 to 0.83
+        ),
+    ),
+    StackForm(
+        stack="tensorrt-llm",
+        phase=Phase.PREFILL,
+        fixed=Constants(eb=_table(other=0.8), p=3.0, kv_eb=0.8, attention_ef=0.45, allreduce_s=10e-6),
+        free=(
+            Free(path="layer_s", start=40e-6, limits=_TIME, width=0.5),
+            Free(path="ef.fp8", start=0.6, limits=_FRACTION, width=0.15),
+            Free(path="ef.bf16", start=0.77, limits=_FRACTION, width=0.15),  # kernel tables: 0.77 to 0.80
+            Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),
+        ),
+    ),
+    StackForm(
+        stack="tensorrt-llm",
+        phase=Phase.DECODE,
+        fixed=Constants(eb=_UNPACKED, ef=_table(other=0.6), p=3.0, attention_ef=0.4),
+        free=(
+            Free(path="layer_s", start=25e-6, limits=_TIME),
+            Free(path="sequence_s", start=10e-6, limits=_TIME),
+            Free(path="eb.bf16", start=0.85, limits=_FRACTION),
+            Free(path="eb.fp8", start=0.8, limits=_FRACTION),
+            Free(path="kv_eb", start=0.8, limits=_FRACTION, width=0.3),
+            Free(path="allreduce_s", start=6e-6, limits=_TIME),
+        ),
+    ),
+    StackForm(
+        stack="vllm",
+        phase=Phase.PREFILL,
+        fixed=Constants(eb=_table(other=0.8), p=3.0, kv_eb=0.8, attention_ef=0.45, allreduce_s=10e-6),
+        free=(
+            Free(path="layer_s", start=40e-6, limits=_TIME, width=0.5),
+            Free(path="ef.other", start=0.75, limits=_FRACTION, width=0.15),
+            Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),
+        ),
+    ),
+    StackForm(
+        stack="vllm",
+        phase=Phase.DECODE,
+        fixed=Constants(eb=_UNPACKED, ef=_table(other=0.6), p=3.0, attention_ef=0.4),
+        free=(
+            Free(path="layer_s", start=40e-6, limits=_TIME),
+            Free(path="sequence_s", start=20e-6, limits=_TIME),
+            Free(path="eb.bf16", start=0.85, limits=_FRACTION),
+            Free(path="eb.fp8", start=0.8, limits=_FRACTION),
+            Free(path="kv_eb", start=0.8, limits=_FRACTION, width=0.3),
+            Free(path="allreduce_s", start=10e-6, limits=_TIME),
         ),
     ),
     # No CUDA graphs: launches run ahead of the device, each sequence costs host time.
     StackForm(
         stack="vllm-2023",
         phase=Phase.DECODE,
-        fixed=Constants(ef=_table(other=0.6), p=3.0, kv_eb=0.5, hides_launch=True),
+        fixed=Constants(ef=_table(other=0.6), p=3.0, kv_eb=0.5),
         free=(
             Free(path="layer_s", start=400e-6, limits=_TIME),
             Free(path="sequence_s", start=0.33e-3, limits=_TIME),
@@ -59,11 +114,11 @@ FORMS: tuple[StackForm, ...] = (
     StackForm(
         stack="vllm-2023",
         phase=Phase.PREFILL,
-        fixed=Constants(eb=_table(other=0.7), p=2.0, kv_eb=0.7, hides_launch=True),
+        fixed=Constants(eb=_table(other=0.7), p=2.0, kv_eb=0.7, launch_p=4.0),
         free=(
             Free(path="layer_s", start=400e-6, limits=_TIME),
             Free(path="ef.other", start=0.65, limits=_FRACTION),
-            Free(path="attention_ef", start=0.2, limits=_FRACTION),
+            Free(path="attention_ef", start=0.3, limits=_FRACTION, width=0.3),
             Free(path="link_fraction", start=0.3, limits=_FRACTION),
         ),
         per_device=True,
@@ -86,23 +141,33 @@ FORMS: tuple[StackForm, ...] = (
             Free(path="ef.other", start=0.72, limits=_FRACTION),
         ),
     ),
-    StackForm(
-        stack="llama.cpp-cuda",
-        phase=Phase.DECODE,
-        fixed=Constants(ef=_table(other=0.5), p=4.0, kv_eb=0.8),
-        free=(
-            Free(path="layer_s", start=40e-6, limits=_TIME),
-            Free(path="eb.other", start=0.8, limits=_FRACTION),
-        ),
-    ),
-    StackForm(
-        stack="llama.cpp-cuda",
-        phase=Phase.PREFILL,
-        fixed=Constants(eb=_table(other=0.8), p=4.0, attention_ef=0.3),
-        free=(
-            Free(path="layer_s", start=60e-6, limits=_TIME),
-            Free(path="ef.other", start=0.6, limits=_FRACTION),
-        ),
+    *(
+        form
+        for architectures, int8_fraction, launch_s in ((_CONSUMER, 0.22, 30e-6), (_DATACENTER, 0.085, 70e-6))
+        for form in (
+            StackForm(
+                stack="llama.cpp-cuda",
+                phase=Phase.DECODE,
+                fixed=Constants(ef=_table(other=0.5), p=4.0, kv_eb=0.8),
+                free=(
+                    Free(path="layer_s", start=launch_s, limits=_TIME, width=0.3),
+                    Free(path="moe_layer_s", start=40e-6, limits=_TIME),
+                    Free(path="eb.other", start=0.8, limits=_FRACTION, width=0.2),
+                ),
+                architectures=architectures,
+            ),
+            # Integer tensor cores on quantised blocks: far from the peak, and further on data-centre parts.
+            StackForm(
+                stack="llama.cpp-cuda",
+                phase=Phase.PREFILL,
+                fixed=Constants(eb=_table(other=0.8), ef=_table(other=0.6), p=4.0, attention_ef=0.3, layer_s=60e-6),
+                free=(
+                    Free(path="ef.int8", start=int8_fraction, limits=_FRACTION),
+                    Free(path="expert_ef", start=int8_fraction * 0.4, limits=_FRACTION),
+                ),
+                architectures=architectures,
+            ),
+        )
     ),
     StackForm(
         stack="llama.cpp-cpu",
@@ -117,11 +182,3 @@ FORMS: tuple[StackForm, ...] = (
         free=(Free(path="ef.other", start=0.5, limits=_FRACTION),),
     ),
 )
-
-
-def form_of(stack: str, phase: Phase) -> StackForm | None:
-    """The form of one software in one phase, if there is one."""
-    for form in FORMS:
-        if form.stack == stack and form.phase is phase:
-            return form
-    return None

@@ -33,12 +33,14 @@ _DEVICES = {
     "M3": "m3-10",
     "M4": "m4-10",
     "Ryzen AI Max+ 395": "ryzen-ai-max-395",
-    "i9-13900K DDR5-6400": "i9-13900k",
+    "i9-13900K DDR5-6400": "i9-13900k-ddr5-6400",
 }
 _STACKS = (
     ("gpt-fast", "gpt-fast"),
-    ("TensorRT-LLM", "tensorrt-llm"),
+    ("TensorRT-LLM 0.", "tensorrt-llm-2024"),
+    ("TensorRT-LLM 1", "tensorrt-llm"),
     ("vLLM 2023", "vllm-2023"),
+    ("vLLM 0.1", "vllm"),
     ("llama.cpp Metal", "llama.cpp-metal"),
     ("llama.cpp CUDA", "llama.cpp-cuda"),
     ("llama.cpp Vulkan", "llama.cpp-vulkan"),
@@ -93,9 +95,9 @@ def rows_of(rows: Iterable[PublishedRow], *, stack: str, phase: Phase) -> list[P
 def _row(entry: dict[str, str]) -> PublishedRow | None:
     phase = {"prefill": Phase.PREFILL, "decode": Phase.DECODE, "decode batch": Phase.DECODE}.get(entry["phase"])
     stack = _stack(entry["system"], entry["hardware"])
-    device = _device(entry["hardware"])
+    device = _device(entry["hardware"], stack)
     model = _model(entry["model"])
-    quant = _quant(entry["precision"])
+    quant = _quant(entry["precision"], stack)
     if phase is None or stack is None or device is None or model is None or quant is None:
         return None
     if not (entry["tp"].isdigit() and entry["batch"].isdigit()):
@@ -139,8 +141,10 @@ def _stack(system: str, hardware: str) -> str | None:
     return None
 
 
-def _device(hardware: str) -> str | None:
+def _device(hardware: str, stack: str | None) -> str | None:
     name = _DEVICES.get(hardware)
+    if name == "ryzen-ai-max-395" and stack == "llama.cpp-cpu":
+        name = "ryzen-ai-max-395-cpu"
     if name is None:
         apple = re.match(r"(M\d) (Pro|Max|Ultra) ?(\d+)$", hardware)
         name = f"{apple[1]}-{apple[2]}-{apple[3]}".lower() if apple else hardware.lower().replace(" ", "-")
@@ -158,7 +162,9 @@ def _model(name: str) -> str | None:
         return None
 
 
-def _quant(precision: str) -> str | None:
+def _quant(precision: str, stack: str | None) -> str | None:
     name = precision.lower()
+    if name == "mxfp4" and stack is not None and stack.startswith("llama.cpp"):
+        return "mxfp4-gguf"  # GGUF keeps everything but the experts in q8_0
     name = QUANT_ALIASES.get(name, name)
     return name if name in QUANTS else None

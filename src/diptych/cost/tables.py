@@ -29,8 +29,9 @@ QUANTS: dict[str, QuantSpec] = {
         QuantSpec(name="int4", weight_bytes=0.625),
         QuantSpec(name="fp4", weight_bytes=0.5625, head_weight_bytes=2.0, compute="fp4"),
         QuantSpec(name="mxfp4", weight_bytes=2.0, expert_weight_bytes=0.53125),
-        QuantSpec(name="q8_0", weight_bytes=1.0625),
-        QuantSpec(name="q4_0", weight_bytes=0.5625, head_weight_bytes=0.8203125),
+        QuantSpec(name="mxfp4-gguf", weight_bytes=1.0625, expert_weight_bytes=0.53125, compute="int8"),
+        QuantSpec(name="q8_0", weight_bytes=1.0625, compute="int8"),
+        QuantSpec(name="q4_0", weight_bytes=0.5625, head_weight_bytes=0.8203125, compute="int8"),
     )
 }
 QUANT_ALIASES = {"fp16": "bf16", "f16": "bf16", "float16": "bf16", "bfloat16": "bf16", "int4g32": "int4", "q4": "q4_0"}

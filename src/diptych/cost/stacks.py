@@ -1,0 +1,107 @@
+"""Which fitted constants apply to a device: by the software asked for, or the usual software of such a device.
+
+>>> from diptych.cost.tables import device_spec
+>>> calibration_for(device_spec("m2-max-38")).name
+'llama.cpp-metal'
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from diptych.cost.calibration import Calibration, Constants, Residual
+from diptych.cost.tables import data_text, unknown_name
+from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
+from diptych.ground.specs import HardwareSpec
+
+# An interval is never narrower than this: published rows of one model repeat less well than a residual suggests.
+LEAST_SPREAD = 0.05
+# Constants carried over to a device or phase they were not fitted on: the interval grows by half and to at least this.
+CARRIED_SPREAD = 0.25
+
+_RECENT = ("hopper", "blackwell", "blackwell-ultra")
+_CONSUMER = ("ampere-consumer", "ada-consumer", "blackwell-consumer")
+# stack to use when a stack has rows of the other phase only
+_PARTNER = {
+    ("gpt-fast", Phase.PREFILL): "tensorrt-llm-2024",
+    ("tensorrt-llm-2024", Phase.DECODE): "gpt-fast",
+}
+
+
+def stack_names() -> tuple[str, ...]:
+    """All software with fitted constants."""
+    return tuple(dict.fromkeys(entry["stack"] for entry in _entries()))
+
+
+def default_stack(hardware: HardwareSpec) -> str:
+    """The software whose published numbers suit such a device best."""
+    if hardware.kind == "apple":
+        return "llama.cpp-metal"
+    if hardware.kind == "cpu":
+        return "llama.cpp-cpu"
+    if hardware.architecture in _CONSUMER:
+        return "llama.cpp-cuda"
+    return "tensorrt-llm" if hardware.architecture in _RECENT else "gpt-fast"
+
+
+def calibration_for(hardware: HardwareSpec, *, stack: str | None = None) -> Calibration:
+    """The calibration of `stack` (None: the default) on this device. ConfigError for an unknown stack."""
+    stack = stack or default_stack(hardware)
+    if stack not in stack_names():
+        raise unknown_name("software", stack, stack_names())
+    prefill, prefill_residual, prefill_source = _phase(hardware, stack, Phase.PREFILL)
+    decode, decode_residual, decode_source = _phase(hardware, stack, Phase.DECODE)
+    return Calibration(
+        name=stack,
+        prefill=prefill,
+        decode=decode,
+        prefill_residual=prefill_residual,
+        decode_residual=decode_residual,
+        source=f"prefill: {prefill_source}. decode: {decode_source}",
+    )
+
+
+def _phase(hardware: HardwareSpec, stack: str, phase: Phase) -> tuple[Constants, Residual, str]:
+    wanted = stack
+    found = [entry for entry in _entries() if entry["stack"] == stack and entry["phase"] == phase.value]
+    if not found:
+        wanted = _PARTNER.get((stack, phase), stack)
+        found = [entry for entry in _entries() if entry["stack"] == wanted and entry["phase"] == phase.value]
+    if not found:
+        raise ConfigError(f"no published {phase.value} numbers of {stack} to predict with", hint="choose another --stack")
+    best = max(found, key=lambda entry: _closeness(entry, hardware))
+    residual = _widened(Residual(**best["residual"]), is_own=hardware.name in best["devices"] and wanted == stack)
+    if hardware.name in best["devices"]:
+        origin = "fitted on this device"
+    else:
+        origin = f"carried over from {', '.join(best['devices'])}"
+    return _constants(best["constants"]), residual, f"{wanted}, {origin} ({residual.rows} rows)"
+
+
+def _closeness(entry: dict[str, Any], hardware: HardwareSpec) -> tuple[bool, bool]:
+    return hardware.name in entry["devices"], hardware.architecture in entry["architectures"]
+
+
+def _widened(residual: Residual, *, is_own: bool) -> Residual:
+    if is_own:
+        return replace(residual, low=min(residual.low, -LEAST_SPREAD), high=max(residual.high, LEAST_SPREAD))
+    return replace(
+        residual,
+        low=max(min(1.5 * residual.low, -CARRIED_SPREAD), -0.9),
+        high=max(1.5 * residual.high, CARRIED_SPREAD),
+    )
+
+
+@lru_cache(maxsize=1)
+def _entries() -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(data_text("calibrations.json"))["calibrations"])
+
+
+def _constants(fields: dict[str, Any]) -> Constants:
+    tables = {name: MappingProxyType(dict(fields[name])) for name in ("eb", "ef")}
+    return Constants(**{**fields, **tables})
