@@ -10,6 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,7 @@ FINAL_LR_FRACTION = 0.03
 EVALUATE_EVERY_STEPS = 50
 SAVE_EVERY_STEPS = 50
 
+Batch = tuple[torch.Tensor, torch.Tensor]
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens, targets [B,T] -> sum over targets
 
 
@@ -44,7 +46,7 @@ class Recipe:
     total_tokens: int
     long_fraction: float = 0.12
     batch_tokens: int = 4096
-    micro_tokens: int = 2048  # largest that keeps the activations of one layer in cache
+    micro_tokens: int = 512
     book_fraction: float = 0.5
     muon_lr: float = 0.02
     adamw_lr: float = 0.004
@@ -73,10 +75,40 @@ def make_optimizers(model: Llama, recipe: Recipe) -> dict[str, torch.optim.Optim
 
 
 def batch_shape(tokens_seen: int, recipe: Recipe) -> tuple[int, int]:
-    """(rows, row_tokens) of the next step; three rows at least: books, dialogues, mixed."""
+    """(rows, row_tokens) of the next step; at least four rows, which two threads share evenly."""
     is_long = tokens_seen >= (1 - recipe.long_fraction) * recipe.total_tokens
     row_tokens = LONG_ROW_TOKENS if is_long else SHORT_ROW_TOKENS
-    return max(3, recipe.batch_tokens // row_tokens), row_tokens
+    return max(4, recipe.batch_tokens // row_tokens), row_tokens
+
+
+class Workers:
+    """Threads that compute gradients of micro-batches, each on one core; they meet once a step, not at every operation.
+
+    When other programs share the cores, two threads that meet at every operation run at the pace of the slower one.
+    Gradients are added in the order of the micro-batches, so the result does not depend on who was faster.
+    """
+
+    def __init__(self, n_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(n_threads, initializer=torch.set_num_threads, initargs=(1,))
+        for _ in self._pool.map(time.sleep, [0.05] * n_threads):  # every worker starts and takes its own setting
+            pass
+        torch.set_num_threads(n_threads)  # of the caller: the optimiser's matrix products
+
+    def gradients(
+        self, loss_of: LossFunction, parameters: list[torch.nn.Parameter], batches: list[Batch], *, n_targets: int
+    ) -> float:
+        """Add to each parameter's .grad; return the summed loss over n_targets."""
+
+        def compute(batch: Batch) -> tuple[float, tuple[torch.Tensor, ...]]:
+            loss = loss_of(*batch) / n_targets
+            return loss.item(), torch.autograd.grad(loss, parameters)
+
+        total = 0.0
+        for loss, gradients in self._pool.map(compute, batches):
+            total += loss
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return total
 
 
 def train_step(
@@ -86,17 +118,16 @@ def train_step(
     *,
     recipe: Recipe,
     tokens_seen: int,
+    workers: Workers,
 ) -> float:
     """One optimiser step; returns the mean loss in nats per counted token."""
     rows, row_tokens = batch_shape(tokens_seen, recipe)
     tokens, targets = sampler.batch(rows=rows, row_tokens=row_tokens, book_fraction=recipe.book_fraction)
     n_targets = int((targets != IGNORED).sum())
     micro_rows = max(1, recipe.micro_tokens // row_tokens)
-    total = 0.0
-    for start in range(0, rows, micro_rows):
-        loss = loss_of(tokens[start : start + micro_rows], targets[start : start + micro_rows]) / n_targets
-        torch.autograd.backward(loss)
-        total += loss.item()
+    batches = list(zip(tokens.split(micro_rows), targets.split(micro_rows), strict=True))
+    parameters = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
+    total = workers.gradients(loss_of, parameters, batches, n_targets=n_targets)
     factor = lr_factor(tokens_seen, recipe.total_tokens)
     for label, optimizer in optimizers.items():
         for group in optimizer.param_groups:
@@ -125,6 +156,7 @@ def run(
     name: str,
     work: Path,
     recipe: Recipe,
+    n_threads: int = 2,
     teacher: Llama | None = None,
     stop_after_steps: int | None = None,
 ) -> Progress:
@@ -141,6 +173,7 @@ def run(
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     held_out_text = (work / "heldout.txt").read_text(encoding="utf-8")
     stop = StopRequest()
+    workers = Workers(n_threads)
     steps_done = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ProgressBar(*columns) as bar, (work / f"{name}.log.jsonl").open("a", encoding="utf-8") as log:
@@ -148,7 +181,9 @@ def run(
         while progress.tokens_seen < recipe.total_tokens and not stop.is_set and steps_done != stop_after_steps:
             begin_s = time.monotonic()
             rows, row_tokens = batch_shape(progress.tokens_seen, recipe)
-            loss = train_step(loss_of, optimizers, sampler, recipe=recipe, tokens_seen=progress.tokens_seen)
+            loss = train_step(
+                loss_of, optimizers, sampler, recipe=recipe, tokens_seen=progress.tokens_seen, workers=workers
+            )
             if not math.isfinite(loss):
                 raise RuntimeError(f"loss is {loss} at step {progress.step}; the checkpoint of an earlier step is kept")
             progress.step += 1
@@ -183,7 +218,6 @@ def main(
     export: Annotated[Path | None, typer.Option(help="write the finished model to this folder")] = None,
 ) -> None:
     """Train one model; run the same command again to resume."""
-    torch.set_num_threads(threads)
     torch.manual_seed(seed)
     data = TrainingData.build(corpus, work, n_documents=documents, seed=seed)
     print(f"book tokens {len(data.book_ids)}, synthetic tokens {len(data.synthetic_ids)}")
@@ -191,7 +225,14 @@ def main(
     network = Llama(SHAPES[model])
     imitated = None if teacher is None else load_exported(teacher, compute_dtype=torch.bfloat16)
     progress = run(
-        network, data, name=model, work=work, recipe=recipe, teacher=imitated, stop_after_steps=stop_after_steps
+        network,
+        data,
+        name=model,
+        work=work,
+        recipe=recipe,
+        n_threads=threads,
+        teacher=imitated,
+        stop_after_steps=stop_after_steps,
     )
     print(f"{model}: step {progress.step}, {progress.tokens_seen} tokens, checkpoint in {work}")
     if export is not None:
