@@ -1,0 +1,287 @@
+"""The op vocabulary: what a model family may ask of a backend, and what each op promises.
+
+Owns no code that computes. A family writes its forward once against `Ops`, with weights it got from `Loader`; every
+activation and every weight in that code is an opaque handle (a torch.Tensor here, a buffer number there). The torch
+backend runs the calls eagerly; the cpu backend records them once into a program. So a family never looks into a handle,
+never calls torch, and never depends on the batch.
+
+    x = ops.embed(weights.embedding, scale=1.0)
+    h = ops.rms_norm(x, layer.input_norm, eps=1e-6)
+    x = ops.linear_add(h, layer.down, x)      # always use the returned handle; x may have been written in place
+
+Legend: T packed tokens of the step, R logits rows, D model dim, F ffn dim, H query heads, K kv heads, d head dim,
+V vocab, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+Handle = Any  # an activation or a weight of one backend
+
+
+class Activation(Enum):
+    """act in act(gate) * up."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+class QkNorm(Enum):
+    """Whether queries and keys are normed before the rotary embedding, and over what."""
+
+    NONE = "none"
+    HEAD = "head"  # each head over d, weight [d]
+    FULL = "full"  # the whole projection, weight [H*d] for q and [K*d] for k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary positions: dimensions i and i + rotary_dim/2 of a head turn by position * inv_freq[i].
+
+    inv_freq: rotary_dim / 2 fp32 values. attention_factor multiplies cos and sin (yarn, longrope).
+    Dimensions from rotary_dim on pass through unturned. Equal specs may share tables.
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_factor: float = 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head turn."""
+        return 2 * len(self.inv_freq)
+
+    def tables(self, n_positions: int) -> tuple[np.ndarray, np.ndarray]:
+        """(cos, sin), each [n_positions, rotary_dim / 2] fp32, attention_factor included."""
+        # the angle is rounded to fp32 before cos and sin, as everywhere the models were trained
+        angles = np.arange(n_positions, dtype=np.float32)[:, None] * np.array(self.inv_freq, dtype=np.float32)
+        factor = np.float32(self.attention_factor)
+        return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all.
+
+    softcap: scores become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer.
+    """
+
+    layer: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    rope: RopeSpec | None = None
+    qk_norm: QkNorm = QkNorm.NONE
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: softmax over n_experts, the best experts_per_token, weights renormalised to 1 or not."""
+
+    n_experts: int
+    experts_per_token: int
+    ffn: int
+    renormalises: bool
+    activation: Activation
+
+
+class WeightTensor(Protocol):
+    """One tensor of a checkpoint, checked by name and shape, read when asked. Slices are free."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    random_seed: (
+        int | None
+    )  # not None: no file; the values are random, `read` makes them, and a backend may make its own
+
+    def read(self) -> torch.Tensor:
+        """The values on the CPU in the file's dtype, a view of the mapped file where there is one; do not write to it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearParts:
+    """W [N, K] as tensors stacked along N (q, k, v), and the bias [N] as tensors stacked the same way, or ()."""
+
+    weights: tuple[WeightTensor, ...]
+    biases: tuple[WeightTensor, ...] = ()
+
+    @property
+    def n_outputs(self) -> int:
+        """N."""
+        return sum(part.shape[0] for part in self.weights)
+
+    @property
+    def n_inputs(self) -> int:
+        """K."""
+        return self.weights[0].shape[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParts:
+    """One expert: gate_up [2F, D] (gate rows first), down [D, F]."""
+
+    gate_up: LinearParts
+    down: LinearParts
+
+
+class Loader(Protocol):
+    """Turns checkpoint tensors into a backend's weight handles, once, in the order of the layers."""
+
+    def table(self, tensor: WeightTensor) -> Handle:
+        """The embedding [V, D], for `embed`."""
+        ...
+
+    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> Handle:
+        """A norm weight [D] as fp32; `offset` is added to it (1 for Gemma's 1 + w)."""
+        ...
+
+    def linear(self, parts: LinearParts) -> Handle:
+        """A projection, for `linear` and `linear_add`."""
+        ...
+
+    def gated(self, parts: LinearParts, activation: Activation) -> Handle:
+        """gate and up stacked [2F, D], gate rows first, for `linear_gate`."""
+        ...
+
+    def attention(
+        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+    ) -> Handle:
+        """What `rotate_and_cache` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE."""
+        ...
+
+    def experts(self, spec: ExpertsSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...]) -> Handle:
+        """A mixture, for `experts_add`. router [E, D]."""
+        ...
+
+    def head(self, tensor: WeightTensor, *, table: Handle | None) -> Handle:
+        """The output projection [V, D]; `table` is the handle of the same tensor where it is tied to the embedding."""
+        ...
+
+
+class Ops(Protocol):
+    """The forward vocabulary. Handles of the residual stream are called x, everything else h, y, q, a."""
+
+    def embed(self, table: Handle, *, scale: float) -> Handle:
+        """x [T, D] = scale * rows of the step's token ids."""
+        ...
+
+    def rms_norm(self, x: Handle, weight: Handle, *, eps: float) -> Handle:
+        """h [T, D] = x / sqrt(mean(x^2) + eps) * weight, computed in fp32."""
+        ...
+
+    def linear(self, h: Handle, weight: Handle) -> Handle:
+        """y [T, N] = h W^T + b."""
+        ...
+
+    def linear_gate(self, h: Handle, weight: Handle) -> Handle:
+        """y [T, F] = act(h Wgate^T + bg) * (h Wup^T + bu); the activation was given at load."""
+        ...
+
+    def linear_add(self, h: Handle, weight: Handle, x: Handle) -> Handle:
+        """x [T, D] + h W^T + b; x may be written and is not used again by the caller."""
+        ...
+
+    def add(self, x: Handle, y: Handle) -> Handle:
+        """x + y [T, D]; x may be written and is not used again by the caller."""
+        ...
+
+    def rotate_and_cache(self, qkv: Handle, attention: Handle) -> Handle:
+        """q [T, H, d] from qkv [T, (H + 2K) d]: q/k norm, rotary embedding; writes k and v of the step's tokens."""
+        ...
+
+    def attention(self, q: Handle, attention: Handle) -> Handle:
+        """a [T, H d]: each query against its sequence's cached keys up to its own position."""
+        ...
+
+    def experts_add(self, h: Handle, experts: Handle, x: Handle) -> Handle:
+        """x + sum over the chosen experts of weight * expert(h) [T, D]; x may be written and is not used again."""
+        ...
+
+    def head(self, x: Handle, norm: Handle, weight: Handle, *, eps: float, softcap: float | None) -> Handle:
+        """Logits [R, V] fp32 of the step's logits rows: norm, projection, softcap * tanh(logits / softcap)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpContract:
+    """What tests hold a backend to. Tolerances are absolute errors against the reference on inputs of order one."""
+
+    name: str
+    inputs: str
+    output: str
+    writes: str
+    tolerance_fp32: float
+    tolerance_bf16: float
+
+    def tolerance(self, dtype: torch.dtype) -> float:
+        """The largest absolute error allowed when the backend computes in `dtype`."""
+        return self.tolerance_fp32 if dtype == torch.float32 else self.tolerance_bf16
+
+
+# bf16 keeps 8 bits: one rounding of a value of order one is 2^-9; sums of products of order one round once more.
+OPS: dict[str, OpContract] = {
+    op.name: op
+    for op in (
+        OpContract(name="embed", inputs="table [V,D], token_ids [T] i32", output="x [T,D]", writes="",
+                   tolerance_fp32=0.0, tolerance_bf16=2e-2),
+        OpContract(name="rms_norm", inputs="x [T,D], weight [D] fp32", output="h [T,D]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="linear", inputs="h [T,K], W [N,K], b [N]", output="y [T,N]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="linear_gate", inputs="h [T,D], W [2F,D], b [2F]", output="y [T,F]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="linear_add", inputs="h [T,K], W [N,K], b [N], x [T,N]", output="x [T,N]", writes="x",
+                   tolerance_fp32=1e-5, tolerance_bf16=4e-2),
+        OpContract(name="add", inputs="x [T,D], y [T,D]", output="x [T,D]", writes="x",
+                   tolerance_fp32=1e-6, tolerance_bf16=2e-2),
+        OpContract(name="rotate_and_cache", inputs="qkv [T,(H+2K)d], positions [T] i32, slots [T] i32",
+                   output="q [T,H,d]", writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
+        OpContract(name="attention", inputs="q [T,H,d], kv paged, block_table [S,M] i32, context_tokens [S] i32",
+                   output="a [T,H*d]", writes="", tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="experts_add", inputs="h [T,D], router [E,D], experts, x [T,D]", output="x [T,D]", writes="x",
+                   tolerance_fp32=1e-5, tolerance_bf16=5e-2),
+        OpContract(name="head", inputs="x [T,D], norm [D], W [V,D], logits_rows [R] i32", output="logits [R,V] fp32",
+                   writes="", tolerance_fp32=2e-5, tolerance_bf16=4e-2),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeShape:
+    """One batch every attention backend is tested on: (tokens already cached, new tokens) of each sequence."""
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    n_heads: int = 4
+    n_kv_heads: int = 2
+    head_dim: int = 16
+    block_tokens: int = 16
+
+
+EDGE_SHAPES: tuple[EdgeShape, ...] = (
+    EdgeShape(name="one token, empty cache", sequences=((0, 1),)),
+    EdgeShape(name="one block exactly", sequences=((0, 16),)),
+    EdgeShape(name="one block and one", sequences=((0, 17),)),
+    EdgeShape(name="one block less one", sequences=((0, 15),)),
+    EdgeShape(name="decode at the last slot of a block", sequences=((15, 1),)),
+    EdgeShape(name="decode at the first slot of a block", sequences=((16, 1),)),
+    EdgeShape(name="decode at the second slot of a block", sequences=((17, 1),)),
+    EdgeShape(name="ragged decode", sequences=((1, 1), (63, 1), (16, 1), (0, 1), (300, 1))),
+    EdgeShape(name="chunk after a prefix", sequences=((31, 18),)),
+    EdgeShape(name="mixed step", sequences=((40, 1), (7, 1), (0, 33), (16, 16), (5, 2))),
+    EdgeShape(name="multi-head", sequences=((9, 1), (0, 20)), n_heads=4, n_kv_heads=4),
+    EdgeShape(name="groups of four", sequences=((9, 1), (0, 20)), n_heads=8, n_kv_heads=2),
+    EdgeShape(name="groups of eight, one kv head", sequences=((9, 1), (0, 20)), n_heads=8, n_kv_heads=1),
+    EdgeShape(name="odd head dim groups", sequences=((33, 3), (0, 5)), n_heads=9, n_kv_heads=3, head_dim=24),
+)

@@ -1,0 +1,524 @@
+"""The C++ backend: a family's forward, recorded once at load, becomes one native program.
+
+`CpuLoader` packs weights as they are asked for, `CpuOps` turns the calls of a family's forward into the program's list of
+operations, and `CpuProgram.forward` runs the whole list in one native call. Nothing of it runs per layer in Python.
+A handle of an activation is a `Value`: where it will lie and how it comes about. Norms, gates and attention are recorded
+only when their consumer is known, because the consumer's weight format decides the form in which they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.ops.contract import (
+    Activation,
+    AttentionSpec,
+    ExpertParts,
+    ExpertsSpec,
+    LinearParts,
+    QkNorm,
+    RopeSpec,
+    WeightTensor,
+)
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import CapacityError, ConfigError, ExecutorError
+
+try:
+    from diptych.compute.ops import _cpu
+
+    IMPORT_FAILURE = ""
+except ImportError as error:
+    _cpu = None  # type: ignore[assignment]
+    IMPORT_FAILURE = str(error)
+
+INT4_GROUP = 32  # inputs per scale; best quality of 32/64/128 for 0.5 bit more than 128
+
+
+def is_available() -> tuple[bool, str]:
+    """(whether the native kernels can be used, what they run on or why not)."""
+    if _cpu is None:
+        return False, f"the native kernels are not installed ({IMPORT_FAILURE})"
+    return True, f"native kernels, {_cpu.instruction_sets()[0]}"
+
+
+def instruction_sets() -> list[str]:
+    """The sets whose kernels this CPU runs, widest first."""
+    return list(_cpu.instruction_sets()) if _cpu is not None else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHandle:
+    """A packed weight: its number in the program, the format of the rows it multiplies, its shape."""
+
+    index: int
+    format: str
+    group: int
+    n_inputs: int
+    n_outputs: int
+    activation: Activation | None = None
+
+    @property
+    def rows_key(self) -> tuple[str, int]:
+        """What rows it needs: int8 and int4 weights share one kind, told apart by their group."""
+        return ("bf16", 0) if self.format == "bf16" else ("int8", self.group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorHandle:
+    """A norm weight's number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableHandle:
+    """An embedding table's number and shape."""
+
+    index: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionHandle:
+    """A layer's attention: native shape, rotary table and norms by number."""
+
+    spec: AttentionSpec
+    shape: Any
+    rope: int | None
+    q_norm: int | None
+    k_norm: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsHandle:
+    """A mixture's packed weights."""
+
+    spec: ExpertsSpec
+    router: LinearHandle
+    gate_up: tuple[LinearHandle, ...]
+    down: tuple[LinearHandle, ...]
+
+
+@dataclass(slots=True)
+class Residual:
+    """The residual stream's buffer; version counts the writes, so that a late reader of an old value is caught."""
+
+    buffer: int
+    width: int
+    version: int = 0
+
+
+@dataclass(slots=True)
+class Value:
+    """An activation. `kind` says what made it; `emit` records that into a buffer once the consumer's need is known."""
+
+    kind: str
+    width: int
+    source: Residual | None = None
+    source_version: int = 0
+    buffer: int | None = None  # fp32, where it lies already
+    emit_rows: Callable[[int], None] | None = None
+    emit_f32: Callable[[int], None] | None = None
+    rows: dict[tuple[str, int], int] = field(default_factory=dict)
+    norm: tuple[int, float] | None = None  # (vector, eps) of a norm of `buffer`
+
+
+class PackedSource:
+    """Where already packed weights come from and go to (`diptych quantize`). This one has none."""
+
+    def find(self, key: str, nbytes: int) -> np.ndarray | None:
+        """The packed bytes saved under `key`, or None when it must be packed from the checkpoint."""
+        return None
+
+    def keep(self, key: str, index: int) -> None:
+        """Told of every packed weight: its key and its number in the program."""
+
+
+class CpuLoader:
+    """Packs a checkpoint's tensors into a native program. `formats`: weights in config.weights, the head and router as below.
+
+    The head is kept in bf16 for bf16 weights and in int8 for int8 and int4: at 4 bits the head alone costs more perplexity
+    than all other layers' step from 8 to 4 bits saves in bytes. The router is always bf16 (it is tiny and picks experts).
+    """
+
+    def __init__(self, config: ComputeConfig, packed: PackedSource | None = None) -> None:
+        available, reason = is_available()
+        if not available:
+            raise ConfigError(reason, hint="install with a C++ compiler, or use --backend torch")
+        if config.weights == "fp32" or config.kv == "fp32":
+            raise ConfigError("the cpu backend has no fp32 weights or cache", hint="use --backend torch for fp32")
+        choose_instruction_set(config.instruction_set)
+        self.weights_format = "bf16" if config.weights == "auto" else config.weights
+        self.kv_format = "bf16" if config.kv == "auto" else config.kv
+        self.program = _cpu.Program(config.threads or 0)
+        self.packed = packed or PackedSource()
+        self.specs: list[AttentionSpec] = []
+        self._ropes: dict[RopeSpec, int] = {}
+
+    def table(self, tensor: WeightTensor) -> TableHandle:
+        """The embedding [V, D]; rows are looked up in the checkpoint's own pages."""
+        values = tensor.read()
+        values = values if values.is_contiguous() else values.contiguous()
+        return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
+
+    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> VectorHandle:
+        """A norm weight as fp32 plus offset."""
+        values = tensor.read().detach().to(torch.float32).contiguous() + offset
+        return VectorHandle(index=self.program.add_vector(values))
+
+    def linear(self, parts: LinearParts) -> LinearHandle:
+        """A projection in the weights' format."""
+        return self._pack(parts, self.weights_format)
+
+    def gated(self, parts: LinearParts, activation: Activation) -> LinearHandle:
+        """Gate and up interleaved, so that the product's epilogue can join them."""
+        return self._pack(parts, self.weights_format, activation=activation)
+
+    def attention(
+        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+    ) -> AttentionHandle:
+        """The layer's native attention shape; layers with equal rotary specs share one table."""
+        self.specs.append(spec)
+        shape = _cpu.AttentionShape(
+            n_heads=spec.n_heads,
+            n_kv_heads=spec.n_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        rope = None
+        if spec.rope is not None:
+            if spec.rope not in self._ropes:
+                self._ropes[spec.rope] = self.program.add_rope(list(spec.rope.inv_freq), spec.rope.attention_factor)
+            rope = self._ropes[spec.rope]
+        norms = [self.vector(norm, offset=norm_offset).index if norm is not None else None for norm in (q_norm, k_norm)]
+        return AttentionHandle(spec=spec, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
+
+    def experts(self, spec: ExpertsSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...]) -> ExpertsHandle:
+        """Each expert packed on its own; the router in bf16."""
+        return ExpertsHandle(
+            spec=spec,
+            router=self._pack(LinearParts(weights=(router,)), "bf16"),
+            gate_up=tuple(self._pack(e.gate_up, self.weights_format, activation=spec.activation) for e in experts),
+            down=tuple(self._pack(e.down, self.weights_format) for e in experts),
+        )
+
+    def head(self, tensor: WeightTensor, *, table: TableHandle | None) -> LinearHandle:
+        """The output projection; a tied one is packed beside the table, which only serves single rows."""
+        return self._pack(LinearParts(weights=(tensor,)), "bf16" if self.weights_format == "bf16" else "int8")
+
+    def _pack(self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None) -> LinearHandle:
+        n, k = parts.n_outputs, parts.n_inputs
+        shape = _cpu.LinearShape(
+            format=weights_format,
+            n=n,
+            k=k,
+            group=INT4_GROUP,
+            is_gated=activation is not None,
+            has_bias=bool(parts.biases),
+        )
+        key = "+".join(part.name for part in parts.weights)
+        saved = self.packed.find(key, shape.packed_bytes)
+        seed = parts.weights[0].random_seed
+        if saved is not None:
+            index = self.program.add_packed_linear(shape, saved)
+        elif seed is not None and not parts.biases:
+            index = self.program.add_random_linear(shape, seed & (2**63 - 1), (3.0 / k) ** 0.5)
+        else:
+            weights = [part.read().detach() for part in parts.weights]
+            bias = None
+            if parts.biases:
+                bias = torch.cat([part.read().detach().to(torch.float32).reshape(-1) for part in parts.biases])
+            index = self.program.add_linear(shape, weights, bias)
+        self.packed.keep(key, index)
+        return LinearHandle(
+            index=index,
+            format=weights_format,
+            group=INT4_GROUP,
+            n_inputs=k,
+            n_outputs=n if activation is None else n // 2,
+            activation=activation,
+        )
+
+
+class CpuOps:
+    """Records a family's forward into the loader's program. Buffers are shared by role: a layer's die with the layer."""
+
+    def __init__(self, loader: CpuLoader) -> None:
+        self.program = loader.program
+        self._buffers: dict[tuple[Any, ...], int] = {}
+        self._owner: dict[int, Value] = {}
+
+    def embed(self, table: TableHandle, *, scale: float) -> Residual:
+        """x = scale * rows of the table."""
+        x = Residual(self._f32("residual", table.width), table.width)
+        self.program.embed(table.index, x.buffer, scale)
+        return x
+
+    def rms_norm(self, x: Residual | Value, weight: VectorHandle, *, eps: float) -> Value:
+        """Recorded by its consumer: a projection takes it as rows, `add` fuses it."""
+        if isinstance(x, Value):
+            buffer = self._materialised(x)
+            value = Value("norm", x.width, buffer=buffer, norm=(weight.index, eps))
+        else:
+            buffer = x.buffer
+            value = Value("norm", x.width, source=x, source_version=x.version, buffer=buffer, norm=(weight.index, eps))
+        value.emit_rows = lambda rows: self.program.norm(buffer, weight.index, eps, rows)
+        return value
+
+    def linear(self, h: Value, weight: LinearHandle) -> Value:
+        """y in an fp32 buffer."""
+        category = {"norm": "qkv", "attention": "o", "gate": "down"}[h.kind]
+        out = self._f32(f"{category} out", weight.n_outputs)
+        self.program.linear(category=category, weight=weight.index, rows=self._rows(h, weight), out=out)
+        return Value("projection", weight.n_outputs, buffer=out)
+
+    def linear_gate(self, h: Value, weight: LinearHandle) -> Value:
+        """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
+        assert weight.activation is not None
+        rows = self._rows(h, weight)
+        settings = {"category": "gate_up", "weight": weight.index, "rows": rows, "activation": weight.activation.value}
+        value = Value("gate", weight.n_outputs)
+        value.emit_f32 = lambda out: self.program.linear(out=out, store="f32", **settings)
+        value.emit_rows = lambda out: self.program.linear(out=out, store="bf16", **settings)
+        return value
+
+    def linear_add(self, h: Value, weight: LinearHandle, x: Residual) -> Residual:
+        """x += h W^T + b in the product's epilogue."""
+        category = {"norm": "qkv", "attention": "o", "gate": "down"}[h.kind]
+        rows = self._rows(h, weight)
+        self.program.linear(category=category, weight=weight.index, rows=rows, out=x.buffer, store="add_f32")
+        return self._written(x)
+
+    def add(self, x: Residual, y: Value) -> Residual:
+        """x += y, with y's norm fused where it is one."""
+        if y.kind == "norm":
+            assert y.norm is not None
+            assert y.source is None, "the norm of the residual stream is not added to it"
+            self.program.add_norm(y.buffer, y.norm[0], y.norm[1], x.buffer)
+        else:
+            self.program.add(self._materialised(y), x.buffer)
+        return self._written(x)
+
+    def rotate_and_cache(self, qkv: Value, attention: AttentionHandle) -> Value:
+        """q in bf16 for the attention kernel; k and v go to the cache."""
+        spec = attention.spec
+        q = self._buffer("q", spec.n_heads * spec.head_dim, lambda width: self.program.add_bf16(width))
+        self.program.rotate(
+            qkv=qkv.buffer,
+            q=q,
+            layer=spec.layer,
+            shape=attention.shape,
+            rope=attention.rope,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            has_full_width_norm=spec.qk_norm is QkNorm.FULL,
+            norm_eps=spec.norm_eps,
+        )
+        return Value("query", spec.n_heads * spec.head_dim, buffer=q)
+
+    def attention(self, q: Value, attention: AttentionHandle) -> Value:
+        """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised."""
+        settings = {"q": q.buffer, "layer": attention.spec.layer, "shape": attention.shape}
+        value = Value("attention", q.width)
+        value.emit_f32 = lambda out: self.program.attention(out=out, **settings)
+        value.emit_rows = lambda out: self.program.attention(out=out, **settings)
+        return value
+
+    def experts_add(self, h: Value, experts: ExpertsHandle, x: Residual) -> Residual:
+        """x += the mixture, summed per token in ascending order of expert."""
+        spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
+        top_k = spec.experts_per_token
+        router_rows, rows = self._rows(h, experts.router), self._rows(h, first)
+        out = self._f32("experts out", x.width)
+        hidden = None
+        if down.format != "bf16":
+            hidden = self._buffer("experts hidden", spec.ffn, lambda width: self.program.add_f32(width, top_k), top_k)
+        self.program.moe(
+            router=experts.router.index,
+            router_rows=router_rows,
+            scores=self._f32("experts scores", spec.n_experts),
+            gate_up=[expert.index for expert in experts.gate_up],
+            down=[expert.index for expert in experts.down],
+            rows=rows,
+            hidden=hidden,
+            hidden_rows=self._rows_buffer("experts hidden rows", spec.ffn, down, top_k),
+            expanded=self._buffer("experts wide", x.width, lambda width: self.program.add_f32(width, top_k), top_k),
+            out=out,
+            top_k=top_k,
+            renormalises=spec.renormalises,
+            activation=spec.activation.value,
+        )
+        self.program.add(out, x.buffer)
+        return self._written(x)
+
+    def head(self, x: Residual, norm: VectorHandle, weight: LinearHandle, *, eps: float, softcap: float | None) -> None:
+        """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
+        rows = self._rows_buffer("head", x.width, weight)
+        self.program.head(
+            x=x.buffer, norm=norm.index, eps=eps, rows=rows, weight=weight.index, scale=1.0, softcap=softcap
+        )
+
+    def _buffer(self, role: str, width: int, make: Callable[[int], int], *more: Any) -> int:
+        key = (role, width, *more)
+        if key not in self._buffers:
+            self._buffers[key] = make(width)
+        return self._buffers[key]
+
+    def _f32(self, role: str, width: int) -> int:
+        return self._buffer(role, width, lambda width: self.program.add_f32(width))
+
+    def _rows_buffer(self, role: str, width: int, weight: LinearHandle, rows_per_token: int = 1) -> int:
+        kind, group = weight.rows_key
+        return self._buffer(
+            f"{role} rows",
+            width,
+            lambda width: self.program.add_rows(kind, width, group or INT4_GROUP, rows_per_token),
+            kind,
+            group,
+            rows_per_token,
+        )
+
+    def _rows(self, h: Value, weight: LinearHandle) -> int:
+        """The rows buffer of h in the form the weight reads; recorded on first use, again if another took the buffer."""
+        key = weight.rows_key
+        rows = self._rows_buffer(h.kind, h.width, weight)
+        if h.rows.get(key) == rows and self._owner.get(rows) is h:
+            return rows
+        assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
+        if h.emit_rows is not None and (h.kind == "norm" or key[0] == "bf16"):
+            h.emit_rows(rows)
+        else:
+            self.program.prepare(self._materialised(h), rows)
+        h.rows[key] = rows
+        self._owner[rows] = h
+        return rows
+
+    def _materialised(self, h: Value) -> int:
+        """The fp32 buffer of h."""
+        if h.buffer is None:
+            assert h.emit_f32 is not None
+            h.buffer = self._f32(h.kind, h.width)
+            h.emit_f32(h.buffer)
+        return h.buffer
+
+    def _written(self, x: Residual) -> Residual:
+        x.version += 1
+        return x
+
+
+class CpuProgram:
+    """The recorded program, ready to run. Not thread-safe: one step at a time."""
+
+    def __init__(self, loader: CpuLoader, vocab: int) -> None:
+        self.program = loader.program
+        self.weights_format = loader.weights_format
+        self.kv_format = loader.kv_format
+        self.vocab = vocab
+        spec = loader.specs[0]
+        if any((s.n_kv_heads, s.head_dim) != (spec.n_kv_heads, spec.head_dim) for s in loader.specs):
+            raise ConfigError("the layers' caches differ in shape", hint="use --backend torch for this model")
+        self._cache = {
+            "n_layers": 1 + max(s.layer for s in loader.specs),
+            "n_kv_heads": spec.n_kv_heads,
+            "head_dim": spec.head_dim,
+            "format": loader.kv_format,
+        }
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes held in packed weights, norms and the embedding table."""
+        return int(self.program.weight_bytes)
+
+    def kv_bytes_per_block(self, block_tokens: int) -> int:
+        """Bytes of one block over all layers."""
+        return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache))
+
+    def make_kv(self, n_blocks: int, block_tokens: int) -> CpuKVStore:
+        """An empty cache; ConfigError for a block size that is not a multiple of 16, CapacityError without memory."""
+        return CpuKVStore(self._cache, n_blocks=n_blocks, block_tokens=block_tokens)
+
+    def forward(self, batch: ForwardBatch, kv: CpuKVStore) -> torch.Tensor:
+        """Logits [R, V] fp32 of the batch's rows; keys and values of its tokens are written to kv."""
+        logits = torch.empty((len(batch.logits_rows_R), self.vocab), dtype=torch.float32)
+        try:
+            self.program.run(
+                batch.token_ids_T,
+                batch.positions_T,
+                batch.slots_T,
+                batch.query_start_S1,
+                batch.context_tokens_S,
+                batch.block_table_SM,
+                batch.logits_rows_R,
+                kv.native,
+                logits,
+            )
+        except ValueError as error:
+            raise ExecutorError(f"the step was refused: {error}") from error
+        return logits
+
+    def argmax(self, logits: torch.Tensor) -> np.ndarray:
+        """The most likely id of each row [R], the lowest among equals; faster than torch for wide rows."""
+        return self.program.argmax(logits)
+
+    def nanoseconds(self) -> dict[str, int]:
+        """Time of the last step by kind of operation, in ns."""
+        return dict(self.program.nanoseconds())
+
+
+class CpuKVStore:
+    """The native cache behind the KVStore interface."""
+
+    def __init__(self, cache: dict[str, Any], *, n_blocks: int, block_tokens: int) -> None:
+        if block_tokens % 16 != 0:
+            raise ConfigError(f"block_tokens is {block_tokens}; the cpu backend needs a multiple of 16")
+        self.n_blocks = n_blocks
+        self.block_tokens = block_tokens
+        self._heads = (cache["n_kv_heads"], cache["head_dim"])
+        try:
+            self.native = _cpu.KvCache(n_blocks=n_blocks, block_tokens=block_tokens, **cache)
+        except MemoryError as error:
+            per_block = _cpu.kv_bytes_per_block(block_tokens=block_tokens, **cache)
+            raise CapacityError(
+                f"the KV cache of {n_blocks} blocks needs {n_blocks * per_block} bytes, which this machine does not have",
+                hint="ask for a smaller max_context_tokens or kv_memory_bytes",
+            ) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return int(self.native.nbytes)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block source to block target in every layer, in the order of the pairs."""
+        self.native.copy_blocks([list(pair) for pair in pairs])
+
+    def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
+        n_heads, head_dim = self._heads
+        keys, values = (torch.empty((n_heads, n_tokens, head_dim), dtype=torch.float32) for _ in range(2))
+        self.native.read(layer, np.asarray(block_ids, dtype=np.int32), keys, values)
+        return keys, values
+
+    def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values [K, T, d] as the first T tokens of block_ids."""
+        self.native.write(
+            layer,
+            np.asarray(block_ids, dtype=np.int32),
+            keys.to(torch.float32).contiguous(),
+            values.to(torch.float32).contiguous(),
+        )
+
+
+def choose_instruction_set(name: str) -> None:
+    """Use one set's kernels from now on (for the whole process); ConfigError when this CPU lacks it."""
+    wanted = _cpu.instruction_sets()[0] if name == "auto" else name
+    if not _cpu.set_instruction_set(wanted):
+        raise ConfigError(f"instruction_set is {name}; this CPU has {', '.join(_cpu.instruction_sets())}")

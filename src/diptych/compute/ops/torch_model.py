@@ -1,0 +1,115 @@
+"""A Model on the torch backend."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import KVStore, TorchKVStore
+from diptych.compute.model import Blueprint, Model
+from diptych.compute.ops.torch_ops import TorchLoader, TorchOps
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError
+
+logger = logging.getLogger("diptych.compute")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_torch_model(blueprint: Blueprint, config: ComputeConfig) -> TorchModel:
+    """Load the weights onto the device. Raises ConfigError for a device or format that is not there, LoadError."""
+    device = torch_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    return TorchModel(blueprint, config, device)
+
+
+def torch_device(name: str) -> torch.device:
+    """'auto': CUDA where torch sees it, else the CPU. ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}; it must be auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; it must be auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"device is {name!r}; torch sees {count} CUDA devices", hint="use --device cpu")
+    return device
+
+
+class TorchModel(Model):
+    """Weights as tensors on one device; every op is a torch call."""
+
+    backend_name = "torch"
+
+    def __init__(self, blueprint: Blueprint, config: ComputeConfig, device: torch.device) -> None:
+        self.device = device
+        self.spec = blueprint.spec
+        self.hf_config = blueprint.hf_config
+        self.weights_format = _choose("weights", config.weights, "auto")
+        self._blueprint = blueprint
+        if self.weights_format == "auto":
+            self.weights_format = _auto_format(blueprint)
+        self.head_format = self.weights_format
+        self._dtype = DTYPES[self.weights_format]
+        self.kv_format = _choose("kv", config.kv, self.weights_format)
+        loader = TorchLoader(device, self._dtype)
+        self._weights = blueprint.load(loader)
+        self.weight_bytes = loader.weight_bytes
+        self.n_parameters = blueprint.source.n_parameters
+        self.revision = blueprint.revision(self.backend_name, device.type, self.weights_format, self.kv_format)
+        self.threads = torch.get_num_threads()
+        logger.info(
+            "model loaded backend=torch device=%s architecture=%s weights=%s kv=%s parameters=%d bytes=%d",
+            device, self.spec.architecture, self.weights_format, self.kv_format, self.n_parameters, self.weight_bytes,
+        )  # fmt: skip
+
+    def kv_bytes_per_block(self, block_tokens: int) -> int:
+        """Bytes of one block in all layers."""
+        spec = self.spec
+        return 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * block_tokens * DTYPES[self.kv_format].itemsize
+
+    def make_kv(self, n_blocks: int, block_tokens: int) -> TorchKVStore:
+        """An empty cache of this model; CapacityError when there is no memory for it."""
+        return TorchKVStore(
+            n_layers=self.spec.n_layers,
+            n_blocks=n_blocks,
+            block_tokens=block_tokens,
+            n_kv_heads=self.spec.n_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype=DTYPES[self.kv_format],
+            device=self.device,
+        )
+
+    def forward(self, batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
+        """Logits [R, V] fp32 of the batch's logits rows."""
+        assert isinstance(kv, TorchKVStore), type(kv)
+        with torch.no_grad():
+            ops = TorchOps(batch, kv, device=self.device, dtype=self._dtype)
+            logits: torch.Tensor = self._blueprint.forward(ops, self._weights)
+        return logits
+
+    def close(self) -> None:
+        """Drop the weights."""
+        del self._weights
+
+
+def _choose(name: str, asked: str, auto: str) -> str:
+    if asked == "auto":
+        return auto
+    if asked not in DTYPES:
+        raise ConfigError(
+            f"{name} is {asked!r}; the torch backend has {' and '.join(DTYPES)}",
+            hint=f"use --backend cpu for {asked}",
+        )
+    return asked
+
+
+def _auto_format(blueprint: Blueprint) -> str:
+    # fp16 files run as bf16: the range of every value is kept, 3 of 11 significant bits are not; fp32 keeps all
+    return "fp32" if blueprint.source.stored_dtype == torch.float32 else "bf16"

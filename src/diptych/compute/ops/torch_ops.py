@@ -1,0 +1,336 @@
+"""The torch backend: the op vocabulary executed eagerly on any device torch has. Reference on a CPU, path to a GPU.
+
+Legend: T packed tokens, S sequences, C context tokens gathered, H query heads, K kv heads, G = H / K, d head dim, P tokens
+per block, M block table width, R logits rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.ops.contract import (
+    Activation,
+    AttentionSpec,
+    ExpertParts,
+    ExpertsSpec,
+    LinearParts,
+    QkNorm,
+    RopeSpec,
+    WeightTensor,
+)
+
+# queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
+QUERY_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLinear:
+    """W [N, K] and b [N]; activation for gated ones."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    activation: Activation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """A layer's attention: its spec and, where it has them, norm weights [d] or [H*d] and [K*d] in fp32."""
+
+    spec: AttentionSpec
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExperts:
+    """router [E, D], gate_up and down per expert."""
+
+    spec: ExpertsSpec
+    router: torch.Tensor
+    gate_up: tuple[TorchLinear, ...]
+    down: tuple[TorchLinear, ...]
+
+
+class TorchLoader:
+    """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self.weight_bytes = 0
+
+    def table(self, tensor: WeightTensor) -> torch.Tensor:
+        """[V, D] in the compute dtype."""
+        return self._place(tensor.read())
+
+    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> torch.Tensor:
+        """[D] fp32."""
+        vector = tensor.read().to(device=self._device, dtype=torch.float32) + offset
+        self.weight_bytes += vector.nbytes
+        return vector
+
+    def linear(self, parts: LinearParts) -> TorchLinear:
+        """The parts stacked into one matrix."""
+        weight = self._stack(parts.weights)
+        return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None)
+
+    def gated(self, parts: LinearParts, activation: Activation) -> TorchLinear:
+        """Gate rows first, then up rows."""
+        linear = self.linear(parts)
+        return TorchLinear(linear.weight, linear.bias, activation)
+
+    def attention(
+        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+    ) -> TorchAttention:
+        """The spec beside the norms' weights."""
+        return TorchAttention(
+            spec,
+            None if q_norm is None else self.vector(q_norm, offset=norm_offset),
+            None if k_norm is None else self.vector(k_norm, offset=norm_offset),
+        )
+
+    def experts(self, spec: ExpertsSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...]) -> TorchExperts:
+        """One pair of matrices per expert."""
+        return TorchExperts(
+            spec,
+            self._place(router.read()),
+            tuple(self.gated(expert.gate_up, spec.activation) for expert in experts),
+            tuple(self.linear(expert.down) for expert in experts),
+        )
+
+    def head(self, tensor: WeightTensor, *, table: torch.Tensor | None) -> TorchLinear:
+        """The table itself where tied."""
+        return TorchLinear(self._place(tensor.read()) if table is None else table, None)
+
+    def _stack(self, tensors: tuple[WeightTensor, ...]) -> torch.Tensor:
+        if len(tensors) == 1:
+            return self._place(tensors[0].read())
+        shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
+        stacked = torch.empty(shape, dtype=self._dtype, device=self._device)
+        row = 0
+        for tensor in tensors:
+            stacked[row : row + tensor.shape[0]] = tensor.read()
+            row += tensor.shape[0]
+        self.weight_bytes += stacked.nbytes
+        return stacked
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        placed = tensor.to(device=self._device, dtype=self._dtype)
+        self.weight_bytes += placed.nbytes
+        return placed
+
+
+@dataclass(frozen=True, slots=True)
+class _Queries:
+    """Rows of the step that attend together: B sequences x n queries over C gathered slots.
+
+    rows: slice of T. slots [B, C] into the pool. mask [B, 1, n, C]: True where a query may look; None: plain causal.
+    """
+
+    rows: slice | torch.Tensor
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class TorchOps:
+    """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
+
+    def __init__(self, batch: ForwardBatch, kv: TorchKVStore, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._batch = batch
+        self._kv = kv
+        self._device = device
+        self._dtype = dtype
+        self._token_ids = self._on_device(batch.token_ids_T)
+        self._positions = self._on_device(batch.positions_T)
+        self._slots = self._on_device(batch.slots_T)
+        self._logits_rows = self._on_device(batch.logits_rows_R)
+        self._table = self._on_device(batch.block_table_SM)
+        self._rotations: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._queries: dict[int | None, list[_Queries]] = {}
+
+    def embed(self, table: torch.Tensor, *, scale: float) -> torch.Tensor:
+        """x [T, D]. The scale is rounded to the compute dtype first, as the models were trained."""
+        x = table[self._token_ids]
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=self._dtype, device=self._device)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+        """h [T, D]."""
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+    def linear(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """y [T, N]."""
+        return F.linear(h, weight.weight, weight.bias)
+
+    def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """y [T, F]."""
+        gate, up = F.linear(h, weight.weight, weight.bias).chunk(2, dim=-1)
+        if weight.activation is Activation.SILU:
+            return F.silu(gate) * up
+        return F.gelu(gate, approximate="tanh") * up
+
+    def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
+        """x + h W^T + b [T, D]."""
+        return x + F.linear(h, weight.weight, weight.bias)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x + y [T, D]."""
+        return x + y
+
+    def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """q [T, H, d]; k and v go to their slots."""
+        spec = attention.spec
+        n_q, n_kv = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        q, k, v = qkv.split((n_q, n_kv, n_kv), dim=-1)
+        if spec.qk_norm is QkNorm.FULL:
+            q, k = self._norm(q, attention.q_norm, spec), self._norm(k, attention.k_norm, spec)
+        q_THd = q.unflatten(-1, (spec.n_heads, spec.head_dim))
+        k_TKd = k.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        if spec.qk_norm is QkNorm.HEAD:
+            q_THd, k_TKd = self._norm(q_THd, attention.q_norm, spec), self._norm(k_TKd, attention.k_norm, spec)
+        if spec.rope is not None:
+            q_THd, k_TKd = self._rotate(q_THd, spec.rope), self._rotate(k_TKd, spec.rope)
+        keys, values = self._pool(spec.layer)
+        keys[self._slots] = k_TKd.to(keys.dtype)
+        values[self._slots] = v_TKd.to(values.dtype)
+        return q_THd
+
+    def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """a [T, H d]."""
+        spec = attention.spec
+        keys, values = self._pool(spec.layer)
+        out = torch.empty_like(q_THd)
+        for queries in self._queries_of(spec.window):
+            n_sequences = queries.slots.shape[0]
+            q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
+            k_BKCd = keys[queries.slots].transpose(1, 2).to(q_THd.dtype)
+            v_BKCd = values[queries.slots].transpose(1, 2).to(q_THd.dtype)
+            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, queries.mask, spec)
+            out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
+        return out.flatten(1)
+
+    def experts_add(self, h: torch.Tensor, experts: TorchExperts, x: torch.Tensor) -> torch.Tensor:
+        """x + the gated sum of the chosen experts [T, D]."""
+        spec = experts.spec
+        probabilities = F.linear(h, experts.router).float().softmax(dim=-1)
+        weights_Tk, chosen_Tk = probabilities.topk(spec.experts_per_token, dim=-1)
+        if spec.renormalises:
+            weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
+        total = torch.zeros_like(h)
+        for expert in chosen_Tk.unique().tolist():
+            rows, column = torch.where(chosen_Tk == expert)
+            y = self.linear(self.linear_gate(h[rows], experts.gate_up[expert]), experts.down[expert])
+            total.index_add_(0, rows, (y * weights_Tk[rows, column, None]).to(total.dtype))
+        return x + total
+
+    def head(
+        self, x: torch.Tensor, norm: torch.Tensor, weight: TorchLinear, *, eps: float, softcap: float | None
+    ) -> torch.Tensor:
+        """Logits [R, V] fp32."""
+        h = self.rms_norm(x[self._logits_rows], norm, eps=eps)
+        logits = F.linear(h, weight.weight)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        return logits.float()
+
+    def _on_device(self, array: object) -> torch.Tensor:
+        return torch.as_tensor(array).to(device=self._device, dtype=torch.long)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
+        assert weight is not None, "a spec with q/k norm is loaded with its weights"
+        return self.rms_norm(x, weight, eps=spec.norm_eps)
+
+    def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
+        return keys, values
+
+    def _rotate(self, x_THd: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+        if rope not in self._rotations:
+            inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
+            angles = self._positions[:, None].float() * inv_freq
+            self._rotations[rope] = (
+                (angles.cos() * rope.attention_factor).to(self._dtype)[:, None],
+                (angles.sin() * rope.attention_factor).to(self._dtype)[:, None],
+            )
+        cos, sin = self._rotations[rope]
+        half = rope.rotary_dim // 2
+        first, second, rest = x_THd[..., :half], x_THd[..., half : 2 * half], x_THd[..., 2 * half :]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+    def _queries_of(self, window: int | None) -> list[_Queries]:
+        if window not in self._queries:
+            self._queries[window] = list(self._group(window))
+        return self._queries[window]
+
+    def _group(self, window: int | None) -> Iterator[_Queries]:
+        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries."""
+        starts = self._batch.query_start_S1.tolist()
+        contexts = self._batch.context_tokens_S.tolist()
+        counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        single = [s for s, count in enumerate(counts) if count == 1]
+        if single:
+            yield self._decode_group(single, [starts[s] for s in single], [contexts[s] for s in single], window)
+        for s, count in enumerate(counts):
+            if count == 1:
+                continue
+            for row in range(0, count, QUERY_ROWS):
+                n_rows = min(QUERY_ROWS, count - row)
+                end = contexts[s] - count + row + n_rows  # positions of this slice: [end - n_rows, end)
+                yield self._prefill_slice(s, starts[s] + row, n_rows, end, window)
+
+    def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], window: int | None) -> _Queries:
+        span = max(ends) if window is None else min(window, max(ends))
+        end_S1 = torch.tensor(ends, device=self._device)[:, None]
+        # [end - span, end): the last `span` positions of each sequence; those before its beginning are masked
+        positions_SC = end_S1 - span + torch.arange(span, device=self._device)
+        if window is None:
+            positions_SC = torch.arange(span, device=self._device).expand(len(ends), -1)
+        is_seen_SC = (positions_SC >= 0) & (positions_SC < end_S1)
+        table = self._table[torch.tensor(sequences, device=self._device)]
+        slots_SC = self._slots_of(table, positions_SC.clamp(min=0))
+        mask = None if bool(is_seen_SC.all()) else is_seen_SC[:, None, None]
+        return _Queries(torch.tensor(rows, device=self._device), slots_SC, mask)
+
+    def _prefill_slice(self, sequence: int, row: int, n_rows: int, end: int, window: int | None) -> _Queries:
+        first_query = end - n_rows
+        begin = 0 if window is None else max(0, first_query - window + 1)
+        positions_C = torch.arange(begin, end, device=self._device)
+        slots = self._slots_of(self._table[sequence][None], positions_C[None])
+        query_n1 = torch.arange(first_query, end, device=self._device)[:, None]
+        mask_nC = positions_C <= query_n1
+        if window is not None:
+            mask_nC &= positions_C > query_n1 - window
+        return _Queries(slice(row, row + n_rows), slots, mask_nC[None, None])
+
+    def _slots_of(self, table_BM: torch.Tensor, positions_BC: torch.Tensor) -> torch.Tensor:
+        block_tokens = self._kv.block_tokens
+        # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
+        columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
+        return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
+
+
+def _attend(
+    q_BHnd: torch.Tensor, k_BKCd: torch.Tensor, v_BKCd: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec
+) -> torch.Tensor:
+    """a [B, H, n, d]; mask [B, 1, n, C] or None for all."""
+    group = spec.n_heads // spec.n_kv_heads
+    n = q_BHnd.shape[2]
+    # the G query heads of a kv head become further queries: no copy of keys and values per query head
+    q = q_BHnd.unflatten(1, (spec.n_kv_heads, group)).flatten(2, 3)  # [B, K, G * n, d]
+    if mask is not None and group > 1:
+        mask = mask.repeat(1, 1, group, 1) if n > 1 else mask
+    if spec.softcap is None:
+        a = F.scaled_dot_product_attention(q, k_BKCd, v_BKCd, attn_mask=mask, scale=spec.scale)
+    else:
+        scores = torch.matmul(q, k_BKCd.transpose(2, 3)).float() * spec.scale
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        a = torch.matmul(scores.softmax(dim=-1).to(v_BKCd.dtype), v_BKCd)
+    return a.unflatten(2, (group, n)).flatten(1, 2)

@@ -1,0 +1,63 @@
+"""The door of the compute room: a checkpoint, or a named shape, becomes a Model on one backend.
+
+    model = load_model("HuggingFaceTB/SmolLM2-135M", ComputeConfig())
+    kv = model.make_kv(n_blocks=64, block_tokens=32)
+    logits_RV = model.forward(batch, kv)
+
+The backend is chosen once, here, and logged; nothing falls back later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diptych.compute.model import Blueprint, Model
+from diptych.compute.models.hf_config import HfConfig
+from diptych.compute.models.registry import family_of
+from diptych.compute.ops.torch_model import build_torch_model
+from diptych.compute.weights import Checkpoint, Progress, RandomSource, read_json, resolve_model_dir
+from diptych.ground.config import ComputeConfig
+
+logger = logging.getLogger("diptych.compute")
+
+__all__ = ["Model", "load_model", "random_model"]
+
+
+def load_model(
+    path_or_name: str | Path,
+    config: ComputeConfig,
+    *,
+    max_context_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """A checkpoint folder or hub name as a Model.
+
+    max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
+    progress: called with (bytes read, bytes in all). Raises LoadError, UnsupportedModel or ConfigError.
+    """
+    directory = resolve_model_dir(path_or_name)
+    hf_config = read_json(directory / "config.json")
+    parsed = HfConfig(hf_config, path=str(directory / "config.json"))
+    family = family_of(parsed)
+    parsed.refuse_quantised()
+    spec = family.spec(parsed, max_context_tokens)
+    checkpoint = Checkpoint(directory)
+    checkpoint.progress = progress
+    return _build(Blueprint(family=family, spec=spec, hf_config=hf_config, source=checkpoint), config)
+
+
+def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
+    """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
+    parsed = HfConfig(hf_config)
+    family = family_of(parsed)
+    spec = family.spec(parsed, None)
+    return _build(Blueprint(family=family, spec=spec, hf_config=dict(hf_config), source=RandomSource(seed)), config)
+
+
+def _build(blueprint: Blueprint, config: ComputeConfig) -> Model:
+    return build_torch_model(blueprint, config)

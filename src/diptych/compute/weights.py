@@ -1,0 +1,314 @@
+"""Checkpoints on disk: found, mapped and checked; tensors read when asked, as views of the mapped file.
+
+Owns everything that can be wrong with a file: a missing or damaged one, a tensor that is absent, of another shape than the
+config says, of a dtype that is not 32- or 16-bit float, or one the config does not call for. All of it is a LoadError.
+Never runs code from a checkpoint, never unpickles.
+
+    checkpoint = Checkpoint(resolve_model_dir("some/model"))
+    weight = checkpoint.tensor("model.norm.weight", 576)     # checked now, read by weight.read()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from diptych.compute.ops.contract import WeightTensor
+from diptych.ground.errors import LoadError
+
+# what a model needs and nothing else: no Python files, no pickled weights
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+INDEX_FILE = "model.safetensors.index.json"
+SAMPLE_BYTES = 256  # of the end of each file, into the revision: tells two fine-tunes of one shape apart
+Progress = Callable[[int, int], None]
+
+
+def resolve_model_dir(name: str | Path) -> Path:
+    """The folder of a checkpoint: a local path, or a hub name downloaded (or found in the hub's cache).
+
+    Raises LoadError when there is neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise LoadError(f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors")
+    if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")):
+        raise LoadError(f"no such folder: {path}")
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(HUB_PATTERNS)))
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise LoadError(f"{name} is neither a folder nor a model on the hub: {_first_line(error)}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise LoadError(
+            f"{name} is not a folder, and the hub could not be reached: {_first_line(error)}",
+            hint="give the path of a downloaded checkpoint, or go online once to fill the hub's cache",
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; LoadError when there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot read {path}: {_first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise LoadError(f"{path} holds a {type(value).__name__}; a JSON object is needed")
+    return value
+
+
+class Source(Protocol):
+    """Where a family's weights come from: a checkpoint, or random numbers."""
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        ...
+
+    def tensor(self, name: str, *shape: int) -> WeightTensor:
+        """The tensor of that name; LoadError when it is missing or of another shape."""
+        ...
+
+
+class FileTensor:
+    """A WeightTensor in a mapped safetensors file."""
+
+    random_seed: int | None = None
+
+    def __init__(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self._checkpoint = checkpoint
+
+    def read(self) -> torch.Tensor:
+        """A view of the mapped file."""
+        return self._checkpoint.read(self.name)
+
+
+class SlicedTensor:
+    """Entry `index` along the first axis of another tensor, for checkpoints that stack their experts."""
+
+    def __init__(self, tensor: WeightTensor, index: int) -> None:
+        self.name = f"{tensor.name}[{index}]"
+        self.shape = tensor.shape[1:]
+        self.dtype = tensor.dtype
+        self.random_seed = None if tensor.random_seed is None else tensor.random_seed + index + 1
+        self._tensor = tensor
+        self._index = index
+
+    def read(self) -> torch.Tensor:
+        """A view of the stacked tensor's entry."""
+        return self._tensor.read()[self._index]
+
+
+class Checkpoint:
+    """The safetensors files of one folder. Keeps them mapped while it, or a tensor read from it, lives."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, Any] = {}  # file name -> open handle
+        self._file_of: dict[str, str] = {}  # tensor name -> file name
+        self._used: dict[str, int] = {}  # tensor name -> bytes
+        self._read: set[str] = set()
+        self._read_bytes = 0
+        self._file_bytes = 0
+        self.progress: Progress | None = None
+        for file_name in self._file_names():
+            self._open(file_name)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of that name."""
+        return name in self._file_of
+
+    def tensor(self, name: str, *shape: int) -> FileTensor:
+        """The tensor `name`, checked against the shape the config gives. Raises LoadError."""
+        if name not in self._file_of:
+            raise LoadError(
+                f"tensor {name} is missing from {self.directory} ({len(self._file_of)} tensors); "
+                f"the config expects it with shape {list(shape)}",
+                hint="the download may be incomplete, or config.json belongs to another model",
+            )
+        file_name = self._file_of[name]
+        view = self._files[file_name].get_slice(name)
+        found, dtype_name = tuple(view.get_shape()), view.get_dtype()
+        if found != shape:
+            raise LoadError(
+                f"tensor {name} in {file_name} has shape {list(found)}; the config expects {list(shape)}",
+                hint="config.json contradicts the weights; they must come from the same model",
+            )
+        if dtype_name not in FLOAT_DTYPES:
+            raise LoadError(
+                f"tensor {name} in {file_name} has dtype {dtype_name}; {', '.join(FLOAT_DTYPES)} can be read",
+                hint="use the unquantised checkpoint and choose the weight format with --weights",
+            )
+        dtype = FLOAT_DTYPES[dtype_name]
+        self._used[name] = math.prod(shape) * dtype.itemsize
+        return FileTensor(self, name, found, dtype)
+
+    def read(self, name: str) -> torch.Tensor:
+        """The values of a checked tensor as a view of the mapped file; counts towards progress once."""
+        try:
+            tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"cannot read tensor {name} in {self.directory}: {_first_line(error)}") from error
+        if name not in self._read:
+            self._read.add(name)
+            self._read_bytes += tensor.nbytes
+            if self.progress is not None:
+                self.progress(self._read_bytes, max(self._file_bytes, self._read_bytes))
+        return tensor
+
+    def finish(self) -> None:
+        """Report that all is loaded: a file may hold tensors that nobody reads."""
+        if self.progress is not None:
+            self.progress(self._file_bytes, self._file_bytes)
+
+    def refuse_unused(self, ignored: Callable[[str], bool]) -> None:
+        """LoadError when the files hold tensors that nobody asked for and `ignored` does not excuse."""
+        unused = sorted(name for name in self._file_of if name not in self._used and not ignored(name))
+        if unused:
+            raise LoadError(
+                f"{self.directory} holds {len(unused)} tensors that its config does not call for, "
+                f"the first is {unused[0]}",
+                hint="config.json contradicts the weights; they must come from the same model",
+            )
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all tensors asked for, each counted once."""
+        return sum(math.prod(self._shape(name)) for name in self._used)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that most elements of the files are stored in, of those that can be read."""
+        held = dict.fromkeys(FLOAT_DTYPES, 0)
+        for name, file_name in self._file_of.items():
+            view = self._files[file_name].get_slice(name)
+            if view.get_dtype() in held:
+                held[view.get_dtype()] += math.prod(view.get_shape())
+        return FLOAT_DTYPES[max(held, key=lambda dtype: held[dtype])]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over tensor names, shapes, dtypes, file sizes and a sample of each file's bytes."""
+        digest = hashlib.sha256()
+        for name in sorted(self._used):
+            view = self._files[self._file_of[name]].get_slice(name)
+            digest.update(f"{name} {view.get_shape()} {view.get_dtype()}\n".encode())
+        for file_name in sorted(self._files):
+            path = self.directory / file_name
+            size = path.stat().st_size
+            digest.update(f"{file_name} {size}\n".encode())
+            with path.open("rb") as file:
+                file.seek(max(0, size - SAMPLE_BYTES))
+                digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    def _shape(self, name: str) -> Sequence[int]:
+        shape: Sequence[int] = self._files[self._file_of[name]].get_slice(name).get_shape()
+        return shape
+
+    def _file_names(self) -> list[str]:
+        index = self.directory / INDEX_FILE
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise LoadError(f"{index} has no weight_map")
+            names = sorted({str(value) for value in weight_map.values()})
+            if any(Path(name).name != name for name in names):
+                raise LoadError(f"{index} names a file outside its folder")
+            return names
+        if (self.directory / "model.safetensors").is_file():
+            return ["model.safetensors"]
+        names = sorted(path.name for path in self.directory.glob("*.safetensors"))
+        if len(names) != 1:
+            raise LoadError(
+                f"{self.directory} holds {len(names)} safetensors files and no index; one file or an index is needed",
+                hint="pickled checkpoints (*.bin, *.pth) are not read; convert them to safetensors",
+            )
+        return names
+
+    def _open(self, file_name: str) -> None:
+        path = self.directory / file_name
+        if not path.is_file():
+            raise LoadError(f"{INDEX_FILE} names {file_name}, which is missing from {self.directory}")
+        try:
+            file = safe_open(str(path), framework="pt")
+            names = list(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise LoadError(
+                f"{path} is damaged or cut short ({path.stat().st_size} bytes): {_first_line(error)}",
+                hint="download the file again",
+            ) from error
+        self._files[file_name] = file
+        self._file_bytes += path.stat().st_size
+        for name in names:
+            if name in self._file_of:
+                raise LoadError(f"tensor {name} is in both {self._file_of[name]} and {file_name}")
+            self._file_of[name] = file_name
+
+
+class RandomTensor:
+    """A WeightTensor of seeded random numbers, scaled so that activations stay of order one through many layers."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, name: str, shape: tuple[int, ...], seed: int) -> None:
+        self.name = name
+        self.shape = shape
+        self.random_seed: int | None = seed
+
+    def read(self) -> torch.Tensor:
+        """Uniform values with standard deviation 1 / sqrt(inputs); norm weights are 1."""
+        assert self.random_seed is not None
+        if len(self.shape) == 1:
+            is_norm = self.name.endswith("norm.weight")
+            return torch.ones(self.shape, dtype=self.dtype) if is_norm else torch.zeros(self.shape, dtype=self.dtype)
+        generator = torch.Generator().manual_seed(self.random_seed)
+        bound = math.sqrt(3.0 / self.shape[-1])
+        return torch.empty(self.shape, dtype=self.dtype).uniform_(-bound, bound, generator=generator)
+
+
+class RandomSource:
+    """A checkpoint that is not there: every tensor exists, in bf16, as a pure function of (seed, name)."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def has(self, name: str) -> bool:
+        """Separate projections exist; stacked experts do not, so that a family asks for one expert at a time."""
+        return not name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+    def tensor(self, name: str, *shape: int) -> RandomTensor:
+        """The random tensor of that name."""
+        self._shapes[name] = shape
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        return RandomTensor(name, shape, int.from_bytes(digest[:7], "little"))
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of every tensor."""
+        return RandomTensor.dtype
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all tensors asked for, each counted once."""
+        return sum(math.prod(shape) for shape in self._shapes.values())
+
+    def fingerprint(self) -> str:
+        """The seed and the shapes."""
+        return hashlib.sha256(f"random {self._seed} {sorted(self._shapes.items())}".encode()).hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
