@@ -12,7 +12,7 @@ from diptych.control.policy import MIN_PREFILL_TOKENS
 from diptych.control.recording import Recorder, replay
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, PromptTooLong
-from diptych.ground.events import FinishEvent, TokenEvent
+from diptych.ground.events import FinishEvent, PreemptEvent, TokenEvent
 from diptych.ground.phase import FinishReason, Phase
 from diptych.ground.request import Request
 from diptych.metrics import EventBook
@@ -151,7 +151,7 @@ class Referee:
             assert not self.core.has_work, "open requests, yet nothing planned"
             return
         self.check_plan(plan)
-        self.check_line(plan, waiting_before)
+        self.check_line(plan, waiting_before, preempted=any(isinstance(event, PreemptEvent) for event in events))
         if best is not None:
             assert best[1] in {chunk.seq_id for chunk in plan.chunks}, "the first in rank was passed over"
         result = self.executor.execute(plan)
@@ -194,13 +194,22 @@ class Referee:
             if config.stall_budget_s is not None and toy_seconds(plan) > config.stall_budget_s:
                 assert is_least, "more than the smallest chunk over the stall budget"
 
-    def check_line(self, plan, waiting_before: set[int]) -> None:
-        """Nobody is admitted past someone of better rank, and never in a step that preempts."""
-        keys = {seq.seq_id: seq.key for seqs in self.core._requests.values() for seq in seqs}
-        admitted = [keys[c.seq_id] for c in plan.chunks if c.seq_id in waiting_before]
-        left = [seq.key for seq in self.core._scheduler.waiting]
-        if admitted and left and self.core.stats().preemptions == 0:
+    def check_line(self, plan, waiting_before: set[int], *, preempted: bool) -> None:
+        """Nobody is admitted past someone of better rank, and nobody in a step that took blocks from the running."""
+        aging_s = self.world.config.aging_s
+        alive = {seq.seq_id: seq for seqs in self.core._requests.values() for seq in seqs}
+        place = {
+            seq_id: (seq.request.arrival_s - seq.request.priority * aging_s, seq_id) for seq_id, seq in alive.items()
+        }
+        planned = {chunk.seq_id for chunk in plan.chunks}
+        running = self.core._scheduler.n_running
+        admitted = [place[seq_id] for seq_id in planned & waiting_before]
+        left = [place[seq.seq_id] for seq in self.core._scheduler.waiting]
+        if admitted and left:
             assert max(admitted) < min(left)
+        if preempted and running > 1:
+            assert not admitted
+        assert not planned & {seq.seq_id for seq in self.core._scheduler.waiting}
 
     def check_end(self) -> None:
         for request_id, wanted in self.requests.items():

@@ -93,8 +93,11 @@ class BlockPool:
         return self._refs[block_id]
 
     def is_writable(self, block_id: int) -> bool:
-        """Whether its one holder may write: nobody else reads it and the prefix index does not vouch for it."""
-        return self._refs[block_id] == 1 and self._entries[block_id] is None
+        """Whether a holder may write into it: nobody else reads it.
+
+        An indexed block qualifies: a fork's last prompt token is the only thing ever written there, with equal values.
+        """
+        return self._refs[block_id] == 1
 
     def take(self, n: int) -> list[int]:
         """Hand out `n` blocks with one reference each, evicting idle ones when none is free.

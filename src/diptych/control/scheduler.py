@@ -110,8 +110,8 @@ class Scheduler:
     def start_decode(self, seq: Sequence) -> None:
         """Its prompt is computed and its first new token known."""
         seq.move(Status.DECODE)
+        assert seq.promised_blocks == 0, seq.promised_blocks
         self.prefilling.remove(seq)
-        self._promise(seq, 0)
         self.decoding.add(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -269,6 +269,7 @@ class Scheduler:
             self.pool.hold(entry.block_id)
             seq.block_ids.append(entry.block_id)
             seq.serials.append(entry.serial)
+        seq.computed_tokens += len(hits) * self.pool.block_tokens  # the peak moves at commit, when the chunk has run
         if not seq.has_started and seq.index == 0 and self.pool.is_caching:
             self.query_tokens += seq.prompt_tokens
             self.hit_tokens += len(hits) * self.pool.block_tokens
@@ -300,10 +301,9 @@ class Scheduler:
 
     def _add_chunk(self, seq: Sequence, n_tokens: int, phase: Phase, draft: StepDraft, *, hit_tokens: int = 0) -> None:
         """Give the chunk its blocks and write it into the draft."""
-        start = seq.computed_tokens + hit_tokens
+        start = seq.computed_tokens
         end = start + n_tokens
-        seq.computed_tokens = start  # the peak moves at commit, when the chunk has run
-        first_new = self._take_blocks(seq, start, end, draft)
+        first_new = self._take_blocks(seq, start, end, phase, draft)
         draft.chunks.append(
             Chunk(
                 seq_id=seq.seq_id,
@@ -332,10 +332,11 @@ class Scheduler:
             )
         draft.scheduled.extend(self._scheduled_events(seq, phase, start, end, hit_tokens, draft))
 
-    def _take_blocks(self, seq: Sequence, start: int, end: int, draft: StepDraft) -> int:
+    def _take_blocks(self, seq: Sequence, start: int, end: int, phase: Phase, draft: StepDraft) -> int:
         """Append blocks up to `end`, copy the first written one if it is shared; answers the first new table entry."""
         first_new = seq.table_sent
-        if self._n_copies(seq, start):
+        n_copies = self._n_copies(seq, start)
+        if n_copies:
             i = start // self.pool.block_tokens
             source, (target,) = seq.block_ids[i], self.pool.take(1)
             draft.copies.append(BlockCopy(source_block_id=source, target_block_id=target))
@@ -344,7 +345,8 @@ class Scheduler:
             first_new = min(first_new, i)
         n_new = self.pool.blocks_for(end) - len(seq.block_ids)
         seq.block_ids.extend(self.pool.take(n_new))
-        self._promise(seq, max(0, seq.promised_blocks - n_new))
+        if phase is Phase.PREFILL:
+            self._promise(seq, seq.promised_blocks - n_new - n_copies)
         return first_new
 
     def _scheduled_events(
