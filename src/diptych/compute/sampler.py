@@ -12,6 +12,7 @@ Log-probabilities and ranks are those of the model itself, before any of this.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from diptych.ground.step import SequenceStart, TokenLogprobs
 
 _LANES = 64  # logits per block of the candidate search: 64 keeps the block maxima of a 152k vocabulary at 2.4k
 _FIRST_CANDIDATES = 1024  # top-p is looked for here first; real models' top-p sets are nearly always smaller
-_PROMPT_ROWS = 64  # rows per pass of prompt_logprobs, to bound the temporary memory
+_SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)  # a masked token's weight is 0
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -215,24 +216,16 @@ class Sampler:
             state.truncate(n_output)
         params = state.params
         row_V = _processed(logits_V, state, n_output)
-        if params.is_greedy:
-            token_id = self._argmax(row_V[None])[0]
-        else:
-            token_id = draw(row_V, params, uniform(state.seed, position))
+        noise = uniform(state.seed, position)
+        token_id = self._argmax(row_V[None])[0] if params.is_greedy else draw(row_V, params, noise)
         logprobs = None if params.logprobs is None else token_logprobs(logits_V[None], [token_id], params.logprobs)[0]
         state.advance(token_id)
         is_complete = state.grammar is not None and state.grammar.is_complete
         return SampledToken(token_id=token_id, logprobs=logprobs, is_complete=is_complete)
 
-    def prompt_logprobs(
-        self, logits_CV: torch.Tensor, token_ids: Sequence[int], top: int
-    ) -> list[TokenLogprobs]:
+    def prompt_logprobs(self, logits_CV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """For each row of `logits_CV` [C,V] fp32 the log-probability of the prompt token that follows it."""
-        entries: list[TokenLogprobs] = []
-        for first in range(0, len(token_ids), _PROMPT_ROWS):
-            last = first + _PROMPT_ROWS
-            entries += token_logprobs(logits_CV[first:last], token_ids[first:last], top)
-        return entries
+        return token_logprobs(logits_CV, token_ids, top)
 
 
 def _processed(logits_V: torch.Tensor, state: _SequenceState, n_output: int) -> torch.Tensor:
@@ -262,27 +255,26 @@ def _processed(logits_V: torch.Tensor, state: _SequenceState, n_output: int) -> 
 def draw(logits_V: torch.Tensor, params: SamplingParams, noise: float) -> int:
     """The token at quantile `noise` [0, 1) of softmax(logits_V / temperature) cut by top-k, top-p and min-p."""
     if params.top_k is not None and params.top_k < len(logits_V):
-        return _draw_among(_top(logits_V, params.top_k), params, noise, total=None)
+        return _draw_among(_top(logits_V, params.top_k), params, noise)
     if params.top_p < 1.0:
         return _draw_top_p(logits_V, params, noise)
     if params.min_p > 0.0:
-        best = _finite(float(logits_V.max()))
-        low = best + params.temperature * float(np.log(params.min_p))
-        return _draw_among(_at_least(logits_V, low), params, noise, total=None)
+        values = _on_cpu(logits_V)
+        ids = np.flatnonzero(values >= _min_p_floor(_finite(float(values.max())), params))
+        return _draw_unsorted(ids, values[ids], params.temperature, noise)
     return _draw_from_all(logits_V, params.temperature, noise)
 
 
 def distribution(logits_V: torch.Tensor, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, probabilities fp64) that `draw` chooses from, most likely first; for tests and for speculation."""
+    """(ids, probabilities fp64) of all tokens that `draw` chooses from, most likely first."""
     k = len(logits_V) if params.top_k is None else min(params.top_k, len(logits_V))
     ids, values = _top(logits_V, k)
-    return _cut(ids, values, params, total=None)
+    return _cut(ids, values, params)
 
 
 def _draw_from_all(logits_V: torch.Tensor, temperature: float, noise: float) -> int:
     """Inverse CDF over the whole vocabulary, in index order."""
-    best = _finite(float(logits_V.max()))
-    weights_V = ((logits_V - best) / temperature).exp_() if temperature != 1.0 else (logits_V - best).exp_()
+    weights_V = _weights(logits_V, temperature)
     cdf_V = torch.cumsum(weights_V, 0, dtype=torch.float64)
     index = int(torch.searchsorted(cdf_V, noise * cdf_V[-1], right=True))
     if index < len(cdf_V):
@@ -290,41 +282,82 @@ def _draw_from_all(logits_V: torch.Tensor, temperature: float, noise: float) -> 
     return int(torch.nonzero(weights_V)[-1])  # rounding took the quantile past the end
 
 
+def _weights(logits_V: torch.Tensor, temperature: float) -> torch.Tensor:
+    """exp((logit - best) / temperature) [V] fp32: probabilities up to a factor, the best token 1."""
+    weights_V = logits_V - _finite(float(logits_V.max()))
+    if temperature != 1.0:
+        weights_V /= temperature
+    return weights_V.exp_()
+
+
 def _draw_top_p(logits_V: torch.Tensor, params: SamplingParams, noise: float) -> int:
-    """Look for the top-p set among the best 1024, then 8 times as many, ...: exact whatever the distribution."""
-    best = _finite(float(logits_V.max()))
-    total = float(((logits_V - best) / params.temperature).exp_().sum(dtype=torch.float64))
-    k = _FIRST_CANDIDATES
-    while k < len(logits_V):
-        ids, values = _top(logits_V, k)
-        mass = np.exp((values.astype(np.float64) - best) / params.temperature).sum()
-        if mass >= params.top_p * total:
-            return _draw_among((ids, values), params, noise, total=total)
-        k *= 8
-    return _draw_among(_top(logits_V, len(logits_V)), params, noise, total=total)
+    """Sort the best 1024 only, when they hold the top-p mass (real models); else find the border by histogram."""
+    weights_V = _weights(logits_V, params.temperature)
+    mass = params.top_p * float(weights_V.sum(dtype=torch.float64))
+    if len(logits_V) > _FIRST_CANDIDATES:
+        ids, values = _top(logits_V, _FIRST_CANDIDATES)
+        best_weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
+        if best_weights.sum() >= mass:
+            return _draw_among((ids, values), params, noise, mass=mass)
+    weights = _on_cpu(weights_V)
+    ids = _heaviest(weights, mass)
+    ids = ids[weights[ids] >= max(params.min_p, _SMALLEST_WEIGHT)]
+    cdf = np.cumsum(weights[ids], dtype=np.float64)
+    return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
+
+
+def _heaviest(weights: np.ndarray, mass: float) -> np.ndarray:
+    """Ids, ascending, of the smallest set of heaviest tokens that holds `mass`; weights [V] in [0, 1].
+
+    A histogram over the weights' logarithms finds the bin where the mass is reached, so only that bin is sorted.
+    """
+    # the upper half of a float's bits grows with its logarithm: 2^7 bins per doubling
+    bins = weights.view(np.int32) >> 16
+    by_bin = np.bincount(bins, weights=weights)
+    above = np.cumsum(by_bin[::-1])[::-1]  # weight of this bin and all heavier ones
+    border = int(np.searchsorted(-above, -mass, side="right")) - 1
+    border = max(border, 0)
+    sure = bins > border
+    in_border = np.flatnonzero(bins == border)
+    rest = mass - (float(above[border + 1]) if border + 1 < len(above) else 0.0)
+    order = in_border[np.argsort(-weights[in_border], kind="stable")]
+    n_more = int(np.searchsorted(np.cumsum(weights[order], dtype=np.float64), rest, side="left")) + 1
+    sure[order[:n_more]] = True
+    return np.flatnonzero(sure)
+
+
+def _min_p_floor(best: float, params: SamplingParams) -> np.float32:
+    """The lowest logit that min-p keeps."""
+    return np.float32(best + params.temperature * math.log(params.min_p))
+
+
+def _draw_unsorted(ids: np.ndarray, values: np.ndarray, temperature: float, noise: float) -> int:
+    weights = np.exp((values.astype(np.float64) - float(values.max())) / temperature)
+    cdf = np.cumsum(weights)
+    return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
 
 
 def _draw_among(
-    candidates: tuple[np.ndarray, np.ndarray], params: SamplingParams, noise: float, *, total: float | None
+    candidates: tuple[np.ndarray, np.ndarray], params: SamplingParams, noise: float, *, mass: float | None = None
 ) -> int:
-    ids, probs = _cut(*candidates, params, total=total)
+    ids, probs = _cut(*candidates, params, mass=mass)
     cdf = np.cumsum(probs)
     return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
 
 
 def _cut(
-    ids: np.ndarray, values: np.ndarray, params: SamplingParams, *, total: float | None
+    ids: np.ndarray, values: np.ndarray, params: SamplingParams, *, mass: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Apply temperature, top-p and min-p to candidates sorted best first.
 
-    total: the weight of the whole vocabulary relative to the best token, or None when the candidates are all there is.
+    mass: the top-p mass relative to the best token's weight, or None when the candidates are all there is.
     """
     weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
     keep = len(weights)
     if params.top_p < 1.0:
         cdf = np.cumsum(weights)
-        mass = params.top_p * (cdf[-1] if total is None else total)
-        keep = min(keep, int(np.searchsorted(cdf, mass, side="left")) + 1)
+        wanted = params.top_p * cdf[-1] if mass is None else mass
+        keep = min(keep, int(np.searchsorted(cdf, wanted, side="left")) + 1)
     if params.min_p > 0.0:
         keep = min(keep, int(np.searchsorted(-weights, -params.min_p, side="right")))
     keep = max(1, min(keep, int(np.count_nonzero(weights))))
@@ -335,71 +368,83 @@ def _cut(
 def _top(logits_V: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
     """(ids, logits) of the k best, best first, ties by index; everything equal to the k-th is kept as well."""
     n = len(logits_V)
-    if logits_V.device.type != "cpu":
-        logits_V = logits_V.float().cpu()
     if k >= n:
-        return _sorted(np.arange(n), logits_V.numpy())
+        return _at_least(_on_cpu(logits_V), -math.inf)
     blocks = n // _LANES
-    if blocks > 4 * k:
+    if blocks >= 2 * k:
         # the k-th largest of the block maxima is a lower bound for the k-th largest of all
-        maxima = logits_V[: blocks * _LANES].view(blocks, _LANES).amax(1).numpy()
-        low = np.partition(maxima, blocks - k)[blocks - k]
+        maxima = _on_cpu(logits_V[: blocks * _LANES].view(blocks, _LANES).amax(1))
+        low = float(np.partition(maxima, blocks - k)[blocks - k])
     else:
-        low = torch.topk(logits_V, k, sorted=True).values[-1].item()
-    ids, values = _at_least(logits_V, float(low))
+        low = float(torch.topk(logits_V, k).values[-1])
+    ids, values = _at_least(_on_cpu(logits_V), low)
     if len(ids) > k:
         keep = int(np.searchsorted(-values, -values[k - 1], side="right"))
         ids, values = ids[:keep], values[:keep]
     return ids, values
 
 
-def _at_least(logits_V: torch.Tensor, low: float) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, logits) with logit >= low, best first, ties by index."""
-    values = logits_V.numpy() if logits_V.device.type == "cpu" else logits_V.float().cpu().numpy()
-    ids = np.flatnonzero(values >= np.float32(low))
-    if len(ids) == 0:
-        _finite(float(values.max()))
-    return _sorted(ids, values[ids])
+def _at_least(values: np.ndarray, low: float) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, logits) with logit >= low, best first, ties by index; masked tokens (-inf) are never among them."""
+    ids = np.flatnonzero(values >= np.float32(low)) if low > -math.inf else np.flatnonzero(values > -math.inf)
+    _finite(float(values[ids].max()) if len(ids) else float(values.max()))
+    order = np.argsort(-values[ids], kind="stable")
+    return ids[order], values[ids[order]]
 
 
-def _sorted(ids: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    _finite(float(values.max()))
-    order = np.argsort(-values, kind="stable")
-    return ids[order], values[order]
+def _on_cpu(values: torch.Tensor) -> np.ndarray:
+    """The tensor as fp32 numpy; no copy where it already is that."""
+    on_cpu: np.ndarray = values.float().cpu().numpy()
+    return on_cpu
 
 
 def _finite(best: float) -> float:
     """The largest logit, checked: NaN, or nothing left to choose from, is an ExecutorError."""
-    if not np.isfinite(best):
+    if not math.isfinite(best):
         raise ExecutorError(f"the largest logit is {best}; nothing can be drawn")
     return best
 
 
 def token_logprobs(logits_RV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Log-probability, rank (1 + number of larger logits) and `top` best alternatives, row by row."""
-    ids = torch.tensor(token_ids, device=logits_RV.device)
-    chosen_R = logits_RV.gather(1, ids[:, None])[:, 0]
-    norm_R = torch.logsumexp(logits_RV.double(), dim=1)
-    ranks = (1 + (logits_RV > chosen_R[:, None]).sum(1)).tolist()
-    logprobs = (chosen_R.double() - norm_R).tolist()
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
-    if top:
-        for i in range(len(token_ids)):
-            best_ids, values = _top(logits_RV[i], min(top, logits_RV.shape[1]))
-            best = zip(best_ids[:top].tolist(), (values[:top].astype(np.float64) - float(norm_R[i])).tolist(), strict=True)
-            tops[i] = tuple(best)
-    return [
-        TokenLogprobs(token_id=token_id, logprob=logprobs[i], rank=ranks[i], top=tops[i])
-        for i, token_id in enumerate(token_ids)
-    ]
+    entries: list[TokenLogprobs] = []
+    for logits_V, token_id in zip(logits_RV, token_ids, strict=True):
+        best = _finite(float(logits_V.max()))
+        norm = best + math.log(float((logits_V - best).exp_().sum(dtype=torch.float64)))
+        chosen = logits_V[token_id]
+        alternatives: tuple[tuple[int, float], ...] = ()
+        if top:
+            ids, values = _top(logits_V, top)
+            alternatives = tuple(
+                (int(other), float(value) - norm) for other, value in zip(ids[:top], values[:top], strict=True)
+            )
+        entries.append(
+            TokenLogprobs(
+                token_id=token_id,
+                logprob=float(chosen) - norm,
+                rank=1 + int(torch.count_nonzero(logits_V > chosen)),
+                top=alternatives,
+            )
+        )
+    return entries
 
 
 def _argmax_cpu(logits_RV: torch.Tensor) -> list[int]:
-    # numpy's arg-max: 10 us for 152k logits, torch's 130 us
-    best: list[int] = logits_RV.numpy().argmax(axis=-1).tolist()
+    # numpy's arg-max: 10 us for 152k logits, torch's 130 us; it stops at the first NaN, so one look finds any
+    values_RV = logits_RV.numpy()
+    best_R = values_RV.argmax(axis=-1)
+    _check_numbers(bool(np.isnan(values_RV[np.arange(len(best_R)), best_R]).any()))
+    best: list[int] = best_R.tolist()
     return best
 
 
 def _argmax_torch(logits_RV: torch.Tensor) -> list[int]:
-    best: list[int] = logits_RV.argmax(dim=-1).tolist()
+    values_R, best_R = logits_RV.max(dim=-1)  # NaN counts as the largest
+    _check_numbers(bool(values_R.isnan().any()))
+    best: list[int] = best_R.tolist()
     return best
+
+
+def _check_numbers(has_nan: bool) -> None:
+    if has_nan:
+        raise ExecutorError("the model's logits are not numbers (NaN); nothing can be drawn")

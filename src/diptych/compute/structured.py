@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -33,7 +34,7 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 
 _MAX_CACHED = 256
 # Whitespace between JSON tokens is free but bounded: an unbounded run is where weak models get lost.
-_JSON_OPTIONS: llguidance.JsonCompileOptions = {"whitespace_pattern": r"[ \n\t]{0,32}"}
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,32}"}
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 logger = logging.getLogger(__name__)
@@ -261,14 +262,21 @@ def _json_schema(source: str) -> str:
         raise GrammarError(f"json_schema is not JSON: {error}", param="json_schema") from error
     if not isinstance(schema, dict):
         raise GrammarError(f"json_schema is a {type(schema).__name__}; it must be an object", param="json_schema")
-    depth, level = 0, [schema]
+    _check_depth(schema)
+    return source
+
+
+def _check_depth(schema: object) -> None:
+    depth = 0
+    level: list[object] = [schema]
     while level:
         depth += 1
         if depth > MAX_SCHEMA_DEPTH:
             raise GrammarError(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} deep", param="json_schema")
-        inner = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+        inner: list[object] = []
+        for node in level:
+            inner += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
         level = [child for child in inner if isinstance(child, dict | list)]
-    return source
 
 
 def _check_bytes(name: str, source: str, limit: int) -> None:

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, chat template, streaming detokeniser, reasoning and tool-call parsers. Knows no tensors."""
+"""Text in and out: tokenizer, chat template, streaming detokeniser, reasoning and tool-call parsers. No tensors."""

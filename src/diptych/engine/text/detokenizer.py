@@ -34,8 +34,8 @@ class TextDelta:
 class TextStream:
     """The text of one sequence's output tokens.
 
-    Special tokens are not shown, except the ids in `visible_token_ids`. `follows_text`: the output continues a prompt,
-    so a tokenizer that strips the first space of a text (Llama 2) must not strip it here.
+    Hidden special tokens are not shown. `follows_text`: the output continues a prompt, so a tokenizer that strips the
+    first space of a text (Llama 2) must not strip it here.
     """
 
     def __init__(
@@ -45,10 +45,9 @@ class TextStream:
         include_stop: bool = False,
         *,
         follows_text: bool = False,
-        visible_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._decoder = _decoder_for(tokenizer, follows_text)
-        self._hidden_ids = tokenizer.special_token_ids - visible_token_ids
+        self._hidden_ids = tokenizer.hidden_token_ids
         self._stop = StopFinder(stop) if stop else None
         self._include_stop = include_stop
         self._held = ""  # decoded, but may be the beginning of a stop string
@@ -90,9 +89,7 @@ class TextStream:
     def _delta(self, text: str, *, has_held: bool, stop_string: str | None = None) -> TextDelta:
         tokens = 0 if has_held else self._pending_tokens
         self._pending_tokens -= tokens
-        return TextDelta(
-            text=text, is_stopped=stop_string is not None, stop_string=stop_string, tokens_used=tokens
-        )
+        return TextDelta(text=text, is_stopped=stop_string is not None, stop_string=stop_string, tokens_used=tokens)
 
 
 class StopFinder:

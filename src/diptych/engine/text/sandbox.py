@@ -1,4 +1,4 @@
-"""The jinja2 sandbox chat templates run in: Hugging Face's extensions, bounded time and size, and marks of where text comes from.
+"""The jinja2 sandbox of chat templates: Hugging Face's extensions, bounded time and size, marks of where text comes from.
 
 A template is a file from a stranger. It can read what it is given and nothing else, and it cannot run long or grow
 large: every loop turn, call, filter and printed value is counted. The same hooks note which message, tool or document
@@ -11,7 +11,7 @@ import datetime
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,6 +183,19 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             _check_text_call(owner, function.__name__, (*args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)
 
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`text.format` reaches templates only through this wrapper."""
+        safe = super().wrap_str_format(value)
+        if safe is None:
+            return None
+        form = value.__self__
+
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _check_format(form, [*args, *kwargs.values()])
+            return safe(*args, **kwargs)
+
+        return bounded
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Arithmetic that can make something large is checked before it is done."""
         self._turn()
@@ -317,7 +330,8 @@ def _sections_of(test: nodes.Node) -> set[str]:
 def _statement(method: str, *args: nodes.Expr) -> nodes.ExprStmt:
     call = nodes.Call(nodes.EnvironmentAttribute(method), list(args), [], None, None)
     statement = nodes.ExprStmt(call)
-    return statement.set_lineno(1)
+    statement.set_lineno(1)
+    return statement
 
 
 def _is_ours(node: nodes.Node) -> bool:
@@ -351,7 +365,7 @@ def _replace_concat(node: nodes.Node) -> None:
             _replace_concat(child)
             if isinstance(child, nodes.Concat):
                 call = nodes.Call(nodes.EnvironmentAttribute("concat_checked"), child.nodes, [], None, None)
-                call.set_lineno(child.lineno).set_environment(child.environment)
+                call.set_lineno(child.lineno)
                 if isinstance(value, list):
                     value[i] = call
                 else:
@@ -422,12 +436,11 @@ def _is_lazy(value: Any) -> bool:
     return hasattr(value, "__next__")
 
 
-def _check_text_call(owner: str | bytes, name: str, args: Iterable[Any]) -> None:
+def _check_text_call(owner: str | bytes, name: str, args: Sequence[Any]) -> None:
     """Refuse calls whose result would be much larger than what goes in."""
-    args = list(args)
     if any(isinstance(value, int) and abs(value) > MAX_NUMBER for value in args):
         raise TemplateError(f"chat template calls {name} with a number above {MAX_NUMBER}")
-    if name in ("format", "format_map"):
+    if name == "format":
         _check_format(owner, args)
     texts = [value for value in args if isinstance(value, str | bytes)]
     if name == "replace" and len(texts) >= 2:

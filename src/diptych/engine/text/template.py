@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,33 +200,42 @@ def segment_names(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
+@dataclass(slots=True)
+class _Part:
+    """Characters [begin, end) of the prompt, the piece they were printed in, and for whom (None: nobody in particular)."""
+
+    begin: int
+    end: int
+    piece: int
+    source: object
+
+
 def _named_ranges(
     text: str, pieces: Sequence[RenderedPiece], messages: Sequence[Mapping[str, Any]], bos_token: str | None
 ) -> list[tuple[int, int, str]]:
     """(begin, end, name) in characters, in order, covering `text` without gaps."""
-    names = segment_names(messages)
-    marked: list[tuple[int, int, object]] = []
+    parts: list[_Part] = []
     at = 0
-    for piece in pieces:
+    for number, piece in enumerate(pieces):
         if piece.text:
-            marked.append((at, at + len(piece.text), piece.source))
+            parts.append(_Part(at, at + len(piece.text), number, piece.source))
             at += len(piece.text)
-    marked = _with_lost_messages(text, marked, messages)
-    named = [(begin, end, _name(source, names)) for begin, end, source in marked]
-    return _without_gaps(text, named, bos_token)
+    parts = _with_lost_messages(text, parts, messages)
+    _adopt(text, parts, bos_token)
+    names = segment_names(messages)
+    ranges: list[tuple[int, int, str]] = []
+    for part in parts:
+        name = names[part.source[1]] if isinstance(part.source, tuple) else str(part.source)
+        if ranges and ranges[-1][2] == name:
+            ranges[-1] = (ranges[-1][0], part.end, name)
+        else:
+            ranges.append((part.begin, part.end, name))
+    return ranges
 
 
-def _name(source: object, names: Sequence[str]) -> str | None:
-    if isinstance(source, tuple):
-        return names[source[1]]
-    return source if isinstance(source, str) else None
-
-
-def _with_lost_messages(
-    text: str, marked: list[tuple[int, int, object]], messages: Sequence[Mapping[str, Any]]
-) -> list[tuple[int, int, object]]:
+def _with_lost_messages(text: str, parts: list[_Part], messages: Sequence[Mapping[str, Any]]) -> list[_Part]:
     """Find messages that were printed outside their own loop turn (a system prompt put elsewhere) by their text."""
-    found = {source for _, _, source in marked}
+    found = {part.source for part in parts}
     at = 0
     for i, message in enumerate(messages):
         content = _plain_content(message)
@@ -236,8 +246,8 @@ def _with_lost_messages(
         if begin < 0:
             continue
         at = begin + len(content)
-        marked = _carved(marked, begin, at, ("message", i))
-    return marked
+        parts = _carved(parts, begin, at, ("message", i))
+    return parts
 
 
 def _plain_content(message: Mapping[str, Any]) -> str:
@@ -248,50 +258,42 @@ def _plain_content(message: Mapping[str, Any]) -> str:
     return content.strip() if isinstance(content, str) else ""
 
 
-def _carved(
-    marked: Sequence[tuple[int, int, object]], begin: int, end: int, source: object
-) -> list[tuple[int, int, object]]:
-    """`marked` with [begin, end) given to `source`."""
-    out: list[tuple[int, int, object]] = []
-    for low, high, old in marked:
-        if high <= begin or low >= end:
-            out.append((low, high, old))
+def _carved(parts: Sequence[_Part], begin: int, end: int, source: object) -> list[_Part]:
+    """`parts` with the characters [begin, end) given to `source`."""
+    out: list[_Part] = []
+    for part in parts:
+        low, high = max(part.begin, begin), min(part.end, end)
+        if low >= high:
+            out.append(part)
             continue
-        if low < begin:
-            out.append((low, begin, old))
-        if low <= begin < high:
-            out.append((begin, end, source))
-        if high > end:
-            out.append((end, high, old))
+        if part.begin < low:
+            out.append(_Part(part.begin, low, part.piece, part.source))
+        out.append(_Part(low, high, part.piece, source))
+        if high < part.end:
+            out.append(_Part(high, part.end, part.piece, part.source))
     return out
 
 
-def _without_gaps(
-    text: str, named: Sequence[tuple[int, int, str | None]], bos_token: str | None
-) -> list[tuple[int, int, str]]:
-    """Give unnamed text to its neighbours and join equal neighbours.
+def _adopt(text: str, parts: Sequence[_Part], bos_token: str | None) -> None:
+    """Give every part nobody printed for to somebody.
 
-    Text before everything else that is more than BOS is the template's own system prompt; other unnamed text belongs to
-    what comes after it, and at the end to what came before.
+    The rest of a piece goes with the message found in it. Text before everything else that is more than BOS is the
+    template's own system prompt. Other text goes to what comes after it, and at the end to what came before.
     """
-    out: list[tuple[int, int, str]] = []
-    first = next((i for i, (_, _, name) in enumerate(named) if name is not None), len(named))
-    lead_end = named[first - 1][1] if first else 0
-    lead = text[:lead_end].removeprefix(bos_token or "").strip()
-    begin = 0
-    for i, (_, end, name) in enumerate(named):
-        if i < first and lead:
-            name = "system"
-        if name is None:
-            continue
-        if out and out[-1][2] == name:
-            out[-1] = (out[-1][0], end, name)
-        else:
-            out.append((begin, end, name))
-        begin = end
-    if begin < len(text):
-        out[-1:] = [(out[-1][0], len(text), out[-1][2])] if out else [(0, len(text), "prompt")]
-    return out
+    for before, part in pairwise(parts):
+        if part.source is None and before.source is not None and before.piece == part.piece:
+            part.source = before.source
+    first = next((i for i, part in enumerate(parts) if part.source is not None), len(parts))
+    lead = text[: parts[first - 1].end] if first else ""
+    if lead.removeprefix(bos_token or "").strip():
+        for part in parts[:first]:
+            part.source = "system"
+    following: object = None
+    for part in reversed(parts):
+        part.source = following = part.source if part.source is not None else following
+    previous: object = "prompt"
+    for part in parts:
+        part.source = previous = part.source if part.source is not None else previous
 
 
 def _segments(ranges: Sequence[tuple[int, int, str]], offsets: Sequence[tuple[int, int]]) -> tuple[Segment, ...]:

@@ -23,6 +23,10 @@ from diptych.ground.errors import LoadError, RequestError
 _NAMED_SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+# Special tokens that stay in the text, because clients and our own parsers look for them there.
+_SHOWN_TOKENS = frozenset(
+    {"<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+)
 
 
 class PieceKind(Enum):
@@ -31,6 +35,9 @@ class PieceKind(Enum):
     BYTE_LEVEL = "byte_level"  # every token is bytes; the text is their concatenation read as UTF-8
     SENTENCEPIECE = "sentencepiece"  # tokens are text with U+2581 for space, or <0xAB> for one byte
     GENERIC = "generic"  # only the library's decoder knows
+
+
+THINKING_TAGS = ("<think>", "</think>")
 
 
 class Tokenizer:
@@ -45,9 +52,12 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        shown = {token_id for token_id, token in added.items() if token.content in _SHOWN_TOKENS}
+        self.hidden_token_ids = self.special_token_ids - shown
         self.piece_kind, self.stripped_spaces = _piece_kind(json.loads(self.json_text).get("decoder"))
         self._bytes_of_char = _byte_level_chars() if self.piece_kind is PieceKind.BYTE_LEVEL else {}
         self._token_bytes: dict[int, bytes] = {}
+        self.longest_token_bytes = max((len(text.encode()) for text in backend.get_vocab()), default=1)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
@@ -72,6 +82,11 @@ class Tokenizer:
         _add_missing_tokens(backend, config, read_json_object(folder / "added_tokens.json"))
         _set_bos_and_eos(backend, config)
         return cls(backend, config, _eos_token_ids(folder, backend, config))
+
+    @property
+    def thinking_token_ids(self) -> frozenset[int]:
+        """Ids of the thinking tags, which stay in the text even where they are special tokens."""
+        return frozenset(found for tag in THINKING_TAGS if (found := self.token_id(tag)) is not None)
 
     @property
     def bos_token(self) -> str | None:
@@ -116,8 +131,17 @@ class Tokenizer:
             ) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `token_ids`; invalid UTF-8 becomes U+FFFD. Unknown ids are skipped."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The text of `token_ids`; invalid UTF-8 becomes U+FFFD. Unknown ids are skipped.
+
+        Special tokens are left out unless asked for; those that mark thinking and tool calls are always shown.
+        """
+        if skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if token_id not in self.hidden_token_ids]
+        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound for the number of tokens of `text`, without tokenising it (for refusing huge prompts early)."""
+        return -(-len(text.encode(errors="replace")) // self.longest_token_bytes)
 
     def token_id(self, token: str) -> int | None:
         """The id of the vocabulary entry `token`, or None."""
