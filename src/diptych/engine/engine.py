@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from diptych.compute.structured import GrammarCompiler
 from diptych.control.loop import CoreStats, EngineCore
 from diptych.engine.text.detokenizer import TextDelta, TextStream
 from diptych.engine.text.template import RenderedPrompt
@@ -19,6 +20,7 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, RequestError
 from diptych.ground.events import (
+    ArrivalEvent,
     Event,
     FinishEvent,
     PromptLogprobsEvent,
@@ -27,9 +29,9 @@ from diptych.ground.events import (
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams, Segment
+from diptych.ground.request import Request, SamplingParams, Segment, StructuredSpec
 from diptych.ground.step import Executor, StepPlan, TokenLogprobs
-from diptych.metrics import RequestRecord
+from diptych.metrics import EventBook, PhaseTotals, RequestRecord
 
 logger = logging.getLogger("diptych.engine")
 
@@ -66,15 +68,22 @@ class OpenRequest:
     """Everything the engine holds of one request beyond control's ledger. Owned by the engine's thread."""
 
     def __init__(
-        self, request: Request, *, tokenizer: Tokenizer, on_delta: Callable[[OutputDelta], None], record: RequestRecord
+        self, request: Request, *, tokenizer: Tokenizer, on_delta: Callable[[OutputDelta], None], follows_text: bool
     ) -> None:
         sampling = request.sampling
         self.request = request
         self.on_delta = on_delta
-        self.record = record
+        self.record: RequestRecord | None = None  # the book's, from the arrival event on
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.choices = [
-            Choice(stream=TextStream(tokenizer, sampling.stop, sampling.include_stop_str_in_output))
+            Choice(
+                stream=TextStream(
+                    tokenizer,
+                    sampling.stop,
+                    sampling.include_stop_str_in_output,
+                    follows_text=follows_text,
+                )
+            )
             for _ in range(sampling.n)
         ]
         self.error: EngineError | None = None
@@ -96,6 +105,7 @@ class Engine:
         *,
         clock: Clock,
         vocab_size: int,
+        grammars: GrammarCompiler,
         observe: Callable[[StepPlan, float], None] | None = None,
     ) -> None:
         self.core = core
@@ -103,15 +113,22 @@ class Engine:
         self.tokenizer = tokenizer
         self._executor = executor
         self._vocab_size = vocab_size
+        self._grammars = grammars
         self._observe = observe
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
+        self._book = EventBook()
         self._listeners: list[Callable[[list[Event]], None]] = []
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
         return self.core.has_work
+
+    @property
+    def totals(self) -> PhaseTotals:
+        """Tokens and seconds of each phase since the start."""
+        return self._book.totals
 
     @property
     def n_open(self) -> int:
@@ -141,9 +158,9 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Request:
-        """Turn a prompt into a Request. Safe on any thread (it reads only the tokenizer).
+        """Turn a prompt into a Request, and compile its grammar. Safe on any thread; may take up to seconds.
 
-        Raises RequestError for an empty prompt or ids outside the vocabulary.
+        Raises RequestError for an empty prompt or ids outside the vocabulary, GrammarError for a bad constraint.
         """
         segments: tuple[Segment, ...] = ()
         if isinstance(prompt, RenderedPrompt):
@@ -157,6 +174,8 @@ class Engine:
         self._check_token_ids("prompt", token_ids)
         self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_token_ids("logit_bias", tuple(sampling.logit_bias))
+        if sampling.structured is not None:
+            self.compile_grammar(sampling.structured)  # here, off the engine's thread; the sampler finds it cached
         return Request(
             request_id=request_id or f"req-{next(self._numbers)}",
             prompt_token_ids=token_ids,
@@ -167,6 +186,10 @@ class Engine:
             cache_salt=cache_salt,
             segments=segments,
         )
+
+    def compile_grammar(self, spec: StructuredSpec) -> None:
+        """Compile a constraint, so that the sampler finds it ready. Safe on any thread. Raises GrammarError."""
+        self._grammars.compile(spec)
 
     def _check_token_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
         for position, token_id in enumerate(token_ids):
@@ -181,7 +204,8 @@ class Engine:
         """Take a request. Raises PromptTooLong, CapacityError or RequestError and then keeps nothing of it."""
         if request.request_id in self._open:
             raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
-        opened = OpenRequest(request, tokenizer=self.tokenizer, on_delta=on_delta, record=RequestRecord())
+        # a chat answer begins a text of its own; anything else continues the prompt's
+        opened = OpenRequest(request, tokenizer=self.tokenizer, on_delta=on_delta, follows_text=not request.segments)
         events = self.core.submit(request)
         self._open[request.request_id] = opened
         self._publish(events)
@@ -216,21 +240,21 @@ class Engine:
         """Fold events into records, turn tokens into text, tell listeners; stop strings may end choices on the way."""
         finishes = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
         added: list[Event] = []
+        self._book.fold(events)
         for event in events:
             if isinstance(event, StepBeginEvent | StepEndEvent):
-                for opened in self._open.values():
-                    opened.record.fold(event)
                 continue
-            opened_request = self._open.get(event.request_id)
-            if opened_request is None:
+            opened = self._open.get(event.request_id)
+            if opened is None:
                 continue
-            opened_request.record.fold(event)
             if isinstance(event, TokenEvent):
-                added += self._on_token(opened_request, event, finishes.get((event.request_id, event.index)))
+                added += self._on_token(opened, event, finishes.get((event.request_id, event.index)))
             elif isinstance(event, FinishEvent):
-                self._on_finish(opened_request, event)
+                self._on_finish(opened, event)
             elif isinstance(event, PromptLogprobsEvent):
-                opened_request.prompt_logprobs += event.entries
+                opened.prompt_logprobs += event.entries
+            elif isinstance(event, ArrivalEvent):
+                opened.record = self._book.records[event.request_id]
         for listener in tuple(self._listeners):
             listener(events)
         if added:
@@ -285,4 +309,5 @@ class Engine:
         )
         if opened.is_finished:
             del self._open[event.request_id]
+            self._book.take(event.request_id)
         opened.on_delta(delta)

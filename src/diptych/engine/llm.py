@@ -10,8 +10,9 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from diptych.control.loop import CoreStats
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta, Prompt
@@ -21,7 +22,7 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, ExecutorError
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import Request, SamplingParams, StructuredSpec
 from diptych.ground.step import TokenLogprobs
 from diptych.metrics import RequestRecord
 
@@ -69,9 +70,9 @@ class LLM:
         config = config or EngineConfig()
         return cls(load(model, config, progress=progress), config)
 
-    def render(self, messages: Sequence[dict[str, object]], **options: object) -> RenderedPrompt:
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedPrompt:
         """The model's chat template over messages, with the token range of each segment."""
-        return self.loaded.template.render(list(messages), **options)  # type: ignore[arg-type]
+        return self.loaded.template.render(messages, **options)
 
     def generate(
         self,
@@ -129,6 +130,8 @@ def _collector(
 
 def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion:
     """Put a finished request's deltas together."""
+    record = opened.record
+    assert record is not None, opened.request.request_id
     choices = []
     for index in range(opened.request.sampling.n):
         parts = [delta for delta in deltas if delta.index == index]
@@ -148,10 +151,10 @@ def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion
         request_id=opened.request.request_id,
         prompt_token_ids=opened.request.prompt_token_ids,
         choices=tuple(choices),
-        usage=opened.record.usage(),
-        timings=opened.record.timings(),
+        usage=record.usage(),
+        timings=record.timings(),
         prompt_logprobs=tuple(opened.prompt_logprobs),
-        record=opened.record,
+        record=record,
     )
 
 
@@ -171,8 +174,10 @@ class RequestHandle:
         return self.request.request_id
 
     def record(self) -> RequestRecord:
-        """The account so far (tokens by source, time by phase)."""
-        return self.opened.record if self.opened is not None else RequestRecord()
+        """The account so far (tokens by source, time by phase); final after the last delta."""
+        assert self.opened is not None
+        assert self.opened.record is not None
+        return self.opened.record
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
@@ -237,7 +242,7 @@ class AsyncLLM:
         self._is_stopping = False
         self._is_over = False
         self._thread: threading.Thread | None = None
-        self._on_failure: Callable[[BaseException], None] | None = None
+        self._on_failure: Callable[[BaseException], object] | None = None
 
     @classmethod
     def from_pretrained(
@@ -247,7 +252,7 @@ class AsyncLLM:
         config = config or EngineConfig()
         return cls(load(model, config, progress=progress), config)
 
-    def start(self, *, on_failure: Callable[[BaseException], None] | None = None) -> None:
+    def start(self, *, on_failure: Callable[[BaseException], object] | None = None) -> None:
         """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered."""
         assert self._thread is None, "started twice"
         self._on_failure = on_failure
@@ -292,8 +297,15 @@ class AsyncLLM:
             state = "draining" if self.is_draining else "not running"
             raise CapacityError(f"the engine is {state} and takes no new requests", hint="try again elsewhere or later")
         arrival_s = self.engine.clock.now_s() if arrival_s is None else arrival_s
-        request = self.engine.make_request(
-            prompt, sampling, arrival_s=arrival_s, request_id=request_id, priority=priority, cache_salt=cache_salt
+        # tokenising a long prompt or compiling a grammar takes time that other streams must not wait for
+        request = await asyncio.to_thread(
+            self.engine.make_request,
+            prompt,
+            sampling,
+            arrival_s=arrival_s,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
         )
         loop = asyncio.get_running_loop()
         handle = RequestHandle(request, loop)
@@ -325,6 +337,10 @@ class AsyncLLM:
 
         self._post(run)
         return await future
+
+    def compile_grammar(self, spec: StructuredSpec) -> None:
+        """Compile a constraint ahead of `generate`, on any thread. Raises GrammarError."""
+        self.engine.compile_grammar(spec)
 
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks, as of the last step."""
@@ -412,7 +428,7 @@ def _deliver(items: list[tuple[RequestHandle, OutputDelta | EngineError]]) -> No
         handle.put(item)
 
 
-def _settle(future: asyncio.Future, value: object, error: BaseException | None) -> None:
+def _settle(future: asyncio.Future[Any], value: object, error: BaseException | None) -> None:
     if future.cancelled():
         return
     if error is not None:

@@ -14,10 +14,13 @@ import psutil
 
 from diptych.compute.runner import Model, load_model
 from diptych.compute.sampler import Sampler
+from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
 from diptych.control.step_time import StepTimeModel
-from diptych.cost.local import load_local_profile
+from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.profile import load_profile, profile_path
+from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.text.template import ChatTemplate
@@ -112,6 +115,14 @@ def _blocks(n_tokens: int, block_tokens: int) -> int:
     return -(-n_tokens // block_tokens)
 
 
+def local_predictor(model: Model) -> CalibratedModel | None:
+    """Step times predicted from this machine's measured profile; None when it was never measured."""
+    if not profile_path().exists():
+        return None
+    view = CostView(model)
+    return CalibratedModel.from_profile(load_profile(), view.spec, view.quant, kv=view.kv)
+
+
 @dataclass(slots=True)
 class Machinery:
     """Control and compute joined over one KV pool, without text: what a step needs."""
@@ -121,21 +132,23 @@ class Machinery:
     step_time: StepTimeModel
 
 
-def make_machinery(model: Model, config: EngineConfig, *, clock: Clock, tokenizer_json: str | None = None) -> Machinery:
+def make_machinery(
+    model: Model, config: EngineConfig, *, clock: Clock, grammars: GrammarCompiler | None = None
+) -> Machinery:
     """Allocate the KV pool and join scheduler, executor and sampler."""
     context, n_blocks = size_pool(model, config)
     kv = model.make_kv(n_blocks, config.block_tokens)
     step_time = StepTimeModel()
-    profile = load_local_profile(model.hf_config, weights=model.weights_format, kv=model.kv_format)
+    calibrated = local_predictor(model)
     core = EngineCore(
         replace(config.scheduler, max_context_tokens=context),
         BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens),
         model_revision=model.revision,
         # the measured profile of this machine where there is one; until then the engine learns from its own steps
-        predict_s=profile.predict_s if profile is not None else step_time.predict_s,
+        predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
         seed=config.seed,
     )
-    sampler = Sampler(model.spec.vocab_size, device=model.device, tokenizer_json=tokenizer_json, argmax=model.argmax)
+    sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, argmax=model.argmax)
     executor = ModelExecutor(model, kv, sampler, clock=clock, max_context_tokens=context)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
@@ -146,12 +159,15 @@ def make_machinery(model: Model, config: EngineConfig, *, clock: Clock, tokenize
 
 def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     """An engine over a loaded model."""
-    machinery = make_machinery(loaded.model, config, clock=loaded.clock, tokenizer_json=loaded.tokenizer.json_text)
+    tokenizer, vocab_size = loaded.tokenizer, loaded.model.spec.vocab_size
+    grammars = GrammarCompiler(tokenizer.json_text, vocab_size, tokenizer.eos_token_ids)
+    machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars)
     return Engine(
         machinery.core,
         machinery.executor,
-        loaded.tokenizer,
+        tokenizer,
         clock=loaded.clock,
-        vocab_size=loaded.model.spec.vocab_size,
+        vocab_size=vocab_size,
+        grammars=grammars,
         observe=machinery.step_time.observe,
     )

@@ -150,8 +150,8 @@ def phase_report(
         queue_s=timings.queue_s,
         prefill_s=max(0.0, timings.prefill_s - first_token_s),
         first_token_s=first_token_s,
-        itl_p50_s=percentile(itl, 50.0) if itl else None,
-        itl_p99_s=percentile(itl, 99.0) if itl else None,
+        itl_p50_s=percentile(itl, 50.0),
+        itl_p99_s=percentile(itl, 99.0),
         usage=usage,
     )
 

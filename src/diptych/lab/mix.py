@@ -10,10 +10,10 @@ from diptych.compute.runner import Model
 from diptych.engine.load import Machinery, make_machinery
 from diptych.ground.clock import Clock, MonotonicClock, sleep_s
 from diptych.ground.config import EngineConfig
-from diptych.ground.events import Event, FinishEvent, StepBeginEvent, StepEndEvent
+from diptych.ground.events import Event, FinishEvent
 from diptych.ground.request import Request, SamplingParams
 from diptych.lab.bench import Spread
-from diptych.metrics import RequestRecord, percentile
+from diptych.metrics import EventBook, percentile
 
 QUANTILES = (50.0, 95.0, 99.0)
 
@@ -88,7 +88,8 @@ def run_mix(
 
 
 def _quantiles(values: list[float]) -> dict[str, float]:
-    return {f"p{q:g}": percentile(values, q) for q in QUANTILES} if values else {}
+    found = {f"p{q:g}": percentile(values, q) for q in QUANTILES}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 class _MixRun:
@@ -98,7 +99,7 @@ class _MixRun:
         self._core, self._executor = machinery.core, machinery.executor
         self._step_time = machinery.step_time
         self._clock = clock
-        self._records: dict[str, RequestRecord] = {}
+        self._book = EventBook()
         self._n_open = spec.n_requests
         self._arrivals = _arrivals(spec, vocab, number)
         self._arrivals.reverse()  # popped from the end
@@ -110,7 +111,6 @@ class _MixRun:
             while self._arrivals and begin_s + self._arrivals[-1].arrival_s <= now_s:
                 request = self._arrivals.pop()
                 request = replace(request, arrival_s=begin_s + request.arrival_s)
-                self._records[request.request_id] = RequestRecord()
                 self._fold(self._core.submit(request))
             plan, events = self._core.begin_step(now_s)
             self._fold(events)
@@ -121,7 +121,7 @@ class _MixRun:
             self._step_time.observe(plan, result.device_s + result.host_s)
             self._fold(self._core.end_step(plan, result, self._clock.now_s()))
         wall_s = self._clock.now_s() - begin_s
-        records = list(self._records.values())
+        records = list(self._book.records.values())
         timings = [record.timings() for record in records]
         usages = [record.usage() for record in records]
         return _Repeat(
@@ -133,11 +133,8 @@ class _MixRun:
         )
 
     def _fold(self, events: list[Event]) -> None:
-        for event in events:
-            if isinstance(event, StepBeginEvent | StepEndEvent):
-                continue  # only stalls need them, and a mix reports none
-            self._records[event.request_id].fold(event)
-            self._n_open -= isinstance(event, FinishEvent)
+        self._book.fold(events)
+        self._n_open -= sum(isinstance(event, FinishEvent) for event in events)
 
 
 def _arrivals(spec: MixSpec, vocab: int, number: int) -> list[Request]:

@@ -1,0 +1,197 @@
+"""Measures this machine in under a minute and writes its hardware profile (the JSON of `diptych.cost.profile`).
+
+What is timed: the two ceilings; steps of a small random model in each weight format over rows (1 to 1024) and contexts,
+which hold the GEMM, attention of both phases and the head; and steps so small that only launch is left.
+What is fitted: launch constants, achieved fractions of both ceilings, the sharpness of the roofline's knee.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from diptych import __version__
+from diptych.compute.ceilings import Ceilings, machine_ceilings
+from diptych.compute.runner import Model, random_model
+from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.fit import residual_of
+from diptych.cost.profile import SCHEMA, profile_path
+from diptych.cost.workload import ChunkShape, Workload
+from diptych.engine.cost_view import CostView
+from diptych.ground.clock import wall_time_s
+from diptych.ground.config import ComputeConfig
+from diptych.ground.phase import Phase
+from diptych.lab.fingerprint import fingerprint
+from diptych.lab.probe import Measured, StepProbe
+
+Progress = Callable[[str], None]
+
+# Layers as wide as a 0.5B model's, few of them, so that a step is quick and its launch cost still small beside it.
+PROBE_MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+# Hardly any arithmetic: what is left of a step is launch and bookkeeping.
+EMPTY_MODEL: dict[str, Any] = PROBE_MODEL | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 24,
+    "vocab_size": 256,
+}
+
+
+def _rows(n: int, start: int = 0) -> Workload:
+    return Workload(shapes=(ChunkShape(new_tokens=n, start_pos=start, samples=True),))
+
+
+DECODE_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in
+                ((1, 64), (1, 2048), (1, 8000), (4, 256), (8, 1024), (16, 256), (32, 256))]  # fmt: skip
+PREFILL_STEPS = [_rows(n) for n in (8, 32, 64, 128, 256, 512, 1024, 2048)] + [_rows(256, 1792), _rows(512, 6144)]
+EMPTY_STEPS = [Workload.decode(batch=1, context_tokens=16), Workload.decode(batch=16, context_tokens=16)]
+FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One timed step of one model."""
+
+    view: CostView
+    work: Workload
+    measured: Measured
+
+    @property
+    def phase(self) -> Phase:
+        """Which of the profile's residuals it belongs to."""
+        return Phase.DECODE if all(shape.is_decode for shape in self.work.shapes) else Phase.PREFILL
+
+
+def calibrate(
+    compute: ComputeConfig, *, progress: Progress, repeats: int = 5, path: Path | None = None
+) -> dict[str, Any]:
+    """Measure, fit, write the profile and return it. `path` None: the place the engine and the planner read."""
+    samples: list[Sample] = []
+    ceilings: dict[str, Ceilings] = {}
+    backend = ""
+    for weights in ("bf16", "int8", "int4", "fp32"):
+        config = replace(compute, weights=weights)
+        if backend and weights not in FORMATS[backend]:
+            continue
+        progress(f"measuring {weights}")
+        model = random_model(PROBE_MODEL, config, seed=0)
+        backend = model.backend_name
+        ceilings[weights] = machine_ceilings(model)
+        samples += _sample(model, DECODE_STEPS + PREFILL_STEPS, repeats)
+        model.close()
+        if weights == "bf16":
+            empty = random_model(EMPTY_MODEL, config, seed=0)
+            samples += _sample(empty, EMPTY_STEPS, repeats)
+            empty.close()
+    progress("fitting")
+    profile = _profile(ceilings, backend)
+    profile = _fit(profile, samples)
+    profile["fingerprint"] = fingerprint()
+    target = path or profile_path()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(profile, indent=1) + "\n")
+    return profile
+
+
+def _sample(model: Model, steps: Sequence[Workload], repeats: int) -> list[Sample]:
+    longest = max(sum((s.start_pos + s.new_tokens + 32) * s.count for s in work.shapes) for work in steps)
+    probe, view = StepProbe(model, max_tokens=longest), CostView(model)
+    return [Sample(view=view, work=work, measured=probe.time(work, repeats=repeats)) for work in steps]
+
+
+def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
+    """The profile before fitting: measured ceilings, and starting values for everything else."""
+    rates = {one.compute_dtype: one.flops_per_s for one in ceilings.values()}
+    rates.setdefault("fp32", rates["bf16"] / 2)  # peaks the engine never uses on this backend; the planner wants one
+    residual = {"low": 0.0, "high": 0.0, "median_error": 0.0, "rows": 0}
+    info = fingerprint()
+    return {
+        "schema": SCHEMA,
+        "device": info["cpu"],
+        "kind": "cpu",
+        "date": datetime.fromtimestamp(wall_time_s(), UTC).date().isoformat(),
+        "provenance": f"diptych {__version__} lab calibrate, {backend} backend",
+        "memory_bytes_per_s": max(one.read_bytes_per_s for one in ceilings.values()),
+        "memory_bytes": float(psutil.virtual_memory().total),
+        "flops_per_s": rates,
+        "t0_s": 5e-5,
+        "layer_s": 5e-6,
+        "sequence_s": 1e-6,
+        "p": 3.0,
+        "eb": dict.fromkeys(ceilings, 0.9),
+        "ef": dict.fromkeys(rates, 0.8),
+        "attention": {"kv_eb": 0.7, "prefill_ef": 0.4, "decode_ef": 0.3},
+        "residuals": {"prefill": residual, "decode": residual},
+    }
+
+
+def _fit(profile: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+    """Damped Gauss-Newton on log ratios, with a weak pull to the start so that an unseen constant stays put."""
+    places = _places(profile)
+    start = np.log([table[key] for table, key in _cells(profile, places)])
+    logs = start.copy()
+
+    def residuals(values: np.ndarray) -> np.ndarray:
+        for (table, key), value in zip(_cells(profile, places), np.exp(values), strict=True):
+            table[key] = float(value)
+        ratios = [_predicted_s(profile, sample) / sample.measured.median_s for sample in samples]
+        return np.concatenate([np.log(ratios), 0.02 * (values - start)])
+
+    damping, current = 1e-2, residuals(logs)
+    for _ in range(40):
+        jacobian = np.stack([(residuals(logs + step) - current) / 1e-4 for step in 1e-4 * np.eye(len(logs))], axis=1)
+        weight = np.minimum(1.0, 0.1 / np.maximum(np.abs(current), 1e-12))  # Huber: one odd point bends nothing
+        normal = jacobian.T @ (weight[:, None] * jacobian)
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (weight * current))
+        tried = np.clip(logs + step, start - 4.0, start + 4.0)
+        found = residuals(tried)
+        if np.sum(weight * found**2) < np.sum(weight * current**2):
+            logs, current, damping = tried, found, damping * 0.3
+        else:
+            damping *= 8.0
+    residuals(logs)
+    for phase in Phase:
+        ratios = [s.measured.median_s / _predicted_s(profile, s) for s in samples if s.phase is phase]
+        summary = residual_of(ratios)
+        profile["residuals"][phase.value] = {
+            "low": summary.low, "high": summary.high, "median_error": summary.median_error, "rows": summary.rows
+        }  # fmt: skip
+    return profile
+
+
+def _places(profile: dict[str, Any]) -> list[tuple[str, ...]]:
+    tables = [(name, key) for name in ("eb", "ef", "attention") for key in profile[name]]
+    return [("t0_s",), ("layer_s",), ("sequence_s",), ("p",), *tables]
+
+
+def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[tuple[dict[str, float], str]]:
+    return [(profile if len(place) == 1 else profile[place[0]], place[-1]) for place in places]
+
+
+def _predicted_s(profile: dict[str, Any], sample: Sample) -> float:
+    view = sample.view
+    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv).predict(sample.work).total_s

@@ -1,0 +1,42 @@
+"""What a measurement was taken on: without it a number proves nothing later."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import torch
+
+from diptych import __version__
+from diptych.ground.clock import wall_time_s
+
+
+def fingerprint() -> dict[str, str]:
+    """Processor, cores, memory, system and versions, as text."""
+    info = {
+        "cpu": _cpu_name(),
+        "cores": str(psutil.cpu_count(logical=False) or psutil.cpu_count()),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diptych": __version__,
+        "date": datetime.fromtimestamp(wall_time_s(), UTC).isoformat(timespec="seconds"),
+    }
+    if torch.cuda.is_available():
+        info["gpu"] = torch.cuda.get_device_name()
+    return info
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = dict(line.split("\t:", 1) if "\t:" in line else line.split(":", 1) for line in lines if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in facts.items()}
+    flags = facts.get("flags", "").split()
+    sets = [name for name in ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if name in flags]
+    return f"{facts.get('model name', platform.machine())} ({', '.join(sets) or 'no AVX2'})"

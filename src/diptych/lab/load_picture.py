@@ -1,0 +1,64 @@
+"""The picture of a load run: when each request ran, how latencies are distributed, how fast tokens came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from diptych.lab.load import Outcome
+
+WAIT, STREAM, FAILED = "#e0a458", "#3d7ea6", "#c0392b"
+
+
+def draw(outcomes: Sequence[Outcome], summary: dict[str, Any], path: Path) -> None:
+    """Write a PNG or SVG (by the suffix of `path`)."""
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    (runs, rate), (first, between) = figure.subplots(2, 2)
+    _draw_runs(runs, outcomes)
+    _draw_rate(rate, outcomes, summary["wall_s"])
+    answered = [one for one in outcomes if one.error is None]
+    _draw_share(first, [one.ttft_s for one in answered if one.ttft_s is not None], "time to first token, ms")
+    gaps = [b - a for one in answered for a, b in zip(one.event_s, one.event_s[1:], strict=False)]
+    _draw_share(between, gaps, "inter-token latency, ms")
+    n_failed = len(outcomes) - len(answered)
+    figure.suptitle(
+        f"{len(outcomes)} requests, {n_failed} failed, {summary['output_tokens_per_s'] or 0:.0f} output tokens/s",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=110)
+
+
+def _draw_runs(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    for one in outcomes:
+        if one.error is not None:
+            axes.plot([one.due_s], [one.number], marker="x", color=FAILED, markersize=4)
+            continue
+        first_s = one.event_s[0] if one.event_s else one.end_s
+        axes.hlines(one.number, one.due_s, first_s, color=WAIT, linewidth=1.5)
+        axes.hlines(one.number, first_s, one.end_s, color=STREAM, linewidth=1.5)
+    axes.set(title="each request: due to first token, then decode", xlabel="s", ylabel="request")
+
+
+def _draw_rate(axes: Axes, outcomes: Sequence[Outcome], wall_s: float) -> None:
+    moments = [moment for one in outcomes for moment in one.event_s]
+    if moments and wall_s > 0:
+        bins = max(10, min(100, int(wall_s * 4)))
+        width_s = wall_s / bins
+        axes.hist(moments, bins=bins, weights=[1 / width_s] * len(moments), color=STREAM)
+    axes.set(title="output events per second", xlabel="s", ylabel="events/s")
+
+
+def _draw_share(axes: Axes, values: Sequence[float], label: str) -> None:
+    ordered = sorted(values)
+    if ordered:
+        shares = [(place + 1) / len(ordered) for place in range(len(ordered))]
+        axes.plot([value * 1e3 for value in ordered], shares, color=STREAM)
+        for share in (0.5, 0.95, 0.99):
+            axes.axhline(share, color="#999999", linewidth=0.5)
+        if ordered[-1] > 20 * max(ordered[0], 1e-6):
+            axes.set_xscale("log")
+    axes.set(title="share of values at or below", xlabel=label, ylim=(0, 1.02))
