@@ -14,6 +14,7 @@ from diptych.compute.models.rope import make_rope, position_limit, rope_section
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
+    ExpertParts,
     ExpertsSpec,
     Handle,
     LinearParts,
@@ -22,7 +23,7 @@ from diptych.compute.ops.contract import (
     QkNorm,
     RopeSpec,
 )
-from diptych.compute.weights import Source
+from diptych.compute.weights import SlicedTensor, Source
 from diptych.ground.errors import LoadError
 
 
@@ -132,14 +133,14 @@ class Heads:
     head_dim: int
 
 
-def read_heads(config: HfConfig, *, default_head_dim: int | None = None, default_kv_heads: int | None = None) -> Heads:
+def read_heads(config: HfConfig) -> Heads:
     """num_attention_heads, num_key_value_heads and head_dim, with the usual defaults, checked against each other."""
     n_heads = config.integer("num_attention_heads")
-    n_kv_heads = config.integer("num_key_value_heads", default_kv_heads or n_heads)
+    n_kv_heads = config.integer("num_key_value_heads", n_heads)
     hidden = config.integer("hidden_size")
     if n_heads % n_kv_heads:
         raise LoadError(f"{n_heads} query heads cannot share {n_kv_heads} key-value heads ({config.path})")
-    head_dim = config.integer("head_dim", default_head_dim or hidden // n_heads)
+    head_dim = config.integer("head_dim", max(1, hidden // n_heads))
     if head_dim % 2:
         raise LoadError(f"head_dim in {config.path} is {head_dim}; it must be even")
     return Heads(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim)
@@ -183,6 +184,32 @@ def same_attention(
             norm_eps=norm_eps,
         )
         for i in range(n_layers)
+    )
+
+
+def common_spec(
+    config: HfConfig,
+    heads: Heads,
+    attention: tuple[AttentionSpec, ...],
+    *,
+    architecture: str,
+    max_positions: int,
+) -> DecoderSpec:
+    """The fields that every family's config names alike; a family replaces what it has besides."""
+    return DecoderSpec(
+        architecture=architecture,
+        n_layers=len(attention),
+        hidden=config.integer("hidden_size"),
+        ffn=config.integer("intermediate_size"),
+        n_heads=heads.n_heads,
+        n_kv_heads=heads.n_kv_heads,
+        head_dim=heads.head_dim,
+        vocab_size=config.integer("vocab_size"),
+        max_positions=max_positions,
+        norm_eps=config.number("rms_norm_eps"),
+        activation=config.activation("hidden_activation", "hidden_act"),
+        attention=attention,
+        is_tied=config.flag("tie_word_embeddings", False),
     )
 
 
@@ -230,6 +257,39 @@ def load_mlp(source: Source, loader: Loader, spec: DecoderSpec, prefix: str) -> 
         loader.gated(linear_parts(source, gate_up, spec.hidden, has_bias=spec.has_mlp_bias), spec.activation),
         loader.linear(linear_parts(source, down, spec.ffn, has_bias=spec.has_mlp_bias)),
     )
+
+
+def load_experts(
+    source: Source, loader: Loader, spec: DecoderSpec, prefix: str, *, names: tuple[str, str, str]
+) -> Handle:
+    """A router and its experts, one tensor per expert and projection, or all experts stacked in one tensor each.
+
+    names: gate, up and down as the separate tensors are called.
+    """
+    mixture = spec.experts
+    assert mixture is not None
+    n, ffn, hidden = mixture.n_experts, mixture.ffn, spec.hidden
+    router = source.tensor(f"{prefix}gate.weight", n, hidden)
+    if source.has(f"{prefix}experts.gate_up_proj"):
+        gate_up = source.tensor(f"{prefix}experts.gate_up_proj", n, 2 * ffn, hidden)
+        down = source.tensor(f"{prefix}experts.down_proj", n, hidden, ffn)
+        experts = tuple(
+            ExpertParts(
+                gate_up=LinearParts(weights=(SlicedTensor(gate_up, e),)),
+                down=LinearParts(weights=(SlicedTensor(down, e),)),
+            )
+            for e in range(n)
+        )
+        return loader.experts(mixture, router=router, experts=experts)
+    gate_name, up_name, down_name = names
+    experts = tuple(
+        ExpertParts(
+            gate_up=linear_parts(source, [(f"{root}.{gate_name}", ffn), (f"{root}.{up_name}", ffn)], hidden),
+            down=linear_parts(source, [(f"{root}.{down_name}", hidden)], ffn),
+        )
+        for root in (f"{prefix}experts.{e}" for e in range(n))
+    )
+    return loader.experts(mixture, router=router, experts=experts)
 
 
 def load_norm(source: Source, loader: Loader, spec: DecoderSpec, name: str) -> Handle:

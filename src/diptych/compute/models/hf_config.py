@@ -97,6 +97,11 @@ class HfConfig:
             raise LoadError(f"{name} in {self.path} is a {type(value).__name__}; it must be an object")
         return HfConfig(value, path=f"{name} of {self.path}")
 
+    def at_most(self, name: str, value: int, limit: int) -> None:
+        """LoadError when value is above limit."""
+        if value > limit:
+            raise LoadError(f"{name} in {self.path} is {value}; at most {limit} are there")
+
     def merged(self, defaults: Mapping[str, Any]) -> HfConfig:
         """The same config with `defaults` where a field is absent."""
         return HfConfig({**defaults, **self.raw}, path=self.path)

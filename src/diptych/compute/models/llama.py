@@ -5,11 +5,14 @@ Pre-norm, rotary positions (default, linear, dynamic, llama3, yarn), gated SiLU;
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diptych.compute.models.decoder import (
     DecoderSpec,
     Family,
     LayerWeights,
     attend,
+    common_spec,
     load_attention,
     load_mlp,
     load_norm,
@@ -23,27 +26,19 @@ from diptych.compute.models.hf_config import HfConfig
 from diptych.compute.ops.contract import Handle, Loader, Ops
 from diptych.compute.weights import Source
 
+# of the configuration class in transformers: files leave out what equals them
+DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
+
 
 def spec(config: HfConfig, max_context_tokens: int | None) -> DecoderSpec:
     """Config fields of LlamaForCausalLM, with that class's defaults."""
-    n_layers = config.integer("num_hidden_layers")
+    config = config.merged(DEFAULTS)
     heads = read_heads(config)
     rope, max_positions = read_rope(config, heads, max_context_tokens)
+    attention = same_attention(config.integer("num_hidden_layers"), heads, rope)
     has_attention_bias = config.flag("attention_bias", False)
-    return DecoderSpec(
-        architecture="LlamaForCausalLM",
-        n_layers=n_layers,
-        hidden=config.integer("hidden_size"),
-        ffn=config.integer("intermediate_size"),
-        n_heads=heads.n_heads,
-        n_kv_heads=heads.n_kv_heads,
-        head_dim=heads.head_dim,
-        vocab_size=config.integer("vocab_size"),
-        max_positions=max_positions,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        activation=config.activation("hidden_act"),
-        attention=same_attention(n_layers, heads, rope),
-        is_tied=config.flag("tie_word_embeddings", False),
+    return replace(
+        common_spec(config, heads, attention, architecture="LlamaForCausalLM", max_positions=max_positions),
         has_qkv_bias=has_attention_bias,
         has_o_bias=has_attention_bias,
         has_mlp_bias=config.flag("mlp_bias", False),

@@ -1,0 +1,111 @@
+"""Tiny random checkpoints of every family, written by transformers, for the tests of any room.
+
+    path = make_checkpoint("gemma2", tmp_path, sliding_window=24)
+
+The weights are scaled so that activations and logits are of order one: with the usual initialisation of 0.02 a model this
+small says nearly the same everywhere, and no test could tell a right answer from a wrong one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 160
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# family -> (config class, model class, fields beside COMMON)
+CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 16, "head_dim": 16}),
+    "qwen2": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32, "tie_word_embeddings": True}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {"head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+         "final_logit_softcapping": 5.0, "num_hidden_layers": 4},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 20, "sliding_window_pattern": 3,
+         "num_hidden_layers": 4},
+    ),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+}  # fmt: skip
+FAMILIES: tuple[str, ...] = tuple(CLASSES)
+
+
+def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """The transformers model of a family, fp32, on the CPU, in eval mode, with lively random weights."""
+    import transformers
+
+    config_name, model_name, fields = CLASSES[family]
+    config = getattr(transformers, config_name)(**{**COMMON, **fields, **overrides})
+    config._attn_implementation = "eager"
+    model = getattr(transformers, model_name)(config).eval().float()
+    enliven(model, seed)
+    return model
+
+
+@torch.no_grad()
+def enliven(model: torch.nn.Module, seed: int) -> None:
+    """Random weights that keep activations of order one, norm weights that differ from 1, biases that differ from 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim >= 2:
+            is_embedding = "embed_tokens" in name
+            parameter.copy_(noise * (0.5 if is_embedding else 1.5 / parameter.shape[-1] ** 0.5))
+        elif name.endswith("bias"):
+            parameter.copy_(0.3 * noise)
+        else:
+            parameter.add_(0.2 * noise)
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
+
+
+def make_checkpoint(
+    family: str,
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a tiny random checkpoint (config.json and safetensors) into directory; overrides are config fields."""
+    model = make_reference(family, seed=seed, **overrides)
+    model.to(dtype).save_pretrained(str(directory), max_shard_size=max_shard_size)
+    return directory
