@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -39,6 +39,8 @@ FrequencyPenalty = Annotated[float, typer.Option(help="subtract per occurrence f
 Seed = Annotated[int | None, typer.Option(help="noise depends on the seed and the position only")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="end before this text (may be repeated)")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after an end-of-sequence token")]
+
+Say = Callable[[str], None]  # shows what is being done
 
 console = Console(stderr=True, highlight=False)
 

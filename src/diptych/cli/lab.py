@@ -1,0 +1,110 @@
+"""`diptych lab`: every claim about the two phases as a measured experiment; `lab calibrate` measures the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diptych.cli import options
+from diptych.cli.options import console, engine_config, loading_bar
+from diptych.compute.runner import random_model
+from diptych.compute.shapes import SHAPES
+from diptych.cost.profile import profile_path
+from diptych.engine.load import LoadedModel, load
+from diptych.ground.config import ComputeConfig, EngineConfig
+from diptych.ground.errors import ConfigError
+from diptych.lab.calibrate import calibrate as run_calibration
+from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
+from diptych.lab.experiments import EXPERIMENTS
+from diptych.lab.session import LabRun, choose
+
+app = typer.Typer(add_completion=False, invoke_without_command=True)
+COLOUR = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.WITHHELD: "yellow"}
+
+
+@app.callback()
+def lab(
+    context: typer.Context,
+    model: options.Model = "bundled",
+    shape: Annotated[str | None, typer.Option(help="random weights of a known shape instead of a model")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="folder of the report; results found in it are kept")] = Path(
+        "lab-report"
+    ),
+    only: Annotated[list[str] | None, typer.Option("--only", help="run only this experiment (may be repeated)")] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="name the experiments and their claims")] = False,
+    longest_tokens: Annotated[int, typer.Option(min=64, help="longest context to go to")] = 10_000,
+    repeat: Annotated[int, typer.Option(min=1, help="timings per point")] = 5,
+    backend: options.Backend = "auto",
+    weights: options.Weights = "auto",
+    kv: options.Kv = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Run the experiments on the two phases and write one page with pictures, a CSV and a JSON."""
+    if context.invoked_subcommand is not None:
+        return
+    if show_list:
+        for one in EXPERIMENTS:
+            print(f"{one.name:<22}{one.claim}")
+        return
+    experiments = choose(only or [])
+    config = engine_config(backend=backend, weights=weights, kv=kv, threads=threads)
+    with console.status("") as status:
+        stage = _stage(model, shape, config, longest_tokens, repeat, lambda text: status.update(text))
+        page = LabRun(stage, out).run(experiments, on_result=_print)
+    console.print(f"report: {page}")
+
+
+@app.command()
+def calibrate(
+    backend: options.Backend = "auto",
+    threads: options.Threads = None,
+    repeat: Annotated[int, typer.Option(min=1, help="timings per point")] = 5,
+    out: Annotated[
+        Path | None, typer.Option(help="write the profile here instead of where the planner reads it")
+    ] = None,
+) -> None:
+    """Measure this machine in under a minute; the planner, the reports and the scheduler then use the profile."""
+    compute = ComputeConfig(backend=backend, threads=threads)
+    with console.status("") as status:
+        profile = run_calibration(compute, progress=status.update, repeats=repeat, path=out)
+    rates = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in profile["flops_per_s"].items())
+    console.print(f"{profile['device']}: {profile['memory_bytes_per_s'] / 1e9:.1f} GB/s read, {rates}")
+    for phase, residual in profile["residuals"].items():
+        console.print(
+            f"  {phase}: median error {residual['median_error']:.1%}, measured/predicted - 1 from {residual['low']:+.0%} "
+            f"to {residual['high']:+.0%} over {residual['rows']} steps"
+        )
+    console.print(f"written to {out or profile_path()}")
+
+
+def _stage(
+    model: str, shape: str | None, config: EngineConfig, longest_tokens: int, repeat: int, progress: options.Say
+) -> Stage:
+    loaded: LoadedModel | None = None
+    if shape is None:
+        with loading_bar(f"loading {model}") as bar:
+            loaded = load(model, config, progress=bar)
+        name, built = loaded.name, loaded.model
+    elif shape in SHAPES:
+        progress(f"packing random weights of {shape}")
+        name, built = shape, random_model(SHAPES[shape], config.compute, seed=0)
+    else:
+        raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join(SHAPES)}")
+    return Stage(
+        model=built,
+        name=name,
+        config=config,
+        loaded=loaded,
+        longest_tokens=longest_tokens,
+        repeats=repeat,
+        progress=progress,
+    )
+
+
+def _print(experiment: Experiment, outcome: Outcome) -> None:
+    verdict = f"[{COLOUR[outcome.verdict]}]{outcome.verdict.value}[/]"
+    console.print(f"[bold]{experiment.title}[/bold] · {verdict}\n  {outcome.finding}", highlight=False)
+    if outcome.is_noisy:
+        console.print(f"  {outcome.notes[-1]}", style="dim")

@@ -1,0 +1,91 @@
+"""One run of the lab: the chosen experiments in order, each result saved as soon as it is there, so that a long sweep
+can be resumed after an interruption.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from diptych.ground.errors import ConfigError, EngineError
+from diptych.lab.experiment import Experiment, Outcome, Point, Stage, Verdict, outcome_json
+from diptych.lab.experiments import EXPERIMENTS
+from diptych.lab.fingerprint import fingerprint
+from diptych.lab.report import write_report
+
+
+def choose(names: Sequence[str]) -> list[Experiment]:
+    """The experiments of these names, all when there are none. ConfigError for an unknown one."""
+    known = {one.name: one for one in EXPERIMENTS}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"no experiment {unknown[0]!r}", hint=f"known: {', '.join(known)}")
+    return [known[name] for name in names] if names else list(EXPERIMENTS)
+
+
+class LabRun:
+    """Runs experiments into a folder. A result of the same model and settings found there is kept, not repeated."""
+
+    def __init__(self, stage: Stage, folder: Path) -> None:
+        self._stage = stage
+        self._folder = folder
+        model = stage.model
+        self._facts = fingerprint() | {
+            "model": stage.name,
+            "backend": f"{model.backend_name}, {model.weights_format} weights, {model.kv_format} KV, {model.threads} threads",
+            "ceilings": f"{stage.ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, "
+            f"{stage.ceilings.flops_per_s / 1e9:.0f} Gop/s {stage.ceilings.compute_dtype}",
+            "predictions": "this machine's measured profile"
+            if stage.predictor
+            else "none: run `diptych lab calibrate`",
+        }
+        # what a saved result must agree with to be kept; dates and ceilings differ from run to run
+        self._key = {name: self._facts[name] for name in ("model", "backend", "cpu", "diptych")} | {
+            "longest_tokens": stage.longest_tokens
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, experiments: Sequence[Experiment], *, on_result: Callable[[Experiment, Outcome], None]) -> Path:
+        """Run (or take over) each experiment, rewrite the report after each, and return the page's path."""
+        results: list[tuple[Experiment, Outcome]] = []
+        page = self._folder / "report.html"
+        for experiment in experiments:
+            outcome = self._saved(experiment) or self._fresh(experiment)
+            results.append((experiment, outcome))
+            page = write_report(self._folder, results, title="The two phases, measured", facts=self._facts)
+            on_result(experiment, outcome)
+        return page
+
+    def _path(self, experiment: Experiment) -> Path:
+        return self._folder / f"{experiment.name}.json"
+
+    def _fresh(self, experiment: Experiment) -> Outcome:
+        try:
+            outcome = experiment.run(self._stage)
+        except EngineError as error:
+            # one experiment that this model or machine cannot do must not take the others with it
+            return Outcome(points=(), verdict=Verdict.WITHHELD, finding=f"could not be run: {error.message}")
+        saved = {"key": self._key, "outcome": outcome_json(outcome)}
+        self._path(experiment).write_text(json.dumps(saved) + "\n", encoding="utf-8")
+        return outcome
+
+    def _saved(self, experiment: Experiment) -> Outcome | None:
+        path = self._path(experiment)
+        if not path.exists():
+            return None
+        try:
+            saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            return None  # cut off while it was written: measure again
+        if saved.get("key") != self._key:
+            return None
+        fields = saved["outcome"]
+        return Outcome(
+            points=tuple(Point(**point) for point in fields["points"]),
+            verdict=Verdict(fields["verdict"]),
+            finding=fields["finding"],
+            notes=tuple(fields["notes"]),
+            is_noisy=fields["is_noisy"],
+        )

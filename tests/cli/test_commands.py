@@ -1,0 +1,154 @@
+"""The `diptych` command as a user runs it: real processes, real streams, clear errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = [sys.executable, "-m", "diptych"]
+
+
+def diptych(*arguments: str, text: str | None = None, timeout: int = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RUN, *arguments], input=text, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_help_lists_the_commands_without_loading_a_tensor_library() -> None:
+    """The first thing a newcomer types must answer at once."""
+    code = "import sys; sys.argv=['diptych','--help']; from diptych.cli import main; main(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    for name in ("generate", "chat", "serve", "bench", "plan", "lab"):
+        assert f"\n  {name}" in done.stdout
+
+
+def test_unknown_command_is_named_with_the_nearest() -> None:
+    """A typing error should cost one look."""
+    done = diptych("generat")
+    assert done.returncode == 2
+    assert "no command 'generat'" in done.stderr
+    assert "diptych generate" in done.stderr
+
+
+def test_generate_continues_a_fact_and_reports_both_phases() -> None:
+    """The main job on the bundled model: text on standard output, the account on standard error."""
+    done = diptych("generate", "The capital of France is", "--max-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris")
+    for word in (
+        "prefill",
+        "decode",
+        "of ceiling",
+        "TTFT",
+        "load",
+        "queue",
+        "first token",
+        "p99",
+        "computed",
+        "cached",
+    ):
+        assert word in done.stderr
+
+
+def test_generate_json_adds_up(tmp_path: Path) -> None:
+    """One object that a script can read; its numbers agree with each other."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Once upon a time")
+    done = diptych("generate", "--prompt-file", str(prompt), "--max-tokens", "12", "--ignore-eos", "--json", "--n", "2",
+                   "--temperature", "0.8", "--seed", "3")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    usage, timings, report = answer["usage"], answer["timings"], answer["report"]
+    assert usage["computed_tokens"] + usage["cached_tokens"] == usage["prompt_tokens"]
+    assert usage["output_tokens"] == sum(len(choice["token_ids"]) for choice in answer["choices"]) == 24
+    assert timings["ttft_s"] == pytest.approx(timings["queue_s"] + timings["prefill_s"], abs=1e-3)
+    assert report["prefill"]["tokens"] >= usage["computed_tokens"]
+    assert report["ceilings"]["read_bytes_per_s"] > 1e8
+
+
+def test_generate_reads_standard_input() -> None:
+    """A prompt of - makes the command a filter."""
+    done = diptych("generate", "-", "--max-tokens", "4", "--quiet", text="The capital of France is")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris")
+    assert "phase report" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate",), "give either PROMPT or --prompt-file"),
+        (("generate", "hi", "--top-p", "0"), "top_p is 0.0"),
+        (("generate", "hi", "--model", "no/such-folder-or-model-here"), "no/such-folder-or-model-here"),
+        (("generate", "hi", "--weights", "int3"), "int3"),
+        (("generate", "hi", "--max-context-tokens", "999999"), "999999"),
+        (("generate", "hi", "--kv-memory-bytes", "1000"), "1000 bytes"),
+        (("bench", "--shape", "no-such-shape"), "no-such-shape"),
+        (("bench", "--prompt-tokens", "x"), "--prompt-tokens"),
+        (("bench", "mix", "--prompt-tokens", "9:3"), "LOW:HIGH"),
+        (("lab", "--only", "nothing"), "no experiment 'nothing'"),
+    ],
+)
+def test_bad_input_names_the_value_and_exits_2(arguments: tuple[str, ...], message: str) -> None:
+    """An error a user can act on, never a traceback."""
+    done = diptych(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bench_json_has_the_promised_shape() -> None:
+    """Scripts read these names."""
+    done = diptych(
+        "bench", "--prompt-tokens", "16,32", "--new-tokens", "4", "--batch", "1,2", "--repeat", "2", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert {"model", "backend", "weights", "threads", "ceilings", "results", "load_s", "peak_rss_bytes"} <= set(report)
+    assert {"read_bytes_per_s", "flops_per_s"} <= set(report["ceilings"])
+    assert [(p["phase"], p["prompt_tokens"], p["batch"]) for p in report["results"]] == [
+        (phase, length, batch) for length in (16, 32) for batch in (1, 2) for phase in ("prefill", "decode")
+    ]
+    for point in report["results"]:
+        rate = point["tokens_per_s"]
+        assert 0 < rate["min"] <= rate["median"] <= rate["max"]
+        assert point["fraction_of_ceiling"] > 0
+        assert point["context_tokens"] >= point["prompt_tokens"]
+
+
+@pytest.mark.parametrize("extra", [(), ("--rate", "50")])
+def test_mix_json_has_the_promised_shape(extra: tuple[str, ...]) -> None:
+    """All at once and at a Poisson rate, every request answered."""
+    done = diptych("bench", "mix", "--requests", "6", "--prompt-tokens", "4:40", "--new-tokens", "2:9", "--repeat", "2",
+                   "--json", *extra)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["output_tokens_per_s"]["min"] > 0
+    assert report["total_tokens_per_s"]["median"] > report["output_tokens_per_s"]["median"]
+    assert set(report["ttft_s"]) == set(report["itl_s"]) == {"p50", "p95", "p99"}
+    assert report["wall_s"] > 0
+
+
+def test_chat_keeps_its_history_in_the_cache_and_survives_ctrl_c() -> None:
+    """Ctrl-C stops the answer and not the program; the second question finds the first in the prefix cache."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [*RUN, "chat", "--max-tokens", "40"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stderr.readline()  # the help line: loaded and waiting
+        process.send_signal(signal.SIGINT)
+        question = "What is the capital of France? Please tell me which city it is, and nothing else at all."
+        process.stdin.write(f"{question}\nAnd what is the capital of Italy?\n/report\n/nonsense\n/reset\n/quit\n")
+        process.stdin.flush()
+        out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert out.strip()
+    assert err.count("cached 0") == 1  # the first answer; the second found the first turn
+    assert "phase report" in err
