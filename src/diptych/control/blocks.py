@@ -92,13 +92,6 @@ class BlockPool:
         """How many tables hold this block."""
         return self._refs[block_id]
 
-    def is_writable(self, block_id: int) -> bool:
-        """Whether a holder may write into it: nobody else reads it.
-
-        An indexed block qualifies: a fork's last prompt token is the only thing ever written there, with equal values.
-        """
-        return self._refs[block_id] == 1
-
     def take(self, n: int) -> list[int]:
         """Hand out `n` blocks with one reference each, evicting idle ones when none is free.
 

@@ -230,7 +230,8 @@ class EngineCore:
         """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""
         alive = {seq.seq_id: seq for sequences in self._requests.values() for seq in sequences}
         alive.update(self._in_flight)
-        self.pool.check([*(seq.block_ids for seq in alive.values()), self._scheduler.copied_from])
+        copied = [block_id for block_id, n in self._scheduler.copied_from.items() for _ in range(n)]
+        self.pool.check([*(seq.block_ids for seq in alive.values()), copied])
 
     # Inside
 

@@ -62,7 +62,7 @@ class Scheduler:
         self.decoding = RankedList()
         self.forked = RankedList()  # waiting, yet holding the blocks shared by their parent
         self.planned: dict[int, Sequence] = {}  # sequences of the last plan's chunks
-        self.copied_from: list[int] = []  # sources of its copies, held until it has run
+        self.copied_from: dict[int, int] = {}  # sources of its copies, held as often as copied until it has run
         self.waiting_tokens = 0
         self.n_preemptions = 0
         self.query_tokens = 0  # prompt tokens looked up in the prefix index for the first time, and those found
@@ -128,9 +128,10 @@ class Scheduler:
 
     def end_copies(self) -> None:
         """The step has run: the sources of its copies may go."""
-        for block_id in self.copied_from:
-            self.pool.drop(block_id)
-        self.copied_from = []
+        for block_id, n_copies in self.copied_from.items():
+            for _ in range(n_copies):
+                self.pool.drop(block_id)
+        self.copied_from = {}
 
     def register_computed(self, seq: Sequence) -> None:
         """Offer every newly completed block of the sequence to the prefix index."""
@@ -340,7 +341,7 @@ class Scheduler:
             i = start // self.pool.block_tokens
             source, (target,) = seq.block_ids[i], self.pool.take(1)
             draft.copies.append(BlockCopy(source_block_id=source, target_block_id=target))
-            self.copied_from.append(source)
+            self.copied_from[source] = self.copied_from.get(source, 0) + 1
             seq.block_ids[i] = target
             first_new = min(first_new, i)
         n_new = self.pool.blocks_for(end) - len(seq.block_ids)
@@ -380,9 +381,15 @@ class Scheduler:
     # Blocks
 
     def _n_copies(self, seq: Sequence, start: int) -> int:
-        """1 when position `start` lies in a block that this sequence may not write."""
+        """1 when position `start` lies in a block that others read too, so that writing needs a copy.
+
+        Those that copy it in this very step do not count: copies are made before anything is written.
+        """
         i = start // self.pool.block_tokens
-        return int(i < len(seq.block_ids) and not self.pool.is_writable(seq.block_ids[i]))
+        if i >= len(seq.block_ids):
+            return 0
+        block_id = seq.block_ids[i]
+        return int(self.pool.references(block_id) - self.copied_from.get(block_id, 0) > 1)
 
     def _missing_blocks(self, seq: Sequence, end: int) -> int:
         """Blocks to take before the chunk [computed_tokens, end) can run."""

@@ -1,0 +1,237 @@
+"""Seeded load: when requests arrive, how long they are, what prefixes they share; and readers of published traces.
+
+    spec = WorkloadSpec(n_requests=32, prompt=LengthRange.parse("64:512"), output=LengthRange.parse("64:128"),
+                        rate_per_s=2.0, seed=1)
+    for item in make_workload(spec):
+        token_ids = token_ids_of(item, vocab_size=32000, seed=1)
+
+Arrivals are a true Poisson process (exponential gaps), or gamma gaps of the same mean; the schedule is never rescaled to
+end at n / rate, which would make it less bursty than the process it claims to be. Arrivals, prompt lengths, output
+lengths and prefixes draw from separate streams, so changing one leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import accumulate
+from pathlib import Path
+from typing import TypeVar
+
+from diptych.ground.config import at_least
+from diptych.ground.errors import ConfigError
+
+Row = TypeVar("Row")
+
+MOONCAKE_BLOCK_TOKENS = 512  # tokens that one hash id of a mooncake trace stands for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthRange:
+    """Whole numbers from `low` to `high`, both included, all equally likely."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        """Refuse an empty range."""
+        at_least("shortest length", self.low, 1)
+        at_least("longest length", self.high, self.low)
+
+    @staticmethod
+    def parse(text: str) -> LengthRange:
+        """A range from "64:512", or from "64" for one length. ConfigError for anything else."""
+        parts = text.split(":")
+        if len(parts) > 2 or not all(part.isascii() and part.isdigit() for part in parts):
+            raise ConfigError(f"length range is {text!r}; it must be a whole number or LOW:HIGH, as in 64:512")
+        return LengthRange(low=int(parts[0]), high=int(parts[-1]))
+
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+        return rng.randint(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadItem:
+    """One request to send: due at `at_s` after the start.
+
+    The prompt begins with the content of `prefix_ids`, `prefix_block_tokens` tokens each (the last one perhaps cut);
+    items with the same leading ids share those tokens. What is left is the item's own.
+    """
+
+    index: int
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+    prefix_block_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """A synthetic load. rate_per_s None: everything is due at once.
+
+    burstiness: shape of the gamma gaps, as in vLLM's option; 1 is Poisson, below 1 burstier, above 1 more regular.
+    shared_prefix_tokens are put before each prompt (on top of its own length), drawn among `n_prefixes` equally.
+    """
+
+    n_requests: int
+    prompt: LengthRange
+    output: LengthRange
+    rate_per_s: float | None = None
+    burstiness: float = 1.0
+    shared_prefix_tokens: int = 0
+    n_prefixes: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        at_least("n_requests", self.n_requests, 1)
+        at_least("shared_prefix_tokens", self.shared_prefix_tokens, 0)
+        at_least("n_prefixes", self.n_prefixes, 1)
+        if self.rate_per_s is not None and not 0.0 < self.rate_per_s < float("inf"):
+            raise ConfigError(f"rate_per_s is {self.rate_per_s}; it must be greater than 0")
+        if not 0.0 < self.burstiness < float("inf"):
+            raise ConfigError(f"burstiness is {self.burstiness}; it must be greater than 0")
+
+
+def arrival_times_s(n: int, *, rate_per_s: float | None, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """Instants of `n` arrivals after the start: cumulated exponential or gamma gaps with mean 1 / rate_per_s.
+
+    The first one comes after a gap too, as in the process itself. rate_per_s None: all at 0.
+    """
+    if rate_per_s is None:
+        return [0.0] * n
+    rng = random.Random(f"arrivals {seed}")
+    if burstiness == 1.0:
+        gaps = [rng.expovariate(rate_per_s) for _ in range(n)]
+    else:
+        # the mean of a gamma gap is shape * scale
+        gaps = [rng.gammavariate(burstiness, 1.0 / (burstiness * rate_per_s)) for _ in range(n)]
+    return list(accumulate(gaps))
+
+
+def make_workload(spec: WorkloadSpec) -> tuple[WorkloadItem, ...]:
+    """The load of a spec; the same spec gives the same load on every machine."""
+    times_s = arrival_times_s(spec.n_requests, rate_per_s=spec.rate_per_s, burstiness=spec.burstiness, seed=spec.seed)
+    prompts = random.Random(f"prompts {spec.seed}")
+    outputs = random.Random(f"outputs {spec.seed}")
+    prefixes = random.Random(f"prefixes {spec.seed}")
+    return tuple(
+        WorkloadItem(
+            index=index,
+            at_s=at_s,
+            prompt_tokens=spec.prompt.draw(prompts) + spec.shared_prefix_tokens,
+            output_tokens=spec.output.draw(outputs),
+            prefix_ids=(prefixes.randrange(spec.n_prefixes),) if spec.shared_prefix_tokens else (),
+            prefix_block_tokens=spec.shared_prefix_tokens,
+        )
+        for index, at_s in enumerate(times_s)
+    )
+
+
+def token_ids_of(item: WorkloadItem, *, vocab_size: int, seed: int = 0, low_id: int = 0) -> tuple[int, ...]:
+    """A prompt of random tokens in [low_id, vocab_size) with the item's length and shared prefixes."""
+    token_ids: list[int] = []
+    for prefix_id in item.prefix_ids:
+        rng = random.Random(f"prefix {seed} {prefix_id}")
+        token_ids.extend(rng.randrange(low_id, vocab_size) for _ in range(item.prefix_block_tokens))
+    del token_ids[item.prompt_tokens :]
+    rng = random.Random(f"prompt {seed} {item.index}")
+    token_ids.extend(rng.randrange(low_id, vocab_size) for _ in range(item.prompt_tokens - len(token_ids)))
+    return tuple(token_ids)
+
+
+def read_azure_csv(path: Path) -> tuple[WorkloadItem, ...]:
+    """The Azure LLM inference traces: columns TIMESTAMP, ContextTokens, GeneratedTokens. Times start at 0.
+
+    Raises ConfigError with the line for a missing column or an unreadable value.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
+        if missing:
+            raise ConfigError(f"{path.name} has no column {', '.join(sorted(missing))}")
+        rows = ((reader.line_num, row) for row in reader)
+        return _items(
+            _parsed(
+                path,
+                rows,
+                lambda row: _Entry(
+                    at_s=_timestamp_s(row["TIMESTAMP"]),
+                    prompt_tokens=int(row["ContextTokens"]),
+                    output_tokens=int(row["GeneratedTokens"]),
+                ),
+            )
+        )
+
+
+def read_mooncake_jsonl(path: Path) -> tuple[WorkloadItem, ...]:
+    """Mooncake traces: one JSON object a line with timestamp (ms), input_length, output_length and hash_ids.
+
+    A hash id stands for 512 prompt tokens, shared by all requests that have it. Times start at 0.
+    Raises ConfigError with the line for an unreadable one.
+    """
+    with path.open(encoding="utf-8") as file:
+        rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
+        return _items(_parsed(path, rows, _mooncake_entry))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One line of a trace, before times are shifted to start at 0."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = field(default=())
+
+
+def _parsed(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], _Entry]) -> list[_Entry]:
+    entries = []
+    for number, row in rows:
+        try:
+            entries.append(parse(row))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{path.name} line {number} cannot be read: {error}") from error
+    return entries
+
+
+def _mooncake_entry(line: str) -> _Entry:
+    row = json.loads(line)
+    return _Entry(
+        at_s=float(row["timestamp"]) / 1000.0,
+        prompt_tokens=int(row["input_length"]),
+        output_tokens=int(row["output_length"]),
+        hash_ids=tuple(int(hash_id) for hash_id in row.get("hash_ids", ())),
+    )
+
+
+def _timestamp_s(text: str) -> float:
+    """Seconds since the epoch of an ISO instant with any number of fractional digits (Azure writes seven)."""
+    head, dot, rest = text.strip().partition(".")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    moment = datetime.fromisoformat(head + rest[len(digits) :])
+    fraction_s = float(f"0.{digits}") if dot and digits else 0.0
+    origin = datetime(1970, 1, 1, tzinfo=moment.tzinfo)
+    return (moment - origin).total_seconds() + fraction_s
+
+
+def _items(entries: list[_Entry]) -> tuple[WorkloadItem, ...]:
+    """In order of time, the first at 0; entries without prompt or output (they exist) count as one token."""
+    entries.sort(key=lambda entry: entry.at_s)
+    return tuple(
+        WorkloadItem(
+            index=index,
+            at_s=entry.at_s - entries[0].at_s,
+            prompt_tokens=max(1, entry.prompt_tokens),
+            output_tokens=max(1, entry.output_tokens),
+            prefix_ids=entry.hash_ids,
+            prefix_block_tokens=MOONCAKE_BLOCK_TOKENS if entry.hash_ids else 0,
+        )
+        for index, entry in enumerate(entries)
+    )
