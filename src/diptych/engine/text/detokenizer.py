@@ -224,6 +224,7 @@ class _WindowDecoder:
     """Any other tokenizer: decode a short window before and after each token and hand out the difference."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._decode = tokenizer.decode
         self._ids: list[int] = []
         self._read = 0  # ids[:read] are out as text; ids[read:] are not
@@ -233,10 +234,12 @@ class _WindowDecoder:
         return self._read < len(self._ids)
 
     def push(self, token_id: int) -> str:
+        if self._tokenizer.token(token_id) is None:
+            return ""
         self._ids.append(token_id)
         before = self._decode(self._ids[: self._read], False)
         after = self._decode(self._ids, False)
-        if after.endswith("\ufffd") or not after.startswith(before):
+        if after == before or after.endswith("\ufffd") or not after.startswith(before):
             return ""
         self._ids = self._ids[self._read :]
         self._read = len(self._ids)

@@ -72,7 +72,7 @@ class RenderedPiece:
     source: object
 
 
-class Marked(dict):  # type: ignore[type-arg]
+class Marked(dict):
     """A dict that templates see as a dict, and the sandbox as message / tool / document number so-and-so."""
 
     __slots__ = ("_source",)

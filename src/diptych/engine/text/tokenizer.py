@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from diptych.ground.errors import LoadError, RequestError
 
@@ -35,9 +34,6 @@ class PieceKind(Enum):
     BYTE_LEVEL = "byte_level"  # every token is bytes; the text is their concatenation read as UTF-8
     SENTENCEPIECE = "sentencepiece"  # tokens are text with U+2581 for space, or <0xAB> for one byte
     GENERIC = "generic"  # only the library's decoder knows
-
-
-THINKING_TAGS = ("<think>", "</think>")
 
 
 class Tokenizer:
@@ -80,13 +76,7 @@ class Tokenizer:
         backend.no_truncation()
         config = read_json_object(folder / "tokenizer_config.json")
         _add_missing_tokens(backend, config, read_json_object(folder / "added_tokens.json"))
-        _set_bos_and_eos(backend, config)
         return cls(backend, config, _eos_token_ids(folder, backend, config))
-
-    @property
-    def thinking_token_ids(self) -> frozenset[int]:
-        """Ids of the thinking tags, which stay in the text even where they are special tokens."""
-        return frozenset(found for tag in THINKING_TAGS if (found := self.token_id(tag)) is not None)
 
     @property
     def bos_token(self) -> str | None:
@@ -109,7 +99,7 @@ class Tokenizer:
         return {name: text for name, text in named.items() if text is not None}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` puts BOS (and EOS) where the checkpoint says so.
+        """Token ids of `text`; `add_special_tokens` puts BOS (and EOS) where tokenizer.json says so.
 
         Raises RequestError when the text holds a lone surrogate (it is no Unicode text).
         """
@@ -125,10 +115,11 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"text has a lone surrogate at character {error.start}", hint="send valid Unicode"
-            ) from error
+        except TypeError:  # what the library says to text it cannot read
+            at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+            if at is None:
+                raise
+            raise RequestError(f"text has a lone surrogate at character {at}", hint="send valid Unicode") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`; invalid UTF-8 becomes U+FFFD. Unknown ids are skipped.
@@ -222,21 +213,6 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]
             raise LoadError(
                 f"added token {token.content!r} has id {token_id} in tokenizer_config.json but {got} in tokenizer.json"
             )
-
-
-def _set_bos_and_eos(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Follow add_bos_token / add_eos_token where tokenizer_config.json says them, as `transformers` does."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    begin = token_text(config.get("bos_token")) if config.get("add_bos_token") else None
-    end = token_text(config.get("eos_token")) if config.get("add_eos_token") else None
-    special = [(text, backend.token_to_id(text)) for text in (begin, end) if text is not None]
-    for text, token_id in special:
-        if token_id is None:
-            raise LoadError(f"special token {text!r} of tokenizer_config.json is not in the vocabulary")
-    single = [text for text in (begin, "$A:0", end) if text is not None]
-    pair = [*single, *(text for text in (begin, "$B:1", end) if text is not None)]
-    backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=list(dict.fromkeys(special)))
 
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> list[int]:

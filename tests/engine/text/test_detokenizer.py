@@ -1,0 +1,173 @@
+"""Streams of tokens to text: equal to decoding at once, valid UTF-8, stopped in time."""
+
+import random
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text.small_tokenizers import byte_level_json, sentencepiece_json
+from tokenizers import decoders, models, pre_tokenizers
+
+from diptych.engine.text.detokenizer import TextStream
+from diptych.engine.text.tokenizer import PieceKind, Tokenizer
+
+
+def tokenizer_of(source: str) -> Tokenizer:
+    return Tokenizer(tokenizers.Tokenizer.from_str(source), {}, [])
+
+
+def metaspace_json() -> str:
+    """A decoder this engine does not take apart, so the window decoder must."""
+    words = ["<unk>", "\u2581the", "\u2581dog", "s", "\u2581", "runs", "\u2581away"]
+    tokenizer = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer.to_str()
+
+
+KINDS = {
+    "byte_level": tokenizer_of(byte_level_json()),
+    "llama2": tokenizer_of(sentencepiece_json()),
+    "gemma": tokenizer_of(sentencepiece_json(strips_space=False)),
+    "window": tokenizer_of(metaspace_json()),
+}
+
+
+def streamed(stream: TextStream, ids: list[int]) -> str:
+    out = []
+    for token_id in ids:
+        delta = stream.push(token_id)
+        out.append(delta.text)
+        if delta.is_stopped:
+            return "".join(out)
+    return "".join(out) + stream.finish().text
+
+
+def test_kinds_are_the_ones_meant():
+    """If a change of the library made all of them generic, the fast decoders would go untested."""
+    kinds = [tokenizer.piece_kind for tokenizer in KINDS.values()]
+    assert kinds == [PieceKind.BYTE_LEVEL, PieceKind.SENTENCEPIECE, PieceKind.SENTENCEPIECE, PieceKind.GENERIC]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_deltas_join_to_decode_of_all_ids(kind, data):
+    """Any ids a model may draw, broken bytes and unused ids included."""
+    tokenizer = KINDS[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=40))
+    assert streamed(TextStream(tokenizer), ids) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma"])
+@given(text=st.text(max_size=60))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_text_comes_back_without_replacement_characters(kind, text):
+    """A multi-byte character split over tokens must not show its halves."""
+    tokenizer = KINDS[kind]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    stream = TextStream(tokenizer)
+    deltas = [stream.push(token_id).text for token_id in ids] + [stream.finish().text]
+    assert "".join(deltas) == tokenizer.decode(ids)
+    assert "\ufffd" in text or not any("\ufffd" in delta for delta in deltas)
+
+
+def test_incomplete_bytes_appear_only_at_the_true_end():
+    """A client that has shown U+FFFD cannot take it back."""
+    tokenizer = KINDS["byte_level"]
+    emoji = tokenizer.encode("🎉", add_special_tokens=False)
+    assert len(emoji) == 4
+    stream = TextStream(tokenizer)
+    assert [stream.push(token_id).text for token_id in emoji] == ["", "", "", "🎉"]
+    cut = TextStream(tokenizer)
+    assert [cut.push(token_id).text for token_id in emoji[:2]] == ["", ""]
+    assert cut.finish().text == "\ufffd"
+
+
+def test_first_space_is_kept_when_the_output_follows_text():
+    """Llama 2 writes " Paris" as its first token; "The capital of France is" + "Paris" would be wrong."""
+    tokenizer = KINDS["llama2"]
+    ids = tokenizer.encode("Paris", add_special_tokens=False)
+    assert streamed(TextStream(tokenizer), ids) == "Paris"
+    assert streamed(TextStream(tokenizer, follows_text=True), ids) == " Paris"
+
+
+def first_complete(text: str, stop: list[str]) -> tuple[int, str] | None:
+    """Oracle: try every end, shortest first; at one end the longest stop string wins."""
+    for end in range(1, len(text) + 1):
+        matching = [one for one in stop if text[:end].endswith(one)]
+        if matching:
+            return end, max(matching, key=len)
+    return None
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stop=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4),
+    include=st.booleans(),
+)
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_stop_strings_are_found_across_token_borders(text, stop, include):
+    """The first stop string to be complete ends the text, however the tokens cut it."""
+    tokenizer = KINDS["byte_level"]
+    random_cuts = random.Random(f"{text}{stop}")
+    ids: list[int] = []
+    rest = text
+    while rest:
+        n = random_cuts.randint(1, 3)
+        ids += tokenizer.encode(rest[:n], add_special_tokens=False)
+        rest = rest[n:]
+    stream = TextStream(tokenizer, stop, include)
+    out, used, found = "", 0, None
+    for token_id in ids:
+        delta = stream.push(token_id)
+        out += delta.text
+        used += delta.tokens_used
+        # nothing that could still become a stop string may be out
+        if delta.is_stopped:
+            found = delta.stop_string
+            break
+        assert not any(out.endswith(one) for one in stop)
+    expected = first_complete(text, stop)
+    tail = stream.finish()
+    if expected is None:
+        assert (found, out + tail.text, used + tail.tokens_used) == (None, text, len(ids))
+        return
+    end, stop_string = expected
+    assert found == stop_string
+    assert out == text[: end if include else end - len(stop_string)]
+    assert tail.text == ""
+
+
+def test_possible_stop_prefix_is_held_and_released():
+    """Half a stop string must wait, and come out when it turns out to be none."""
+    tokenizer = KINDS["byte_level"]
+    stream = TextStream(tokenizer, ("END",))
+    texts = [stream.push(tokenizer.encode(piece)[0]).text for piece in ("x", "E", "N", "x")]
+    assert texts == ["x", "", "", "ENx"]
+    assert stream.push(tokenizer.encode("E")[0]).tokens_used == 0
+    last = stream.finish()
+    assert (last.text, last.tokens_used) == ("E", 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_per_token_does_not_grow(kind):
+    """Decoding everything again for each token is quadratic; counted in ids handed to the library, not in time."""
+    tokenizer = KINDS[kind]
+    decoded_ids = 0
+    original = tokenizer.decode
+
+    def counting(ids, skip_special_tokens=True):
+        nonlocal decoded_ids
+        decoded_ids += len(ids)
+        return original(ids, skip_special_tokens)
+
+    tokenizer.decode = counting
+    try:
+        stream = TextStream(tokenizer, ("never",))
+        for _ in range(500):
+            stream.push(4)
+    finally:
+        del tokenizer.decode
+    assert decoded_ids <= 8 * 500
