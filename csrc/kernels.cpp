@@ -2,7 +2,7 @@
 
 namespace diptych {
 
-const Kernels& active_kernels() {
+const Kernels& program_kernels() {
   switch (active_isa()) {
     case Isa::avx512: return avx512::kKernels;
     case Isa::avx2: return avx2::kKernels;

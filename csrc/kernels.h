@@ -107,7 +107,7 @@ struct Kernels {
   ArgmaxRow argmax_row;
 };
 
-const Kernels& active_kernels();  // of active_isa()
+const Kernels& program_kernels();  // of active_isa()
 
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }

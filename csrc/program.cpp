@@ -18,7 +18,8 @@ void RopeTable::grow(int64_t positions) {
   sine.resize(wanted * half);
   for (int64_t p = n_positions; p < wanted; ++p)
     for (int64_t i = 0; i < half; ++i) {
-      const double angle = static_cast<double>(p) * inverse_frequency[i];
+      // the angle is rounded to fp32 first, as everywhere the models were trained
+      const double angle = static_cast<float>(p) * static_cast<float>(inverse_frequency[i]);
       cosine[p * half + i] = static_cast<float>(std::cos(angle) * attention_factor);
       sine[p * half + i] = static_cast<float>(std::sin(angle) * attention_factor);
     }
@@ -154,7 +155,7 @@ void Program::reserve(int64_t tokens) {
     int64_t bytes = 4096;
     for (const Op& op : ops_) {
       if (const auto* attention = std::get_if<AttentionOp>(&op.body))
-        bytes = std::max(bytes, active_kernels().attention_scratch_bytes(attention->shape));
+        bytes = std::max(bytes, program_kernels().attention_scratch_bytes(attention->shape));
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* head = std::get_if<HeadOp>(&op.body)) bytes = std::max(bytes, buffers_[head->x].width * 4 + 64);

@@ -307,7 +307,7 @@ void Program::run(const Step& step, KvCache& kv, float* logits) {
   for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
   nanoseconds_.fill(0);
 
-  const Run run{*this, step, kv, logits, active_kernels(), counters_};
+  const Run run{*this, step, kv, logits, program_kernels(), counters_};
   pool_.run([&](int thread, int threads) {
     const FlushDenormals flush;
     int64_t before = thread == 0 ? now_ns() : 0;
@@ -329,7 +329,7 @@ void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
 }
 
 void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids) {
-  const Kernels& kernels = active_kernels();
+  const Kernels& kernels = program_kernels();
   auto some = [&](int thread, int threads) {
     const Range part = share(rows, thread, threads);
     for (int64_t r = part.begin; r < part.end; ++r) ids[r] = kernels.argmax_row(logits + r * vocab, vocab);
