@@ -106,6 +106,9 @@ def make_checkpoint(
     **overrides: Any,
 ) -> Path:
     """Write a tiny random checkpoint (config.json and safetensors) into directory; overrides are config fields."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     model = make_reference(family, seed=seed, **overrides)
     model.to(dtype).save_pretrained(str(directory), max_shard_size=max_shard_size)
     return directory

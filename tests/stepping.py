@@ -1,7 +1,7 @@
 """Sequences stepped through a Model by hand: scattered blocks, any mix of chunks, no scheduler.
 
-    stepper = Stepper(model)
-    logits = stepper.step({"a": [5, 6, 7], "b": [9]})      # logits of every row, per sequence
+stepper = Stepper(model)
+logits = stepper.step({"a": [5, 6, 7], "b": [9]})      # logits of every row, per sequence
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ import torch
 from diptych.compute.model import Blueprint, Model
 from diptych.compute.models.hf_config import HfConfig
 from diptych.compute.models.registry import family_of
+from diptych.compute.ops import cpu as cpu_backend
+from diptych.compute.ops.cpu_model import build_cpu_model
 from diptych.compute.ops.torch_model import build_torch_model
 from diptych.compute.weights import Checkpoint, Progress, RandomSource, read_json, resolve_model_dir
 from diptych.ground.config import ComputeConfig
@@ -59,5 +61,21 @@ def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int)
     return _build(Blueprint(family=family, spec=spec, hf_config=dict(hf_config), source=RandomSource(seed)), config)
 
 
+def choose_backend(config: ComputeConfig) -> tuple[str, str]:
+    """(backend, why). 'auto': torch where a GPU or fp32 is wanted or the kernels are missing, else cpu."""
+    if config.backend != "auto":
+        return config.backend, "asked for"
+    if config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available()):
+        return "torch", "a CUDA device is used"
+    if "fp32" in (config.weights, config.kv):
+        return "torch", "fp32 was asked for"
+    available, detail = cpu_backend.is_available()
+    return ("cpu" if available else "torch"), detail
+
+
 def _build(blueprint: Blueprint, config: ComputeConfig) -> Model:
+    backend, reason = choose_backend(config)
+    logger.info("backend chosen name=%s reason=%s", backend, reason)
+    if backend == "cpu":
+        return build_cpu_model(blueprint, config)
     return build_torch_model(blueprint, config)
