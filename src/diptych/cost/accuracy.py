@@ -143,6 +143,8 @@ def refit(rows: Sequence[PublishedRow], *, auxiliary: Sequence[PublishedRow] = (
                     "architectures": list(form.architectures),
                     "device": device,
                     "devices": sorted({row.device for row in group}),
+                    "weights": sorted({row.quant for row in group}),
+                    "largest_batch": max(row.work.n_sequences for row in group),
                     "models": sorted({row.model for row in group}),
                     "constants": _as_json(fit(form, group)),
                     "residual": asdict(residual),

@@ -149,6 +149,7 @@ class CalibratedModel:
         units, hardware, quant = _units_of(self.model, self.quant, self.kv, self.tp), self.hardware, self.quant
         bandwidth = hardware.memory_bytes_per_s
         rate = peak_flops_per_s(hardware, quant.compute) * c.compute_fraction(compute_dtype(hardware, quant.compute))
+        is_unpacked = compute_dtype(hardware, quant.compute) != quant.compute  # e.g. fp8 weights on an A100
         expert_rate = rate
         if c.expert_ef is not None:
             expert_rate = peak_flops_per_s(hardware, quant.compute) * c.expert_ef
@@ -159,14 +160,19 @@ class CalibratedModel:
             base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,
             sequence_s=c.sequence_s,
             p=c.p,
-            dense_weights_s=units.dense_bytes / (bandwidth * c.weight_fraction(units.dense_class)),
-            expert_s=units.expert_bytes / (bandwidth * c.weight_fraction(units.expert_class)),
+            dense_weights_s=units.dense_bytes / (bandwidth * _fraction(c, units.dense_class, is_unpacked=is_unpacked)),
+            expert_s=units.expert_bytes / (bandwidth * _fraction(c, units.expert_class, is_unpacked=is_unpacked)),
             row_s=units.row_flops / rate,
             expert_row_s=units.expert_row_flops / expert_rate,
-            head_weights_s=units.head_bytes / (bandwidth * c.weight_fraction(units.head_class)),
+            head_weights_s=units.head_bytes / (bandwidth * _fraction(c, units.head_class, is_unpacked=is_unpacked)),
             head_row_s=units.head_row_flops / rate,
             windows=tuple(
-                (window, n * kv_s, n * units.pair_flops / attention_rate, n * units.absorbed_pair_flops / attention_rate)
+                (
+                    window,
+                    n * kv_s,
+                    n * units.pair_flops / attention_rate,
+                    n * units.absorbed_pair_flops / attention_rate,
+                )
                 for window, n in units.windows
             ),
             cached_row_s=units.expand_flops / rate,
@@ -321,6 +327,11 @@ def weight_class(weight_bytes: float, name: str) -> str:
     if weight_bytes >= 1.5:
         return "bf16"
     return "int8" if weight_bytes >= 0.9 else "int4"
+
+
+def _fraction(c: Constants, weights: str, *, is_unpacked: bool) -> float:
+    """Achieved bandwidth of a format; one the device cannot multiply is unpacked on the way, like int8."""
+    return c.weight_fraction("int8" if is_unpacked and weights == "fp8" else weights)
 
 
 def phase_of(work: Workload) -> Phase:

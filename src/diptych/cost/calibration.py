@@ -60,8 +60,17 @@ class Residual:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """What the rows behind one phase's constants had: outside of it a prediction is an extrapolation."""
+
+    devices: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    largest_batch: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Constants of both phases with their residuals and where they come from."""
+    """Constants of both phases with their residuals and where they come from. Coverage None: measured locally."""
 
     name: str
     prefill: Constants
@@ -69,6 +78,8 @@ class Calibration:
     prefill_residual: Residual
     decode_residual: Residual
     source: str
+    prefill_coverage: Coverage | None = None
+    decode_coverage: Coverage | None = None
     is_local: bool = False
 
 

@@ -53,7 +53,9 @@ def load_profile(path: Path | None = None) -> dict[str, Any]:
 def read_profile(profile: Mapping[str, Any]) -> tuple[HardwareSpec, Calibration]:
     """The machine and its calibration. ConfigError names the first entry that is missing or impossible."""
     if profile.get("schema") != SCHEMA:
-        raise ConfigError(f"hardware profile has schema {profile.get('schema')!r}; this version reads {SCHEMA}", hint=_HINT)
+        raise ConfigError(
+            f"hardware profile has schema {profile.get('schema')!r}; this version reads {SCHEMA}", hint=_HINT
+        )
     source = f"{profile.get('provenance', 'diptych lab calibrate')}, {profile.get('date', 'date unknown')}"
     flops = _rates(profile, "flops_per_s")
     hardware = HardwareSpec(
@@ -103,9 +105,7 @@ def _residual(profile: Mapping[str, Any], phase: str) -> Residual:
     low, high = _number(entry, "low"), _number(entry, "high")
     if not -1.0 < low <= high:
         raise ConfigError(f"hardware profile: residuals of {phase} run from {low} to {high}", hint=_HINT)
-    return Residual(
-        low=low, high=high, median_error=_number(entry, "median_error"), rows=int(_number(entry, "rows"))
-    )
+    return Residual(low=low, high=high, median_error=_number(entry, "median_error"), rows=int(_number(entry, "rows")))
 
 
 def _rates(profile: Mapping[str, Any], key: str) -> dict[str, float]:

@@ -8,12 +8,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from diptych.cost.calibration import Calibration, Constants, Residual
+from diptych.cost.calibration import Calibration, Constants, Coverage, Residual
 from diptych.cost.tables import data_text, unknown_name
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
@@ -49,38 +49,64 @@ def default_stack(hardware: HardwareSpec) -> str:
     return "tensorrt-llm" if hardware.architecture in _RECENT else "gpt-fast"
 
 
-def calibration_for(hardware: HardwareSpec, *, stack: str | None = None) -> Calibration:
-    """The calibration of `stack` (None: the default) on this device. ConfigError for an unknown stack."""
+def calibration_for(hardware: HardwareSpec, *, stack: str | None = None, weights: str | None = None) -> Calibration:
+    """The calibration of `stack` (None: the default) on this device, for a weight format where it is known.
+
+    The interval grows when the device or the format is not among the rows behind the constants.
+    Raises ConfigError for an unknown stack.
+    """
     stack = stack or default_stack(hardware)
     if stack not in stack_names():
         raise unknown_name("software", stack, stack_names())
-    prefill, prefill_residual, prefill_source = _phase(hardware, stack, Phase.PREFILL)
-    decode, decode_residual, decode_source = _phase(hardware, stack, Phase.DECODE)
+    prefill = _phase(hardware, stack, Phase.PREFILL, weights)
+    decode = _phase(hardware, stack, Phase.DECODE, weights)
     return Calibration(
         name=stack,
-        prefill=prefill,
-        decode=decode,
-        prefill_residual=prefill_residual,
-        decode_residual=decode_residual,
-        source=f"prefill: {prefill_source}. decode: {decode_source}",
+        prefill=prefill.constants,
+        decode=decode.constants,
+        prefill_residual=prefill.residual,
+        decode_residual=decode.residual,
+        source=f"prefill: {prefill.source}. decode: {decode.source}",
+        prefill_coverage=prefill.coverage,
+        decode_coverage=decode.coverage,
     )
 
 
-def _phase(hardware: HardwareSpec, stack: str, phase: Phase) -> tuple[Constants, Residual, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    constants: Constants
+    residual: Residual
+    source: str
+    coverage: Coverage
+
+
+def _phase(hardware: HardwareSpec, stack: str, phase: Phase, weights: str | None) -> _Found:
     wanted = stack
     found = [entry for entry in _entries() if entry["stack"] == stack and entry["phase"] == phase.value]
     if not found:
         wanted = _PARTNER.get((stack, phase), stack)
         found = [entry for entry in _entries() if entry["stack"] == wanted and entry["phase"] == phase.value]
     if not found:
-        raise ConfigError(f"no published {phase.value} numbers of {stack} to predict with", hint="choose another --stack")
+        raise ConfigError(
+            f"no published {phase.value} numbers of {stack} to predict with", hint="choose another --stack"
+        )
     best = max(found, key=lambda entry: _closeness(entry, hardware))
-    residual = _widened(Residual(**best["residual"]), is_own=hardware.name in best["devices"] and wanted == stack)
-    if hardware.name in best["devices"]:
+    is_own = hardware.name in best["devices"] and (weights is None or weights in best["weights"])
+    residual = _widened(Residual(**best["residual"]), is_own=is_own)
+    if is_own:
         origin = "fitted on this device"
+    elif hardware.name in best["devices"]:
+        origin = f"carried over from {', '.join(best['weights'])} weights on this device"
     else:
         origin = f"carried over from {', '.join(best['devices'])}"
-    return _constants(best["constants"]), residual, f"{wanted}, {origin} ({residual.rows} rows)"
+    return _Found(
+        constants=_constants(best["constants"]),
+        residual=residual,
+        source=f"{wanted}, {origin} ({residual.rows} rows)",
+        coverage=Coverage(
+            devices=tuple(best["devices"]), weights=tuple(best["weights"]), largest_batch=best["largest_batch"]
+        ),
+    )
 
 
 def _closeness(entry: dict[str, Any], hardware: HardwareSpec) -> tuple[bool, bool]:

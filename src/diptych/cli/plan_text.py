@@ -1,0 +1,421 @@
+"""The planner's answers as readable tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from diptych.cost.accuracy import ErrorSummary
+from diptych.cost.advice import ChunkAdvice, PoolAdvice, Speculation, WhatIf
+from diptych.cost.calibration import Coverage
+from diptych.cost.parameters import parameter_count
+from diptych.cost.planner import PhaseReport, Plan
+from diptych.cost.sizing import Answer, Candidate, Load
+from diptych.cost.stacks import stack_names
+from diptych.cost.tables import KV_FORMATS, QUANTS, device_names, device_spec, model_names, model_spec
+from diptych.ground.phase import Phase
+from diptych.ground.specs import HardwareSpec
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def amount(value: float) -> str:
+    """A number with a decimal prefix: 29.69 T."""
+    for size, prefix in _PREFIXES:
+        if value >= size:
+            return f"{value / size:.4g} {prefix}"
+    return f"{value:.4g} "
+
+
+def duration(seconds: float | None) -> str:
+    """A time in the unit that reads best."""
+    if seconds is None or seconds == float("inf"):
+        return "-"
+    if seconds >= 1.0:
+        return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    return table
+
+
+def show_plan(
+    plan: Plan,
+    *,
+    what_if: Sequence[WhatIf],
+    speculation: Speculation,
+    chunk: ChunkAdvice,
+    pools: PoolAdvice,
+) -> None:
+    """The whole page for one setup."""
+    console = _console()
+    _head(console, plan)
+    _phases(console, plan)
+    _components(console, plan)
+    _decode_split(console, plan)
+    _limits(console, plan)
+    _what_ifs(console, what_if)
+    console.print(_speculation_words(speculation))
+    console.print(_chunk_words(plan, chunk))
+    console.print(_pool_words(pools))
+    for note in plan.notes:
+        console.print(f"note: {note}")
+    _unproven(console, plan)
+
+
+def _head(console: Console, plan: Plan) -> None:
+    setup = plan.setup
+    hardware = setup.hardware
+    console.print(f"[bold]{setup.label}[/bold], KV {setup.kv.name}: {hardware.title}")
+    console.print(
+        f"{amount(plan.parameters)}parameters, {amount(plan.active_parameters)}active per token; "
+        f"KV {plan.kv_bytes_per_token:,.0f} B/token; "
+        f"{amount(hardware.flops_per_s[plan.compute_dtype])}FLOP/s {plan.compute_dtype}, "
+        f"{amount(hardware.memory_bytes_per_s)}B/s: balance {plan.prefill.balance:.0f} FLOP/B"
+    )
+
+
+def _phases(console: Console, plan: Plan) -> None:
+    table = _table(
+        "both phases (one step; FLOP and bytes of one device)",
+        "phase",
+        "work",
+        "FLOP",
+        "bytes",
+        "FLOP/B",
+        "bound by",
+        "roofline bound",
+        "predicted",
+        "p10 to p90",
+        "rate",
+    )
+    for report in (plan.prefill, plan.decode):
+        table.add_row(
+            report.phase.value,
+            _work(report),
+            amount(report.flops),
+            amount(report.weight_bytes + report.kv_bytes),
+            f"{report.intensity:.4g}",
+            report.bound.value,
+            duration(report.bound_s),
+            f"[bold]{duration(report.predicted_s)}[/bold]",
+            f"{duration(report.low_s)} to {duration(report.high_s)}",
+            f"{report.tokens_per_s:,.0f} tok/s",
+        )
+    console.print(table)
+    question = plan.question
+    each = f", {question.batch} prompts together" if question.batch > 1 else ""
+    console.print(
+        f"time to first token, {question.prompt_tokens} prompt tokens{each}: "
+        f"[bold]{duration(plan.prefill.predicted_s)}[/bold]; "
+        f"time per output token at context {plan.decode.context_tokens}, batch {question.batch}: "
+        f"[bold]{duration(plan.decode.predicted_s)}[/bold] "
+        f"({1.0 / plan.decode.predicted_s:,.1f} tok/s per stream)"
+    )
+
+
+def _work(report: PhaseReport) -> str:
+    if report.phase is Phase.DECODE:
+        return f"{report.batch} x context {report.context_tokens}"
+    cached = report.context_tokens - report.new_tokens
+    return f"{report.batch} x {report.new_tokens} tokens" + (f" + {cached} cached" if cached else "")
+
+
+def _components(console: Console, plan: Plan) -> None:
+    table = _table(
+        "components at the machine's peak",
+        "component",
+        "prefill FLOP",
+        "bytes",
+        "FLOP/B",
+        "bound",
+        "share",
+        "decode FLOP",
+        "bytes",
+        "FLOP/B",
+        "bound",
+        "share",
+    )
+    decode = {line.name: line for line in plan.decode.components}
+    for line in plan.prefill.components:
+        cells = [line.name]
+        for entry in (line, decode[line.name]):
+            intensity = "-" if entry.intensity is None else f"{entry.intensity:.3g}"
+            cells += [
+                amount(entry.flops),
+                amount(entry.bytes),
+                intensity,
+                entry.bound.value if entry.share else "-",
+                f"{entry.share:.1%}",
+            ]
+        table.add_row(*cells)
+    console.print(table)
+
+
+def _decode_split(console: Console, plan: Plan) -> None:
+    total = plan.decode.predicted_s
+    parts = (
+        ("weights", plan.weights_s),
+        ("KV", plan.kv_s),
+        ("launch and host", plan.decode.launch_s),
+        ("link", plan.decode.link_s),
+    )
+    words = ", ".join(f"{name} {duration(part)} ({_percent(part, total)})" for name, part in parts if part > 0)
+    console.print(f"where a decode step's time goes: {words}")
+    sensitivity = plan.sensitivity
+    console.print(
+        f"one percent more FLOP/s: TTFT {sensitivity.ttft_by_flops:+.2f} %, TPOT {sensitivity.tpot_by_flops:+.2f} %; "
+        f"one percent more bandwidth: TTFT {sensitivity.ttft_by_bandwidth:+.2f} %, "
+        f"TPOT {sensitivity.tpot_by_bandwidth:+.2f} %"
+    )
+
+
+def _limits(console: Console, plan: Plan) -> None:
+    capacity, context = plan.capacity, plan.decode.context_tokens
+    linear = plan.compute_bound_batch
+    words = "beyond 65536" if linear is None else f"{linear:.0f}"
+    console.print(
+        f"linear layers turn compute bound at batch [bold]{words}[/bold]; KV traffic equals weight traffic at batch "
+        f"[bold]{plan.kv_equals_weights_batch:.0f}[/bold] (context {context}); "
+        f"attention equals linear FLOPs at a prompt of {plan.quadratic_prompt_tokens:,.0f} tokens"
+    )
+    console.print(
+        f"memory of one device: {amount(capacity.memory_bytes)}B, weights {amount(capacity.weight_bytes)}B, "
+        f"KV pool {amount(capacity.free_kv_bytes)}B; largest batch at context {context}: "
+        f"[bold]{capacity.max_batch:,}[/bold]; "
+        f"longest context at batch {plan.question.batch}: [bold]{capacity.max_context_tokens:,}[/bold]"
+    )
+    if not capacity.is_fitting:
+        console.print("[bold]this does not fit in memory[/bold]: the times above are what it would take if it did")
+
+
+def _what_ifs(console: Console, entries: Sequence[WhatIf]) -> None:
+    table = _table("what if", "change", "TTFT", "TPOT", "tok/s all streams", "largest batch", "weights", "")
+    for entry in entries:
+        if entry.ttft_s is None or entry.tokens_per_s is None or entry.weight_bytes is None:
+            table.add_row(entry.change, "-", "-", "-", "-", "-", entry.obstacle or "")
+            continue
+        table.add_row(
+            entry.change,
+            duration(entry.ttft_s),
+            duration(entry.tpot_s),
+            f"{entry.tokens_per_s:,.0f}",
+            f"{entry.max_batch:,}",
+            f"{amount(entry.weight_bytes)}B",
+            entry.obstacle or "",
+        )
+    console.print(table)
+
+
+def _speculation_words(entry: Speculation) -> str:
+    return (
+        f"speculation, {entry.draft_tokens} drafted at acceptance {entry.acceptance:g}: "
+        f"{entry.accepted_tokens:.2f} tokens per verify step of {duration(entry.verify_s)} "
+        f"+ {duration(entry.draft_s)} drafting: TPOT {duration(entry.tpot_s)}, {entry.speedup:.2f} x"
+    )
+
+
+def _chunk_words(plan: Plan, entry: ChunkAdvice) -> str:
+    budget = duration(entry.stall_budget_s)
+    streams = plan.question.batch
+    if not entry.chunk_tokens:
+        return f"stall budget {budget}: no chunk fits; a decode step alone takes {duration(entry.decode_only_s)}"
+    return (
+        f"stall budget {budget} with {streams} stream{'s' if streams > 1 else ''} decoding: chunks of "
+        f"[bold]{entry.chunk_tokens}[/bold] tokens (step {duration(entry.step_s)}; whole prompt at once "
+        f"{duration(entry.whole_step_s)}), TTFT {duration(entry.ttft_s)}, KV read again {amount(entry.kv_reread_bytes)}B"
+    )
+
+
+def _pool_words(entry: PoolAdvice) -> str:
+    link = "" if entry.link_s is None else f", {duration(entry.link_s)} over the device link"
+    return (
+        f"pools at {entry.requests_per_s:g} req/s: {entry.prefill_instances:.2f} instances busy with prefill, "
+        f"{entry.decode_instances:.2f} with decode at batch {entry.decode_batch} "
+        f"(ratio {entry.ratio:.2f} : 1); a prompt's cache is {amount(entry.kv_bytes)}B, "
+        f"{duration(entry.network_s)} over 400 Gb/s{link}. {entry.advice}"
+    )
+
+
+def _unproven(console: Console, plan: Plan) -> None:
+    coverage: Coverage | None = plan.setup.calibration.decode_coverage
+    if coverage is not None and plan.question.batch > coverage.largest_batch:
+        console.print(
+            f"note: batch {plan.question.batch} is beyond the decode rows behind these constants "
+            f"(up to {coverage.largest_batch}): an extrapolation"
+        )
+
+
+def show_answer(answer: Answer) -> None:
+    """The cheapest fitting setup and why, what might be cheaper, and why the others fall out."""
+    console = _console()
+    ask = answer.ask
+    console.print(
+        f"asked: TTFT p95 <= {duration(ask.ttft_s)}, TPOT <= {duration(ask.tpot_s)}, {ask.requests_per_s:g} req/s, "
+        f"{ask.input_tokens} in, {ask.output_tokens} out"
+    )
+    if answer.best is None:
+        words = "undecided" if answer.undecided else "no setup tried meets it"
+        console.print(f"[bold]no verdict: {words}[/bold]")
+    else:
+        console.print(f"[bold]cheapest that surely meets it: {_name(answer.best)}[/bold]")
+        _reasons(console, answer.best)
+    if answer.best_unquantised is not None:
+        console.print(f"cheapest with 16-bit weights: {_name(answer.best_unquantised)}")
+    for candidate in answer.undecided:
+        console.print(f"cheaper but undecided: {_name(candidate)}: {candidate.reason}")
+    if answer.undecided:
+        console.print("one measurement settles an undecided one: its TTFT and TPOT at this load on one instance")
+    if answer.rejected:
+        table = _table("not possible or too slow", "setup", "why")
+        for candidate in sorted(answer.rejected, key=lambda entry: entry.rank)[:8]:
+            table.add_row(candidate.setup.label, candidate.reason)
+        table.columns[1].justify = "left"
+        console.print(table)
+        if len(answer.rejected) > 8:
+            console.print(f"and {len(answer.rejected) - 8} more (--json lists all)")
+    for note in answer.unmeasured:
+        console.print(f"depends on something unmeasured: {note}")
+
+
+def _name(candidate: Candidate) -> str:
+    price = "no price known" if candidate.usd_per_hour is None else f"{candidate.usd_per_hour:.2f} USD/h"
+    copies = f"{candidate.instances} x " if candidate.instances > 1 else ""
+    return f"{copies}({candidate.setup.label}), {price}" if copies else f"{candidate.setup.label}, {price}"
+
+
+def _reasons(console: Console, candidate: Candidate) -> None:
+    low, middle, high = candidate.low, candidate.middle, candidate.high
+    if low is None or middle is None or high is None:
+        return
+
+    def spread(name: str) -> str:
+        values = [getattr(load, name) for load in (low, middle, high)]
+        return f"{duration(values[1])} ({duration(values[0])} to {duration(values[2])})"
+
+    console.print(f"  TTFT p95 {spread('ttft_s')}: {_ttft_words(middle)}")
+    console.print(
+        f"  TPOT {spread('tpot_s')}: {middle.batch:.1f} sequences in flight (Little's law), "
+        f"prefills take {middle.prefill_share:.0%} of the time"
+    )
+    console.print(f"  memory: {candidate.max_batch:,} sequences fit; {candidate.reason}")
+    console.print(f"  times: {candidate.setup.calibration.source}")
+
+
+def _ttft_words(load: Load) -> str:
+    return f"prefill {duration(load.prefill_s)}, mean wait behind other prefills {duration(load.wait_s)}"
+
+
+def show_comparison(plans: Iterable[Plan]) -> None:
+    """Several models or devices in one table."""
+    console = _console()
+    plans = list(plans)
+    question = plans[0].question
+    title = f"{question.prompt_tokens} prompt tokens, batch {question.batch}, context {question.decode_context_tokens}"
+    table = _table(
+        title,
+        "setup",
+        "prefill",
+        "p10 to p90",
+        "bound",
+        "decode step",
+        "p10 to p90",
+        "bound",
+        "tok/s all streams",
+        "largest batch",
+        "KV = weights at",
+    )
+    for plan in plans:
+        prefill, decode = plan.prefill, plan.decode
+        table.add_row(
+            plan.setup.label,
+            duration(prefill.predicted_s),
+            f"{duration(prefill.low_s)} to {duration(prefill.high_s)}",
+            prefill.bound.value,
+            duration(decode.predicted_s),
+            f"{duration(decode.low_s)} to {duration(decode.high_s)}",
+            decode.bound.value,
+            f"{decode.tokens_per_s:,.0f}",
+            f"{plan.capacity.max_batch:,}" if plan.capacity.is_fitting else "does not fit",
+            f"batch {plan.kv_equals_weights_batch:.0f}",
+        )
+    console.print(table)
+
+
+def show_accuracy(summaries: Iterable[ErrorSummary], *, uncovered: int, left_out: int) -> None:
+    """Errors by phase and by device."""
+    console = _console()
+    table = _table(
+        "error on rows the fit did not see (leave one model out)",
+        "rows of",
+        "rows",
+        "bound, median",
+        "calibrated, median",
+        "p90",
+        "worst",
+        "worst row",
+    )
+    for entry in summaries:
+        name = entry.group if " " in entry.group else f"[bold]{entry.group}[/bold]"
+        table.add_row(
+            name,
+            str(entry.rows),
+            f"{entry.bound_median:.1%}",
+            f"[bold]{entry.median:.1%}[/bold]",
+            f"{entry.p90:.1%}",
+            f"{entry.worst:+.0%}",
+            entry.worst_label,
+        )
+    console.print(table)
+    if uncovered:
+        console.print(f"{uncovered} rows are of software without fitted constants")
+    if left_out:
+        console.print(f"{left_out} rows do not describe one timed step of a known model on a known device")
+
+
+def show_list() -> None:
+    """Names of models, devices, formats and software."""
+    console = _console()
+    models = _table("models", "name", "parameters", "context")
+    for name in model_names():
+        spec = model_spec(name)
+        models.add_row(name, f"{parameter_count(spec):,}", str(spec.max_context_tokens or "-"))
+    console.print(models)
+    devices = _table("devices", "name", "16-bit TFLOP/s", "GB/s", "GB", "FLOP/B", "flags", "")
+    for name in device_names():
+        hardware = device_spec(name)
+        rate = hardware.flops_per_s.get("bf16", hardware.flops_per_s.get("fp32", 0.0))
+        devices.add_row(
+            name,
+            f"{rate / 1e12:,.4g}",
+            f"{hardware.memory_bytes_per_s / 1e9:,.4g}",
+            f"{hardware.memory_bytes / 1e9:,.0f}",
+            f"{rate / hardware.memory_bytes_per_s:.0f}",
+            _flags(hardware),
+            hardware.title,
+        )
+    console.print(devices)
+    console.print(f"weights: {', '.join(QUANTS)}")
+    console.print(f"kv: {', '.join(KV_FORMATS)}")
+    console.print(f"software (--stack): {', '.join(stack_names())}")
+
+
+def _flags(hardware: HardwareSpec) -> str:
+    peak = hardware.flag_of("flops_bf16").value
+    memory = hardware.flag_of("memory_bytes_per_s").value
+    return peak if peak == memory else f"{peak} / {memory}"

@@ -1,0 +1,78 @@
+"""What fits: weights, activations and KV in a device's memory, the largest batch and the longest context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context
+from diptych.cost.parameters import weight_bytes_stored
+from diptych.cost.setup import Setup
+
+# The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.
+MEMORY_SHARE = 0.9
+# CUDA context, graphs and libraries on a GPU; next to nothing elsewhere.
+GPU_RESERVE_BYTES = 2e9
+# Tokens of the largest step, which sizes the activation buffers.
+MAX_STEP_TOKENS = 8192
+MAX_CONTEXT_SEARCHED = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """Bytes of one device, and what fits. None: the weights alone do not fit, or nothing limits the context."""
+
+    memory_bytes: float
+    weight_bytes: float
+    activation_bytes: float
+    free_kv_bytes: float
+    kv_tokens: int
+    max_batch: int  # at the asked context
+    max_context_tokens: int  # at the asked batch; at most what the model accepts
+    is_fitting: bool
+
+
+def capacity_of(setup: Setup, *, context_tokens: int, batch: int) -> Capacity:
+    """What one of the setup's devices holds. 0 sequences or tokens mean that nothing fits."""
+    hardware, model = setup.hardware, setup.model
+    weights = weight_bytes_stored(model, setup.quant, tp=setup.tp)
+    activations = activation_bytes_of(setup)
+    reserve = GPU_RESERVE_BYTES if hardware.kind in ("gpu", "tpu", "accelerator") else 0.0
+    free = hardware.memory_bytes * MEMORY_SHARE - weights - activations - reserve
+    max_batch = max(int(free // kv_bytes_of_context(model, setup.kv, context_tokens, tp=setup.tp)), 0)
+    longest = _longest_context(setup, free / batch)
+    return Capacity(
+        memory_bytes=hardware.memory_bytes,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        free_kv_bytes=max(free, 0.0),
+        kv_tokens=max(int(free // (kv_bytes_of_context(model, setup.kv, 4096, tp=setup.tp) / 4096)), 0),
+        max_batch=max_batch,
+        max_context_tokens=longest,
+        is_fitting=max_batch >= batch,
+    )
+
+
+def activation_bytes_of(setup: Setup) -> float:
+    """Buffers of the largest step: residual, normed input, projections, MLP, and logits of a few rows."""
+    model = setup.model
+    tokens = min(MAX_STEP_TOKENS, model.max_context_tokens or MAX_STEP_TOKENS)
+    width = 3 * model.hidden + 2 * max(model.ffn, model.n_heads * model.head_dim) / setup.tp
+    return tokens * width * setup.quant.activation_bytes + 256 * model.vocab * LOGIT_BYTES / setup.tp
+
+
+def _longest_context(setup: Setup, free_bytes: float) -> int:
+    limit = setup.model.max_context_tokens or MAX_CONTEXT_SEARCHED
+
+    def fits(tokens: int) -> bool:
+        return kv_bytes_of_context(setup.model, setup.kv, tokens, tp=setup.tp) <= free_bytes
+
+    if fits(limit):
+        return limit
+    low, high = 0, limit
+    while low < high - 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,315 @@
+"""Answers about one model on one kind of device: both phases, limits, crossovers.
+
+A `Setup` is everything that fixes the answer; `make_plan` computes the whole page that `diptych plan` prints.
+
+>>> from diptych.cost.setup import setup_of
+>>> plan = make_plan(setup_of("llama-3.1-8b", "a100-80gb-sxm"), Question(prompt_tokens=2048, batch=1))
+>>> round(plan.kv_equals_weights_batch)
+56
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
+from diptych.cost.memory import Capacity, capacity_of
+from diptych.cost.parameters import active_parameter_count, linear_parameter_count, parameter_count
+from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
+from diptych.cost.setup import Setup
+from diptych.cost.workload import Workload
+from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
+from diptych.ground.specs import Bound, StepCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked about: a prompt (with a cached part), an answer length, a batch, a context for decode.
+
+    context_tokens None: the middle of the answer, prompt + output / 2.
+    """
+
+    prompt_tokens: int = 2048
+    cached_tokens: int = 0
+    output_tokens: int = 256
+    batch: int = 1
+    context_tokens: int | None = None
+    stall_budget_s: float = 0.05
+    requests_per_s: float = 1.0
+    draft_tokens: int = 4
+    acceptance: float = 0.7
+    draft_cost: float = 0.05
+
+    def __post_init__(self) -> None:
+        """Refuse impossible questions."""
+        for name in ("prompt_tokens", "output_tokens", "batch", "draft_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.cached_tokens < self.prompt_tokens:
+            raise ConfigError(f"cached_tokens is {self.cached_tokens}; it must be from 0 to {self.prompt_tokens - 1}")
+        if self.context_tokens is not None and self.context_tokens < 1:
+            raise ConfigError(f"context_tokens is {self.context_tokens}; it must be at least 1")
+        if not 0.0 <= self.acceptance <= 1.0:
+            raise ConfigError(f"acceptance is {self.acceptance}; it must be from 0 to 1")
+        for name in ("stall_budget_s", "requests_per_s"):
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be greater than 0")
+        if not 0.0 <= self.draft_cost < 10.0:
+            raise ConfigError(f"draft_cost is {self.draft_cost}; it must be from 0 to 10 decode steps")
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Context of the decode step that stands for the whole answer."""
+        return self.context_tokens or self.prompt_tokens + self.output_tokens // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentLine:
+    """One component of a phase at the machine's peak."""
+
+    name: str
+    flops: float
+    bytes: float
+    activation_bytes: float
+    intensity: float | None
+    bound: Bound
+    bound_s: float
+    share: float  # of the plain roofline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseReport:
+    """One phase: what it does, what binds it, how long it takes. Times are of one step; figures of one device."""
+
+    phase: Phase
+    batch: int
+    new_tokens: int
+    context_tokens: int
+    flops: float
+    vector_flops: float
+    weight_bytes: float
+    kv_bytes: float
+    activation_bytes: float
+    intensity: float
+    balance: float
+    bound: Bound
+    bound_s: float
+    predicted_s: float
+    low_s: float
+    high_s: float
+    tokens_per_s: float
+    linear_s: float
+    attention_s: float
+    launch_s: float
+    link_s: float
+    components: tuple[ComponentLine, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """What buys what: change of a time, in percent, for one percent more of a resource."""
+
+    ttft_by_flops: float
+    ttft_by_bandwidth: float
+    tpot_by_flops: float
+    tpot_by_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The whole answer for one setup."""
+
+    setup: Setup
+    question: Question
+    parameters: int
+    active_parameters: int
+    kv_bytes_per_token: float
+    compute_dtype: str
+    prefill: PhaseReport
+    decode: PhaseReport
+    weights_s: float  # decode: reading weights
+    kv_s: float  # decode: reading the cache
+    compute_bound_batch: float | None
+    kv_equals_weights_batch: float
+    quadratic_prompt_tokens: float
+    capacity: Capacity
+    sensitivity: Sensitivity
+    notes: tuple[str, ...]
+
+
+def make_plan(setup: Setup, question: Question) -> Plan:
+    """Everything about one setup. Raises ConfigError for an impossible split or context."""
+    context = question.decode_context_tokens
+    _check_context(setup, max(question.prompt_tokens, context))
+    prefill_work = prefill_work_of(question)
+    decode_work = Workload.decode(batch=question.batch, context_tokens=context)
+    prefill = phase_report(setup, prefill_work)
+    decode = phase_report(setup, decode_work)
+    calibrated = setup.model_of_time().predict(decode_work)
+    return Plan(
+        setup=setup,
+        question=question,
+        parameters=parameter_count(setup.model),
+        active_parameters=active_parameter_count(setup.model),
+        kv_bytes_per_token=kv_bytes_per_token(setup.model, setup.kv),
+        compute_dtype=compute_dtype(setup.hardware, setup.quant.compute),
+        prefill=prefill,
+        decode=decode,
+        weights_s=calibrated.parts_s["linear"],
+        kv_s=calibrated.parts_s["attention"],
+        compute_bound_batch=compute_bound_batch(setup),
+        kv_equals_weights_batch=kv_equals_weights_batch(setup, context, question.batch),
+        quadratic_prompt_tokens=quadratic_prompt_tokens(setup),
+        capacity=capacity_of(setup, context_tokens=context, batch=question.batch),
+        sensitivity=sensitivity_of(setup, prefill_work, decode_work),
+        notes=notes_of(setup),
+    )
+
+
+def prefill_work_of(question: Question) -> Workload:
+    """The prompts of the question as one step."""
+    new_tokens = question.prompt_tokens - question.cached_tokens
+    return Workload.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
+
+
+def phase_report(setup: Setup, work: Workload) -> PhaseReport:
+    """One phase in numbers."""
+    cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
+    bound = roofline(cost, setup.hardware, setup.quant)
+    predicted = setup.model_of_time().predict(work)
+    shape = work.shapes[0]
+    is_decode = shape.is_decode
+    return PhaseReport(
+        phase=Phase.DECODE if is_decode else Phase.PREFILL,
+        batch=work.n_sequences,
+        new_tokens=shape.new_tokens,
+        context_tokens=shape.start_pos + shape.new_tokens,
+        flops=cost.flops,
+        vector_flops=cost.total("vector_flops"),
+        weight_bytes=cost.weight_bytes,
+        kv_bytes=cost.kv_bytes,
+        activation_bytes=cost.total("activation_bytes"),
+        intensity=cost.intensity,
+        balance=balance(setup.hardware, setup.quant.compute),
+        bound=predicted.bound,
+        bound_s=bound.total_s,
+        predicted_s=predicted.total_s,
+        low_s=predicted.low_s,
+        high_s=predicted.high_s,
+        tokens_per_s=work.n_tokens / predicted.total_s,
+        linear_s=predicted.parts_s["linear"],
+        attention_s=predicted.parts_s["attention"],
+        launch_s=predicted.parts_s["launch"],
+        link_s=predicted.parts_s["link"],
+        components=component_lines(setup, cost, bound),
+    )
+
+
+def component_lines(setup: Setup, cost: PhaseCost, bound: StepCost) -> tuple[ComponentLine, ...]:
+    """Every component that does or moves something, with what binds it at the machine's peak."""
+    ridge = balance(setup.hardware, setup.quant.compute)
+    lines = []
+    for part in cost.components:
+        if part.name == "embedding" and not part.flops:
+            continue
+        is_compute = part.intensity is None or part.intensity > ridge
+        lines.append(
+            ComponentLine(
+                name=part.name,
+                flops=part.flops,
+                bytes=part.bytes,
+                activation_bytes=part.activation_bytes,
+                intensity=part.intensity,
+                bound=Bound.COMPUTE if is_compute else Bound.MEMORY,
+                bound_s=bound.parts_s[part.name],
+                share=bound.parts_s[part.name] / bound.total_s,
+            )
+        )
+    return tuple(lines)
+
+
+def compute_bound_batch(setup: Setup) -> float | None:
+    """Rows at which the linear layers of a decode step turn compute bound at the machine's peak.
+
+    Dense models: F w / (2 M). Mixtures: more, because experts are read for few rows each. None: beyond 65,536.
+    """
+    unit = cost_of(setup.model, Workload.decode(batch=1, context_tokens=1), quant=setup.quant, kv=setup.kv, tp=setup.tp)
+    parts = [unit.component(name) for name in ("qkv", "o", "mlp", "router", "experts", "shared_experts")]
+    row_s = sum(part.flops for part in parts) / peak_flops_per_s(setup.hardware, setup.quant.compute)
+    bandwidth = setup.hardware.memory_bytes_per_s
+    dense = sum(part.weight_bytes for part in parts if part.name != "experts")
+    moe = setup.model.moe
+    if moe is None:
+        return dense / bandwidth / row_s
+    per_expert = unit.component("experts").weight_bytes / moe.experts_per_token
+
+    def is_compute_bound(rows: int) -> bool:
+        touched = expected_experts(moe.n_experts, moe.experts_per_token, rows, skew=moe.skew)
+        return rows * row_s >= (dense + touched * per_expert) / bandwidth
+
+    if not is_compute_bound(65_536):
+        return None
+    low, high = 1, 65_536
+    while low < high:
+        middle = (low + high) // 2
+        if is_compute_bound(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return float(low)
+
+
+def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> float:
+    """Sequences at which a decode step reads as many KV bytes as weight bytes."""
+    rows = max(batch, 1) if setup.model.moe is not None else 1
+    work = Workload.decode(batch=rows, context_tokens=context_tokens)
+    cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
+    return cost.weight_bytes / (cost.total("kv_read_bytes") / rows)
+
+
+def quadratic_prompt_tokens(setup: Setup) -> float:
+    """Prompt length at which causal attention costs as many FLOPs as the linear layers (no windows): P / (L H h)."""
+    model = setup.model
+    mla = model.mla
+    width = float(model.head_dim) if mla is None else (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2.0
+    return linear_parameter_count(model) / (model.n_layers * model.n_heads * width)
+
+
+def sensitivity_of(setup: Setup, prefill: Workload, decode: Workload) -> Sensitivity:
+    """Elasticities by finite differences of one percent."""
+
+    def change(work: Workload, faster: Setup) -> float:
+        return (faster.model_of_time().predict(work).total_s / setup.model_of_time().predict(work).total_s - 1.0) * 100
+
+    hardware = setup.hardware
+    more_flops = replace(
+        setup, hardware=replace(hardware, flops_per_s={k: v * 1.01 for k, v in hardware.flops_per_s.items()})
+    )
+    more_bandwidth = replace(setup, hardware=replace(hardware, memory_bytes_per_s=hardware.memory_bytes_per_s * 1.01))
+    return Sensitivity(
+        ttft_by_flops=change(prefill, more_flops),
+        ttft_by_bandwidth=change(prefill, more_bandwidth),
+        tpot_by_flops=change(decode, more_flops),
+        tpot_by_bandwidth=change(decode, more_bandwidth),
+    )
+
+
+def notes_of(setup: Setup) -> tuple[str, ...]:
+    """What the reader must know before trusting the numbers."""
+    notes = [f"times: {setup.calibration.source}"]
+    used = compute_dtype(setup.hardware, setup.quant.compute)
+    if used != setup.quant.compute:
+        notes.append(f"{setup.hardware.name} does not multiply in {setup.quant.compute}; it multiplies in {used}")
+    for name, text in (("memory_bytes_per_s", "memory bandwidth"), (f"flops_{used}", f"{used} peak")):
+        if setup.hardware.flag_of(name).value == "unverified":
+            notes.append(f"the {text} of {setup.hardware.name} is unverified")
+    if setup.model.moe is not None:
+        notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
+    return tuple(notes)
+
+
+def _check_context(setup: Setup, tokens: int) -> None:
+    limit = setup.model.max_context_tokens
+    if limit is not None and tokens > limit:
+        raise ConfigError(f"the context is {tokens} tokens; {setup.model.name} accepts at most {limit}")

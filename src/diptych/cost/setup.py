@@ -1,0 +1,92 @@
+"""One way to run one model: the device, how many of them, the number formats, and the constants to predict with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+
+from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.calibration import Calibration
+from diptych.cost.components import check_tp
+from diptych.cost.hf_config import load_model_file
+from diptych.cost.profile import load_profile, read_profile
+from diptych.cost.roofline import compute_dtype, link_rate
+from diptych.cost.stacks import calibration_for
+from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
+from diptych.ground.specs import HardwareSpec, KVSpec, ModelSpec, QuantSpec
+
+BUNDLED = "diptych-10m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A model on `tp` devices of one kind."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    quant: QuantSpec
+    kv: KVSpec
+    tp: int
+    calibration: Calibration
+
+    def __post_init__(self) -> None:
+        """Refuse a split the model or the device cannot do."""
+        check_tp(self.model, self.tp)
+        link_rate(self.hardware, self.tp)
+        compute_dtype(self.hardware, self.quant.compute)
+
+    def model_of_time(self) -> CalibratedModel:
+        """The predictor of step times for this setup."""
+        return CalibratedModel(
+            self.model, self.hardware, self.quant, calibration=self.calibration, kv=self.kv, tp=self.tp
+        )
+
+    def with_weights(self, quant: QuantSpec) -> Setup:
+        """The same setup with weights in another format, and the constants that go with it."""
+        calibration = self.calibration
+        if not calibration.is_local:
+            calibration = calibration_for(self.hardware, stack=calibration.name, weights=quant.name)
+        return replace(self, quant=quant, calibration=calibration)
+
+    @property
+    def label(self) -> str:
+        """Short text that names the setup."""
+        count = f"{self.tp} x " if self.tp > 1 else ""
+        return f"{self.model.name} {self.quant.name} on {count}{self.hardware.name}"
+
+
+def find_model(name: str) -> ModelSpec:
+    """A model by table name, or by the path of a config.json or of a folder that holds one, or the bundled one."""
+    if name == "bundled":
+        return load_model_file(Path(str(files("diptych").joinpath("bundled", BUNDLED))))
+    path = Path(name)
+    if name.endswith(".json") or "/" in name or path.is_dir():
+        return load_model_file(path)
+    return model_spec(name.lower())
+
+
+def find_hardware(
+    name: str, *, stack: str | None = None, weights: str | None = None
+) -> tuple[HardwareSpec, Calibration]:
+    """A device by table name with its calibration, or this machine (`local`) with its measured profile."""
+    if name == "local":
+        return read_profile(load_profile())
+    hardware = device_spec(name.lower())
+    return hardware, calibration_for(hardware, stack=stack, weights=weights)
+
+
+def setup_of(
+    model: str, hardware: str, *, weights: str = "bf16", kv: str = "bf16", tp: int = 1, stack: str | None = None
+) -> Setup:
+    """A setup from names. Raises ConfigError with the nearest names for an unknown one."""
+    quant = quant_spec(weights)
+    device, calibration = find_hardware(hardware, stack=stack, weights=quant.name)
+    return Setup(
+        model=find_model(model),
+        hardware=device,
+        quant=quant,
+        kv=kv_spec(kv),
+        tp=tp,
+        calibration=calibration,
+    )

@@ -1,0 +1,354 @@
+"""The cheapest setup that meets a service level at a traffic, with a reason for each number.
+
+Steady state of one instance with prefills and decodes in one pool, at arrival rate r: prefills take a share r t_pf of
+the time, so a token takes t_dec(B) / (1 - r t_pf), and Little's law gives B = r OSL TPOT. Time to first token is one
+prefill, half a decode step, and the wait behind other prefills (M/D/1; the 95th percentile is three mean waits).
+A verdict is given only when the whole interval of the prediction lies on one side of the limit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.memory import capacity_of
+from diptych.cost.roofline import compute_dtype
+from diptych.cost.setup import Setup
+from diptych.cost.workload import Workload
+from diptych.ground.errors import ConfigError
+from diptych.ground.specs import Flag
+
+TRIED_TP = (1, 2, 4, 8)
+MAX_INSTANCES = 64
+MAX_LOAD = 0.9  # share of time in prefills beyond which the queue is not stable in practice
+TAIL_WAITS = 3.0  # 95th percentile of an exponential tail, in mean waits
+
+
+class Verdict(Enum):
+    """Whether a setup meets the limits."""
+
+    MEETS = "meets"
+    UNDECIDED = "undecided"
+    MISSES = "misses"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A service level and a traffic. ttft_s is the 95th percentile, tpot_s the mean."""
+
+    ttft_s: float
+    tpot_s: float
+    requests_per_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """The steady state of one instance."""
+
+    batch: float
+    ttft_s: float
+    tpot_s: float
+    prefill_s: float
+    prefill_share: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """`instances` copies of a setup against the limits. usd_per_hour None: no price known."""
+
+    setup: Setup
+    instances: int
+    devices: int
+    usd_per_hour: float | None
+    verdict: Verdict
+    reason: str
+    low: Load | None
+    middle: Load | None
+    high: Load | None
+    max_batch: int
+
+    @property
+    def rank(self) -> tuple[float, int, float]:
+        """Cheapest first; without prices, fewest devices; then the most precise weights."""
+        price = math.inf if self.usd_per_hour is None else self.usd_per_hour
+        return price, self.devices, -self.setup.quant.weight_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The cheapest setup that surely meets the limits, cheaper ones that might, and why the others do not."""
+
+    ask: Ask
+    best: Candidate | None
+    best_unquantised: Candidate | None
+    undecided: tuple[Candidate, ...]
+    rejected: tuple[Candidate, ...]
+    unmeasured: tuple[str, ...]
+
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+
+
+def parse_ask(text: str) -> Ask:
+    """Read ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200. ConfigError names the part that is wrong."""
+    parts: dict[str, str] = {}
+    for part in text.split(","):
+        key, _, value = (word.strip().lower() for word in part.partition("="))
+        if key not in ("ttft", "tpot", "rate", "in", "out") or not value:
+            raise ConfigError(
+                f"cannot read {part.strip()!r} in --ask",
+                hint="for example ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200",
+            )
+        parts[key] = value
+    missing = [key for key in ("ttft", "tpot", "rate", "in", "out") if key not in parts]
+    if missing:
+        raise ConfigError(f"--ask does not say {', '.join(missing)}")
+    return Ask(
+        ttft_s=_duration_s(parts["ttft"], "ttft"),
+        tpot_s=_duration_s(parts["tpot"], "tpot"),
+        requests_per_s=_rate(parts["rate"]),
+        input_tokens=_count(parts["in"], "in"),
+        output_tokens=_count(parts["out"], "out"),
+    )
+
+
+def parse_duration_s(text: str, what: str) -> float:
+    """Seconds from 500ms, 0.5s, 0.5 (seconds) or 2min. ConfigError when it is none of these or not positive."""
+    return _duration_s(text.strip().lower(), what)
+
+
+def _duration_s(text: str, what: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min)?", text)
+    value = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
+    if not value > 0.0:
+        raise ConfigError(f"{what} is {text!r}; it must be a positive time such as 500ms or 0.5s")
+    return value
+
+
+def _rate(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:/(s|min|h))?", text)
+    value = float(found[1]) / {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2] or "s"] if found else 0.0
+    if not value > 0.0:
+        raise ConfigError(f"rate is {text!r}; it must be a positive number of requests such as 3/s or 40/min")
+    return value
+
+
+def _count(text: str, what: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{what} is {text!r}; it must be a whole number of tokens of at least 1")
+    return int(text)
+
+
+def size(
+    setups: Iterable[Setup], ask: Ask, *, prices: Mapping[str, float], budget_usd_per_hour: float | None = None
+) -> Answer:
+    """Judge every setup at its smallest sufficient number of instances and pick the cheapest."""
+    candidates = [candidate for setup in setups for candidate in judge(setup, ask, prices=prices)]
+    if budget_usd_per_hour is not None:
+        candidates = [_within(candidate, budget_usd_per_hour) for candidate in candidates]
+    meeting = sorted((c for c in candidates if c.verdict is Verdict.MEETS), key=lambda c: c.rank)
+    best = meeting[0] if meeting else None
+    plain = [c for c in meeting if c.setup.quant.weight_bytes >= 2.0]
+    undecided = sorted((c for c in candidates if c.verdict is Verdict.UNDECIDED), key=lambda c: c.rank)
+    if best is not None:
+        undecided = [c for c in undecided if c.rank < best.rank]
+    return Answer(
+        ask=ask,
+        best=best,
+        best_unquantised=plain[0] if plain and plain[0] is not best else None,
+        undecided=tuple(undecided[:5]),
+        rejected=tuple(c for c in candidates if c.verdict is Verdict.MISSES),
+        unmeasured=unmeasured(best or (undecided[0] if undecided else None), prices),
+    )
+
+
+def _within(candidate: Candidate, budget: float) -> Candidate:
+    price = candidate.usd_per_hour
+    if price is None or price <= budget or candidate.verdict is Verdict.MISSES:
+        return candidate
+    return replace(candidate, verdict=Verdict.MISSES, reason=f"costs {price:.2f} USD/h; the budget is {budget:.2f}")
+
+
+def judge(setup: Setup, ask: Ask, *, prices: Mapping[str, float]) -> list[Candidate]:
+    """The fewest instances that surely meet the limits, and fewer that might."""
+    context = ask.input_tokens + ask.output_tokens
+    limit = setup.model.max_context_tokens
+    if limit is not None and context > limit:
+        return [_rejected(setup, prices, f"{context} tokens exceed the model's context of {limit}")]
+    max_batch = capacity_of(setup, context_tokens=context, batch=1).max_batch
+    if max_batch < 1:
+        return [_rejected(setup, prices, "the weights and one sequence do not fit in memory")]
+    found: list[Candidate] = []
+    for instances in _counts(setup, ask):
+        candidate = _evaluate(setup, ask, instances, max_batch, prices)
+        if candidate.verdict is Verdict.MEETS:
+            return [*found, candidate]
+        if candidate.verdict is Verdict.UNDECIDED and not found:
+            found.append(candidate)
+        if candidate.verdict is Verdict.MISSES and _is_hopeless(setup, ask):
+            return [candidate]
+    return found or [_rejected(setup, prices, f"more than {MAX_INSTANCES} instances would be needed")]
+
+
+def _counts(setup: Setup, ask: Ask) -> Iterable[int]:
+    """Numbers of instances to try: from what the prefills alone need."""
+    predictor = setup.model_of_time()
+    prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)).total_s
+    least = max(math.ceil(ask.requests_per_s * prefill_s / MAX_LOAD), 1)
+    return range(least, MAX_INSTANCES + 1)
+
+
+def _is_hopeless(setup: Setup, ask: Ask) -> bool:
+    """Even an idle instance is surely too slow, so more of them do not help."""
+    idle = steady_state(setup.model_of_time(), replace(ask, requests_per_s=1e-6), scale=_scale(setup)[0])
+    return idle is None or idle.ttft_s > ask.ttft_s or idle.tpot_s > ask.tpot_s
+
+
+def _scale(setup: Setup) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(prefill, decode) factors of the optimistic and of the pessimistic end of the interval."""
+    prefill, decode = setup.calibration.prefill_residual, setup.calibration.decode_residual
+    return (1.0 + prefill.low, 1.0 + decode.low), (1.0 + prefill.high, 1.0 + decode.high)
+
+
+def _evaluate(setup: Setup, ask: Ask, instances: int, max_batch: int, prices: Mapping[str, float]) -> Candidate:
+    share = replace(ask, requests_per_s=ask.requests_per_s / instances)
+    predictor = setup.model_of_time()
+    optimistic, pessimistic = _scale(setup)
+    low = steady_state(predictor, share, scale=optimistic)
+    middle = steady_state(predictor, share, scale=(1.0, 1.0))
+    high = steady_state(predictor, share, scale=pessimistic)
+    if _meets(high, ask, max_batch):
+        verdict = Verdict.MEETS
+    elif _meets(low, ask, max_batch):
+        verdict = Verdict.UNDECIDED
+    else:
+        verdict = Verdict.MISSES
+    return Candidate(
+        setup=setup,
+        instances=instances,
+        devices=instances * setup.tp,
+        usd_per_hour=_price(setup, instances, prices),
+        verdict=verdict,
+        reason=_reason(verdict, high if verdict is not Verdict.MISSES else low, ask, max_batch),
+        low=low,
+        middle=middle,
+        high=high,
+        max_batch=max_batch,
+    )
+
+
+def _price(setup: Setup, instances: int, prices: Mapping[str, float]) -> float | None:
+    each = prices.get(setup.hardware.name, setup.hardware.usd_per_hour)
+    return None if each is None else each * instances * setup.tp
+
+
+def steady_state(predictor: CalibratedModel, ask: Ask, *, scale: tuple[float, float]) -> Load | None:
+    """The load of one instance, or None when it cannot keep up."""
+    context = ask.input_tokens + ask.output_tokens // 2
+    prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)).total_s * scale[0]
+    share = ask.requests_per_s * prefill_s
+    if share > MAX_LOAD:
+        return None
+    batch = 1.0
+    for _ in range(60):
+        step_s = _decode_s(predictor, batch, context) * scale[1]
+        tpot_s = step_s / (1.0 - share)
+        wanted = max(ask.requests_per_s * ask.output_tokens * tpot_s, 1.0)
+        if wanted > 4096:
+            return None
+        if abs(wanted - batch) < 1e-3 * batch:
+            break
+        batch = 0.5 * (batch + wanted)
+    wait_s = share * prefill_s / (2.0 * (1.0 - share))
+    ttft_s = prefill_s + 0.5 * step_s + TAIL_WAITS * wait_s
+    return Load(batch=batch, ttft_s=ttft_s, tpot_s=tpot_s, prefill_s=prefill_s, prefill_share=share, wait_s=wait_s)
+
+
+def _decode_s(predictor: CalibratedModel, batch: float, context: int) -> float:
+    """Step time at a mean batch that need not be whole."""
+    low = max(int(batch), 1)
+    low_s = predictor.predict(Workload.decode(batch=low, context_tokens=context)).total_s
+    high_s = predictor.predict(Workload.decode(batch=low + 1, context_tokens=context)).total_s
+    return low_s + (high_s - low_s) * (max(batch, 1.0) - low)
+
+
+def _meets(load: Load | None, ask: Ask, max_batch: int) -> bool:
+    return (
+        load is not None and load.ttft_s <= ask.ttft_s and load.tpot_s <= ask.tpot_s and _peak_batch(load) <= max_batch
+    )
+
+
+def _peak_batch(load: Load) -> float:
+    """Sequences held at the busiest 5 % of moments: mean plus two Poisson deviations."""
+    return load.batch + 2.0 * math.sqrt(load.batch)
+
+
+def _reason(verdict: Verdict, load: Load | None, ask: Ask, max_batch: int) -> str:
+    if verdict is Verdict.MEETS:
+        return "the whole interval is inside both limits"
+    end = "slow" if verdict is Verdict.UNDECIDED else "fast"
+    if load is None:
+        return f"prefills or decodes cannot keep up at the {end} end of the interval"
+    if load.ttft_s > ask.ttft_s:
+        return (
+            f"TTFT is {load.ttft_s * 1e3:.0f} ms at the {end} end of the interval; the limit is {ask.ttft_s * 1e3:.0f}"
+        )
+    if load.tpot_s > ask.tpot_s:
+        return (
+            f"TPOT is {load.tpot_s * 1e3:.1f} ms at the {end} end of the interval; the limit is {ask.tpot_s * 1e3:.1f}"
+        )
+    return f"{_peak_batch(load):.0f} sequences at the {end} end of the interval; {max_batch} fit in memory"
+
+
+def _rejected(setup: Setup, prices: Mapping[str, float], reason: str) -> Candidate:
+    return Candidate(
+        setup=setup,
+        instances=1,
+        devices=setup.tp,
+        usd_per_hour=_price(setup, 1, prices),
+        verdict=Verdict.MISSES,
+        reason=reason,
+        low=None,
+        middle=None,
+        high=None,
+        max_batch=0,
+    )
+
+
+def unmeasured(candidate: Candidate | None, prices: Mapping[str, float]) -> tuple[str, ...]:
+    """What the answer rests on that nobody measured."""
+    if candidate is None:
+        return ()
+    setup = candidate.setup
+    hardware = setup.hardware
+    found = []
+    if not setup.calibration.is_local and "carried over" in setup.calibration.source:
+        found.append(f"achieved rates on {hardware.name}: {setup.calibration.source}")
+    coverage = setup.calibration.decode_coverage
+    if coverage is not None and candidate.middle is not None and candidate.middle.batch > coverage.largest_batch:
+        found.append(
+            f"decode at {candidate.middle.batch:.0f} sequences: the rows behind {setup.calibration.name} "
+            f"go up to {coverage.largest_batch}"
+        )
+    dtype = compute_dtype(hardware, setup.quant.compute)
+    fields = [("memory_bytes_per_s", "memory bandwidth"), (f"flops_{dtype}", f"{dtype} peak")]
+    if setup.tp > 1:
+        fields.append(("link_bytes_per_s", "link rate"))
+    found += [
+        f"the {text} of {hardware.name} is {Flag.UNVERIFIED.value}"
+        for field, text in fields
+        if hardware.flag_of(field) is Flag.UNVERIFIED
+    ]
+    if hardware.name not in prices and hardware.usd_per_hour is not None:
+        found.append(f"the price of {hardware.name} is unverified; give yours with --price {hardware.name}=USD")
+    if candidate.usd_per_hour is None:
+        found.append(f"no price of {hardware.name} is known; it is ranked behind priced devices")
+    found.append("arrivals: Poisson with fixed lengths; burstier traffic waits longer")
+    return tuple(found)
