@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from diptych.engine.load import LoadedModel, bundled_dir, load
-from diptych.engine.llm import LLM
-from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from tests.checkpoints import make_checkpoint
+
+from diptych.engine.llm import LLM
+from diptych.engine.load import LoadedModel, bundled_dir, load
+from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 
 BACKENDS = ["torch", pytest.param("cpu", marks=pytest.mark.native)]
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+from tests.engine.conftest import tiny_config
 
 from diptych.engine.llm import LLM, AsyncLLM, RequestHandle
 from diptych.engine.load import LoadedModel
@@ -13,7 +14,6 @@ from diptych.ground.errors import CapacityError, EngineError, ExecutorError, Req
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import StepPlan, StepResult
-from tests.engine.conftest import tiny_config
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 PROMPTS = ["Once upon a time", "The capital", "It was night; " * 8, "b", "x y z"]

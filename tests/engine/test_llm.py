@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.engine.conftest import tiny_config
 
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, size_pool
@@ -12,7 +13,6 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.errors import BadSampling, CapacityError, ConfigError, PromptTooLong, RequestError
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
-from tests.engine.conftest import tiny_config
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPTS = ["Once upon a time", "The capital of France is", "It was a dark and stormy night; " * 6, "a", "One two three"]
@@ -150,7 +150,7 @@ def test_bad_prompts_name_the_number_and_leave_the_engine_working(
 
 def test_impossible_sampling_is_refused_by_name() -> None:
     """The bound lives in one place, so that every door refuses alike."""
-    with pytest.raises(BadSampling, match="top_p is 0.0"):
+    with pytest.raises(BadSampling, match=r"top_p is 0\.0"):
         SamplingParams(top_p=0.0)
     with pytest.raises(BadSampling, match="temperature is nan"):
         SamplingParams(temperature=float("nan"))
@@ -166,14 +166,28 @@ def test_kv_memory_that_does_not_fit_names_the_largest_context(loaded: LoadedMod
         size_pool(loaded.model, EngineConfig(max_context_tokens=100_000))
 
 
-def test_interrupted_call_leaves_nothing_behind(llm: LLM) -> None:
-    """Ctrl-C in a chat stops the answer; the next one must find every block free."""
-
-    def interrupt(_: int, delta: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, GREEDY, on_delta=interrupt)
+def test_cancelled_call_returns_what_it_has(llm: LLM) -> None:
+    """Ctrl-C in a chat stops the answer between two steps; the text so far is kept."""
+    seen: list[str] = []
+    done = llm.generate(
+        PROMPTS, GREEDY, on_delta=lambda _, delta: seen.append(delta.text), is_cancelled=lambda: len(seen) > 12
+    )
+    assert {one.choices[0].finish_reason for one in done} == {FinishReason.ABORT}
+    assert "".join(texts(done))
+    for one in done:
+        assert_account_adds_up(one)
     assert llm.engine.n_open == 0
     assert llm.engine.stats().blocks_in_use == 0
+
+
+def test_broken_callback_leaves_nothing_behind(llm: LLM) -> None:
+    """An error of the caller reaches the caller; the next call must find every block free."""
+
+    def broken(_: int, delta: object) -> None:
+        raise ValueError("caller's bug")
+
+    with pytest.raises(ValueError, match="caller's bug"):
+        llm.generate(PROMPTS, GREEDY, on_delta=broken)
+    assert llm.engine.n_open == 0
     assert llm.generate(PROMPTS[0], GREEDY)[0].usage.output_tokens == GREEDY.max_tokens
+    assert llm.engine.stats().blocks_in_use == 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
@@ -14,6 +17,7 @@ from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report
 from diptych.ground.errors import EngineError
+from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
 
 app = typer.Typer(add_completion=False)
@@ -54,6 +58,17 @@ def chat(
         llm = LLM.from_pretrained(model, config, progress=progress)
     console.print(HELP, style="dim")
     Conversation(llm, sampling, system=system, think=think).run()
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """While inside, Ctrl-C raises nothing and makes the yielded function say True: the engine stops between two steps."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Conversation:
@@ -105,9 +120,8 @@ class Conversation:
 
         try:
             prompt = self._llm.render(self._messages, kwargs={"enable_thinking": self._think})
-            done = self._llm.generate([prompt], self._sampling, on_delta=on_delta)[0]
-        except KeyboardInterrupt:
-            console.print("\n(stopped)", style="dim")
+            with interrupts() as is_interrupted:
+                done = self._llm.generate([prompt], self._sampling, on_delta=on_delta, is_cancelled=is_interrupted)[0]
         except EngineError as error:
             # the conversation goes on without the message that could not be answered
             self._messages.pop()
@@ -118,7 +132,8 @@ class Conversation:
                 self._llm.loaded, observer, ceilings=self._ceilings, usage=done.usage, timings=done.timings
             )
             self._report = report.table()
-            console.print(f"\n{report.line()}", style="dim")
+            stopped = "stopped · " if done.choices[0].finish_reason is FinishReason.ABORT else ""
+            console.print(f"\n{stopped}{report.line()}", style="dim")
         finally:
             end_listening()
         self._messages.append({"role": "assistant", "content": "".join(written)})

@@ -216,7 +216,12 @@ class Engine:
         if request_id not in self._open:
             return False
         self._publish(self.core.cancel(request_id, self.clock.now_s(), reason=reason))
+        self._forget(request_id)
         return True
+
+    def _forget(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+        self._book.take(request_id)
 
     def step(self) -> bool:
         """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails."""
@@ -308,6 +313,5 @@ class Engine:
             at_s=event.at_s,
         )
         if opened.is_finished:
-            del self._open[event.request_id]
-            self._book.take(event.request_id)
+            self._forget(event.request_id)
         opened.on_delta(delta)

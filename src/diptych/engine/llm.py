@@ -80,11 +80,13 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_delta: Callable[[int, OutputDelta], None] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
     ) -> list[Completion]:
         """Run all prompts together and return their completions in order.
 
         prompts: one prompt or several; a prompt is text, token ids, or a RenderedPrompt.
-        on_delta(prompt index, delta) is called as text appears. A refused prompt raises before anything runs.
+        on_delta(prompt index, delta) is called as text appears. is_cancelled() is asked before each step; once true, what
+        is left is aborted and comes back with what it has. A refused prompt raises before anything runs.
         """
         prompt_list: list[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
         if sampling is None or isinstance(sampling, SamplingParams):
@@ -102,13 +104,25 @@ class LLM:
             for number, request in enumerate(requests):
                 opened.append(self.engine.submit(request, _collector(number, deltas[number], on_delta)))
             while not all(one.is_finished for one in opened):
-                self.engine.step()
+                if is_cancelled is not None and is_cancelled():
+                    self._abort(opened)
+                else:
+                    self.engine.step()
         except BaseException:
-            # Ctrl-C or a refusal half-way: nothing of this call may stay behind in the engine
+            # a refusal half-way, or an error in on_delta: nothing of this call may stay behind in the engine
             for one in opened:
-                self.engine.abort(one.request.request_id)
+                one.on_delta = _ignore
+            self._abort(opened)
             raise
         return [completion(one, parts) for one, parts in zip(opened, deltas, strict=True)]
+
+    def _abort(self, opened: Sequence[OpenRequest]) -> None:
+        for one in opened:
+            self.engine.abort(one.request.request_id)
+
+
+def _ignore(_: OutputDelta) -> None:
+    """Takes the last deltas of a request whose caller has left."""
 
 
 def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
