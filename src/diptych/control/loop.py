@@ -148,7 +148,10 @@ class EngineCore:
         return events
 
     def fail(self, now_s: float) -> list[Event]:
-        """The executor failed: end every open request with ERROR, forget the step and every cached prefix."""
+        """The executor failed: end every open request with ERROR, forget the step and every cached prefix.
+
+        The executor has to be made anew (or the engine to end): nobody knows how far it came, so no ends are announced.
+        """
         events: list[Event] = []
         for request_id in tuple(self._requests):
             events += self.cancel(request_id, now_s, reason=FinishReason.ERROR)
@@ -157,6 +160,7 @@ class EngineCore:
             self._scheduler.release(seq)
         self._in_flight = {}
         self._plan = None
+        self._ended_seq_ids = []
         self._scheduler.end_copies()
         self.pool.reset_index()
         return events

@@ -1,0 +1,165 @@
+"""Workloads: the processes they claim to be, the same on every machine, and traces read as published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from diptych.ground.errors import ConfigError
+from diptych.workload import (
+    LengthRange,
+    WorkloadItem,
+    WorkloadSpec,
+    arrival_times_s,
+    make_workload,
+    read_azure_csv,
+    read_mooncake_jsonl,
+    token_ids_of,
+)
+
+
+def spec(**changes):
+    base = WorkloadSpec(
+        n_requests=50, prompt=LengthRange(low=10, high=20), output=LengthRange(low=1, high=8), rate_per_s=2.0, seed=7
+    )
+    return replace(base, **changes)
+
+
+def gaps_of(times):
+    return [later - earlier for earlier, later in zip([0.0, *times], times, strict=False)]
+
+
+def moments(values):
+    mean = sum(values) / len(values)
+    return mean, sum((v - mean) ** 2 for v in values) / len(values) / mean**2
+
+
+@pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 4.0), (4.0, 0.25)])
+def test_gaps_have_the_mean_and_the_spread_of_their_process(burstiness, variation):
+    """Squared coefficient of variation 1 is Poisson; gamma gaps of shape k have 1 / k."""
+    gaps = gaps_of(arrival_times_s(40_000, rate_per_s=5.0, burstiness=burstiness, seed=3))
+    mean, spread = moments(gaps)
+    assert mean == pytest.approx(0.2, rel=0.03)
+    assert spread == pytest.approx(variation, rel=0.08)
+
+
+def test_schedule_is_not_stretched_to_the_nominal_length():
+    """Rescaling the last arrival to n / rate makes short runs less random than Poisson is; counts must vary."""
+    ends = [arrival_times_s(16, rate_per_s=1.0, seed=seed)[-1] for seed in range(400)]
+    mean, spread = moments(ends)
+    assert mean == pytest.approx(16.0, rel=0.05)
+    assert spread == pytest.approx(1 / 16, rel=0.25)
+
+
+def test_same_spec_same_load_and_streams_are_separate():
+    """Changing the rate may not change the lengths, or two rates could not be compared."""
+    first = make_workload(spec())
+    assert first == make_workload(spec())
+    assert first != make_workload(spec(seed=8))
+    faster = make_workload(spec(rate_per_s=20.0))
+    assert [item.prompt_tokens for item in faster] == [item.prompt_tokens for item in first]
+    assert [item.output_tokens for item in faster] == [item.output_tokens for item in first]
+    assert [item.at_s for item in faster] == pytest.approx([item.at_s / 10 for item in first])
+    assert {item.at_s for item in make_workload(spec(rate_per_s=None))} == {0.0}
+
+
+def test_this_load_stays_what_it_was():
+    """A published command names a seed; the load behind it must not change unnoticed."""
+    items = make_workload(spec(n_requests=3))
+    assert [(item.prompt_tokens, item.output_tokens) for item in items] == [(12, 2), (11, 7), (11, 7)]
+    assert [round(item.at_s, 6) for item in items] == [0.34853, 1.592981, 1.717899]
+
+
+def test_lengths_cover_the_range_and_prompts_have_them():
+    items = make_workload(spec(n_requests=400))
+    assert {item.prompt_tokens for item in items} == set(range(10, 21))
+    assert {item.output_tokens for item in items} == set(range(1, 9))
+    for item in items[:20]:
+        token_ids = token_ids_of(item, vocab_size=64, seed=1, low_id=3)
+        assert len(token_ids) == item.prompt_tokens
+        assert all(3 <= token_id < 64 for token_id in token_ids)
+        assert token_ids == token_ids_of(item, vocab_size=64, seed=1, low_id=3)
+    assert token_ids_of(items[0], vocab_size=64, seed=1) != token_ids_of(items[1], vocab_size=64, seed=1)
+
+
+def test_shared_prefixes_are_shared_and_tails_are_not():
+    items = make_workload(spec(shared_prefix_tokens=16, n_prefixes=3))
+    prompts = [token_ids_of(item, vocab_size=50_000) for item in items]
+    assert all(26 <= len(prompt) <= 36 for prompt in prompts)
+    assert len({prompt[:16] for prompt in prompts}) == 3
+    assert len({prompt[16:] for prompt in prompts}) == 50
+
+
+@pytest.mark.parametrize(("text", "low", "high"), [("64:512", 64, 512), ("7", 7, 7), ("1:1", 1, 1)])
+def test_length_range_reads_its_notation(text, low, high):
+    assert LengthRange.parse(text) == LengthRange(low=low, high=high)
+
+
+@pytest.mark.parametrize("text", ["", ":", "5:", "a:b", "1:2:3", "-1:4", "0:4", "9:3", "1.5", "²"])
+def test_length_range_refuses_anything_else(text):
+    with pytest.raises(ConfigError):
+        LengthRange.parse(text)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"n_requests": 0}, {"rate_per_s": 0.0}, {"rate_per_s": -1.0}, {"burstiness": 0.0}, {"n_prefixes": 0}]
+)
+def test_impossible_specs_are_refused(changes):
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        spec(**changes)
+
+
+def test_azure_trace_is_read_with_both_time_notations(tmp_path):
+    """2023 writes seven fractional digits and no zone, 2024 six and a zone; lines are not always in order."""
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,109\n"
+        "2023-11-16 18:15:47,0,0\n"
+    )
+    items = read_azure_csv(path)
+    assert [(item.prompt_tokens, item.output_tokens) for item in items] == [(374, 44), (1, 1), (396, 109)]
+    assert [item.at_s for item in items] == pytest.approx([0.0, 0.319410, 4.314579], abs=1e-6)
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-10 00:00:00.009930+00:00,2162,5\n"
+        "2024-05-10 00:00:01.517000+00:00,2399,6\n"
+    )
+    assert [item.at_s for item in read_azure_csv(path)] == pytest.approx([0.0, 1.50707], abs=1e-6)
+
+
+def test_mooncake_trace_shares_the_blocks_of_equal_hashes(tmp_path):
+    path = tmp_path / "mooncake.jsonl"
+    rows = [
+        {"timestamp": 27000, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]},
+        {"timestamp": 30500, "input_length": 1030, "output_length": 26, "hash_ids": [46, 47, 2]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    items = read_mooncake_jsonl(path)
+    assert items[1] == WorkloadItem(
+        index=1, at_s=3.5, prompt_tokens=1030, output_tokens=26, prefix_ids=(46, 47, 2), prefix_block_tokens=512
+    )
+    first, second = (token_ids_of(item, vocab_size=32_000) for item in items)
+    assert (len(first), len(second)) == (1100, 1030)
+    assert first[:1024] == second[:1024]
+    assert first[1024:1030] != second[1024:]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "TIMESTAMP,ContextTokens\n", "no column GeneratedTokens"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,1\n", "a.csv line 2"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,4\n", "a.csv line 2"),
+        ("m.jsonl", '{"timestamp": 1, "input_length": 4, "output_length": 2}\n{"timestamp": 1}\n', "m.jsonl line 2"),
+        ("m.jsonl", "not json\n", "m.jsonl line 1"),
+    ],
+)
+def test_a_broken_trace_names_its_line(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        (read_azure_csv if name.endswith("csv") else read_mooncake_jsonl)(path)
