@@ -106,7 +106,9 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 or pass on."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_allowed(scope):
-            refusal = ApiError(401, "no valid API key was sent; send 'Authorization: Bearer KEY'", code="invalid_api_key")
+            refusal = ApiError(
+                401, "no valid API key was sent; send 'Authorization: Bearer KEY'", code="invalid_api_key"
+            )
             await error_response(refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -9,27 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from diptych.control.loop import CoreStats
 from diptych.server.telemetry import Distribution, Telemetry
-
-
-class Counts(Protocol):
-    """The engine's counts right now (control's CoreStats)."""
-
-    running: int
-    waiting: int
-    waiting_tokens: int
-    blocks_in_use: int
-    blocks_cached: int
-    blocks_free: int
-    prefix_queries_tokens: int
-    prefix_hits_tokens: int
-    preemptions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +42,7 @@ class MetricsCollector(Collector):
         self._telemetry = telemetry
         self._model = model
         self._is_vllm_compatible = is_vllm_compatible
-        self.counts: Counts | None = None
+        self.counts: CoreStats | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Every family, in a fixed order."""
@@ -74,7 +60,9 @@ class MetricsCollector(Collector):
         info = GaugeMetricFamily("diptych_build_info", "what is served, with which kernels and formats", labels=labels)
         info.add_metric([model.name, model.backend, model.weights, model.kv, model.version], 1)
         yield info
-        yield _gauge("diptych_model_load_seconds", "time from process start of loading to ready (cold start)", model.load_s)
+        yield _gauge(
+            "diptych_model_load_seconds", "time from process start of loading to ready (cold start)", model.load_s
+        )
         yield _gauge("diptych_model_parameters", "parameters of the model", model.n_parameters)
         yield _gauge("diptych_model_weight_bytes", "bytes of weights read per decode step", model.weight_bytes)
         if counts is None:
@@ -90,7 +78,9 @@ class MetricsCollector(Collector):
     def _own_counters(self) -> Iterator[Metric]:
         telemetry = self._telemetry
         tokens = CounterMetricFamily(
-            "diptych_prompt_tokens", "prompt tokens by source; recomputed ones were lost to preemption", labels=["source"]
+            "diptych_prompt_tokens",
+            "prompt tokens by source; recomputed ones were lost to preemption",
+            labels=["source"],
         )
         tokens.add_metric(["computed"], telemetry.computed_tokens)
         tokens.add_metric(["cached"], telemetry.cached_tokens)
@@ -149,7 +139,9 @@ class MetricsCollector(Collector):
         counts, telemetry, labels = self.counts, self._telemetry, self._labels()
         yield _counter("vllm:prompt_tokens", "prompt tokens of all requests", telemetry.prompt_tokens, labels)
         yield _counter("vllm:generation_tokens", "tokens handed out", telemetry.output_tokens, labels)
-        yield _counter("vllm:prompt_tokens_cached", "prompt tokens taken from the cache", telemetry.cached_tokens, labels)
+        yield _counter(
+            "vllm:prompt_tokens_cached", "prompt tokens taken from the cache", telemetry.cached_tokens, labels
+        )
         queries = 0 if counts is None else counts.prefix_queries_tokens
         hits = 0 if counts is None else counts.prefix_hits_tokens
         yield _counter("vllm:prefix_cache_queries", "tokens looked up in the prefix cache", queries, labels)
@@ -186,7 +178,7 @@ class MetricsCollector(Collector):
             yield _histogram(f"vllm:{name}", text, distribution, labels)
 
 
-def exposition(collector: MetricsCollector, counts: Counts) -> bytes:
+def exposition(collector: MetricsCollector, counts: CoreStats) -> bytes:
     """The text of one scrape."""
     collector.counts = counts
     registry = CollectorRegistry(auto_describe=False)
@@ -194,7 +186,7 @@ def exposition(collector: MetricsCollector, counts: Counts) -> bytes:
     return generate_latest(registry)
 
 
-def _blocks(counts: Counts) -> dict[str, int]:
+def _blocks(counts: CoreStats) -> dict[str, int]:
     return {"in_use": counts.blocks_in_use, "cached": counts.blocks_cached, "free": counts.blocks_free}
 
 

@@ -172,7 +172,13 @@ Stop = Annotated[
     tuple[str, ...],
     PlainValidator(_check_stop),
     WithJsonSchema(
-        {"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]}
+        {
+            "anyOf": [
+                _STOP_SCHEMA,
+                {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS},
+                {"type": "null"},
+            ]
+        }
     ),
 ]
 LogitBias = Annotated[

@@ -1,16 +1,17 @@
-"""Server-sent events: the exact bytes, and a response that notices a client that has left or stopped reading.
+r"""Server-sent events: the exact bytes, and a response that notices a client that has left or stopped reading.
 
 >>> event({"a": "é"})
-b'data: {"a":"\\xc3\\xa9"}\\n\\n'
+b'data: {"a":"\xc3\xa9"}\n\n'
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from diptych.server.errors import ApiError, error_body
@@ -32,21 +33,24 @@ def error_event(error: ApiError) -> bytes:
     return b"event: error\n" + event(error_body(error))
 
 
-class EventStream:
-    """An ASGI response that sends what `events` yields and closes the generator however the stream ends.
+class EventStream(Response):
+    """A response that sends what `events` yields and cleans up however the stream ends.
 
-    `events` gets its `aclose` (so its `finally` runs) when it is exhausted, when the client disconnects, and when the
-    client reads nothing for SEND_TIMEOUT_S.
+    `on_close` is called when the events are exhausted, when the client disconnects, and when it reads nothing for
+    SEND_TIMEOUT_S; also when nothing was ever sent.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], *, on_close: Callable[[], None] | None = None) -> None:
+        super().__init__(
+            headers={
+                "content-type": "text/event-stream; charset=utf-8",
+                "cache-control": "no-cache",
+                "x-accel-buffering": "no",  # proxies must not hold tokens back
+            }
+        )
+        del self.headers["content-length"]
         self._events = events
-        self._headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),  # proxies must not hold tokens back
-            *((name.lower().encode(), value.encode()) for name, value in (headers or {}).items()),
-        ]
+        self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end or until the client is gone."""
@@ -61,9 +65,11 @@ class EventStream:
             pump.cancel()
             await asyncio.wait({watch, pump})
             await self._events.aclose()
+            if self._on_close is not None:
+                self._on_close()
 
     async def _pump(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for part in self._events:
                 async with asyncio.timeout(SEND_TIMEOUT_S):

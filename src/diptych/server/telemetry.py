@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.ground.events import (
@@ -64,8 +65,47 @@ class Distribution:
         return sum(self.counts)
 
 
+@dataclass(frozen=True, slots=True)
+class StepNote:
+    """One step as its sequences saw it. prefills: (request id, tokens) of every prefill chunk in it."""
+
+    step_id: int
+    begin_s: float
+    predicted_s: float | None
+    prefill_tokens: int
+    decode_tokens: int
+    prefills: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkNote:
+    """Prompt tokens [start, end) of choice 0 were planned in `step`; is_recompute: after a preemption."""
+
+    step: StepNote
+    start: int
+    end: int
+    is_recompute: bool
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """What happened to one open request, for its segments and its timeline. Written on the engine's thread."""
+
+    request_id: str
+    arrival_s: float
+    prompt_tokens: int
+    open_choices: int
+    chunks: list[ChunkNote] = field(default_factory=list)
+    token_s: dict[int, list[float]] = field(default_factory=dict)
+    preempted_s: list[float] = field(default_factory=list)
+    shared_steps: list[tuple[StepNote, float]] = field(default_factory=list)  # decode beside others' prefill, its end
+    decode_predicted_s: float = 0.0
+    last_step_id: int = -1
+    end_s: float | None = None
+
+
 class Telemetry:
-    """Everything counted since the server started."""
+    """Everything counted since the server started, and the log of every open request."""
 
     def __init__(self) -> None:
         # written on the engine's thread
@@ -82,11 +122,9 @@ class Telemetry:
         self.step_s = {kind: Distribution(ITL_EDGES_S) for kind in ("prefill", "decode", "mixed")}
         self.ttft_s = Distribution(TTFT_EDGES_S)
         self.itl_s = Distribution(ITL_EDGES_S)
-        self._arrived_s: dict[str, float] = {}
-        self._open_choices: dict[str, int] = {}
-        self._last_token_s: dict[tuple[str, int], float] = {}
-        self._step_begin_s = 0.0
-        self._step_kind = "decode"
+        self.logs: dict[str, RequestLog] = {}
+        self.on_log: list[Callable[[RequestLog], None]] = []  # called on the engine's thread with each finished log
+        self._step = StepNote(-1, 0.0, None, 0, 0)
         # written on the event loop
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.refused: dict[str, int] = {}
@@ -116,14 +154,22 @@ class Telemetry:
             if handler is not None:
                 handler(event)
 
-    def on_finished(self, usage: Usage, timings: Timings, reasons: Sequence[FinishReason], *, max_tokens: int) -> None:
+    def on_finished(
+        self,
+        usage: Usage,
+        timings: Timings,
+        reasons: Sequence[FinishReason],
+        *,
+        max_tokens: int,
+        reasoning_tokens: int = 0,
+    ) -> None:
         """Count a request whose last choice has ended (or that was aborted). Called on the event loop."""
         for reason in reasons:
             self.finished[reason.value] += 1
         self.request_prompt_tokens.add(usage.prompt_tokens)
         self.request_output_tokens.add(usage.output_tokens)
         self.request_max_tokens.add(max_tokens)
-        self.reasoning_tokens += usage.reasoning_tokens
+        self.reasoning_tokens += reasoning_tokens
         if FinishReason.ABORT in reasons or FinishReason.ERROR in reasons:
             return  # durations of requests that were cut short would pull the distributions down
         requests = self.requests
@@ -141,53 +187,70 @@ class Telemetry:
         self.refused[str(status)] = self.refused.get(str(status), 0) + 1
 
     def _on_arrival(self, event: ArrivalEvent) -> None:
-        self._arrived_s[event.request_id] = event.at_s
-        self._open_choices[event.request_id] = event.n
+        self.logs[event.request_id] = RequestLog(event.request_id, event.at_s, event.prompt_tokens, event.n)
         self.prompt_tokens += event.prompt_tokens
 
     def _on_scheduled(self, event: ScheduledEvent) -> None:
         if event.phase is Phase.DECODE:
             return
+        step = self._step
+        step.prefills.append((event.request_id, event.chunk_tokens))
+        log = self.logs.get(event.request_id)
+        if log is not None and event.index == 0:
+            end = min(event.context_tokens + event.chunk_tokens, log.prompt_tokens)
+            if end > event.context_tokens:
+                log.chunks.append(ChunkNote(step, event.context_tokens, end, event.is_recompute))
         if event.is_recompute:
-            self.recomputed_tokens += event.chunk_tokens
-            return
-        self.computed_tokens += event.chunk_tokens
-        self.cached_tokens += event.cached_tokens
+            self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
+        elif event.index == 0:
+            self.computed_tokens += event.chunk_tokens
+            self.cached_tokens += event.cached_tokens
 
     def _on_step_begin(self, event: StepBeginEvent) -> None:
         self.steps += 1
-        self._step_begin_s = event.at_s
+        self._step = StepNote(event.step_id, event.at_s, event.predicted_s, event.prefill_tokens, event.decode_tokens)
         self.step_tokens.add(event.prefill_tokens + event.decode_tokens)
-        if event.prefill_tokens and event.decode_tokens:
-            self._step_kind = "mixed"
-        else:
-            self._step_kind = "prefill" if event.prefill_tokens else "decode"
 
     def _on_step_end(self, event: StepEndEvent) -> None:
+        step = self._step
         self.step_device_s += event.device_s
         self.step_host_s += event.host_s
-        self.step_s[self._step_kind].add(event.at_s - self._step_begin_s)
+        kind = "decode" if not step.prefill_tokens else "mixed" if step.decode_tokens else "prefill"
+        self.step_s[kind].add(event.at_s - step.begin_s)
 
     def _on_preempt(self, event: PreemptEvent) -> None:
         self.preemptions += 1
+        log = self.logs.get(event.request_id)
+        if log is not None:
+            log.preempted_s.append(event.at_s)
 
     def _on_token(self, event: TokenEvent) -> None:
         self.output_tokens += 1
-        key = (event.request_id, event.index)
-        last_s = self._last_token_s.get(key)
-        self._last_token_s[key] = event.at_s
-        if last_s is not None:
-            self.itl_s.add(event.at_s - last_s)
+        log = self.logs.get(event.request_id)
+        if log is None:
             return
-        arrived_s = self._arrived_s.pop(event.request_id, None)
-        if arrived_s is not None:
-            self.ttft_s.add(event.at_s - arrived_s)
+        times_s = log.token_s.get(event.index)
+        if times_s is None:
+            if not log.token_s:
+                self.ttft_s.add(event.at_s - log.arrival_s)
+            log.token_s[event.index] = [event.at_s]
+            return
+        self.itl_s.add(event.at_s - times_s[-1])
+        times_s.append(event.at_s)
+        step = self._step
+        if step.step_id != log.last_step_id:
+            log.last_step_id = step.step_id
+            log.decode_predicted_s += step.predicted_s or 0.0
+            if step.prefill_tokens:
+                log.shared_steps.append((step, event.at_s))
 
     def _on_finish(self, event: FinishEvent) -> None:
-        self._last_token_s.pop((event.request_id, event.index), None)
-        left = self._open_choices.get(event.request_id, 1) - 1
-        if left > 0:
-            self._open_choices[event.request_id] = left
+        log = self.logs.get(event.request_id)
+        if log is None:
             return
-        self._open_choices.pop(event.request_id, None)
-        self._arrived_s.pop(event.request_id, None)
+        log.open_choices -= 1
+        log.end_s = event.at_s
+        if log.open_choices == 0:
+            del self.logs[event.request_id]
+            for listener in self.on_log:
+                listener(log)

@@ -1,0 +1,121 @@
+"""`diptych bench serve --url`: load for any OpenAI-compatible server, with latencies that count from when a request was due."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from diptych.ground.config import env_text
+from diptych.ground.errors import ConfigError
+from diptych.lab.load import DEFINITIONS, LoadConfig, Outcome, run_load, summarize
+from diptych.lab.load_picture import draw
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="the server, such as http://127.0.0.1:8000")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="model name to send (default: none)")] = None,
+    api_key: Annotated[str | None, typer.Option(help="key (default: DIPTYCH_API_KEY)")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions or chat")] = "completions",
+    requests: Annotated[int, typer.Option(min=1, help="how many requests")] = 100,
+    rate: Annotated[float | None, typer.Option(help="open loop: Poisson arrivals per second")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop: requests in flight")] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="N or LOW:HIGH")] = "128",
+    new_tokens: Annotated[str, typer.Option(help="N or LOW:HIGH")] = "64",
+    shared_prefix_tokens: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
+    vocab_size: Annotated[int | None, typer.Option(help="send random token ids below this (exact lengths)")] = None,
+    seed: Annotated[int, typer.Option(help="arrivals, lengths and prompts")] = 0,
+    ignore_eos: Annotated[bool, typer.Option(help="ask for exactly --new-tokens")] = True,
+    ttft_ms: Annotated[float | None, typer.Option(help="objective for goodput")] = None,
+    tpot_ms: Annotated[float | None, typer.Option(help="objective for goodput")] = None,
+    timeout_s: Annotated[float, typer.Option(help="give up on a request after this")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    out: Annotated[Path | None, typer.Option(help="write the JSON, with every request, to this file")] = None,
+    picture: Annotated[Path | None, typer.Option(help="write a picture (.png or .svg)")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="say what each number means")] = False,
+) -> None:
+    """Send a seeded load and report latency, rates and goodput."""
+    if rate is not None and concurrency is not None:
+        raise ConfigError("both --rate and --concurrency are set; give one (open loop or closed loop)")
+    if rate is not None and rate <= 0:
+        raise ConfigError(f"rate is {rate}; it must be greater than 0")
+    if endpoint not in ("completions", "chat"):
+        raise ConfigError(f"endpoint is {endpoint!r}; it must be completions or chat")
+    config = LoadConfig(
+        url=url,
+        model=model,
+        api_key=api_key or env_text("API_KEY"),
+        endpoint=endpoint,
+        requests=requests,
+        rate_per_s=rate,
+        concurrency=concurrency if rate is None else None,
+        prompt_tokens=_span("prompt-tokens", prompt_tokens),
+        new_tokens=_span("new-tokens", new_tokens),
+        shared_prefix_tokens=shared_prefix_tokens,
+        vocab_size=vocab_size,
+        seed=seed,
+        ignores_eos=ignore_eos,
+        ttft_objective_s=None if ttft_ms is None else ttft_ms / 1e3,
+        tpot_objective_s=None if tpot_ms is None else tpot_ms / 1e3,
+        timeout_s=timeout_s,
+    )
+    outcomes = _run(config, is_quiet=as_json)
+    summary = summarize(config, outcomes)
+    if out is not None:
+        out.write_text(json.dumps(summary | {"outcomes": [_row(one) for one in outcomes]}, indent=1) + "\n")
+    if picture is not None:
+        draw(outcomes, summary, picture)
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        _print(summary, is_explained=explain)
+    if summary["answered"] == 0:
+        print("error: no request was answered", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _span(name: str, text: str) -> tuple[int, int]:
+    """`128` or `64:512` as (low, high)."""
+    low, _, high = text.partition(":")
+    if not low.isdigit() or not (high or low).isdigit() or not 1 <= int(low) <= int(high or low):
+        raise ConfigError(f"{name} is {text!r}; it must be N or LOW:HIGH with 1 <= LOW <= HIGH")
+    return int(low), int(high or low)
+
+
+def _run(config: LoadConfig, *, is_quiet: bool) -> list[Outcome]:
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as progress:
+        bar = progress.add_task("requests", total=config.requests)
+        return asyncio.run(run_load(config, on_done=lambda outcome: progress.advance(bar)))
+
+
+def _row(one: Outcome) -> dict[str, Any]:
+    return {
+        "number": one.number, "due_s": one.due_s, "sent_s": one.sent_s, "end_s": one.end_s, "event_s": one.event_s,
+        "prompt_tokens": one.prompt_tokens, "output_tokens": one.output_tokens, "cached_tokens": one.cached_tokens,
+        "error": one.error, "status": one.status, "timings": one.timings,
+    }  # fmt: skip
+
+
+def _print(summary: dict[str, Any], *, is_explained: bool) -> None:
+    failed = ", ".join(f"{number} x {what}" for what, number in summary["failed"].items()) or "none"
+    print(f"answered {summary['answered']} of {summary['requests']} in {summary['wall_s']:.2f} s; failed: {failed}")
+    for name in ("request_rate_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "goodput_per_s", "attainment"):
+        value = summary[name]
+        print(f"  {name:<22}{'-' if value is None else f'{value:10.2f}'}")
+    print(f"  {'milliseconds':<22}{'p50':>10}{'p95':>10}{'p99':>10}{'mean':>10}")
+    for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s", "lag_s"):
+        cells = "".join(f"{'-' if value is None else f'{value * 1e3:.2f}':>10}" for value in summary[name].values())
+        print(f"  {name.removesuffix('_s'):<22}{cells}")
+    if is_explained:
+        for name, text in DEFINITIONS.items():
+            print(f"  {name}: {text}")

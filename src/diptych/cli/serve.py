@@ -1,0 +1,82 @@
+"""`diptych serve [MODEL]`: an OpenAI-compatible server whose every answer says where its time went."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from diptych.cli import options
+from diptych.cli.options import engine_config, loading_bar
+from diptych.compute.ceilings import machine_ceilings
+from diptych.engine.llm import AsyncLLM
+from diptych.ground.config import env_text
+from diptych.server.config import ServerConfig
+from diptych.server.run import bind, run_server
+
+app = typer.Typer(add_completion=False)
+LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="'bundled', a checkpoint folder, or a hub name")] = "bundled",
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 8000,
+    api_key: Annotated[str | None, typer.Option(help="key that clients must send (default: DIPTYCH_API_KEY)")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="listen beyond this machine without a key")] = False,
+    served_model_name: Annotated[str | None, typer.Option(help="name of the model in answers")] = None,
+    max_queue_s: Annotated[
+        float, typer.Option(help="refuse requests (503) that would wait longer for their first step; 0: never")
+    ] = 2.0,
+    max_waiting_tokens: Annotated[
+        int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
+    ] = None,
+    max_open_requests: Annotated[int, typer.Option(help="requests open at one time")] = 1024,
+    drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
+    metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
+    stall_budget_ms: options.StallBudget = None,
+    max_running_sequences: Annotated[int, typer.Option(help="sequences that run at one time")] = 64,
+    max_step_tokens: Annotated[int, typer.Option(help="most tokens of one step (largest prefill chunk)")] = 2048,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
+    ] = True,
+    backend: options.Backend = "auto",
+    device: options.Device = "auto",
+    weights: options.Weights = "auto",
+    kv: options.Kv = "auto",
+    threads: options.Threads = None,
+    max_context_tokens: options.MaxContext = None,
+    kv_memory_bytes: options.KvMemory = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
+) -> None:
+    """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
+    logging.basicConfig(
+        level=LOG_LEVELS.get(log_level.lower(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    config = ServerConfig(
+        host=host,
+        port=port,
+        api_key=api_key or env_text("API_KEY"),
+        is_insecure=insecure,
+        served_model_name=served_model_name,
+        max_queue_s=max_queue_s or None,
+        max_open_requests=max_open_requests,
+        drain_timeout_s=drain_timeout_s,
+        metrics_compat=metrics_compat,
+    )
+    engine = engine_config(
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads,
+        max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, stall_budget_ms=stall_budget_ms,
+        max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
+    )  # fmt: skip
+    scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
+    if max_waiting_tokens is not None:
+        scheduler = replace(scheduler, max_waiting_tokens=max_waiting_tokens)
+    listener = bind(config)
+    with loading_bar(f"loading {model}") as progress:
+        llm = AsyncLLM.from_pretrained(model, replace(engine, scheduler=scheduler), progress=progress)
+    ceilings = machine_ceilings(llm.loaded.model)
+    raise typer.Exit(run_server(llm, config, listener, ceilings=ceilings))

@@ -1,0 +1,206 @@
+"""The account in every answer: `usage` and `timings`, exactly as the contract names them.
+
+Times come from `diptych.metrics` (queue + prefill = TTFT, queue + prefill + decode = end to end); segments share the
+measured prefill; predictions and the roofline stand beside. Nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych.compute.ceilings import Ceilings
+from diptych.cost.workload import ChunkShape, Workload
+from diptych.engine.cost_view import CostView
+from diptych.ground.events import Timings, Usage
+from diptych.ground.request import Request
+from diptych.server.segments import ChunkTime, TokenWork, segment_costs
+from diptych.server.telemetry import RequestLog
+
+
+@dataclass(slots=True)
+class Thinking:
+    """Where the reasoning of one choice ended. at_s values are the engine's."""
+
+    tokens: int = 0
+    end_s: float | None = None  # last token that was still reasoning
+    visible_s: float | None = None  # first token that was not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What one finished request says about itself."""
+
+    request: Request
+    usage: Usage
+    timings: Timings
+    log: RequestLog
+    thinking: Sequence[Thinking] = field(default_factory=tuple)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Over all choices."""
+        return sum(one.tokens for one in self.thinking)
+
+
+class Accountant:
+    """Turns accounts into JSON, with what is fixed per server: work per token, ceilings, the cost model."""
+
+    def __init__(
+        self, *, work: TokenWork, view: CostView | None, ceilings: Ceilings | None, cold_start_s: float
+    ) -> None:
+        self._work = work
+        self._view = view
+        self._ceilings = ceilings
+        self._cold_start_s = cold_start_s
+        self._is_cold = True
+
+    def usage(self, accounts: Sequence[Account]) -> dict[str, Any]:
+        """OpenAI's usage, summed over the prompts of one body."""
+        prompt = sum(one.usage.prompt_tokens for one in accounts)
+        output = sum(one.usage.output_tokens for one in accounts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(one.usage.cached_tokens for one in accounts)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(one.reasoning_tokens for one in accounts),
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }
+
+    def timings(self, accounts: Sequence[Account]) -> dict[str, Any]:
+        """llama.cpp's keys and ours. Several prompts: the one that ended last, and all of them in `diptych.prompts`."""
+        cold_s, self._is_cold = (self._cold_start_s if self._is_cold else 0.0), False
+        each = [self._one(account, cold_s) for account in accounts]
+        last = max(range(len(each)), key=lambda place: accounts[place].timings.e2e_s)
+        if len(each) == 1:
+            return each[0]
+        return each[last] | {"diptych": each[last]["diptych"] | {"prompts": each}}
+
+    def _one(self, account: Account, cold_s: float) -> dict[str, Any]:
+        usage, timings = account.usage, account.timings
+        return {
+            "cache_n": usage.cached_tokens,
+            **_rates("prompt", usage.computed_tokens, timings.prefill_s),
+            **_rates("predicted", usage.output_tokens, timings.decode_s),
+            "diptych": {
+                "queue_ms": _ms(timings.queue_s),
+                "prefill_ms": _ms(timings.prefill_s),
+                "decode_ms": _ms(timings.decode_s),
+                "e2e_ms": _ms(timings.e2e_s),
+                "stall_ms": _ms(timings.stall_s),
+                "ttft_ms": _ms(timings.ttft_s),
+                "tpot_ms": _ms(timings.tpot_s),
+                "cold_start_ms": _ms(cold_s),
+                "preemptions": timings.n_preemptions,
+                "recomputed_tokens": usage.recomputed_tokens,
+                **_thinking(account),
+                "predicted": self._predicted(account),
+                "roofline": self._roofline(account),
+                "segments": self._segments(account),
+            },
+        }
+
+    def _predicted(self, account: Account) -> dict[str, float | None]:
+        """What the scheduler expected of the steps this request took part in, others' work included."""
+        first_s = min((times[0] for times in account.log.token_s.values()), default=None)
+        expected = [
+            chunk.step.predicted_s for chunk in account.log.chunks if first_s is None or chunk.step.begin_s < first_s
+        ]
+        is_known = bool(expected) and all(value is not None for value in expected)
+        return {
+            "prefill_ms": _ms(sum(value or 0.0 for value in expected)) if is_known else None,
+            "decode_ms": _ms(account.log.decode_predicted_s) if is_known else None,
+        }
+
+    def _roofline(self, account: Account) -> dict[str, Any]:
+        """The least time the machine's ceilings allow for this request if it were alone."""
+        if self._view is None or self._ceilings is None:
+            return {"prefill_ms": None, "decode_ms": None, "bound": None}
+        usage, bytes_per_s, flops_per_s = account.usage, self._ceilings.read_bytes_per_s, self._ceilings.flops_per_s
+        prefill_s = decode_s = memory_s = compute_s = 0.0
+        if usage.computed_tokens > 0:
+            shape = ChunkShape(new_tokens=usage.computed_tokens, start_pos=usage.cached_tokens, samples=True)
+            prefill_s = self._view.bound_s(Workload(shapes=(shape,)), bytes_per_s, flops_per_s)
+        n_steps = max((len(times) - 1 for times in account.log.token_s.values()), default=0)
+        if n_steps > 0:
+            middle = usage.prompt_tokens + n_steps // 2 + 1
+            work = Workload.decode(batch=account.request.sampling.n, context_tokens=middle)
+            decode_s = n_steps * self._view.bound_s(work, bytes_per_s, flops_per_s)
+            cost = self._view.cost(work)
+            memory_s, compute_s = n_steps * cost.bytes / bytes_per_s, n_steps * cost.flops / flops_per_s
+        is_memory = decode_s > prefill_s and memory_s >= compute_s
+        return {
+            "prefill_ms": _ms(prefill_s),
+            "decode_ms": _ms(decode_s),
+            "bound": "memory" if is_memory else "compute",
+        }
+
+    def _segments(self, account: Account) -> list[dict[str, Any]]:
+        request = account.request
+        costs = segment_costs(
+            request.segments,
+            chunk_times(account.log, account.timings),
+            n_tokens=len(request.prompt_token_ids),
+            cached_tokens=account.usage.cached_tokens,
+            work=self._work,
+        )
+        return [
+            {
+                "name": cost.name,
+                "tokens": cost.end - cost.start,
+                "cached_tokens": cost.cached_tokens,
+                "prefill_ms": _ms(cost.prefill_s),
+            }
+            for cost in costs
+        ]
+
+
+def chunk_times(log: RequestLog, timings: Timings) -> list[ChunkTime]:
+    """Measured prefill time by chunk: from the moment a chunk was planned to the next one's, the last to the first token.
+
+    The intervals lie end to end, so they add up to `prefill_s`; what a chunk waited for is charged to the chunk.
+    """
+    begin_s = log.arrival_s + timings.queue_s
+    end_s = begin_s + timings.prefill_s
+    chunks = [chunk for chunk in log.chunks if chunk.step.begin_s < end_s]
+    starts = [begin_s, *(chunk.step.begin_s for chunk in chunks[1:])]
+    ends = [*starts[1:], end_s]
+    return [
+        ChunkTime(start=chunk.start, end=chunk.end, seconds=max(0.0, until_s - from_s))
+        for chunk, from_s, until_s in zip(chunks, starts, ends, strict=False)
+    ]
+
+
+def _thinking(account: Account) -> dict[str, Any]:
+    """Reasoning apart from the answer; both parts of decode add up to it."""
+    timings = account.timings
+    first_s = None if timings.ttft_s is None else account.log.arrival_s + timings.ttft_s
+    ends = [one.end_s for one in account.thinking if one.end_s is not None]
+    thinking_s = max(0.0, max(ends) - first_s) if ends and first_s is not None else 0.0
+    visible = [one.visible_s for one in account.thinking if one.visible_s is not None]
+    visible_s = min(visible) - account.log.arrival_s if visible else timings.ttft_s if not account.thinking else None
+    return {
+        "thinking_n": account.reasoning_tokens,
+        "thinking_ms": _ms(thinking_s),
+        "answer_n": account.usage.output_tokens - account.reasoning_tokens,
+        "answer_ms": _ms(timings.decode_s - thinking_s),
+        "ttft_visible_ms": _ms(visible_s),
+    }
+
+
+def _rates(name: str, tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": _ms(seconds),
+        f"{name}_per_token_ms": _ms(seconds / tokens) if tokens else None,
+        f"{name}_per_second": round(tokens / seconds, 3) if seconds > 0 else None,
+    }
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 6)

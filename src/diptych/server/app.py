@@ -1,0 +1,289 @@
+"""The routes. Each reads a body, hands it to the room that knows, and shapes refusals; no engine work happens here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from diptych.engine.engine import Engine
+from diptych.ground.clock import wall_time_s
+from diptych.ground.errors import EngineError
+from diptych.server.chat import Chat, render_messages
+from diptych.server.completions import Completion
+from diptych.server.errors import ApiError, error_response, from_engine_error
+from diptych.server.generation import check_model
+from diptych.server.http import RequireKey, read_body, unless_disconnected
+from diptych.server.live import timeline_json
+from diptych.server.metrics_export import exposition
+from diptych.server.openapi import body_of, install_openapi, responses
+from diptych.server.schema import ChatBody, CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
+from diptych.server.sse import EventStream
+from diptych.server.state import ServerState
+
+logger = logging.getLogger("diptych.server")
+
+PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/page/try.js": ("try.js", "text/javascript; charset=utf-8"),
+}
+PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+RATE_SAMPLE_S = 0.5
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application around one engine."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.engine.subscribe(state.telemetry.on_events)
+        sampling = asyncio.ensure_future(_sample_rate(state))
+        try:
+            yield
+        finally:
+            sampling.cancel()
+            state.live.close()
+            state.workers.close()
+
+    key = state.config.api_key
+    middleware = [Middleware(RequireKey, key=key)] if key is not None else []
+    app = FastAPI(
+        title="Diptych",
+        version=state.model.version,
+        docs_url=None,
+        redoc_url=None,  # both load scripts from elsewhere
+        lifespan=lifespan,
+        middleware=middleware,
+    )
+    _add_error_handlers(app, state)
+    _add_generation(app, state)
+    _add_text(app, state)
+    _add_requests(app, state)
+    _add_status(app, state)
+    _add_page(app, state)
+    install_openapi(app, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TemplateBody)
+    return app
+
+
+async def _sample_rate(state: ServerState) -> None:
+    while True:
+        state.observe_rate()
+        await asyncio.sleep(RATE_SAMPLE_S)
+
+
+def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
+    def refuse(error: ApiError) -> Response:
+        state.telemetry.on_refused(error.status)
+        return error_response(error)
+
+    async def on_known(request: Request, error: Exception) -> Response:
+        return refuse(from_engine_error(error, retry_after_s=max(1.0, state.admission.predicted_wait_s())))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        words = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method} is not allowed here"}
+        response = refuse(ApiError(error.status_code, words.get(error.status_code, str(error.detail))))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        return refuse(ApiError(400, "the path or query of this request is malformed", code="invalid_value"))
+
+    async def on_disconnect(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    async def on_unknown(request: Request, error: Exception) -> Response:
+        logger.error("request failed path=%s", request.url.path, exc_info=error)
+        return refuse(from_engine_error(error))
+
+    app.add_exception_handler(ApiError, on_known)
+    app.add_exception_handler(EngineError, on_known)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(ClientDisconnect, on_disconnect)
+    app.add_exception_handler(Exception, on_unknown)
+
+
+def _add_generation(app: FastAPI, state: ServerState) -> None:
+    async def generate(request: Request, job: Completion | Chat, *, is_stream: bool) -> Response:
+        await job.start()
+        if is_stream:
+            return EventStream(job.stream(), on_close=job.close)
+        try:
+            answer = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
+        finally:
+            job.close()
+        return JSONResponse(answer)
+
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=responses(400, 404, 413, 503))
+    async def completions(request: Request) -> Response:
+        """Continue a text or token ids."""
+        arrival_s = state.now_s()
+        body = await read_body(request, CompletionBody, state.workers)
+        return await generate(request, Completion(state, body, arrival_s=arrival_s), is_stream=bool(body.stream))
+
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=responses(400, 404, 413, 503))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        arrival_s = state.now_s()
+        body = await read_body(request, ChatBody, state.workers)
+        return await generate(request, Chat(state, body, arrival_s=arrival_s), is_stream=bool(body.stream))
+
+
+def _add_text(app: FastAPI, state: ServerState) -> None:
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(400, 404, 413))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """Token ids of a text or of messages."""
+        body = await read_body(request, TokenizeBody, state.workers)
+        check_model(state, body.model)
+        if body.messages is not None:
+            rendered = await render_messages(state, body)
+            ids = list(rendered.token_ids)
+        else:
+            adds = True if body.add_special_tokens is None else body.add_special_tokens
+            ids = await state.workers.run(partial(state.tokenizer.encode, body.prompt or "", add_special_tokens=adds))
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.context_tokens, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = [state.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
+        return answer
+
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(400, 404, 413))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        """Text of token ids."""
+        body = await read_body(request, DetokenizeBody, state.workers)
+        check_model(state, body.model)
+        highest = state.engine.loaded.model.spec.vocab_size - 1
+        if body.tokens and max(body.tokens) > highest:
+            raise ApiError(400, f"tokens holds {max(body.tokens)}; ids must be at most {highest}", param="tokens")
+        text = await state.workers.run(partial(state.tokenizer.decode, body.tokens, skip_special_tokens=False))
+        return {"prompt": text}
+
+    @app.post("/apply-template", openapi_extra=body_of(TemplateBody), responses=responses(400, 404, 413))
+    async def apply_template(request: Request) -> dict[str, Any]:
+        """What the chat template makes of messages, with the token range of each part and what the cache holds."""
+        body = await read_body(request, TemplateBody, state.workers)
+        check_model(state, body.model)
+        rendered = await render_messages(state, body, documents=body.documents)
+
+        def hits(engine: Engine) -> int:
+            return engine.core.prefix_match(rendered.token_ids, None)
+
+        return {
+            "prompt": rendered.text,
+            "tokens": list(rendered.token_ids),
+            "segments": [
+                {"name": one.name, "start": one.start, "end": one.end, "tokens": one.end - one.start}
+                for one in rendered.segments
+            ],
+            "cached_tokens": await state.engine.call(hits),
+            "block_tokens": state.model.block_tokens,
+        }
+
+
+def _add_requests(app: FastAPI, state: ServerState) -> None:
+    @app.get("/v1/requests/{request_id}/timeline", responses=responses(404))
+    async def timeline(request_id: str) -> dict[str, Any]:
+        """Chunks, tokens, stalls and preemptions of an open or recent request."""
+        log = state.timelines.find(request_id)
+        if log is None:
+            raise ApiError(404, f"no request {request_id[:100]!r} is open or among the last ones", code="not_found")
+        return timeline_json(log, now_s=state.now_s())
+
+    @app.delete("/v1/requests/{request_id}", responses=responses(404))
+    async def abort(request_id: str) -> dict[str, Any]:
+        """End an open request; its reader gets finish_reason "abort"."""
+        log = state.timelines.find(request_id)
+        if log is None or log.request_id not in state.telemetry.logs:
+            raise ApiError(404, f"no request {request_id[:100]!r} is open", code="not_found")
+        state.engine.abort(log.request_id)
+        return {"id": log.request_id, "object": "request.aborted", "aborted": True}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> dict[str, Any]:
+        """Forget all cached prefixes that no running sequence holds."""
+        await state.engine.call(lambda engine: engine.core.reset_prefix_cache())
+        return {"reset": True}
+
+
+def _add_status(app: FastAPI, state: ServerState) -> None:
+    @app.get("/health", responses=responses(503))
+    async def health() -> dict[str, str]:
+        """The process is alive and its engine has not failed."""
+        if state.engine.failure is not None:
+            raise ApiError(503, "the engine has failed", code="engine_failed", retry_after_s=5)
+        return {"status": "ok"}
+
+    @app.get("/ready", responses=responses(503))
+    async def ready() -> dict[str, str]:
+        """The model is loaded and requests are taken; false while draining."""
+        state.refuse_when_draining()
+        return {"status": "ready"}
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": state.model.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "diptych",
+            "max_model_len": state.context_tokens,
+            "backend": state.model.backend,
+            "weights": state.model.weights,
+        }
+
+    created = int(wall_time_s())
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model served here."""
+        return {"object": "list", "data": [model_card()]}
+
+    @app.get("/v1/models/{name:path}", responses=responses(404))
+    async def model(name: str) -> dict[str, Any]:
+        """One model by name."""
+        check_model(state, name)
+        return model_card()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(
+            exposition(state.collector, state.engine.stats()), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+
+def _add_page(app: FastAPI, state: ServerState) -> None:
+    folder = resources.files("diptych.server") / "page"
+
+    def file_route(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
+        content = (folder / name).read_bytes()
+
+        async def send() -> Response:
+            return Response(content, headers={**PAGE_HEADERS, "content-type": kind})
+
+        return send
+
+    for path, (name, kind) in PAGE_FILES.items():
+        app.add_api_route(path, file_route(name, kind), include_in_schema=False)
+
+    @app.get("/live", include_in_schema=False)
+    async def live() -> Response:
+        """Frames for the page, as server-sent events."""
+        return EventStream(state.live.watch())

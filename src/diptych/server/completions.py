@@ -1,0 +1,247 @@
+"""`POST /v1/completions`: text or token ids in, text out.
+
+Owns the shape of the answer and of its stream; what a request goes through is in `generation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych.ground.clock import wall_time_s
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import SamplingParams
+from diptych.ground.step import TokenLogprobs
+from diptych.server.errors import ApiError
+from diptych.server.generation import (
+    Ids,
+    OpenedRequest,
+    StepDelta,
+    asked,
+    check_model,
+    close_all,
+    merged_steps,
+    open_requests,
+    output_limit,
+    sampling_params,
+)
+from diptych.server.schema import MAX_PROMPTS, CompletionBody, Prompt
+from diptych.server.sse import DONE, error_event, event
+from diptych.server.state import ServerState
+from diptych.server.structured import structured_spec
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What has been made of one choice so far."""
+
+    prompt: int
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    shown_chars: int = 0
+
+
+class Completion:
+    """One body on its way to an answer. `opened` is set by `start`; `close` must follow in every case."""
+
+    def __init__(self, state: ServerState, body: CompletionBody, *, arrival_s: float) -> None:
+        self._state = state
+        self._body = body
+        self._asked = asked(body, prefix="cmpl", arrival_s=arrival_s)
+        self._created = int(wall_time_s())
+        self._echoes: list[str] = []
+        # lm-eval asks for no output at all, only for the prompt's log-probabilities
+        self._is_prompt_only = body.max_tokens == 0 and bool(body.echo)
+        self.opened: list[OpenedRequest] = []
+
+    async def start(self) -> None:
+        """Tokenise, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
+        body, state = self._body, self._state
+        check_model(state, body.model)
+        if body.max_tokens == 0 and not self._is_prompt_only:
+            raise ApiError(400, "max_tokens is 0; it must be at least 1 (0 only with echo)", param="max_tokens")
+        n_choices = len(body.prompt) * (body.n or 1)
+        if n_choices > MAX_PROMPTS * 4:
+            raise ApiError(400, f"{n_choices} choices are asked for; at most {MAX_PROMPTS * 4} are made", param="n")
+        prompts = await self._token_ids(body.prompt)
+        if body.echo:
+            decode = state.tokenizer.decode
+            self._echoes = [
+                sent if isinstance(sent, str) else await state.workers.run(decode, list(ids))
+                for sent, ids in zip(body.prompt, prompts, strict=True)
+            ]
+        structured = structured_spec(body)
+        sampling: list[SamplingParams] = [
+            sampling_params(
+                body,
+                max_tokens=output_limit(
+                    body.max_tokens,
+                    default=DEFAULT_MAX_TOKENS,
+                    prompt_tokens=len(ids),
+                    context_tokens=state.context_tokens,
+                ),
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
+                structured=structured,
+            )
+            for ids in prompts
+        ]
+        self.opened = await open_requests(state, prompts, sampling, self._asked)
+
+    async def _token_ids(self, prompts: Sequence[Prompt]) -> list[Ids]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encode = self._state.tokenizer.encode
+        if sum(len(text) for text in texts) <= 2048:
+            return [tuple(encode(one)) if isinstance(one, str) else tuple(one) for one in prompts]
+        return await self._state.workers.run(
+            lambda: [tuple(encode(one)) if isinstance(one, str) else tuple(one) for one in prompts]
+        )
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        close_all(self.opened)
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        choices = self._new_choices()
+        async for steps in merged_steps(self.opened):
+            for step in steps:
+                self._add(choices[step.prompt * self._n + step.index], step)
+        return self._frame([self._whole(number, choice) for number, choice in enumerate(choices)]) | self._accounts()
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Events: one per step and choice, usage and timings on the last, then [DONE]."""
+        choices = self._new_choices()
+        n_open = len(choices)
+        includes_usage = self._body.stream_options is not None and bool(self._body.stream_options.include_usage)
+        try:
+            async for steps in merged_steps(self.opened):
+                for step in steps:
+                    number = step.prompt * self._n + step.index
+                    n_open -= step.finish_reason is not None
+                    data = self._frame([self._part(number, choices[number], step)])
+                    if n_open == 0 and not includes_usage:
+                        self.close()
+                        data |= self._accounts()
+                    yield event(data)
+            if includes_usage:
+                yield event(self._frame([]) | self._accounts())
+            yield DONE
+        except ApiError as error:
+            yield error_event(error)
+        finally:
+            self.close()
+
+    @property
+    def _n(self) -> int:
+        return self._body.n or 1
+
+    def _new_choices(self) -> list[_Choice]:
+        return [_Choice(prompt) for prompt in range(len(self.opened)) for _ in range(self._n)]
+
+    def _add(self, choice: _Choice, step: StepDelta) -> None:
+        choice.text.append(step.text)
+        choice.token_ids += step.token_ids
+        choice.logprobs += step.logprobs
+        if step.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = step.finish_reason, step.stop_reason
+
+    def _whole(self, number: int, choice: _Choice) -> dict[str, Any]:
+        text = "" if self._is_prompt_only else "".join(choice.text)
+        entries: list[TokenLogprobs | None] = [] if self._is_prompt_only else list(choice.logprobs)
+        ids: list[int] = [] if self._is_prompt_only else choice.token_ids
+        handle = self.opened[choice.prompt].handle
+        prompt_ids = list(handle.request.prompt_token_ids)
+        if self._body.echo:
+            text = self._echoes[choice.prompt] + text
+            entries = [*handle.prompt_logprobs, *entries]
+            ids = prompt_ids + ids
+        shown = self._shape(number, text, choice)
+        if self._body.logprobs is not None:
+            shown["logprobs"] = self._logprobs(ids, entries, offset=0)
+        if self._body.return_token_ids:
+            shown["prompt_token_ids"], shown["token_ids"] = prompt_ids, choice.token_ids
+        return shown
+
+    def _part(self, number: int, choice: _Choice, step: StepDelta) -> dict[str, Any]:
+        is_first = not choice.token_ids and choice.finish_reason is None and choice.shown_chars == 0
+        text, ids = step.text, step.token_ids
+        entries: list[TokenLogprobs | None] = list(step.logprobs)
+        if self._is_prompt_only:
+            text, ids, entries = "", [], []
+        handle = self.opened[choice.prompt].handle
+        if self._body.echo and is_first:
+            text = self._echoes[choice.prompt] + text
+            entries = [*handle.prompt_logprobs, *entries]
+            ids = [*handle.request.prompt_token_ids, *ids]
+        if step.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = step.finish_reason, step.stop_reason
+        choice.token_ids += step.token_ids
+        shown = self._shape(number, text, choice)
+        if self._body.logprobs is not None:
+            shown["logprobs"] = self._logprobs(ids, entries, offset=choice.shown_chars)
+        if self._body.return_token_ids:
+            shown["token_ids"] = step.token_ids
+            if is_first:
+                shown["prompt_token_ids"] = list(handle.request.prompt_token_ids)
+        choice.shown_chars += len(text)
+        return shown
+
+    def _shape(self, number: int, text: str, choice: _Choice) -> dict[str, Any]:
+        return {
+            "index": number,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None if choice.finish_reason is None else choice.finish_reason.value,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def _logprobs(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], *, offset: int) -> dict[str, Any]:
+        """OpenAI's four parallel lists. A token's text may be half a character; it shows as U+FFFD then."""
+        name = self._name
+        tokens = [name(token_id) for token_id in ids]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                None
+                if entry is None
+                else {name(one): finite(logprob) for one, logprob in (*entry.top, (entry.token_id, entry.logprob))}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token_id: int) -> str:
+        return self._state.tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._asked.response_id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._state.model.name,
+            "choices": choices,
+        }
+
+    def _accounts(self) -> dict[str, Any]:
+        accounts = [self._state.account(one.handle, []) for one in self.opened]
+        usage = self._state.accountant.usage(accounts)
+        if self._is_prompt_only:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return {"usage": usage, "timings": self._state.accountant.timings(accounts)}
+
+
+def finite(logprob: float) -> float:
+    """JSON knows no infinity; an impossible token gets the number that other servers send."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,62 @@
+"""Settings of the server. Values from the command line; environment variables are read in `ground.config` only."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from diptych.ground.config import at_least
+from diptych.ground.errors import ConfigError
+
+METRICS_COMPAT = ("vllm", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the server listens, whom it lets in, and when it refuses.
+
+    max_queue_s: a request that would wait longer than this for its first step is refused with 503; None: never.
+    drain_timeout_s: how long requests in flight may go on after SIGTERM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    is_insecure: bool = False
+    served_model_name: str | None = None
+    max_queue_s: float | None = 2.0
+    max_open_requests: int = 1024
+    drain_timeout_s: float = 30.0
+    metrics_compat: str = "vllm"
+    kept_timelines: int = 256
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values, and a bind that would let strangers in without a key."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
+        if self.max_queue_s is not None and self.max_queue_s <= 0.0:
+            raise ConfigError(f"max_queue_s is {self.max_queue_s}; it must be greater than 0")
+        if self.drain_timeout_s < 0.0:
+            raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
+        at_least("max_open_requests", self.max_open_requests, 1)
+        at_least("kept_timelines", self.kept_timelines, 0)
+        if self.metrics_compat not in METRICS_COMPAT:
+            raise ConfigError(
+                f"metrics_compat is {self.metrics_compat!r}; it must be one of {', '.join(METRICS_COMPAT)}"
+            )
+        if self.api_key is None and not self.is_insecure and not is_loopback(self.host):
+            raise ConfigError(
+                f"host is {self.host!r} and no API key is set; others could use this server",
+                hint="give --api-key KEY (or DIPTYCH_API_KEY), bind to 127.0.0.1, or say --insecure",
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a socket bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

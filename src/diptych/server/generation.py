@@ -1,0 +1,261 @@
+"""From a validated body to open engine requests, and from their deltas to accounts. Shared by both generation routes.
+
+Owns the life of a request on the server's side: it is admitted, opened, read, and in every case closed exactly once,
+also when the client leaves half-way; then its account is final and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from diptych.engine.engine import OutputDelta
+from diptych.engine.llm import RequestHandle
+from diptych.engine.text.template import RenderedPrompt
+from diptych.ground.errors import EngineError, RequestError
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import SamplingParams, StructuredSpec
+from diptych.ground.step import TokenLogprobs
+from diptych.server.errors import ApiError, from_engine_error
+from diptych.server.schema import GenerationBody
+from diptych.server.state import ServerState
+
+Ids = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepDelta:
+    """What one step added to one choice of one prompt: the unit of a stream event."""
+
+    prompt: int
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    at_s: float = 0.0
+
+
+class OpenedRequest:
+    """One prompt in the engine, with what the server must do when it ends."""
+
+    def __init__(self, state: ServerState, handle: RequestHandle, *, number: int) -> None:
+        self._state = state
+        self.handle = handle
+        self.number = number
+        self.reasons: dict[int, FinishReason] = {}
+        self.reasoning_tokens = 0
+        self._is_closed = False
+        request = handle.request
+        state.admission.opened(
+            request.request_id, prompt_tokens=len(request.prompt_token_ids), max_tokens=request.sampling.max_tokens
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has its reason."""
+        return len(self.reasons) == self.handle.request.sampling.n
+
+    async def steps(self) -> AsyncGenerator[list[StepDelta], None]:
+        """Deltas of each step, one per choice. Raises ApiError when the engine failed."""
+        is_first = True
+        async for group in self.handle.steps():
+            if is_first:
+                self._state.admission.first_token(self.handle.request_id)
+                is_first = False
+            merged = self._merge(group)
+            if FinishReason.ERROR in self.reasons.values():
+                raise from_engine_error(self.handle.error or EngineError("the request was dropped"))
+            yield merged
+
+    def _merge(self, group: list[OutputDelta]) -> list[StepDelta]:
+        merged: dict[int, StepDelta] = {}
+        for delta in group:
+            step = merged.setdefault(delta.index, StepDelta(self.number, delta.index, at_s=delta.at_s))
+            step.text += delta.text
+            step.token_ids += delta.token_ids
+            step.logprobs += delta.logprobs
+            if delta.finish_reason is not None:
+                step.finish_reason, step.stop_reason = delta.finish_reason, self._stop_reason(delta)
+                self.reasons[delta.index] = delta.finish_reason
+        return list(merged.values())
+
+    def _stop_reason(self, delta: OutputDelta) -> str | int | None:
+        """The stop string or id that the client asked for; the model's own end of text is no news."""
+        is_own_end = (
+            isinstance(delta.stop_reason, int) and delta.stop_reason not in self.handle.request.sampling.stop_token_ids
+        )
+        return None if is_own_end else delta.stop_reason
+
+    def close(self) -> None:
+        """The reader has left or is done: abort what still runs, count the request once its account is final."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.is_finished:
+            self._count()
+            return
+        self._state.engine.abort(self.handle.request_id)
+        self._state.spawn(self._drain())
+
+    async def _drain(self) -> None:
+        async for group in self.handle.steps():
+            self._merge(group)
+        self._count()
+
+    def _count(self) -> None:
+        record, sampling = self.handle.record(), self.handle.request.sampling
+        usage = record.usage()
+        self._state.admission.closed(self.handle.request_id, output_tokens=usage.output_tokens // sampling.n)
+        self._state.telemetry.on_finished(
+            usage,
+            record.timings(),
+            [self.reasons[index] for index in sorted(self.reasons)],
+            max_tokens=sampling.max_tokens,
+            reasoning_tokens=self.reasoning_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What both routes hand to the engine, besides prompts and sampling."""
+
+    response_id: str
+    priority: int
+    cache_salt: str | None
+    arrival_s: float
+
+
+def asked(body: GenerationBody, *, prefix: str, arrival_s: float) -> Asked:
+    """Choose the answer's id, under which the request can also be aborted and its timeline read."""
+    return Asked(
+        response_id=f"{prefix}-{body.request_id or uuid.uuid4().hex}",
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        arrival_s=arrival_s,
+    )
+
+
+async def open_requests(
+    state: ServerState, prompts: Sequence[RenderedPrompt | Ids], sampling: Sequence[SamplingParams], asked: Asked
+) -> list[OpenedRequest]:
+    """Admit and submit every prompt, or none: when one is refused the others are taken back."""
+    state.refuse_when_draining()
+    opened: list[OpenedRequest] = []
+    try:
+        for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            state.admission.check(n_waiting=state.engine.stats().waiting)
+            suffix = f"-{number}" if len(prompts) > 1 else ""
+            handle = await state.engine.generate(
+                prompt,
+                params,
+                request_id=asked.response_id + suffix,
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
+                arrival_s=asked.arrival_s,
+            )
+            opened.append(OpenedRequest(state, handle, number=number))
+    except BaseException:
+        close_all(opened)
+        raise
+    return opened
+
+
+def close_all(opened: Sequence[OpenedRequest]) -> None:
+    """Close every request; those that still run are aborted."""
+    for one in opened:
+        one.close()
+
+
+async def merged_steps(opened: Sequence[OpenedRequest]) -> AsyncIterator[list[StepDelta]]:
+    """The steps of several requests as they come; of one request without any queue between."""
+    if len(opened) == 1:
+        async for group in opened[0].steps():
+            yield group
+        return
+    queue: asyncio.Queue[list[StepDelta] | BaseException | None] = asyncio.Queue()
+
+    async def pump(one: OpenedRequest) -> None:
+        try:
+            async for group in one.steps():
+                queue.put_nowait(group)
+            queue.put_nowait(None)
+        except ApiError as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(one)) for one in opened]
+    try:
+        n_running = len(tasks)
+        while n_running > 0:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                n_running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def sampling_params(
+    body: GenerationBody,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    structured: StructuredSpec | None = None,
+) -> SamplingParams:
+    """The body's sampling fields in the engine's words. Raises BadSampling for what the schema could not see."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+        seed=body.seed,
+        n=body.n or 1,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
+        stop=body.stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        structured=structured,
+    )
+
+
+def output_limit(asked_tokens: int | None, *, default: int | None, prompt_tokens: int, context_tokens: int) -> int:
+    """How many tokens may follow a prompt: what was asked for, as far as the context reaches, and at least 1.
+
+    A prompt that leaves no room at all is refused by the engine, with both numbers.
+    """
+    room = max(1, context_tokens - prompt_tokens)
+    wanted = asked_tokens if asked_tokens is not None else default
+    return room if wanted is None else max(1, min(wanted, room))
+
+
+def check_model(state: ServerState, name: str | None) -> None:
+    """Raise 404 when a body names a model that is not served here; no name means the served one."""
+    if name is not None and name not in state.model_names:
+        raise ApiError(
+            404,
+            f"model {name[:100]!r} is not served here; this server has {state.model.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def bad_request(message: str, *, param: str) -> RequestError:
+    """A refusal of our own in the engine's words, so that one place maps it to HTTP."""
+    return RequestError(message, param=param)

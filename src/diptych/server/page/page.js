@@ -1,0 +1,172 @@
+// The live page: one event stream in, everything on the page redrawn from it four times a second.
+import { drawDistribution, drawRates, drawTimeline, milliseconds, quantile, short } from "./charts.js";
+import { setUpTry } from "./try.js";
+
+const KEEP_S = 32;
+const RATE_FRAMES = 240;
+const MAX_LANES = 16;
+const el = (id) => document.getElementById(id);
+const state = { hello: null, frame: null, steps: [], seen: new Map(), finished: [], prefill: [], decode: [], span: 10, pointer: null, lastAt: null };
+
+function setTheme(name) {
+  document.documentElement.dataset.theme = name;
+  if (state.frame) redraw();
+}
+const preferred = window.matchMedia("(prefers-color-scheme: dark)");
+setTheme(preferred.matches ? "dark" : "light");
+preferred.addEventListener("change", () => setTheme(preferred.matches ? "dark" : "light"));
+el("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+
+function connect() {
+  const source = new EventSource("live");
+  source.onmessage = (message) => {
+    const data = JSON.parse(message.data);
+    if (data.kind === "hello") greet(data);
+    else take(data);
+  };
+  source.onerror = () => setStatus(source.readyState === EventSource.CLOSED ? "connection refused" : "connection lost, trying again", "lost");
+}
+
+function setStatus(text, kind) {
+  el("status").textContent = text;
+  el("status").className = `status ${kind}`;
+}
+
+function greet(hello) {
+  state.hello = hello;
+  state.steps = [];
+  state.seen.clear();
+  state.lastAt = null;
+  el("model").textContent = `${hello.model} · ${short(hello.parameters)} parameters · ${hello.backend} backend · ${hello.weights} weights, ${hello.kv} KV · context ${hello.context_tokens} · loaded in ${milliseconds(hello.load_s)}`;
+  setStatus("live", "live");
+}
+
+function take(frame) {
+  const elapsed = state.lastAt === null ? 0.25 : Math.max(0.05, frame.now_s - state.lastAt);
+  state.lastAt = frame.now_s;
+  state.frame = frame;
+  setStatus(frame.is_draining ? "draining" : "live", frame.is_draining ? "lost" : "live");
+  state.steps.push(...frame.steps);
+  const oldest = frame.now_s - KEEP_S;
+  while (state.steps.length > 0 && state.steps[0].t < oldest) state.steps.shift();
+  for (const step of frame.steps) {
+    for (const [id] of step.chunks) state.seen.set(id, step.t);
+    for (const id of step.seqs) state.seen.set(id, step.t);
+  }
+  for (const request of frame.requests) if (!state.seen.has(request.id)) state.seen.set(request.id, request.arrival_s);
+  for (const [id, at] of state.seen) if (at < oldest) state.seen.delete(id);
+  state.finished.push(...frame.finished);
+  state.finished.splice(0, Math.max(0, state.finished.length - 12));
+  state.prefill.push(frame.prefill_tokens / elapsed);
+  state.decode.push(frame.decode_tokens / elapsed);
+  state.prefill.splice(0, Math.max(0, state.prefill.length - RATE_FRAMES));
+  state.decode.splice(0, Math.max(0, state.decode.length - RATE_FRAMES));
+  redraw();
+}
+
+function mean(values, n) {
+  const kept = values.slice(-n);
+  return kept.length === 0 ? 0 : kept.reduce((sum, value) => sum + value, 0) / kept.length;
+}
+
+function redraw() {
+  if (document.hidden || state.frame === null || state.hello === null) return;
+  const { frame, hello } = state;
+  drawTiles(frame, hello);
+  drawSteps();
+  drawBlocks(frame);
+  const seconds = RATE_FRAMES / 4;
+  drawRates(el("rates"), [
+    { colour: "prefill", values: state.prefill, capacity: RATE_FRAMES },
+    { colour: "decode", values: state.decode, capacity: RATE_FRAMES },
+  ], seconds);
+  drawDistribution(el("ttft-chart"), frame.ttft_s, "prefill");
+  drawDistribution(el("itl-chart"), frame.itl_s, "decode");
+  for (const [name, distribution] of [["ttft", frame.ttft_s], ["itl", frame.itl_s]]) {
+    const n = distribution.counts.reduce((sum, count) => sum + count, 0);
+    const shares = [0.5, 0.95, 0.99].map((share) => milliseconds(quantile(distribution, share)));
+    el(`${name}-text`).textContent = n === 0 ? "" : `p50 ${shares[0]} · p95 ${shares[1]} · p99 ${shares[2]} · ${short(n)} measured`;
+    el(name).textContent = n === 0 ? "-" : shares[0];
+    el(`${name}-note`).textContent = n === 0 ? "nothing yet" : `p50 · p95 ${shares[1]}`;
+  }
+  drawRequests(frame);
+}
+
+function drawTiles(frame, hello) {
+  const prefill = mean(state.prefill, 8);
+  const decode = mean(state.decode, 8);
+  el("running").textContent = frame.running;
+  el("running-note").textContent = `of at most ${hello.max_running}`;
+  el("waiting").textContent = frame.waiting;
+  el("waiting-note").textContent = frame.waiting_tokens > 0 ? `${short(frame.waiting_tokens)} tokens in line` : "in line";
+  el("prefill-rate").textContent = short(prefill);
+  el("decode-rate").textContent = short(decode);
+  const limits = hello.ceilings;
+  el("prefill-note").textContent = limits ? `tokens/s, ceiling ${short(limits.prefill_tokens_per_s)}` : "tokens/s";
+  el("decode-note").textContent = limits ? `tokens/s, ${short(limits.decode_steps_per_s)} per stream at most` : "tokens/s";
+  const busy = Math.min(1, frame.busy_s / 0.25);
+  el("rate-text").textContent = `engine busy ${Math.round(busy * 100)} %`;
+}
+
+function drawSteps() {
+  const open = new Set(state.frame.requests.map((one) => one.id));
+  const lanes = [...state.seen.entries()].sort((a, b) => (open.has(b[0]) - open.has(a[0])) || b[1] - a[1]).slice(0, MAX_LANES).map(([id]) => id);
+  const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, now: state.frame.now_s, span: state.span, pointer: state.pointer });
+  if (pointed !== null) {
+    const chunks = pointed.chunks.map(([id, tokens, cached]) => `${id.slice(-8)} ${tokens}${cached ? ` (+${cached} cached)` : ""}`);
+    const parts = [`step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode`];
+    if (pointed.p > 0 && pointed.d > 0) parts.push(`${pointed.seqs.length} streams waited for ${pointed.chunks.map(([id]) => id.slice(-8)).join(", ")}`);
+    el("timeline-note").textContent = parts.join(" · ");
+  }
+}
+
+function drawBlocks(frame) {
+  const [used, cached, free] = frame.blocks;
+  const all = Math.max(1, used + cached + free);
+  const spans = el("blocks").children;
+  [used, cached, free].forEach((count, place) => { spans[place].style.width = `${(100 * count) / all}%`; });
+  el("blocks-text").textContent = `${used} in use · ${cached} cached · ${free} free of ${all}, ${state.hello.block_tokens} tokens each`;
+  const totals = frame.totals;
+  const prompt = totals.computed_tokens + totals.cached_tokens;
+  const rows = [
+    ["prompt tokens", short(prompt)], ["from the cache", prompt ? `${Math.round((100 * totals.cached_tokens) / prompt)} %` : "-"],
+    ["output tokens", short(totals.output_tokens)], ["preemptions", totals.preemptions],
+    ["finished", totals.finished.stop + totals.finished.length], ["aborted", totals.finished.abort], ["errors", totals.finished.error], ["refused", totals.refused],
+  ];
+  el("totals").replaceChildren(...rows.map(([name, value]) => {
+    const box = document.createElement("div");
+    const term = document.createElement("dt");
+    const detail = document.createElement("dd");
+    term.textContent = name;
+    detail.textContent = value;
+    box.append(term, detail);
+    return box;
+  }));
+}
+
+function drawRequests(frame) {
+  const rows = frame.requests.map((one) => {
+    const isReading = one.output_tokens === 0;
+    const stateWord = isReading ? (one.computed_to > 0 ? "prefill" : "waiting") : "decode";
+    const note = one.preemptions > 0 ? `${stateWord}, preempted ${one.preemptions}x` : stateWord;
+    return [one.id, note, one.prompt_tokens, one.computed_to, one.output_tokens, milliseconds(Math.max(0, frame.now_s - one.arrival_s))];
+  });
+  for (const one of [...state.finished].reverse()) rows.push([one.id, one.reason, "", "", "", `${milliseconds(Math.max(0, frame.now_s - one.at_s))} ago`]);
+  el("requests-empty").hidden = rows.length > 0;
+  el("requests").tBodies[0].replaceChildren(...rows.slice(0, 40).map((cells) => {
+    const line = document.createElement("tr");
+    for (const cell of cells) {
+      const box = document.createElement("td");
+      box.textContent = cell;
+      line.append(box);
+    }
+    return line;
+  }));
+}
+
+el("window").addEventListener("change", (change) => { state.span = Number(change.target.value); redraw(); });
+el("timeline").addEventListener("pointermove", (move) => { state.pointer = move.offsetX; if (state.frame) drawSteps(); });
+el("timeline").addEventListener("pointerleave", () => { state.pointer = null; });
+window.addEventListener("resize", redraw);
+setUpTry();
+connect();

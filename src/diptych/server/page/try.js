@@ -1,0 +1,126 @@
+// The box to try a prompt: streams the answer and shows its account, phase by phase and segment by segment.
+import { milliseconds, short } from "./charts.js";
+
+const el = (id) => document.getElementById(id);
+
+function body(isChat) {
+  const shared = {
+    max_tokens: Number(el("try-max").value) || 128,
+    temperature: Number(el("try-temperature").value) || 0,
+    stream: true,
+    stream_options: { include_usage: true },
+  };
+  if (!isChat) return { ...shared, prompt: el("try-prompt").value };
+  const messages = [{ role: "user", content: el("try-prompt").value }];
+  if (el("try-system").value.trim()) messages.unshift({ role: "system", content: el("try-system").value });
+  return { ...shared, messages };
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    buffer += value;
+    const blocks = buffer.split("\n\n");
+    buffer = blocks.pop();
+    for (const block of blocks) {
+      const data = block.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      if (data && data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+function show(chunk) {
+  if (chunk.error) throw new Error(chunk.error.message);
+  for (const choice of chunk.choices) {
+    const delta = choice.delta ?? { content: choice.text };
+    if (delta.reasoning_content) {
+      el("try-reasoning").hidden = false;
+      el("try-reasoning").textContent += delta.reasoning_content;
+    }
+    if (delta.content) el("try-answer").textContent += delta.content;
+    if (delta.tool_calls) el("try-answer").textContent += JSON.stringify(delta.tool_calls);
+  }
+  if (chunk.timings) report(chunk.usage, chunk.timings);
+}
+
+async function send(controller) {
+  const isChat = el("try-chat").checked;
+  const response = await fetch(isChat ? "v1/chat/completions" : "v1/completions", {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify(body(isChat)),
+    signal: controller.signal,
+  });
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  for await (const chunk of events(response)) show(chunk);
+}
+
+function make(tag, attributes, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) node[name] = value;
+  node.append(...children);
+  return node;
+}
+
+function bar(name, ms, all) {
+  const part = make("span", { className: name, title: `${name} ${milliseconds(ms / 1e3)}` });
+  part.style.width = `${(100 * ms) / all}%`;
+  return part;
+}
+
+function report(usage, timings) {
+  const own = timings.diptych;
+  const all = Math.max(1e-6, own.queue_ms + own.prefill_ms + own.decode_ms);
+  const text = (ms) => (ms === null ? "-" : milliseconds(ms / 1e3));
+  const phases = make("div", { className: "phases" }, bar("queue", own.queue_ms, all), bar("prefill", own.prefill_ms, all), bar("decode", Math.max(0, own.decode_ms - own.stall_ms), all), bar("stall", own.stall_ms, all));
+  const line = `first token after ${text(own.ttft_ms)} = queue ${text(own.queue_ms)} + prefill ${text(own.prefill_ms)} · decode ${text(own.decode_ms)}${own.stall_ms > 0 ? `, of it stalled ${text(own.stall_ms)}` : ""}`;
+  const head = ["", "tokens", "measured", "rate", "expected of its steps", "ceiling allows"];
+  const rows = [
+    ["prefill", `${timings.prompt_n} (+${timings.cache_n} cached)`, text(own.prefill_ms), `${short(timings.prompt_per_second)} tok/s`, text(own.predicted.prefill_ms), text(own.roofline.prefill_ms)],
+    ["decode", `${timings.predicted_n}`, text(own.decode_ms), `${short(timings.predicted_per_second)} tok/s`, text(own.predicted.decode_ms), text(own.roofline.decode_ms)],
+  ];
+  if (own.thinking_n > 0) rows.push(["of it thinking", `${own.thinking_n}`, text(own.thinking_ms), "", "", ""]);
+  const longest = Math.max(1e-9, ...own.segments.map((one) => one.prefill_ms));
+  const segments = own.segments.map((one) => {
+    const mini = make("i", { className: one.cached_tokens === one.tokens ? "mini hit" : "mini" });
+    mini.style.width = `${Math.max(2, (80 * one.prefill_ms) / longest)}px`;
+    return [one.name, `${one.tokens}`, `${one.cached_tokens}`, text(one.prefill_ms), mini];
+  });
+  const table = (titles, lines) => make("div", { className: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...titles.map((title) => make("th", {}, title)))), make("tbody", {}, ...lines.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)))))));
+  el("try-report").replaceChildren(
+    make("h3", {}, "where the time went"), phases, make("p", { className: "note" }, line), table(head, rows),
+    make("h3", {}, "time to first token by part of the prompt"), table(["part", "tokens", "cached", "prefill", ""], segments),
+  );
+}
+
+export function setUpTry() {
+  let controller = null;
+  el("try-stop").addEventListener("click", () => controller?.abort());
+  el("try").addEventListener("submit", async (submit) => {
+    submit.preventDefault();
+    if (controller !== null) return;
+    controller = new AbortController();
+    el("try-send").disabled = true;
+    el("try-stop").disabled = false;
+    el("try-answer").className = "";
+    el("try-answer").textContent = "";
+    el("try-reasoning").textContent = "";
+    el("try-reasoning").hidden = true;
+    el("try-report").replaceChildren();
+    try {
+      await send(controller);
+    } catch (error) {
+      if (error.name !== "AbortError") {
+        el("try-answer").className = "error";
+        el("try-answer").textContent = error.message;
+      }
+    } finally {
+      controller = null;
+      el("try-send").disabled = false;
+      el("try-stop").disabled = true;
+    }
+  });
+}
