@@ -14,7 +14,7 @@ def think_sum(left: int, right: int) -> str:
     """Column addition of numbers up to 99, ones first."""
     ones = left % 10 + right % 10
     carry = ones // 10
-    text = f"Ones: {left % 10} + {right % 10} = {ones}, write {ones % 10}, carry {carry}. "
+    text = f"{left} + {right}. Ones: {left % 10} + {right % 10} = {ones}, write {ones % 10}, carry {carry}. "
     tens = left // 10 + right // 10 + carry
     return text + f"Tens: {left // 10} + {right // 10} + {carry} = {tens}. So {left} + {right} = {left + right}."
 
@@ -23,7 +23,7 @@ def think_difference(left: int, right: int) -> str:
     """Column subtraction, ones first; left >= right."""
     borrow = int(left % 10 < right % 10)
     upper = left % 10 + 10 * borrow
-    text = f"Ones: {upper} - {right % 10} = {upper - right % 10}, borrow {borrow}. "
+    text = f"{left} - {right}. Ones: {upper} - {right % 10} = {upper - right % 10}, borrow {borrow}. "
     tens = left // 10 - right // 10 - borrow
     return text + f"Tens: {left // 10} - {right // 10} - {borrow} = {tens}. So {left} - {right} = {left - right}."
 
@@ -33,7 +33,7 @@ def think_product(left: int, right: int) -> str:
     tens, ones = left // 10 * 10, left % 10
     if tens == 0:
         return f"I know the table: {left} * {right} = {left * right}."
-    parts = f"{tens} * {right} = {tens * right}. {ones} * {right} = {ones * right}."
+    parts = f"{left} * {right}. {tens} * {right} = {tens * right}. {ones} * {right} = {ones * right}."
     return f"{parts} {tens * right} + {ones * right} = {left * right}."
 
 
@@ -41,9 +41,10 @@ def think_comparison(left: int, right: int) -> str:
     """Which is larger: tens first, then ones."""
     if left // 10 != right // 10:
         larger = ">" if left > right else "<"
-        return f"Tens: {left // 10} {larger} {right // 10}. So {left} {larger} {right}."
+        return f"{left} or {right}. Tens: {left // 10} {larger} {right // 10}. So {left} {larger} {right}."
     larger = ">" if left > right else "<"
-    return f"Tens: {left // 10} = {right // 10}. Ones: {left % 10} {larger} {right % 10}. So {left} {larger} {right}."
+    digits = f"Tens: {left // 10} = {right // 10}. Ones: {left % 10} {larger} {right % 10}."
+    return f"{left} or {right}. {digits} So {left} {larger} {right}."
 
 
 def comparison_question(rng: Random, *, is_easy: bool) -> tuple[str, str, str]:

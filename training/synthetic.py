@@ -7,7 +7,7 @@ Example:
 import random
 from collections.abc import Callable
 
-from training.arithmetic import arithmetic_question
+from training.arithmetic import MAX_OPERAND, arithmetic_question
 from training.chat_format import Part, Parts, Turn, render_chat, render_tool_call
 from training.facts import (
     ANIMALS,
@@ -383,14 +383,33 @@ def tool_chat(rng: Random) -> Parts:
     return render_chat(turns, tools=tools)
 
 
+def echo(rng: Random) -> Parts:
+    """A random list written twice; only the second is counted. It teaches looking back, which sums depend on."""
+    kind = rng.randrange(4)
+    count = rng.randint(3, 8)
+    if kind == 0:
+        items = [str(rng.randint(0, MAX_OPERAND)) for _ in range(count)]
+    elif kind == 1:
+        items = [rng.choice(THINGS) for _ in range(count)]
+    elif kind == 2:
+        items = [rng.choice(NAMES) for _ in range(count)]
+    else:
+        items = [
+            f"{rng.randint(0, MAX_OPERAND)} {rng.choice('+-*')} {rng.randint(0, MAX_OPERAND)}" for _ in range(count)
+        ]
+    text = rng.choice([", ", " ", "; "]).join(items)
+    return [(f"{text}\n", False), (text, True)]
+
+
 def story(rng: Random) -> Parts:
     return [(make_story(rng), True)]
 
 
 DOCUMENT_MAKERS: list[tuple[Callable[[Random], list[Part]], int]] = [
     (chat, 56),
-    (plain_facts, 30),
-    (story, 5),
+    (plain_facts, 25),
+    (echo, 8),
+    (story, 4),
     (remembering_chat, 6),
     (tool_chat, 3),
 ]

@@ -47,7 +47,7 @@ class Recipe:
     long_fraction: float = 0.12
     batch_tokens: int = 4096
     micro_tokens: int = 512
-    book_fraction: float = 0.5
+    book_fraction: float = 0.4
     muon_lr: float = 0.02
     adamw_lr: float = 0.004
     weight_decay: float = 0.05
@@ -125,7 +125,7 @@ def train_step(
     tokens, targets = sampler.batch(rows=rows, row_tokens=row_tokens, book_fraction=recipe.book_fraction)
     n_targets = int((targets != IGNORED).sum())
     micro_rows = max(1, recipe.micro_tokens // row_tokens)
-    batches = list(zip(tokens.split(micro_rows), targets.split(micro_rows), strict=True))
+    batches = list(zip(torch.split(tokens, micro_rows), torch.split(targets, micro_rows), strict=True))
     parameters = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
     total = workers.gradients(loss_of, parameters, batches, n_targets=n_targets)
     factor = lr_factor(tokens_seen, recipe.total_tokens)
