@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import VOCAB, make_checkpoint, make_reference
-from stepping import Stepper
 
+from checkpoints import VOCAB, make_checkpoint, make_reference
 from diptych.compute.model import Model
+from stepping import Stepper
 
 LOGIT_TOLERANCE = 1e-4
 PROMPT_TOKENS = 41

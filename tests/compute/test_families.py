@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import FAMILIES
 from golden import PROMPT_TOKENS, Golden, check_golden, make_golden
 
+from checkpoints import FAMILIES
 from diptych.compute.model import Model
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig

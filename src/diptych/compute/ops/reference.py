@@ -1,0 +1,130 @@
+"""The plain definition of right: every op as the formula says, in fp32 or fp64, one sequence and one token at a time.
+
+Nothing here is fast and nothing is clever; backends are tested against it. `attention_prefill_dense` and
+`attention_decode_dense` are the textbook forms of the two phases over [B, H, T, d], for study and tests.
+
+Legend: B batch, T tokens, S sequences, H query heads, K kv heads, d head dim, N pool blocks, P tokens per block, M table width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.ops.contract import Activation, AttentionSpec, ExpertsSpec, RopeSpec
+
+
+def attention_prefill_dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a whole prompt at once: every token looks at itself and at those before it.
+
+    q, k, v [B, H, T, d]. Returns (output [B, H, T, d], weights [B, H, T, T]); weights above the diagonal are 0.
+    The mask is the lower triangle: row i may look at columns 0..i. scale: d**-0.5 unless given.
+    """
+    n_tokens, d = q.shape[2], q.shape[3]
+    scores = q @ k.transpose(2, 3) * (d**-0.5 if scale is None else scale)
+    may_look = torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=q.device).tril()
+    weights = scores.masked_fill(~may_look, float("-inf")).softmax(dim=-1)
+    return weights @ v, weights
+
+
+def attention_decode_dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one new token against the cache: everything cached is in its past, so there is no mask.
+
+    q [B, H, 1, d], k and v [B, H, T, d] with the new token's own. Returns (output [B, H, 1, d], weights [B, H, 1, T]).
+    """
+    d = q.shape[3]
+    weights = (q @ k.transpose(2, 3) * (d**-0.5 if scale is None else scale)).softmax(dim=-1)
+    return weights @ v, weights
+
+
+def attention_paged(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, spec: AttentionSpec
+) -> torch.Tensor:
+    """Each query of the batch against its sequence's blocks, one token and one head at a time.
+
+    q [T, H, d] · keys, values [N, P, K, d], read. Returns [T, H, d] fp32.
+    """
+    block_tokens = keys.shape[1]
+    group = spec.n_heads // spec.n_kv_heads
+    out = torch.zeros(q.shape, dtype=torch.float32)
+    for s in range(batch.n_sequences):
+        for t in range(int(batch.query_start_S1[s]), int(batch.query_start_S1[s + 1])):
+            position = int(batch.positions_T[t])
+            first = 0 if spec.window is None else max(0, position - spec.window + 1)
+            seen = range(first, position + 1)
+            blocks = [int(batch.block_table_SM[s, p // block_tokens]) for p in seen]
+            offsets = [p % block_tokens for p in seen]
+            for h in range(spec.n_heads):
+                k = keys[blocks, offsets, h // group].float()
+                v = values[blocks, offsets, h // group].float()
+                scores = k @ q[t, h].float() * spec.scale
+                if spec.softcap is not None:
+                    scores = spec.softcap * torch.tanh(scores / spec.softcap)
+                out[t, h] = scores.softmax(dim=-1) @ v
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """X / sqrt(mean(x^2) + eps) * weight over the last axis, fp32."""
+    x = x.float()
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
+
+
+def linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """H W^T + b, fp32. h [T, K], weight [N, K], bias [N]."""
+    y = h.float() @ weight.float().T
+    return y if bias is None else y + bias.float()
+
+
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """act(gate) * up for gate_up [T, 2F] with gate first, fp32."""
+    half = gate_up.shape[-1] // 2
+    g, up = gate_up[..., :half].float(), gate_up[..., half:].float()
+    if activation is Activation.SILU:
+        return g / (1 + torch.exp(-g)) * up
+    inner = (2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)
+    return 0.5 * g * (1 + torch.tanh(inner)) * up
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """X [T, heads, d] with dimensions i and i + rotary_dim/2 turned by position * inv_freq[i], fp32."""
+    x = x.float()
+    cos, sin = (torch.from_numpy(table) for table in rope.tables(int(positions.max()) + 1))
+    out = x.clone()
+    half = rope.rotary_dim // 2
+    for t, position in enumerate(positions.tolist()):
+        first, second = x[t, :, :half], x[t, :, half : 2 * half]
+        out[t, :, :half] = first * cos[position] - second * sin[position]
+        out[t, :, half : 2 * half] = second * cos[position] + first * sin[position]
+    return out
+
+
+def experts(
+    h: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: list[torch.Tensor],
+    down: list[torch.Tensor],
+    spec: ExpertsSpec,
+) -> torch.Tensor:
+    """The gated sum of each token's best experts [T, D], fp32. gate_up[e] [2F, D], down[e] [D, F]."""
+    out = torch.zeros(h.shape, dtype=torch.float32)
+    for t in range(len(h)):
+        probabilities = linear(h[t : t + 1], router)[0].softmax(dim=-1)
+        chosen = sorted(range(spec.n_experts), key=lambda e: -float(probabilities[e]))[: spec.experts_per_token]
+        total = float(sum(probabilities[e] for e in chosen)) if spec.renormalises else 1.0
+        for e in chosen:
+            y = linear(gate(linear(h[t : t + 1], gate_up[e]), spec.activation), down[e])[0]
+            out[t] += float(probabilities[e]) / total * y
+    return out
+
+
+def head(
+    x: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, *, rows: list[int], eps: float, softcap: float | None
+) -> torch.Tensor:
+    """Logits [R, V] fp32 of the given rows of x [T, D]."""
+    logits = linear(rms_norm(x[rows], norm, eps=eps), weight)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,0 +1,261 @@
+"""Every op of the torch backend against the reference, over the edge shapes of the contract."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.ops import reference
+from diptych.compute.ops.contract import (
+    EDGE_SHAPES,
+    OPS,
+    Activation,
+    AttentionSpec,
+    EdgeShape,
+    ExpertParts,
+    ExpertsSpec,
+    LinearParts,
+    QkNorm,
+    RopeSpec,
+)
+from diptych.compute.ops.torch_ops import TorchAttention, TorchLoader, TorchOps
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+VARIANTS = {
+    "plain": {},
+    "window 1": {"window": 1},
+    "window 8": {"window": 8},
+    "window 16": {"window": 16},
+    "window 17": {"window": 17},
+    "softcap": {"softcap": 1.5},
+    "softcap, window": {"softcap": 1.5, "window": 9},
+}
+
+
+@dataclass
+class Memory:
+    """A WeightTensor in memory."""
+
+    name: str
+    tensor: torch.Tensor
+    random_seed: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
+
+
+def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def world(shape: EdgeShape) -> tuple[ForwardBatch, int]:
+    """A batch of this shape over scattered blocks, and the size of its pool."""
+    size = shape.block_tokens
+    rng = np.random.default_rng(0)
+    counts = [-(-(cached + new) // size) for cached, new in shape.sequences]
+    n_blocks = sum(counts) + 3
+    ids = rng.permutation(n_blocks)
+    table = np.zeros((len(counts), max(counts)), dtype=np.int32)
+    positions, slots, taken = [], [], 0
+    for s, (cached, new) in enumerate(shape.sequences):
+        table[s, : counts[s]] = ids[taken : taken + counts[s]]
+        taken += counts[s]
+        positions += range(cached, cached + new)
+        slots += [table[s, p // size] * size + p % size for p in range(cached, cached + new)]
+    n_tokens = len(positions)
+    batch = ForwardBatch(
+        token_ids_T=rng.integers(0, 50, n_tokens).astype(np.int32),
+        positions_T=np.array(positions, dtype=np.int32),
+        slots_T=np.array(slots, dtype=np.int32),
+        query_start_S1=np.array([0, *accumulate(new for _, new in shape.sequences)], dtype=np.int32),
+        context_tokens_S=np.array([cached + new for cached, new in shape.sequences], dtype=np.int32),
+        block_table_SM=table,
+        logits_rows_R=np.array([0, n_tokens - 1], dtype=np.int32),
+    )
+    return batch, n_blocks
+
+
+def make_ops(shape: EdgeShape, dtype: torch.dtype) -> tuple[TorchOps, ForwardBatch, TorchKVStore]:
+    batch, n_blocks = world(shape)
+    kv = TorchKVStore(
+        n_layers=1, n_blocks=n_blocks, block_tokens=shape.block_tokens, n_kv_heads=shape.n_kv_heads,
+        head_dim=shape.head_dim, dtype=dtype, device=CPU,
+    )  # fmt: skip
+    kv.layers[0].copy_(noise(*kv.layers[0].shape, seed=1))
+    return TorchOps(batch, kv, device=CPU, dtype=dtype), batch, kv
+
+
+def attention_spec(shape: EdgeShape, **fields: object) -> AttentionSpec:
+    sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
+    return AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes, **fields)  # type: ignore[arg-type]
+
+
+def check(name: str, got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == expected.shape
+    error = (got.float() - expected.float()).abs().max().item() if got.numel() else 0.0
+    assert error <= OPS[name].tolerance(dtype), f"{name} differs by {error}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("shape", EDGE_SHAPES, ids=lambda shape: shape.name)
+def test_attention(shape: EdgeShape, variant: dict, dtype: torch.dtype) -> None:
+    """Paging, raggedness, windows and groups meet at block edges; an off-by-one shows only there."""
+    ops, batch, kv = make_ops(shape, dtype)
+    spec = attention_spec(shape, **variant)
+    q = noise(batch.n_tokens, shape.n_heads, shape.head_dim, seed=2).to(dtype)
+    expected = reference.attention_paged(q, kv.layers[0][0], kv.layers[0][1], batch, spec)
+    check("attention", ops.attention(q, TorchAttention(spec, None, None)), expected.flatten(1), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 700], ids=["full", "window"])
+def test_attention_of_a_long_chunk_in_slices(window: int | None) -> None:
+    """Chunks over 512 queries are attended slice by slice; the borders must not show."""
+    shape = EdgeShape(name="long", sequences=((37, 1100),), n_heads=2, n_kv_heads=1, head_dim=8)
+    ops, batch, kv = make_ops(shape, torch.float32)
+    spec = attention_spec(shape, window=window)
+    q = noise(batch.n_tokens, shape.n_heads, shape.head_dim, seed=2)
+    got = ops.attention(q, TorchAttention(spec, None, None)).unflatten(1, (2, 8))
+    rows = [0, 1, 510, 511, 512, 513, 1023, 1024, 1025, 1099]
+    for row in rows:
+        position = 37 + row
+        first = 0 if window is None else max(0, position - window + 1)
+        seen = np.arange(first, position + 1)
+        slots = batch.block_table_SM[0, seen // 16], seen % 16
+        k, v = kv.layers[0][0][slots][:, 0], kv.layers[0][1][slots][:, 0]
+        expected = (q[row] @ k.T * spec.scale).softmax(-1) @ v
+        torch.testing.assert_close(got[row], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("qk_norm", QkNorm)
+@pytest.mark.parametrize("rotary_dim", [0, 8, 16])
+@pytest.mark.parametrize("shape", [EDGE_SHAPES[0], EDGE_SHAPES[9]], ids=lambda shape: shape.name)
+def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dtype: torch.dtype) -> None:
+    """A key is written once and read for the rest of the sequence: its norm, angle and slot must be right."""
+    ops, batch, kv = make_ops(shape, dtype)
+    n_heads, n_kv, d = shape.n_heads, shape.n_kv_heads, shape.head_dim
+    rope = (
+        RopeSpec(inv_freq=tuple(0.7**i for i in range(rotary_dim // 2)), attention_factor=1.2) if rotary_dim else None
+    )
+    spec = attention_spec(shape, rope=rope, qk_norm=qk_norm)
+    widths = {QkNorm.NONE: None, QkNorm.HEAD: (d, d), QkNorm.FULL: (n_heads * d, n_kv * d)}[qk_norm]
+    q_norm, k_norm = (None, None) if widths is None else (noise(w, seed=w) + 1.0 for w in widths)
+    qkv = noise(batch.n_tokens, (n_heads + 2 * n_kv) * d, seed=5).to(dtype)
+    before = kv.layers[0].clone()
+    got = ops.rotate_and_cache(qkv, TorchAttention(spec, q_norm, k_norm))
+
+    positions = torch.from_numpy(batch.positions_T)
+    expected = []
+    for part, norm, heads in (
+        (qkv[:, : n_heads * d], q_norm, n_heads),
+        (qkv[:, n_heads * d :][:, : n_kv * d], k_norm, n_kv),
+    ):
+        if qk_norm is QkNorm.FULL:
+            part = reference.rms_norm(part, norm, eps=spec.norm_eps)
+        part = part.unflatten(1, (heads, d))
+        if qk_norm is QkNorm.HEAD:
+            part = reference.rms_norm(part, norm, eps=spec.norm_eps)
+        expected.append(part if rope is None else reference.rotate(part, positions, rope))
+    # values reach 3 with weights up to 3: the tolerance is of values of order one
+    scale = max(1.0, expected[0].abs().max().item())
+    check("rotate_and_cache", got / scale, expected[0] / scale, dtype)
+    slots = torch.from_numpy(batch.slots_T).long()
+    keys, values = kv.layers[0].flatten(1, 2)
+    check("rotate_and_cache", keys[slots] / scale, expected[1] / scale, dtype)
+    assert torch.equal(values[slots], qkv[:, -n_kv * d :].unflatten(1, (n_kv, d)))
+    others = torch.ones(len(keys), dtype=torch.bool)
+    others[slots] = False
+    assert torch.equal(kv.layers[0].flatten(1, 2)[:, others], before.flatten(1, 2)[:, others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("n_tokens", [1, 2, 17])
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["bias-free", "bias"])
+def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool, dtype: torch.dtype) -> None:
+    """Parts stacked at load must come out in the order given, and biases with them."""
+    ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), dtype)
+    loader = TorchLoader(CPU, dtype)
+    sizes, width = (24, 8, 16), 32
+    weights = [noise(n, width, seed=n, scale=width**-0.5).to(dtype) for n in sizes]
+    biases = [noise(n, seed=n + 1).to(dtype) for n in sizes] if has_bias else []
+    parts = LinearParts(weights=tuple(Memory("w", w) for w in weights), biases=tuple(Memory("b", b) for b in biases))
+    h, x = noise(n_tokens, width, seed=9).to(dtype), noise(n_tokens, 48, seed=10).to(dtype)
+    expected = reference.linear(h, torch.cat(weights), torch.cat(biases) if has_bias else None)
+    handle = loader.linear(parts)
+    scale = max(1.0, expected.abs().max().item())
+    check("linear", ops.linear(h, handle) / scale, expected / scale, dtype)
+    check("linear_add", ops.linear_add(h, handle, x.clone()) / scale, (x.float() + expected) / scale, dtype)
+    check("add", ops.add(x.clone(), x), x.float() * 2, dtype)
+    gated = reference.gate(expected, activation)
+    scale = max(1.0, gated.abs().max().item())
+    check("linear_gate", ops.linear_gate(h, loader.gated(parts, activation)) / scale, gated / scale, dtype)
+    norm = loader.vector(Memory("n", noise(width, seed=11).to(dtype)), offset=1.0)
+    normed = reference.rms_norm(h, noise(width, seed=11).to(dtype).float() + 1.0, eps=1e-5)
+    check("rms_norm", ops.rms_norm(h, norm, eps=1e-5), normed, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("renormalises", [False, True])
+@pytest.mark.parametrize("n_tokens", [1, 9])
+def test_experts(n_tokens: int, renormalises: bool, dtype: torch.dtype) -> None:
+    """A token sent to the wrong expert, or weighted twice, changes text without any error."""
+    ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), dtype)
+    spec = ExpertsSpec(n_experts=5, experts_per_token=2, ffn=12, renormalises=renormalises, activation=Activation.SILU)
+    router = noise(5, 16, seed=20).to(dtype)
+    gate_up = [noise(24, 16, seed=30 + e, scale=0.25).to(dtype) for e in range(5)]
+    down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(5)]
+    handle = TorchLoader(CPU, dtype).experts(
+        spec,
+        router=Memory("r", router),
+        experts=tuple(
+            ExpertParts(
+                gate_up=LinearParts(weights=(Memory("a", gate_up[e][:12]), Memory("b", gate_up[e][12:]))),
+                down=LinearParts(weights=(Memory("c", down[e]),)),
+            )
+            for e in range(5)
+        ),
+    )
+    h, x = noise(n_tokens, 16, seed=50).to(dtype), noise(n_tokens, 16, seed=51).to(dtype)
+    expected = x.float() + reference.experts(h, router, gate_up, down, spec)
+    check("experts_add", ops.experts_add(h, handle, x.clone()), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("rows", [[], [0], [6, 2, 3]])
+def test_embed_and_head(rows: list[int], softcap: float | None, dtype: torch.dtype) -> None:
+    """Logits are wanted of some rows only, possibly none (a prefill chunk that is not the last)."""
+    shape = EdgeShape(name="any", sequences=((0, 7),))
+    batch, n_blocks = world(shape)
+    fields = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
+    batch = ForwardBatch(**{**fields, "logits_rows_R": np.array(rows, dtype=np.int32)})
+    kv = TorchKVStore(n_layers=1, n_blocks=n_blocks, block_tokens=16, n_kv_heads=1, head_dim=2, dtype=dtype, device=CPU)
+    ops, loader = TorchOps(batch, kv, device=CPU, dtype=dtype), TorchLoader(CPU, dtype)
+    tensor = Memory("table", noise(50, 16, seed=60).to(dtype))
+    table = loader.table(tensor)
+    x = ops.embed(table, scale=2.0)
+    check("embed", x, tensor.tensor[batch.token_ids_T] * 2.0, dtype)
+    norm = Memory("norm", noise(16, seed=61) + 1.0)
+    logits = ops.head(x, loader.vector(norm), loader.head(tensor, table=table), eps=1e-6, softcap=softcap)
+    expected = reference.head(x, norm.tensor, tensor.tensor, rows=rows, eps=1e-6, softcap=softcap)
+    assert logits.dtype == torch.float32
+    scale = max(1.0, expected.abs().max().item()) if rows else 1.0
+    check("head", logits / scale, expected / scale, dtype)
+    assert loader.head(tensor, table=table).weight.data_ptr() == table.data_ptr(), "a tied head is not a second copy"
