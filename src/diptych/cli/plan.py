@@ -10,97 +10,119 @@ Arithmetic only: neither torch nor numpy is loaded; matplotlib only for --pictur
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from diptych.cost.advice import chunk_for, pools_for, speculation, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
-from diptych.cost.rows import read_rows
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, size
 from diptych.cost.stacks import stack_names
 from diptych.cost.tables import QUANTS, data_text, device_names, device_spec, model_names
 from diptych.ground.errors import ConfigError, EngineError
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
-
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 
-Words = Annotated[
-    list[str] | None, typer.Argument(help="MODEL (name, config.json or folder) | compare MODEL[,MODEL] | accuracy")
-]
-Hardware = Annotated[str | None, typer.Option("--hardware", "-d", help="device name, `local`, or several with commas")]
-Weights = Annotated[str | None, typer.Option("--weights", "-w", help="weight format; with --ask several with commas")]
 
+def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> None:
+    """Run the command. Exit code 2 on an error of input, said on standard error.
 
-@app.command()
-def plan(
-    words: Words = None,
-    hardware: Hardware = None,
-    weights: Weights = None,
-    kv: Annotated[str, typer.Option("--kv", help="KV cache format: bf16, fp8, int8, int4, fp32")] = "bf16",
-    tp: Annotated[int, typer.Option("--tp", help="devices that share one copy of the model")] = 1,
-    batch: Annotated[int, typer.Option("--batch", "-b", help="sequences in flight")] = 1,
-    prompt: Annotated[int, typer.Option("--prompt", "-p", help="prompt tokens")] = 2048,
-    cached: Annotated[int, typer.Option("--cached", help="prompt tokens already in the prefix cache")] = 0,
-    output: Annotated[int, typer.Option("--output", "-o", help="tokens of the answer")] = 256,
-    context: Annotated[
-        int | None, typer.Option("--context", help="context of the decode step (default: mid-answer)")
-    ] = None,
-    stall_budget: Annotated[str, typer.Option("--stall-budget", help="longest step while others decode")] = "50ms",
-    rate: Annotated[float, typer.Option("--rate", help="requests per second, for one pool or two")] = 1.0,
-    draft_tokens: Annotated[int, typer.Option("--draft-tokens", help="tokens drafted per verify step")] = 4,
-    acceptance: Annotated[float, typer.Option("--acceptance", help="chance that a drafted token is right")] = 0.7,
-    draft_cost: Annotated[float, typer.Option("--draft-cost", help="one drafted token, in decode steps")] = 0.05,
-    stack: Annotated[str | None, typer.Option("--stack", help="software whose constants to use")] = None,
-    ask: Annotated[str | None, typer.Option("--ask", help="ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200")] = None,
-    devices: Annotated[str | None, typer.Option("--devices", help="devices to choose from, with commas")] = None,
-    budget: Annotated[float | None, typer.Option("--budget", help="most USD per hour")] = None,
-    price: Annotated[list[str] | None, typer.Option("--price", help="DEVICE=USD per hour of one device")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    picture: Annotated[Path | None, typer.Option("--picture", help="write a picture (.png, .svg, .pdf)")] = None,
-    rows: Annotated[Path | None, typer.Option("--rows", help="published rows (CSV) for `accuracy`")] = None,
-    listing: Annotated[bool, typer.Option("--list", help="list models, devices, formats and software")] = False,
-) -> None:
-    """Predict both phases for a model on a device."""
-    words = words or []
+    argparse on purpose: importing typer costs more than the whole answer.
+    """
+    options = _parser(prog_name).parse_args(args)
     try:
-        question = Question(
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-            output_tokens=output,
-            batch=batch,
-            context_tokens=context,
-            stall_budget_s=parse_duration_s(stall_budget, "stall budget"),
-            requests_per_s=rate,
-            draft_tokens=draft_tokens,
-            acceptance=acceptance,
-            draft_cost=draft_cost,
-        )
-        if listing:
-            _list(as_json)
-        elif words[:1] == ["accuracy"]:
-            _no_more(words[1:])
-            _accuracy(rows, as_json)
-        elif words[:1] == ["compare"]:
-            _compare(
-                words[1:], hardware, question, weights=weights or "bf16", kv=kv, tp=tp, stack=stack, as_json=as_json
-            )
-        elif ask is not None:
-            names = _split(devices or hardware) or _priced_devices()
-            setups = _setups(_model(words), names, weights=_split(weights) or list(ASK_WEIGHTS), kv=kv, stack=stack)
-            _ask(size(setups, parse_ask(ask), prices=_prices(price), budget_usd_per_hour=budget), as_json)
-        else:
-            setup = setup_of(_model(words), _device(hardware), weights=weights or "bf16", kv=kv, tp=tp, stack=stack)
-            _plan(make_plan(setup, question), as_json, picture)
+        _answer(options)
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        sys.exit(2)
+
+
+def _parser(prog_name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog_name,
+        description="Predict both phases of a model on a device.",
+        usage=f"{prog_name} MODEL --hardware NAME [options]\n"
+        f"       {prog_name} MODEL --ask ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200 [--devices NAME,NAME]\n"
+        f"       {prog_name} compare MODEL[,MODEL] --hardware NAME[,NAME]\n"
+        f"       {prog_name} accuracy [--rows FILE.csv]\n"
+        f"       {prog_name} --list",
+    )
+    add = parser.add_argument
+    add("words", nargs="*", metavar="MODEL", help="a name, a config.json, a folder with one, or `bundled` (default)")
+    add("--hardware", "-d", metavar="NAME", help="device name, or `local` (default): this machine as measured")
+    add(
+        "--weights", "-w", metavar="FORMAT", help="weight format (default bf16); several with commas for --ask, compare"
+    )
+    add("--kv", default="bf16", metavar="FORMAT", help="KV cache format: bf16, fp8, int8, int4, fp32")
+    add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
+    add("--batch", "-b", type=int, default=1, metavar="N", help="sequences in flight")
+    add("--prompt", "-p", type=int, default=2048, metavar="N", help="prompt tokens")
+    add("--cached", type=int, default=0, metavar="N", help="prompt tokens already in the prefix cache")
+    add("--output", "-o", type=int, default=256, metavar="N", help="tokens of the answer")
+    add("--context", type=int, metavar="N", help="context of the decode step (default: the middle of the answer)")
+    add("--stall-budget", default="50ms", metavar="TIME", help="longest step while others decode")
+    add("--rate", type=float, default=1.0, metavar="R", help="requests per second, for one pool or two")
+    add("--draft-tokens", type=int, default=4, metavar="N", help="tokens drafted per verify step")
+    add("--acceptance", type=float, default=0.7, metavar="A", help="chance that a drafted token is right")
+    add("--draft-cost", type=float, default=0.05, metavar="C", help="cost of one drafted token, in decode steps")
+    add("--stack", metavar="NAME", help="software whose fitted constants to use (see --list)")
+    add("--ask", metavar="LIMITS", help="name the cheapest setup for ttft=..,tpot=..,rate=..,in=..,out=..")
+    add("--devices", metavar="NAMES", help="devices to choose from (default: all with a price)")
+    add("--budget", type=float, metavar="USD", help="most USD per hour")
+    add("--price", action="append", metavar="NAME=USD", help="price per hour of one device; may be repeated")
+    add("--json", dest="as_json", action="store_true", help="print JSON")
+    add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
+    add("--rows", type=Path, metavar="FILE", help="published rows (CSV) for `accuracy`")
+    add("--list", dest="listing", action="store_true", help="list models, devices, formats and software")
+    return parser
+
+
+def _answer(options: argparse.Namespace) -> None:
+    words: list[str] = options.words
+    question = _question(options)
+    if options.listing:
+        _list(options.as_json)
+    elif words[:1] == ["accuracy"]:
+        _no_more(words[1:])
+        _accuracy(options.rows, options.as_json)
+    elif words[:1] == ["compare"]:
+        _compare(options, question)
+    elif options.ask is not None:
+        names = _split(options.devices or options.hardware) or _priced_devices()
+        setups = _setups(_model(words), names, options)
+        answer = size(setups, parse_ask(options.ask), prices=_prices(options.price), budget_usd_per_hour=options.budget)
+        _show_answer(answer, options.as_json)
+    else:
+        setup = setup_of(
+            _model(words),
+            _device(options.hardware),
+            weights=options.weights or "bf16",
+            kv=options.kv,
+            tp=options.tp,
+            stack=options.stack,
+        )
+        _plan(make_plan(setup, question), options.as_json, options.picture)
+
+
+def _question(options: argparse.Namespace) -> Question:
+    return Question(
+        prompt_tokens=options.prompt,
+        cached_tokens=options.cached,
+        output_tokens=options.output,
+        batch=options.batch,
+        context_tokens=options.context,
+        stall_budget_s=parse_duration_s(options.stall_budget, "stall budget"),
+        requests_per_s=options.rate,
+        draft_tokens=options.draft_tokens,
+        acceptance=options.acceptance,
+        draft_cost=options.draft_cost,
+    )
 
 
 def _plan(plan: Plan, as_json: bool, picture: Path | None) -> None:
@@ -121,33 +143,23 @@ def _plan(plan: Plan, as_json: bool, picture: Path | None) -> None:
         print(f"picture: {picture}", file=sys.stderr)
 
 
-def _ask(answer: Answer, as_json: bool) -> None:
+def _show_answer(answer: Answer, as_json: bool) -> None:
     if as_json:
         print(_module("plan_json").dump(answer))
     else:
         _module("plan_text").show_answer(answer)
 
 
-def _compare(
-    words: list[str],
-    hardware: str | None,
-    question: Question,
-    *,
-    weights: str,
-    kv: str,
-    tp: int,
-    stack: str | None,
-    as_json: bool,
-) -> None:
-    _no_more(words[1:])
-    models, names = _split(_model(words)), _split(_device(hardware))
+def _compare(options: argparse.Namespace, question: Question) -> None:
+    words: list[str] = options.words[1:]
+    models, names = _split(_model(words)), _split(_device(options.hardware))
     plans = [
-        make_plan(setup_of(model, name, weights=each, kv=kv, tp=tp, stack=stack), question)
+        make_plan(setup_of(model, name, weights=weights, kv=options.kv, tp=options.tp, stack=options.stack), question)
         for model in models
         for name in names
-        for each in _split(weights)
+        for weights in _split(options.weights) or ["bf16"]
     ]
-    if as_json:
+    if options.as_json:
         print(_module("plan_json").dump({"plans": plans}))
     else:
         _module("plan_text").show_comparison(plans)
@@ -156,6 +168,7 @@ def _compare(
 def _accuracy(rows_file: Path | None, as_json: bool) -> None:
     """Leave one model out, on the file's rows or on the built-in copy; other rows only help to fit."""
     accuracy = import_module("diptych.cost.accuracy")
+    read_rows = import_module("diptych.cost.rows").read_rows
     known = read_rows(data_text("published_rows.csv"))[0]
     rows, left_out = known, 0
     if rows_file is not None:
@@ -184,17 +197,17 @@ def _list(as_json: bool) -> None:
         _module("plan_text").show_list()
 
 
-def _setups(model: str, names: list[str], *, weights: list[str], kv: str, stack: str | None) -> list[Setup]:
+def _setups(model: str, names: list[str], options: argparse.Namespace) -> list[Setup]:
     """Every device x format x split that is possible; impossible splits are skipped, unknown names are errors."""
     found: list[Setup] = []
     for name in names:
-        for each in weights:
-            base = setup_of(model, name, weights=each, kv=kv, stack=stack)
-            if each == "fp8" and "fp8" not in base.hardware.flops_per_s:
+        for weights in _split(options.weights) or list(ASK_WEIGHTS):
+            base = setup_of(model, name, weights=weights, kv=options.kv, stack=options.stack)
+            if weights == "fp8" and "fp8" not in base.hardware.flops_per_s:
                 continue
             for tp in TRIED_TP:
                 try:
-                    found.append(setup_of(model, name, weights=each, kv=kv, tp=tp, stack=stack))
+                    found.append(replace(base, tp=tp))
                 except ConfigError:
                     break
     return found

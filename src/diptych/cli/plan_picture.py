@@ -43,7 +43,11 @@ def _roofline(axis: Axes, plan: Plan) -> None:
     axis.loglog(intensities, [min(peak, bandwidth * x) for x in intensities], color="black", lw=1.2)
     axis.axvline(plan.prefill.balance, color=GREY, ls=":", lw=1)
     axis.text(
-        plan.prefill.balance * 1.1, peak * 2e-4, f"balance\n{plan.prefill.balance:.0f} FLOP/B", color=GREY, fontsize=8
+        plan.prefill.balance * 1.2,
+        bandwidth * 0.15,
+        f"balance\n{plan.prefill.balance:.0f} FLOP/B",
+        color=GREY,
+        fontsize=8,
     )
     for report, colour in ((plan.prefill, PREFILL), (plan.decode, DECODE)):
         for line in report.components:
@@ -67,7 +71,7 @@ def _parts(axis: Axes, plan: Plan) -> None:
         shares = [getattr(report, name) / report.predicted_s for report in reports]
         axis.barh([0, 1], shares, left=left, color=colour, label=name.removesuffix("_s"))
         left = [a + b for a, b in zip(left, shares, strict=True)]
-    labels = [f"{report.phase.value}\n{report.predicted_s * 1e3:.3g} ms" for report in reports]
+    labels = [f"{report.phase.value}\n{report.predicted_s * 1e3:,.4g} ms" for report in reports]
     axis.set_yticks([0, 1], labels)
     axis.set_xlim(0, 1)
     axis.set_xlabel("share of the predicted step")

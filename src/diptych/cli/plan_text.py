@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from diptych.cost.accuracy import ErrorSummary
 from diptych.cost.advice import ChunkAdvice, PoolAdvice, Speculation, WhatIf
 from diptych.cost.calibration import Coverage
 from diptych.cost.parameters import parameter_count
@@ -18,6 +18,9 @@ from diptych.cost.stacks import stack_names
 from diptych.cost.tables import KV_FORMATS, QUANTS, device_names, device_spec, model_names, model_spec
 from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec
+
+if TYPE_CHECKING:  # the fits behind it are needed by `plan accuracy` alone
+    from diptych.cost.accuracy import ErrorSummary
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

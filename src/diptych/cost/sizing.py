@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.calibration import Calibration
 from diptych.cost.memory import capacity_of
 from diptych.cost.roofline import compute_dtype
 from diptych.cost.setup import Setup
@@ -185,42 +186,49 @@ def judge(setup: Setup, ask: Ask, *, prices: Mapping[str, float]) -> list[Candid
     max_batch = capacity_of(setup, context_tokens=context, batch=1).max_batch
     if max_batch < 1:
         return [_rejected(setup, prices, "the weights and one sequence do not fit in memory")]
+    predictor = setup.model_of_time()
     found: list[Candidate] = []
-    for instances in _counts(setup, ask):
-        candidate = _evaluate(setup, ask, instances, max_batch, prices)
+    for instances in _counts(predictor, ask):
+        candidate = _evaluate(setup, ask, predictor, instances=instances, max_batch=max_batch, prices=prices)
         if candidate.verdict is Verdict.MEETS:
             return [*found, candidate]
         if candidate.verdict is Verdict.UNDECIDED and not found:
             found.append(candidate)
-        if candidate.verdict is Verdict.MISSES and _is_hopeless(setup, ask):
+        if candidate.verdict is Verdict.MISSES and _is_hopeless(predictor, ask):
             return [candidate]
     return found or [_rejected(setup, prices, f"more than {MAX_INSTANCES} instances would be needed")]
 
 
-def _counts(setup: Setup, ask: Ask) -> Iterable[int]:
+def _counts(predictor: CalibratedModel, ask: Ask) -> Iterable[int]:
     """Numbers of instances to try: from what the prefills alone need."""
-    predictor = setup.model_of_time()
     prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)).total_s
     least = max(math.ceil(ask.requests_per_s * prefill_s / MAX_LOAD), 1)
     return range(least, MAX_INSTANCES + 1)
 
 
-def _is_hopeless(setup: Setup, ask: Ask) -> bool:
+def _is_hopeless(predictor: CalibratedModel, ask: Ask) -> bool:
     """Even an idle instance is surely too slow, so more of them do not help."""
-    idle = steady_state(setup.model_of_time(), replace(ask, requests_per_s=1e-6), scale=_scale(setup)[0])
+    idle = steady_state(predictor, replace(ask, requests_per_s=1e-6), scale=_scale(predictor.calibration)[0])
     return idle is None or idle.ttft_s > ask.ttft_s or idle.tpot_s > ask.tpot_s
 
 
-def _scale(setup: Setup) -> tuple[tuple[float, float], tuple[float, float]]:
+def _scale(calibration: Calibration) -> tuple[tuple[float, float], tuple[float, float]]:
     """(prefill, decode) factors of the optimistic and of the pessimistic end of the interval."""
-    prefill, decode = setup.calibration.prefill_residual, setup.calibration.decode_residual
+    prefill, decode = calibration.prefill_residual, calibration.decode_residual
     return (1.0 + prefill.low, 1.0 + decode.low), (1.0 + prefill.high, 1.0 + decode.high)
 
 
-def _evaluate(setup: Setup, ask: Ask, instances: int, max_batch: int, prices: Mapping[str, float]) -> Candidate:
+def _evaluate(
+    setup: Setup,
+    ask: Ask,
+    predictor: CalibratedModel,
+    *,
+    instances: int,
+    max_batch: int,
+    prices: Mapping[str, float],
+) -> Candidate:
     share = replace(ask, requests_per_s=ask.requests_per_s / instances)
-    predictor = setup.model_of_time()
-    optimistic, pessimistic = _scale(setup)
+    optimistic, pessimistic = _scale(setup.calibration)
     low = steady_state(predictor, share, scale=optimistic)
     middle = steady_state(predictor, share, scale=(1.0, 1.0))
     high = steady_state(predictor, share, scale=pessimistic)

@@ -1,0 +1,226 @@
+"""Exact FLOPs and bytes: the formulas against published arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.cost.components import (
+    BF16,
+    cost_of,
+    expected_experts,
+    kv_bytes_of_context,
+    kv_bytes_per_token,
+)
+from diptych.cost.parameters import kv_bytes_stored
+from diptych.cost.tables import model_spec, quant_spec
+from diptych.cost.workload import ChunkShape, Workload
+from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
+from diptych.ground.specs import KVSpec
+from diptych.ground.step import Chunk, StepPlan
+
+KV = KVSpec()
+
+
+def prefill(name: str, tokens: int = 2048):
+    return cost_of(model_spec(name), Workload.prefill(batch=1, new_tokens=tokens), quant=BF16, kv=KV)
+
+
+def decode(name: str, context: int = 2048, batch: int = 1):
+    return cost_of(model_spec(name), Workload.decode(batch=batch, context_tokens=context), quant=BF16, kv=KV)
+
+
+def attention_flops(cost) -> float:
+    return cost.component("scores").flops + cost.component("values").flops
+
+
+@pytest.mark.parametrize(
+    ("name", "linear_gflop", "head_gflop", "prefill_tflop", "attention_tflop"),
+    [
+        ("llama-3.1-8b", 13.959, 1.051, 29.688, 1.100),
+        ("qwen3-30b-a3b", 5.461, 0.622, 12.835, 1.650),
+        ("deepseek-v3", 71.396, 1.853, 156.7, 10.5),
+    ],
+)
+def test_prefill_flops_equal_the_reference(name, linear_gflop, head_gflop, prefill_tflop, attention_tflop):
+    """The reference's section F.1 to all digits it prints; every planner answer rests on these."""
+    cost = prefill(name)
+    linear = (cost.flops - attention_flops(cost) - cost.component("head").flops) / 2048
+    assert linear / 1e9 == pytest.approx(linear_gflop, abs=5e-4)
+    assert cost.component("head").flops / 1e9 == pytest.approx(head_gflop, abs=5e-4)
+    assert cost.flops / 1e12 == pytest.approx(prefill_tflop, rel=4e-5 if prefill_tflop < 100 else 5e-4)
+    assert attention_flops(cost) / 1e12 == pytest.approx(attention_tflop, rel=5e-3)
+
+
+def test_decode_step_equals_the_reference():
+    """Llama-3.1-8B at context 2048: 16.083 GFLOP, 15.278 GB, 1.053 FLOP per byte."""
+    cost = decode("llama-3.1-8b")
+    assert cost.flops / 1e9 == pytest.approx(16.083, abs=5e-4)
+    assert cost.bytes / 1e9 == pytest.approx(15.278, abs=6e-4)
+    assert cost.intensity == pytest.approx(1.053, abs=5e-4)
+
+
+def test_decode_step_of_a_mixture_reads_only_its_experts():
+    """Qwen3-30B-A3B: 7.694 GFLOP, 6.285 GB, 1.224 FLOP per byte; charging all experts would say 61 GB."""
+    cost = decode("qwen3-30b-a3b")
+    assert cost.flops / 1e9 == pytest.approx(7.694, abs=5e-4)
+    assert cost.bytes / 1e9 == pytest.approx(6.285, abs=1e-3)
+    assert cost.intensity == pytest.approx(1.224, abs=5e-4)
+
+
+def test_absorbed_latent_attention_is_near_the_ridge():
+    """DeepSeek-V3 decode attention does 242 FLOP per KV byte: 2 H 1088 / (576 c)."""
+    cost = decode("deepseek-v3", 8192)
+    read = cost.component("scores").kv_read_bytes + cost.component("values").kv_read_bytes
+    assert attention_flops(cost) / read == pytest.approx(2 * 128 * 1088 / (576 * 2), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("experts", "per_token", "tokens", "distinct"),
+    [
+        (128, 8, 1, 8), (128, 8, 8, 51.6), (128, 8, 32, 111.8), (128, 8, 64, 125.9),
+        (256, 8, 1, 8), (256, 8, 8, 57.4), (256, 8, 32, 163), (256, 8, 64, 222),
+        (8, 2, 1, 2), (8, 2, 8, 7.2), (8, 2, 64, 8),
+    ],
+)  # fmt: skip
+def test_distinct_experts_equal_the_reference(experts, per_token, tokens, distinct):
+    """D(N) = E (1 - (1 - k/E)^N); the common min(E, N k) is up to 58 % too high."""
+    assert expected_experts(experts, per_token, tokens) == pytest.approx(distinct, rel=6e-3)
+
+
+@given(skew=st.floats(0.05, 3.0), tokens=st.integers(1, 300))
+def test_skewed_routing_touches_fewer_experts_but_at_least_k(skew, tokens):
+    """A popular expert is shared by more tokens, so fewer are read; one token always reads k."""
+    even = expected_experts(64, 6, tokens)
+    skewed = expected_experts(64, 6, tokens, skew=skew)
+    assert 6 - 1e-6 <= skewed <= even + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_bytes"),
+    [
+        ("llama-2-7b", 524_288), ("llama-3.1-70b", 327_680), ("qwen2.5-0.5b", 12_288), ("deepseek-v3", 70_272),
+        ("gemma-3-27b", 507_904), ("gpt-oss-120b", 73_728), ("glm-4.5", 376_832), ("deepseek-v2-lite", 31_104),
+    ],
+)  # fmt: skip
+def test_kv_bytes_per_token_equal_the_model_table(name, kv_bytes):
+    """16-bit KV of one token over all layers, per the reference's table C."""
+    assert kv_bytes_per_token(model_spec(name), KV) == kv_bytes
+
+
+def test_kv_heads_are_replicated_beyond_their_number_and_latents_always():
+    """TP 16 of 8 KV heads keeps one head per device; MLA keeps the whole latent on every device."""
+    llama, deepseek = model_spec("llama-3.1-405b"), model_spec("deepseek-v3")
+    assert kv_bytes_per_token(llama, KV, tp=8) == kv_bytes_per_token(llama, KV) / 8
+    assert kv_bytes_per_token(llama, KV, tp=16) == kv_bytes_per_token(llama, KV, tp=8)
+    assert kv_bytes_per_token(deepseek, KV, tp=8) == kv_bytes_per_token(deepseek, KV)
+
+
+def test_hand_off_of_a_70b_prompt_is_1_34_gigabytes():
+    """Llama-3.1-70B, 4096 tokens: 1.34 GB, 27 ms over 400 Gb/s."""
+    size = kv_bytes_stored(model_spec("llama-3.1-70b"), KV, 4096)
+    assert size / 1e9 == pytest.approx(1.342, abs=1e-3)
+    assert size / 50e9 * 1e3 == pytest.approx(26.8, abs=0.1)
+
+
+def test_windowed_layers_hold_and_read_their_window_only():
+    """gpt-oss: half the layers see 128 tokens; charging full attention would double the KV traffic."""
+    model = model_spec("gpt-oss-20b")
+    held = kv_bytes_of_context(model, KV, 4096)
+    assert held == 12 * (4096 + 128) * 2 * 8 * 64 * 2
+    read = decode("gpt-oss-20b", 4096)
+    assert read.total("kv_read_bytes") == held
+
+
+@given(
+    start=st.integers(0, 60), new=st.integers(1, 60), window=st.one_of(st.none(), st.integers(1, 80))
+)
+def test_pairs_equal_counting_them(start, new, window):
+    """Closed forms for causal and windowed pairs against a loop over queries, for any chunk of a prompt."""
+    shape = ChunkShape(new_tokens=new, start_pos=start, samples=True)
+    counted = sum(min(position + 1, window or position + 1) for position in range(start, start + new))
+    assert shape.pairs(window) == counted
+    seen = {key for q in range(start, start + new) for key in range(max(0, q + 1 - (window or q + 1)), q + 1)}
+    assert shape.kv_read_tokens(window) == len(seen)
+
+
+@given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=5), name=st.sampled_from(["gemma-2-2b", "qwen3-0.6b"]))
+def test_chunking_a_prompt_leaves_its_flops_unchanged(parts, name):
+    """Chunked prefill costs no FLOPs (only weight passes and KV reads); a wrong pair count would show here."""
+    model = model_spec(name)
+    whole = cost_of(model, Workload.prefill(batch=1, new_tokens=sum(parts), samples=False), quant=BF16, kv=KV)
+    start, flops = 0, 0.0
+    for part in parts:
+        shape = ChunkShape(new_tokens=part, start_pos=start, samples=False)
+        flops += cost_of(model, Workload(shapes=(shape,)), quant=BF16, kv=KV).flops
+        start += part
+    assert flops == pytest.approx(whole.flops, rel=1e-12)
+
+
+def chunk(seq_id: int, start: int, tokens: int, *, samples: bool = True) -> Chunk:
+    phase = Phase.DECODE if tokens == 1 else Phase.PREFILL
+    return Chunk(
+        seq_id=seq_id, phase=phase, start_pos=start, token_ids=(1,) * tokens, first_new_block=0,
+        new_block_ids=(), samples=samples,
+    )  # fmt: skip
+
+
+def test_a_mixed_step_reads_the_weights_once():
+    """One GEMM over all rows: adding the phases' weight bytes over-predicts mixed steps 1.5 to 3 times."""
+    model = model_spec("llama-3.1-8b")
+    mixed = Workload.of_plan(StepPlan(step_id=0, chunks=(chunk(1, 99, 1), chunk(2, 0, 512))))
+    cost = cost_of(model, mixed, quant=BF16, kv=KV)
+    assert cost.n_tokens == 513
+    assert cost.n_logits_rows == 2
+    assert cost.weight_bytes == decode("llama-3.1-8b").weight_bytes
+
+
+def test_head_runs_only_on_rows_that_sample():
+    """A chunk in the middle of a prompt needs no logits: neither the head's FLOPs nor its weights."""
+    plan = StepPlan(step_id=0, chunks=(chunk(1, 0, 256, samples=False),))
+    head = cost_of(model_spec("llama-3.1-8b"), Workload.of_plan(plan), quant=BF16, kv=KV).component("head")
+    assert head.flops == 0
+    assert head.bytes == 0
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "qwen3-235b-a22b"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_shards_add_up_to_the_whole(name, tp):
+    """Matrix FLOPs and KV of t devices equal one device's; only norms and the router are repeated."""
+    model = model_spec(name)
+    work = Workload.decode(batch=4, context_tokens=512)
+    one = cost_of(model, work, quant=BF16, kv=KV)
+    shard = cost_of(model, work, quant=BF16, kv=KV, tp=tp)
+    repeated = one.component("router").flops
+    assert (shard.flops - repeated) * tp == pytest.approx(one.flops - repeated, rel=1e-12)
+    assert shard.kv_bytes * tp == pytest.approx(one.kv_bytes)
+    assert one.total("link_bytes") == 0
+    body = shard.total("link_bytes") - shard.component("head").link_bytes
+    assert body == 2 * model.n_layers * 4 * model.hidden * 2
+
+
+def test_an_uneven_split_is_refused_with_the_number():
+    """Qwen2.5-0.5B has 14 heads: TP 4 is not possible and must be said, not rounded."""
+    with pytest.raises(ConfigError, match="14 query heads.*4 devices"):
+        cost_of(model_spec("qwen2.5-0.5b"), Workload.decode(batch=1, context_tokens=8), quant=BF16, kv=KV, tp=4)
+
+
+def test_layers_and_totals_agree():
+    """Per-layer components times their number, plus embedding, head and final norm, are the totals."""
+    for name in ("gemma-3-4b", "deepseek-v3", "gpt-oss-20b"):
+        cost = decode(name, 3000, batch=3)
+        per_layer = sum(group.n_layers * sum(c.bytes for c in parts) for group, parts in cost.layers)
+        ends = cost.component("head").bytes + model_spec(name).hidden * 2
+        assert per_layer + ends == pytest.approx(cost.bytes, rel=1e-12)
+        assert sum(group.n_layers for group, _ in cost.layers) == model_spec(name).n_layers
+
+
+def test_quantised_weights_shrink_weight_bytes_only():
+    """int4 in groups of 32 is 0.625 bytes per parameter; KV traffic does not change."""
+    model, work = model_spec("llama-2-7b"), Workload.decode(batch=1, context_tokens=105)
+    plain = cost_of(model, work, quant=BF16, kv=KV)
+    small = cost_of(model, work, quant=quant_spec("int4"), kv=KV)
+    assert small.weight_bytes / plain.weight_bytes == pytest.approx(0.625 / 2, rel=1e-3)
+    assert small.kv_bytes == plain.kv_bytes
