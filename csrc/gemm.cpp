@@ -16,30 +16,16 @@ constexpr int64_t kBlockRows = 192;
 // Bytes of one panel that stay in L2 while the tiles of a block of rows pass over them.
 constexpr int64_t kBlockPanelBytes = 256 << 10;
 
-// How one K block of a format is addressed.
-struct KBlocks {
-  int64_t units;            // of the whole K
-  int64_t units_per_block;
-  int64_t unit_bytes;       // of the panel
-  int64_t x_bytes;          // of a row of x, per unit
-};
+// How far a tile that takes W from memory reads ahead.
+constexpr int64_t kAheadBytes = 4096;
 
-KBlocks cut_inputs(const PackedLinear& w) {
-  KBlocks cut;
-  if (w.shape.format == Format::int4) {
-    cut.units = w.k_padded / w.shape.group;
-    cut.unit_bytes = w.shape.group / 8 * kStepBytes + kGroupTailBytes;
-    cut.x_bytes = w.shape.group;
-  } else {
-    cut.units = w.k_padded / inputs_per_step(w.shape.format);
-    cut.unit_bytes = kStepBytes;
-    cut.x_bytes = 4;
-  }
-  const int64_t blocks = std::max<int64_t>(1, (w.panel_bytes + kBlockPanelBytes - 1) / kBlockPanelBytes);
-  // Whole unrolled rounds of the kernels (8 steps); an int4 group is a unit of its own.
-  cut.units_per_block = round_up((cut.units + blocks - 1) / blocks, w.shape.format == Format::int4 ? 1 : 8);
-  return cut;
-}
+// How the K of a format is addressed and cut.
+struct KBlocks {
+  int64_t units;            // of the whole K: steps (bf16, int8) or groups (int4)
+  int64_t units_per_block;
+  int64_t unit_bytes;       // of a strip
+  int64_t unit_words;       // of a row of x
+};
 
 struct Job {
   const KernelTable& kernels;
@@ -48,56 +34,125 @@ struct Job {
   const int32_t* x_rows;
   const Epilogue& epilogue;
   KBlocks cut;
+  const TileShape& shape;
+  int64_t m;
+  uint8_t* acc;    // [kBlockRows][64]
+  uint8_t* words;  // interleaved shapes: the tiles of the current block of rows, one after the other
   int64_t row_of(int64_t i) const { return x_rows != nullptr ? x_rows[i] : i; }
+  int64_t words_per_row() const { return cut.units * cut.unit_words; }
 };
 
-void finish_tile(const Job& job, int64_t panel, int64_t first, int64_t rows, const void* acc) {
+KBlocks cut_inputs(const PackedLinear& w, bool is_single_tile) {
+  KBlocks cut;
+  if (w.shape.format == Format::int4) {
+    cut.units = w.k_padded / w.shape.group;
+    cut.unit_bytes = w.shape.group / 8 * kStepBytes + kGroupTailBytes;
+    cut.unit_words = w.shape.group / 4;
+  } else {
+    cut.units = w.k_padded / inputs_per_step(w.shape.format);
+    cut.unit_bytes = kStepBytes;
+    cut.unit_words = 1;
+  }
+  int64_t blocks = is_single_tile ? 1 : (w.panel_bytes + kBlockPanelBytes - 1) / kBlockPanelBytes;
+  blocks = std::max<int64_t>(blocks, 1);
+  // Whole unrolled rounds of the kernels (8 steps); an int4 group is a unit of its own.
+  cut.units_per_block = round_up((cut.units + blocks - 1) / blocks, w.shape.format == Format::int4 ? 1 : 8);
+  return cut;
+}
+
+// Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two.
+const TileShape& choose_shape(const KernelTable& kernels, Format format, int64_t m) {
+  const TileShape* highest = kernels.narrow[static_cast<int>(format)];
+  for (const TileShape* shape = highest; shape->rows != 0; ++shape) {
+    if (shape->rows >= m) return *shape;
+    highest = shape;
+  }
+  if (m > 2 * highest->rows) return kernels.wide[static_cast<int>(format)];
+  return choose_shape(kernels, format, (m + 1) / 2);
+}
+
+int64_t count_tiles(const Job& job, int64_t rows) { return (rows + job.shape.rows - 1) / job.shape.rows; }
+
+// Rows of one tile of [begin, end): the shape's rows, fewer in the last.
+Range tile_rows(const Job& job, int64_t begin, int64_t end, int64_t tile) {
+  return {begin + tile * job.shape.rows, std::min(end, begin + (tile + 1) * job.shape.rows)};
+}
+
+void finish_tile(const Job& job, int64_t panel, Range rows, const void* acc) {
   FinishArgs args;
   args.w = &job.w;
   args.panel = panel;
-  args.rows = rows;
+  args.rows = rows.end - rows.begin;
   args.acc = acc;
   args.store = job.epilogue.store;
   args.activation = job.epilogue.activation;
   const int64_t element = args.store == Store::bf16 ? 2 : 4;
-  for (int64_t i = 0; i < rows; ++i) {
-    const int64_t from = job.row_of(first + i);
-    const int64_t to = job.epilogue.out_rows != nullptr ? job.epilogue.out_rows[first + i] : first + i;
+  for (int64_t i = 0; i < args.rows; ++i) {
+    const int64_t from = job.row_of(rows.begin + i);
+    const int64_t to = job.epilogue.out_rows != nullptr ? job.epilogue.out_rows[rows.begin + i] : rows.begin + i;
     args.row_scales[i] = job.x.scales + from;
     args.row_sums[i] = job.x.sums + from;
     args.out[i] = static_cast<uint8_t*>(job.epilogue.out) + to * job.epilogue.out_stride * element;
-    args.row_weights[i] = job.epilogue.row_weights != nullptr ? job.epilogue.row_weights[first + i] : 1.0f;
+    args.row_weights[i] = job.epilogue.row_weights != nullptr ? job.epilogue.row_weights[rows.begin + i] : 1.0f;
   }
   job.kernels.finish(args);
 }
 
-// One panel against rows [begin, end), end - begin <= kBlockRows.
-void run_panel(const Job& job, int64_t panel, int64_t begin, int64_t end, uint8_t* acc) {
-  const int format = static_cast<int>(job.w.shape.format);
-  const int64_t groups = job.x.k_padded / job.x.group, tiles = (end - begin + job.kernels.tile_rows - 1) / job.kernels.tile_rows;
-  const uint8_t* base = job.w.panels + panel * job.w.panel_bytes;
-  for (int64_t unit = 0; unit < job.cut.units; unit += job.cut.units_per_block) {
-    TileArgs args;
-    args.units = std::min(job.cut.units_per_block, job.cut.units - unit);
-    args.panel = base + unit * job.cut.unit_bytes;
-    args.group = job.w.shape.group;
-    args.resume = unit != 0;
-    args.prefetch = nullptr;
-    args.prefetch_bytes = 0;
-    const bool is_last = unit + args.units == job.cut.units;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      // Tiles of nearly equal height: 16 rows are 6 + 5 + 5, not 6 + 6 + 4.
-      const int64_t first = begin + (end - begin) * tile / tiles, last = begin + (end - begin) * (tile + 1) / tiles;
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t row = job.row_of(i);
-        args.x[i - first] = job.x.data + row * job.x.stride_bytes + unit * job.cut.x_bytes;
-        args.group_sums[i - first] = job.x.group_sums + row * groups + unit;
+// The rows of every tile of [begin, end) as interleaved words.
+void interleave_block(const Job& job, int64_t begin, int64_t end) {
+  const int64_t tiles = count_tiles(job, end - begin);
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const Range rows = tile_rows(job, begin, end, tile);
+    const uint8_t* x[kMaxTileRows];
+    for (int64_t i = rows.begin; i < rows.end; ++i) x[i - rows.begin] = job.x.data + job.row_of(i) * job.x.stride_bytes;
+    job.kernels.interleave_rows(x, rows.end - rows.begin, job.words_per_row(), job.shape.rows,
+                                job.words + tile * job.words_per_row() * job.shape.rows * 4);
+  }
+}
+
+// One tile against the strips args.strip points to, one block of K from `unit` on.
+void run_tile(const Job& job, TileArgs& args, int64_t tile, Range rows, int64_t unit) {
+  const int64_t groups = job.x.k_padded / job.x.group, height = rows.end - rows.begin;
+  for (int64_t i = 0; i < job.shape.rows; ++i) {
+    const int64_t row = job.row_of(rows.begin + std::min(i, height - 1));  // the shape's spare rows repeat the last one
+    args.x[i] = job.x.data + row * job.x.stride_bytes + unit * job.cut.unit_words * 4;
+    args.group_sums[i] = job.x.group_sums + row * groups + unit;
+  }
+  args.words = job.words + (tile * job.words_per_row() + unit * job.cut.unit_words) * job.shape.rows * 4;
+  job.shape.run(args);
+}
+
+// One panel against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then tiles.
+void run_panel(const Job& job, int64_t panel, int64_t begin, int64_t end) {
+  const int64_t tiles = count_tiles(job, end - begin), strips = job.shape.strips;
+  TileArgs args;
+  args.strip_bytes = job.w.panel_bytes / kPanelStrips;
+  args.group = job.w.shape.group;
+  args.ahead_bytes = tiles == 1 ? kAheadBytes : 0;
+  for (int64_t strip = 0; strip < kPanelStrips; strip += strips) {
+    const uint8_t* base = job.w.panels + panel * job.w.panel_bytes + strip * args.strip_bytes;
+    args.next = args.next_strip = base + strips * args.strip_bytes;
+    for (int64_t unit = 0; unit < job.cut.units; unit += job.cut.units_per_block) {
+      args.units = std::min(job.cut.units_per_block, job.cut.units - unit);
+      args.strip = base + unit * job.cut.unit_bytes;
+      args.resume = unit != 0;
+      args.next_bytes = args.units * job.cut.unit_bytes * strips / tiles;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        args.acc = job.acc + (tile * job.shape.rows * kPanelLanes + strip * kStripLanes) * 4;
+        run_tile(job, args, tile, tile_rows(job, begin, end, tile), unit);
+        args.next += args.next_bytes;
       }
-      args.acc = acc + (first - begin) * kPanelLanes * 4;
-      job.kernels.tile[format][last - first](args);
-      if (is_last) finish_tile(job, panel, first, last - first, args.acc);
     }
   }
+  for (int64_t tile = 0; tile < tiles; ++tile)
+    finish_tile(job, panel, tile_rows(job, begin, end, tile), job.acc + tile * job.shape.rows * kPanelLanes * 4);
+}
+
+// Working memory of one thread, grown to the largest layer it has met.
+uint8_t* scratch(int64_t bytes) {
+  static thread_local PageBuffer buffer;
+  if (buffer.bytes() < bytes) buffer = PageBuffer(bytes);
+  return buffer.data();
 }
 
 }  // namespace
@@ -115,13 +170,24 @@ const KernelTable& active_kernels() {
 
 void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m, const Epilogue& epilogue,
             int thread, int threads) {
-  alignas(64) uint8_t acc[kBlockRows * kPanelLanes * 4];
-  const Job job{active_kernels(), w, x, x_rows, epilogue, cut_inputs(w)};
+  if (m <= 0) return;
+  const KernelTable& kernels = active_kernels();
+  const TileShape& shape = choose_shape(kernels, w.shape.format, m);
+  const int64_t tiles = (m + shape.rows - 1) / shape.rows;
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows;
+  const int64_t block_rows = (tiles + blocks - 1) / blocks * shape.rows;
+  const KBlocks cut = cut_inputs(w, tiles == 1);
+  const int64_t acc_bytes = block_rows * kPanelLanes * 4;
+  const int64_t words_bytes = shape.interleaved ? block_rows * cut.units * cut.unit_words * 4 : 0;
+  uint8_t* memory = scratch(acc_bytes + words_bytes);
+  const Job job{kernels, w, x, x_rows, epilogue, cut, shape, m, memory, memory + acc_bytes};
   const Range mine = share(blocks * w.n_panels, thread, threads);
+  int64_t ready = -1;
   for (int64_t task = mine.begin; task < mine.end; ++task) {
-    const int64_t block = task / w.n_panels, panel = task % w.n_panels;
-    run_panel(job, panel, m * block / blocks, m * (block + 1) / blocks, acc);
+    const int64_t block = task / w.n_panels, begin = block * block_rows, end = std::min(m, begin + block_rows);
+    if (shape.interleaved && block != ready) interleave_block(job, begin, end);
+    ready = block;
+    if (begin < end) run_panel(job, task % w.n_panels, begin, end);
   }
 }
 

@@ -11,147 +11,170 @@ namespace diptych {
 namespace {
 
 constexpr int kVectors = kPanelLanes / 16;
-constexpr int kUnroll = 4;          // steps between two rounds of prefetches
+constexpr int kUnroll = 4;  // steps between two rounds of prefetches
 constexpr int64_t kCacheLine = 64;
 
-inline __m512i broadcast_word(const uint8_t* x) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x)); }
+inline void prefetch(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0); }
 
-// Reads ahead `prefetch_bytes` in equal parts over the calls of one tile.
+// Reading ahead (see TileArgs); `turn` is called once in every kUnroll steps.
+template <int kStrips>
 struct Ahead {
   const uint8_t* next;
-  int64_t lines;  // per call
-  Ahead(const TileArgs& args, int64_t calls)
-      : next(args.prefetch), lines((args.prefetch_bytes / kCacheLine + calls - 1) / calls) {}
-  inline void step() {
-    for (int64_t line = 0; line < lines; ++line, next += kCacheLine) _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
+  const uint8_t* next_strip;
+  const int64_t strip_bytes;
+  const int64_t lines;   // per turn, second way
+  int64_t turns_left;    // in the own strips, first way
+  const bool is_stream;
+  Ahead(const TileArgs& args, int64_t turns, int64_t block_bytes)
+      : next(args.ahead_bytes != 0 ? args.strip + args.ahead_bytes : args.next),
+        next_strip(args.next_strip),
+        strip_bytes(args.strip_bytes),
+        lines((args.next_bytes / kCacheLine + turns - 1) / turns),
+        turns_left(turns - turns * args.ahead_bytes / block_bytes),
+        is_stream(args.ahead_bytes != 0) {}
+  inline void turn() {
+    if (is_stream) {
+      if (turns_left-- == 0) next = next_strip;
+      for (int step = 0; step < kUnroll; ++step, next += kCacheLine)
+        for (int v = 0; v < kStrips; ++v) prefetch(next + v * strip_bytes);
+    } else {
+      for (int64_t line = 0; line < lines; ++line, next += kCacheLine) prefetch(next);
+    }
   }
 };
 
-template <int kRows>
-void tile_bf16(const TileArgs& args) {
-  __m512 sums[kRows][kVectors];
-  float* acc = static_cast<float*>(args.acc);
+// The tile's view of x: word `at` of a row, from separate rows (few) or from words interleaved row after row (many).
+template <int kRows, bool kInterleaved>
+struct Words {
+  const uint8_t* x[kInterleaved ? 1 : kRows];
+  explicit Words(const TileArgs& args) {
+    if constexpr (kInterleaved) {
+      x[0] = args.words;
+    } else {
 #pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
+    }
+  }
+  inline __m512i get(int row, int64_t at) const {
+    const uint8_t* word = kInterleaved ? x[0] + (at * kRows + row) * 4 : x[row] + at * 4;
+    return _mm512_set1_epi32(*reinterpret_cast<const int*>(word));
+  }
+};
+
+inline void add_dot(__m512& sum, __m512i w, __m512i x) { add_dot_bf16(sum, w, x); }
+inline void add_dot(__m512i& sum, __m512i w, __m512i x) { add_dot_int8(sum, w, x); }
+
+// bf16 (Sum = __m512) and int8 (Sum = __m512i): one dot instruction per word and vector.
+template <typename Sum, int kRows, int kStrips, bool kInterleaved>
+void tile_dot(const TileArgs& args) {
+  Sum sums[kRows][kStrips];
+  Sum* acc = static_cast<Sum*>(args.acc);
+#pragma GCC unroll 24
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v)
-      sums[row][v] = args.resume ? _mm512_load_ps(acc + row * kPanelLanes + v * 16) : _mm512_setzero_ps();
-  const uint8_t* x[kRows];
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
-  const uint8_t* w = args.panel;
-  Ahead ahead(args, args.units / kUnroll);
-  for (int64_t at = 0; at < args.units * 4; at += 4 * kUnroll) {
-    ahead.step();
+    for (int v = 0; v < kStrips; ++v) sums[row][v] = args.resume ? acc[row * kVectors + v] : Sum{};
+  const Words<kRows, kInterleaved> x(args);
+  const uint8_t* w = args.strip;
+  const int64_t strip_bytes = args.strip_bytes;
+  Ahead<kStrips> ahead(args, args.units / kUnroll, args.units * kStepBytes);
+  for (int64_t at = 0; at < args.units; at += kUnroll) {
+    ahead.turn();
 #pragma GCC unroll 4
     for (int step = 0; step < kUnroll; ++step, w += kStepBytes) {
-      __m512i lanes[kVectors];
+      __m512i lanes[kStrips];
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) lanes[v] = _mm512_load_si512(w + v * 64);
-#pragma GCC unroll 8
+      for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * strip_bytes);
+#pragma GCC unroll 24
       for (int row = 0; row < kRows; ++row) {
-        const __m512i pair = broadcast_word(x[row] + at + 4 * step);
+        const __m512i word = x.get(row, at + step);
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) add_dot_bf16(sums[row][v], lanes[v], pair);
+        for (int v = 0; v < kStrips; ++v) add_dot(sums[row][v], lanes[v], word);
       }
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 24
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) _mm512_store_ps(acc + row * kPanelLanes + v * 16, sums[row][v]);
+    for (int v = 0; v < kStrips; ++v) acc[row * kVectors + v] = sums[row][v];
 }
 
-template <int kRows>
-void tile_int8(const TileArgs& args) {
-  __m512i sums[kRows][kVectors];
-  int32_t* acc = static_cast<int32_t*>(args.acc);
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v)
-      sums[row][v] = args.resume ? _mm512_load_si512(acc + row * kPanelLanes + v * 16) : _mm512_setzero_si512();
-  const uint8_t* x[kRows];
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
-  const uint8_t* w = args.panel;
-  Ahead ahead(args, args.units / kUnroll);
-  for (int64_t at = 0; at < args.units * 4; at += 4 * kUnroll) {
-    ahead.step();
-#pragma GCC unroll 4
-    for (int step = 0; step < kUnroll; ++step, w += kStepBytes) {
-      __m512i lanes[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) lanes[v] = _mm512_load_si512(w + v * 64);
-#pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) {
-        const __m512i quad = broadcast_word(x[row] + at + 4 * step);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) add_dot_int8(sums[row][v], lanes[v], quad);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) _mm512_store_si512(acc + row * kPanelLanes + v * 16, sums[row][v]);
-}
-
-// The fp32 totals stay in memory (L1): 24 registers hold the integer sums of the group.
-template <int kRows>
-void tile_int4(const TileArgs& args) {
-  float* acc = static_cast<float*>(args.acc);
-  if (!args.resume)
-    for (int i = 0; i < kRows * kVectors; ++i) _mm512_store_ps(acc + i * 16, _mm512_setzero_ps());
-  const uint8_t* x[kRows];
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
-  const uint8_t* w = args.panel;
+// One step of int4: 8 inputs per lane, the low nibbles first.
+template <int kRows, int kStrips, bool kInterleaved>
+inline void step_int4(__m512i (&sums)[kRows][kStrips], const Words<kRows, kInterleaved>& x, int64_t at, const uint8_t* w,
+                      int64_t strip_bytes) {
   const __m512i low_nibbles = _mm512_set1_epi8(15);
-  Ahead ahead(args, args.units * (args.group / 32));
+  __m512i lanes[kStrips];
+#pragma GCC unroll 4
+  for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_and_si512(_mm512_load_si512(w + v * strip_bytes), low_nibbles);
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row) {
+    const __m512i word = x.get(row, at);
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) add_dot_int8(sums[row][v], lanes[v], word);
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kStrips; ++v)
+    lanes[v] = _mm512_and_si512(_mm512_srli_epi16(_mm512_load_si512(w + v * strip_bytes), 4), low_nibbles);
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row) {
+    const __m512i word = x.get(row, at + 1);
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) add_dot_int8(sums[row][v], lanes[v], word);
+  }
+}
+
+// The fp32 totals stay in memory (L1): the registers hold the integer sums of the group.
+template <int kRows, int kStrips, bool kInterleaved>
+void tile_int4(const TileArgs& args) {
+  __m512* totals = static_cast<__m512*>(args.acc);
+  if (!args.resume)
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kStrips; ++v) totals[row * kVectors + v] = _mm512_setzero_ps();
+  const Words<kRows, kInterleaved> x(args);
+  const uint8_t* w = args.strip;
+  const int64_t strip_bytes = args.strip_bytes, words = args.group / 4;
+  Ahead<kStrips> ahead(args, args.units * (words / 8), args.units * (args.group / 8 * kStepBytes + kGroupTailBytes));
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
-    __m512i sums[kRows][kVectors];
-#pragma GCC unroll 8
+    __m512i sums[kRows][kStrips];
+#pragma GCC unroll 24
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[row][v] = _mm512_setzero_si512();
-    for (int64_t end = at + args.group; at < end; at += 32) {
-      ahead.step();
+      for (int v = 0; v < kStrips; ++v) sums[row][v] = _mm512_setzero_si512();
+    for (const int64_t end = at + words; at < end; at += 8) {
+      ahead.turn();
 #pragma GCC unroll 4
-      for (int step = 0; step < 4; ++step, w += kStepBytes) {
-        __m512i lanes[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) lanes[v] = _mm512_and_si512(_mm512_load_si512(w + v * 64), low_nibbles);
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-          const __m512i quad = broadcast_word(x[row] + at + 8 * step);
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) add_dot_int8(sums[row][v], lanes[v], quad);
-        }
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v)
-          lanes[v] = _mm512_and_si512(_mm512_srli_epi16(_mm512_load_si512(w + v * 64), 4), low_nibbles);
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-          const __m512i quad = broadcast_word(x[row] + at + 8 * step + 4);
-#pragma GCC unroll 4
-          for (int v = 0; v < kVectors; ++v) add_dot_int8(sums[row][v], lanes[v], quad);
-        }
-      }
+      for (int step = 0; step < 4; ++step, w += kStepBytes) step_int4(sums, x, at + 2 * step, w, strip_bytes);
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      const __m512 scale = widen_bf16(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + v * 32)));
-      const __m512 minimum = widen_bf16(_mm256_load_si256(reinterpret_cast<const __m256i*>(w + 128 + v * 32)));
-#pragma GCC unroll 8
+    for (int v = 0; v < kStrips; ++v) {
+      const __m256i* tail = reinterpret_cast<const __m256i*>(w + v * strip_bytes);
+      const __m512 scale = widen_bf16(_mm256_load_si256(tail)), minimum = widen_bf16(_mm256_load_si256(tail + 1));
+#pragma GCC unroll 24
       for (int row = 0; row < kRows; ++row) {
-        float* total = acc + row * kPanelLanes + v * 16;
-        const __m512 scaled = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row][v]), scale, _mm512_load_ps(total));
-        _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_set1_ps(args.group_sums[row][group]), minimum, scaled));
+        __m512& total = totals[row * kVectors + v];
+        const __m512 scaled = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row][v]), scale, total);
+        total = _mm512_fmadd_ps(_mm512_set1_ps(args.group_sums[row][group]), minimum, scaled);
       }
     }
     w += kGroupTailBytes;
+  }
+}
+
+void interleave_rows(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t tile_rows, uint8_t* out) {
+  for (int64_t first = 0; first < tile_rows; first += 16) {
+    const int64_t height = tile_rows - first < 16 ? tile_rows - first : 16;
+    const __mmask16 wanted = static_cast<__mmask16>((1u << height) - 1);
+    for (int64_t word = 0; word < n_words; word += 16) {
+      const __mmask16 mask = n_words - word < 16 ? static_cast<__mmask16>((1u << (n_words - word)) - 1) : 0xffff;
+      __m512i block[16];
+      for (int64_t i = 0; i < 16; ++i)
+        block[i] = first + i < count ? _mm512_maskz_loadu_epi32(mask, rows[first + i] + word * 4) : _mm512_setzero_si512();
+      transpose_16x16(block);
+      const int64_t present = n_words - word < 16 ? n_words - word : 16;
+      for (int64_t i = 0; i < present; ++i)
+        _mm512_mask_storeu_epi32(out + ((word + i) * tile_rows + first) * 4, wanted, block[i]);
+    }
   }
 }
 
@@ -264,26 +287,34 @@ int32_t sum_int8(const int8_t* x, int64_t count) {
 }
 
 void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uint8_t* out) {
-  uint32_t* to = reinterpret_cast<uint32_t*>(out);
-  for (int64_t lane = 0; lane < kPanelLanes; lane += 16)
-    for (int64_t word = 0; word < n_words; word += 16) {
-      const __mmask16 mask = head(n_words - word);
-      __m512i block[16];
-      for (int i = 0; i < 16; ++i) block[i] = _mm512_maskz_loadu_epi32(mask, words + (lane + i) * stride + word);
-      transpose_16x16(block);
-      const int64_t present = n_words - word < 16 ? n_words - word : 16;
-      for (int64_t i = 0; i < present; ++i) _mm512_store_si512(to + (word + i) * kPanelLanes + lane, block[i]);
-    }
+  for (int64_t word = 0; word < n_words; word += 16) {
+    const __mmask16 mask = head(n_words - word);
+    __m512i block[16];
+    for (int i = 0; i < 16; ++i) block[i] = _mm512_maskz_loadu_epi32(mask, words + i * stride + word);
+    transpose_16x16(block);
+    const int64_t present = n_words - word < 16 ? n_words - word : 16;
+    for (int64_t i = 0; i < present; ++i) _mm512_store_si512(out + (word + i) * kStepBytes, block[i]);
+  }
 }
+
+#define DIPTYCH_NARROW(...)                                                                                         \
+  {                                                                                                                 \
+    {1, 1, false, __VA_ARGS__ 1, 1, false>}, {2, 1, false, __VA_ARGS__ 2, 1, false>},                               \
+    {3, 1, false, __VA_ARGS__ 3, 1, false>}, {4, 1, false, __VA_ARGS__ 4, 1, false>},                               \
+    {5, 1, false, __VA_ARGS__ 5, 1, false>}, {6, 1, false, __VA_ARGS__ 6, 1, false>},                               \
+    {8, 1, true, __VA_ARGS__ 8, 1, true>}, {10, 1, true, __VA_ARGS__ 10, 1, true>},                                 \
+    {12, 1, true, __VA_ARGS__ 12, 1, true>}, {14, 1, true, __VA_ARGS__ 14, 1, true>},                               \
+    {16, 1, true, __VA_ARGS__ 16, 1, true>}, {20, 1, true, __VA_ARGS__ 20, 1, true>},                               \
+    {24, 1, true, __VA_ARGS__ 24, 1, true>},                                                                        \
+  }
 
 }  // namespace
 
 const KernelTable& avx512_kernels() {
   static const KernelTable table{
-      6,
-      {{nullptr, tile_bf16<1>, tile_bf16<2>, tile_bf16<3>, tile_bf16<4>, tile_bf16<5>, tile_bf16<6>},
-       {nullptr, tile_int8<1>, tile_int8<2>, tile_int8<3>, tile_int8<4>, tile_int8<5>, tile_int8<6>},
-       {nullptr, tile_int4<1>, tile_int4<2>, tile_int4<3>, tile_int4<4>, tile_int4<5>, tile_int4<6>}},
+      {DIPTYCH_NARROW(tile_dot<__m512, ), DIPTYCH_NARROW(tile_dot<__m512i, ), DIPTYCH_NARROW(tile_int4<)},
+      {{6, 4, false, tile_dot<__m512, 6, 4, false>}, {6, 4, false, tile_dot<__m512i, 6, 4, false>}, {8, 2, true, tile_int4<8, 2, true>}},
+      interleave_rows,
       finish,
       transpose_words,
       load_inputs,

@@ -1,10 +1,11 @@
 // Inside of the linear layers: what one instruction set provides (KernelTable) and the layout all of them share.
 //
-// Panel of 64 lanes, K in ascending steps of 256 bytes, one 32-bit word per lane and step:
+// A panel of 64 lanes is 4 strips of 16, one after the other. A strip holds K in ascending steps of 64 bytes, one 32-bit
+// word per lane and step, so that a tile of any width (64, 32 or 16 lanes) reads contiguous memory:
 //   bf16  word = inputs k, k+1                               step = 2 inputs
 //   int8  word = 4 inputs, u8 = q + 128, q in [-127, 127]    step = 4 inputs
 //   int4  word = 8 inputs q in [0, 15]: byte j holds input k+j in its low and k+4+j in its high nibble; step = 8 inputs.
-//         After the steps of one group come 64 bf16 scales and 64 bf16 minima: w = scale * q + minimum.
+//         After the steps of one group come 16 bf16 scales and 16 bf16 minima: w = scale * q + minimum.
 // Gated weights interleave 16 gate lanes with the 16 up lanes of the same features.
 #pragma once
 
@@ -12,24 +13,44 @@
 
 namespace diptych {
 
-constexpr int64_t kStepBytes = kPanelLanes * 4;
-constexpr int64_t kGroupTailBytes = kPanelLanes * 4;  // bf16 scales and minima of one int4 group
-constexpr int kMaxTileRows = 8;                       // no set uses a higher register tile
+constexpr int64_t kStripLanes = 16;
+constexpr int64_t kPanelStrips = kPanelLanes / kStripLanes;
+constexpr int64_t kStepBytes = kStripLanes * 4;       // of one strip
+constexpr int64_t kGroupTailBytes = kStripLanes * 4;  // bf16 scales and minima of one int4 group of a strip
+constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
-// One register tile: rows x 64 lanes over one block of K. acc [rows][64] is fp32 (bf16, int4) or int32 (int8), 64-byte
-// aligned; with resume it holds the partial sums of the earlier blocks of K, otherwise it is only written.
+// One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
+// (bf16, int4) or int32 (int8), 64-byte aligned; with resume it holds the partial sums of the earlier blocks of K, otherwise
+// it is only written.
 struct TileArgs {
-  const uint8_t* panel;                   // first step of the block
-  const uint8_t* x[kMaxTileRows];         // rows of x at the block's first input
+  const uint8_t* strip;                   // first step of the block in the tile's first strip
+  int64_t strip_bytes;                    // from strip to strip
+  const uint8_t* x[kMaxTileRows];         // rows of x at the block's first input; unused when the shape is interleaved
+  const uint8_t* words;                   // interleaved shapes: [words of the block][rows] of x
   const float* group_sums[kMaxTileRows];  // int4: sums of the block's groups
   int64_t units;                          // steps (bf16, int8) or groups (int4) in the block
   int64_t group;                          // int4
   void* acc;
   bool resume;
-  const uint8_t* prefetch;     // memory wanted next, read ahead while this tile computes; may be null
-  int64_t prefetch_bytes;
+  // Reading ahead, in one of two ways. A tile that takes W from memory in one pass runs `ahead_bytes` before itself in each
+  // strip and turns to next_strip where its own ends; tiles that share W in cache bring in [next, next + next_bytes) between them.
+  int64_t ahead_bytes;        // multiple of 64; 0: the second way
+  const uint8_t* next_strip;  // first strip of the following tile
+  const uint8_t* next;
+  int64_t next_bytes;
 };
 using TileKernel = void (*)(const TileArgs& args);
+
+// One tile shape a set offers for a format. rows * strips accumulators. Interleaved shapes read x as words, row after row.
+struct TileShape {
+  int64_t rows, strips;
+  bool interleaved;
+  TileKernel run;
+};
+constexpr int kMaxShapes = 16;
+
+// rows [count] of n_words words each -> out [n_words][tile_rows], zero where row >= count.
+using InterleaveRows = void (*)(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t tile_rows, uint8_t* out);
 
 // The last act of a tile: scales, bias, activation, store. Lanes at or past n_outputs are not stored.
 struct FinishArgs {
@@ -37,16 +58,16 @@ struct FinishArgs {
   int64_t panel;
   int64_t rows;
   const void* acc;                       // as TileArgs
-  const float* row_scales[kMaxTileRows]; // int8 and int4: one value each
-  const int32_t* row_sums[kMaxTileRows]; // int8: one value each
-  void* out[kMaxTileRows];               // row starts in the output, fp32 or bf16
-  float row_weights[kMaxTileRows];       // add_f32
+  const float* row_scales[kMaxTileRows];  // int8 and int4: one value each
+  const int32_t* row_sums[kMaxTileRows];  // int8: one value each
+  void* out[kMaxTileRows];                // row starts in the output, fp32 or bf16
+  float row_weights[kMaxTileRows];        // add_f32
   Store store;
   Activation activation;
 };
 using FinishKernel = void (*)(const FinishArgs& args);
 
-// Packing works on 64 lanes of one panel. words [64][n_words], lane stride `stride` words -> out [n_words][64].
+// Packing works on the 16 lanes of one strip. words [16][n_words], lane stride `stride` words -> out [n_words][16].
 using TransposeWords = void (*)(const uint32_t* words, int64_t stride, int64_t n_words, uint8_t* out);
 using LoadInputs = void (*)(const void* row, Source source, int64_t begin, int64_t count, float* out);
 using RoundInputs = void (*)(const float* x, int64_t count, uint16_t* out);  // to bf16, nearest even
@@ -57,8 +78,10 @@ using QuantizeGroup = void (*)(const float* x, int64_t group, uint16_t* scale, u
 using SumInt8 = int32_t (*)(const int8_t* x, int64_t count);
 
 struct KernelTable {
-  int64_t tile_rows;                     // highest tile; entries 1..tile_rows are set
-  TileKernel tile[3][kMaxTileRows + 1];  // [Format][rows]
+  // By Format. Every shape of a set and format gives the same bits.
+  TileShape narrow[3][kMaxShapes];  // one strip wide, ascending rows, ended by rows == 0: W passes once, as one stream
+  TileShape wide[3];                // for many rows: the best reuse of W from cache
+  InterleaveRows interleave_rows;
   FinishKernel finish;
   TransposeWords transpose_words;
   LoadInputs load_inputs;
@@ -101,10 +124,11 @@ inline int64_t inputs_per_step(Format format) {
 inline int64_t padded_inputs(const LinearShape& shape) {
   return round_up(shape.k, shape.format == Format::int4 ? shape.group : 32);
 }
-inline int64_t bytes_of_panel(const LinearShape& shape) {
+inline int64_t bytes_of_strip(const LinearShape& shape) {
   const int64_t k = padded_inputs(shape);
   const int64_t steps = k / inputs_per_step(shape.format) * kStepBytes;
   return shape.format == Format::int4 ? steps + k / shape.group * kGroupTailBytes : steps;
 }
+inline int64_t bytes_of_panel(const LinearShape& shape) { return kPanelStrips * bytes_of_strip(shape); }
 
 }  // namespace diptych

@@ -39,57 +39,47 @@ float from_f16(uint16_t bits) {
   return value;
 }
 
-template <int kRows>
+// The scalar tiles are 1 row x 16 lanes.
 void tile_bf16(const TileArgs& args) {
-  float* acc = static_cast<float*>(args.acc);
-  if (!args.resume) std::memset(acc, 0, sizeof(float) * kRows * kPanelLanes);
+  float* sums = static_cast<float*>(args.acc);
+  if (!args.resume) std::memset(sums, 0, sizeof(float) * kStripLanes);
+  const uint16_t* x = reinterpret_cast<const uint16_t*>(args.x[0]);
   for (int64_t step = 0; step < args.units; ++step) {
-    const uint16_t* w = reinterpret_cast<const uint16_t*>(args.panel + step * kStepBytes);
-    for (int row = 0; row < kRows; ++row) {
-      const uint16_t* x = reinterpret_cast<const uint16_t*>(args.x[row]) + step * 2;
-      const float x0 = from_bf16(x[0]), x1 = from_bf16(x[1]);
-      float* sums = acc + row * kPanelLanes;
-      for (int lane = 0; lane < kPanelLanes; ++lane)
-        sums[lane] = (sums[lane] + from_bf16(w[lane * 2]) * x0) + from_bf16(w[lane * 2 + 1]) * x1;
-    }
+    const uint16_t* w = reinterpret_cast<const uint16_t*>(args.strip + step * kStepBytes);
+    const float x0 = from_bf16(x[step * 2]), x1 = from_bf16(x[step * 2 + 1]);
+    for (int lane = 0; lane < kStripLanes; ++lane)
+      sums[lane] = (sums[lane] + from_bf16(w[lane * 2]) * x0) + from_bf16(w[lane * 2 + 1]) * x1;
   }
 }
 
-template <int kRows>
 void tile_int8(const TileArgs& args) {
-  int32_t* acc = static_cast<int32_t*>(args.acc);
-  if (!args.resume) std::memset(acc, 0, sizeof(int32_t) * kRows * kPanelLanes);
+  int32_t* sums = static_cast<int32_t*>(args.acc);
+  if (!args.resume) std::memset(sums, 0, sizeof(int32_t) * kStripLanes);
+  const int8_t* x = reinterpret_cast<const int8_t*>(args.x[0]);
   for (int64_t step = 0; step < args.units; ++step) {
-    const uint8_t* w = args.panel + step * kStepBytes;
-    for (int row = 0; row < kRows; ++row) {
-      const int8_t* x = reinterpret_cast<const int8_t*>(args.x[row]) + step * 4;
-      for (int lane = 0; lane < kPanelLanes; ++lane)
-        for (int j = 0; j < 4; ++j) acc[row * kPanelLanes + lane] += w[lane * 4 + j] * x[j];
-    }
+    const uint8_t* w = args.strip + step * kStepBytes;
+    for (int lane = 0; lane < kStripLanes; ++lane)
+      for (int j = 0; j < 4; ++j) sums[lane] += w[lane * 4 + j] * x[step * 4 + j];
   }
 }
 
-template <int kRows>
 void tile_int4(const TileArgs& args) {
-  float* acc = static_cast<float*>(args.acc);
-  if (!args.resume) std::memset(acc, 0, sizeof(float) * kRows * kPanelLanes);
+  float* totals = static_cast<float*>(args.acc);
+  if (!args.resume) std::memset(totals, 0, sizeof(float) * kStripLanes);
   const int64_t steps = args.group / 8, group_bytes = steps * kStepBytes + kGroupTailBytes;
   for (int64_t group = 0; group < args.units; ++group) {
-    const uint8_t* w = args.panel + group * group_bytes;
+    const uint8_t* w = args.strip + group * group_bytes;
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + steps * kStepBytes);
-    for (int row = 0; row < kRows; ++row) {
-      const int8_t* x = reinterpret_cast<const int8_t*>(args.x[row]) + group * args.group;
-      for (int lane = 0; lane < kPanelLanes; ++lane) {
-        int32_t sum = 0;
-        for (int64_t step = 0; step < steps; ++step)
-          for (int j = 0; j < 4; ++j) {
-            const uint8_t pair = w[step * kStepBytes + lane * 4 + j];
-            sum += (pair & 15) * x[step * 8 + j] + (pair >> 4) * x[step * 8 + 4 + j];
-          }
-        float& total = acc[row * kPanelLanes + lane];
-        total = std::fma(static_cast<float>(sum), from_bf16(scales[lane]), total);
-        total = std::fma(args.group_sums[row][group], from_bf16(scales[kPanelLanes + lane]), total);
-      }
+    const int8_t* x = reinterpret_cast<const int8_t*>(args.x[0]) + group * args.group;
+    for (int lane = 0; lane < kStripLanes; ++lane) {
+      int32_t sum = 0;
+      for (int64_t step = 0; step < steps; ++step)
+        for (int j = 0; j < 4; ++j) {
+          const uint8_t pair = w[step * kStepBytes + lane * 4 + j];
+          sum += (pair & 15) * x[step * 8 + j] + (pair >> 4) * x[step * 8 + 4 + j];
+        }
+      totals[lane] = std::fma(static_cast<float>(sum), from_bf16(scales[lane]), totals[lane]);
+      totals[lane] = std::fma(args.group_sums[0][group], from_bf16(scales[kStripLanes + lane]), totals[lane]);
     }
   }
 }
@@ -140,7 +130,7 @@ void finish(const FinishArgs& args) {
 void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uint8_t* out) {
   uint32_t* to = reinterpret_cast<uint32_t*>(out);
   for (int64_t word = 0; word < n_words; ++word)
-    for (int64_t lane = 0; lane < kPanelLanes; ++lane) to[word * kPanelLanes + lane] = words[lane * stride + word];
+    for (int64_t lane = 0; lane < kStripLanes; ++lane) to[word * kStripLanes + lane] = words[lane * stride + word];
 }
 
 void load_inputs(const void* row, Source source, int64_t begin, int64_t count, float* out) {
@@ -195,10 +185,9 @@ void quantize_group(const float* x, int64_t group, uint16_t* scale, uint16_t* mi
 
 const KernelTable& scalar_kernels() {
   static const KernelTable table{
-      4,
-      {{nullptr, tile_bf16<1>, tile_bf16<2>, tile_bf16<3>, tile_bf16<4>},
-       {nullptr, tile_int8<1>, tile_int8<2>, tile_int8<3>, tile_int8<4>},
-       {nullptr, tile_int4<1>, tile_int4<2>, tile_int4<3>, tile_int4<4>}},
+      {{{1, 1, false, tile_bf16}}, {{1, 1, false, tile_int8}}, {{1, 1, false, tile_int4}}},
+      {{1, 1, false, tile_bf16}, {1, 1, false, tile_int8}, {1, 1, false, tile_int4}},
+      nullptr,  // no interleaved shape
       finish,
       transpose_words,
       load_inputs,

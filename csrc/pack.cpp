@@ -45,6 +45,13 @@ struct Scratch {
   std::vector<uint32_t> words = std::vector<uint32_t>(kPanelLanes * kBlockInputs / 2);
 };
 
+// Words of 64 lanes [64][n_words] to their four strips; first is the place of the first word in strip 0.
+void transpose_panel(const KernelTable& kernels, const LinearShape& shape, const uint32_t* words, int64_t stride, int64_t n_words,
+                     uint8_t* first) {
+  for (int64_t strip = 0; strip < kPanelStrips; ++strip)
+    kernels.transpose_words(words + strip * kStripLanes * stride, stride, n_words, first + strip * bytes_of_strip(shape));
+}
+
 void pack_bf16(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel) {
   const int64_t k = padded_inputs(shape), stride = kBlockInputs / 2;
   for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
@@ -58,7 +65,7 @@ void pack_bf16(const KernelTable& kernels, const LinearShape& shape, const Sourc
       load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs.data());
       kernels.round_inputs(scratch.inputs.data(), count, out);
     }
-    kernels.transpose_words(scratch.words.data(), stride, count / 2, panel + begin / 2 * kStepBytes);
+    transpose_panel(kernels, shape, scratch.words.data(), stride, count / 2, panel + begin / 2 * kStepBytes);
   }
 }
 
@@ -85,20 +92,21 @@ void pack_int8(const KernelTable& kernels, const LinearShape& shape, const Sourc
       kernels.quantize_int8(scratch.inputs.data(), count, inverse[lane], reinterpret_cast<int8_t*>(out));
       for (int64_t word = 0; word < count / 4; ++word) out[word] ^= 0x80808080u;  // s8 -> u8 with offset 128
     }
-    kernels.transpose_words(scratch.words.data(), stride, count / 4, panel + begin / 4 * kStepBytes);
+    transpose_panel(kernels, shape, scratch.words.data(), stride, count / 4, panel + begin / 4 * kStepBytes);
   }
 }
 
 void pack_int4(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel) {
   const int64_t k = padded_inputs(shape), group = shape.group, stride = group / 8;
   for (int64_t begin = 0; begin < k; begin += group) {
-    uint16_t* tail = reinterpret_cast<uint16_t*>(panel + stride * kStepBytes);
     for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
+      const int64_t strip = lane / kStripLanes, within = lane % kStripLanes;
+      uint16_t* tail = reinterpret_cast<uint16_t*>(panel + strip * bytes_of_strip(shape) + stride * kStepBytes);
       load_row(kernels, rows[lane], shape.k, begin, group, scratch.inputs.data());
-      kernels.quantize_group(scratch.inputs.data(), group, tail + lane, tail + kPanelLanes + lane,
+      kernels.quantize_group(scratch.inputs.data(), group, tail + within, tail + kStripLanes + within,
                              scratch.words.data() + lane * stride);
     }
-    kernels.transpose_words(scratch.words.data(), stride, stride, panel);
+    transpose_panel(kernels, shape, scratch.words.data(), stride, stride, panel);
     panel += stride * kStepBytes + kGroupTailBytes;
   }
 }
@@ -211,20 +219,20 @@ float bf16_value(uint16_t bits) {
 }
 
 float weight_at(const PackedLinear& w, int64_t lane, int64_t k) {
-  const uint8_t* panel = w.panels + lane / kPanelLanes * w.panel_bytes;
-  const int64_t within = lane % kPanelLanes;
+  const uint8_t* strip = w.panels + lane / kStripLanes * (w.panel_bytes / kPanelStrips);
+  const int64_t within = lane % kStripLanes;
   if (w.shape.format == Format::bf16) {
-    const uint16_t* pairs = reinterpret_cast<const uint16_t*>(panel + k / 2 * kStepBytes);
+    const uint16_t* pairs = reinterpret_cast<const uint16_t*>(strip + k / 2 * kStepBytes);
     return bf16_value(pairs[within * 2 + k % 2]);
   }
   if (w.shape.format == Format::int8)
-    return w.scales[lane] * static_cast<float>(panel[k / 4 * kStepBytes + within * 4 + k % 4] - 128);
+    return w.scales[lane] * static_cast<float>(strip[k / 4 * kStepBytes + within * 4 + k % 4] - 128);
   const int64_t steps = w.shape.group / 8, group = k / w.shape.group, inside = k % w.shape.group;
-  const uint8_t* start = panel + group * (steps * kStepBytes + kGroupTailBytes);
+  const uint8_t* start = strip + group * (steps * kStepBytes + kGroupTailBytes);
   const uint16_t* tail = reinterpret_cast<const uint16_t*>(start + steps * kStepBytes);
   const uint8_t pair = start[inside / 8 * kStepBytes + within * 4 + inside % 4];
   const int q = inside % 8 < 4 ? pair & 15 : pair >> 4;
-  return bf16_value(tail[within]) * static_cast<float>(q) + bf16_value(tail[kPanelLanes + within]);
+  return bf16_value(tail[within]) * static_cast<float>(q) + bf16_value(tail[kStripLanes + within]);
 }
 
 }  // namespace

@@ -51,11 +51,13 @@ class ThreadPool {
     unsigned long handle;
   };
 
+  struct HeldCpu;
+
   static void* worker_main(void* argument);
   void start_workers();
   void stop_workers();
   void wait_for_region(uint32_t seen);
-  void hold_caller_cpu();
+  void run_with_workers(Task task, void* context);
   void restart_after_fork();
 
   int threads_;

@@ -37,8 +37,8 @@ struct Ceilings {
 
 double measure_bandwidth(ThreadPool& pool, const PageBuffer& buffer) {
   double best = 0;
-  for (int64_t ahead : {0, 2048, 8192}) {
-    const double seconds = best_of(3, [&] {
+  for (int64_t ahead : {0, 2048}) {
+    const double seconds = best_of(2, [&] {
       pool.run([&](int thread, int threads) {
         const Range part = share(buffer.bytes(), thread, threads, 4096);
         read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
@@ -51,9 +51,9 @@ double measure_bandwidth(ThreadPool& pool, const PageBuffer& buffer) {
 
 double measure_burst(ThreadPool& pool, double (*burst)(int64_t)) {
   double operations = 0;
-  const double seconds = best_of(5, [&] {
+  const double seconds = best_of(3, [&] {
     pool.run([&](int thread, int threads) {
-      const double done = burst(400000);
+      const double done = burst(100000);
       if (thread == 0) operations = done * threads;
     });
   });
@@ -163,12 +163,30 @@ struct Options {
   int threads = 0;
   int64_t group = 64;
   int64_t megabytes = 320;
+  int repeats = 5;
   std::vector<int64_t> rows = {1, 2, 4, 8, 12, 16, 24, 32, 64, 512, 2048};
   std::vector<std::string> formats = {"bf16", "int8", "int4"};
 };
 
 Format format_of(const std::string& name) {
   return name == "bf16" ? Format::bf16 : name == "int8" ? Format::int8 : Format::int4;
+}
+
+// One measurement between two of the bandwidth: memory here changes speed within seconds.
+struct Sample {
+  double seconds, bytes_per_s, peak, of_limit;
+};
+
+Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, const Buffers& buffers, Format format,
+               double layer_bytes, double operations, int64_t layers, const PageBuffer& buffer) {
+  const int64_t m = buffers.hidden.m;
+  Sample sample;
+  sample.peak = measure_burst(pool, format == Format::bf16 ? bf16_burst : int8_burst);
+  const double before = measure_bandwidth(pool, buffer);
+  sample.seconds = pass_s(pool, shape, model, buffers, m, layers, 2) / static_cast<double>(layers);
+  sample.bytes_per_s = 0.5 * (before + measure_bandwidth(pool, buffer));
+  sample.of_limit = std::max(layer_bytes / sample.bytes_per_s, operations / sample.peak) / sample.seconds;
+  return sample;
 }
 
 void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& name, const Options& options, const PageBuffer& buffer) {
@@ -181,14 +199,15 @@ void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& na
     const double operations = 2.0 * static_cast<double>(m) * layer_weights;
     const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(2.5e11 / operations));
     const int64_t layers = std::min<int64_t>(wanted, model.layers.size());
-    Ceilings top = measure_ceilings(pool, buffer);
-    const double seconds = pass_s(pool, shape, model, buffers, m, layers, m <= 64 ? 5 : 3) / layers;
-    top.bytes_per_s = std::max(top.bytes_per_s, measure_bandwidth(pool, buffer));
-    const double peak = format == Format::bf16 ? top.bf16_per_s : top.int8_per_s;
-    const double limit = std::max(layer_bytes / top.bytes_per_s, operations / peak);
-    std::printf("%-5s %-5s %5ld %10.1f %7.1f %5.1f%% %8.0f %5.1f%% %7.1f%%\n", shape.name, name.c_str(), m, seconds * 1e6,
-                layer_bytes / seconds * 1e-9, 100 * layer_bytes / seconds / top.bytes_per_s, operations / seconds * 1e-9,
-                100 * operations / seconds / peak, 100 * limit / seconds);
+    std::vector<Sample> samples;
+    for (int i = 0; i < options.repeats; ++i)
+      samples.push_back(measure(pool, shape, model, buffers, format, layer_bytes, operations, layers, buffer));
+    std::sort(samples.begin(), samples.end(), [](const Sample& a, const Sample& b) { return a.of_limit < b.of_limit; });
+    const Sample& mid = samples[samples.size() / 2];
+    std::printf("%-5s %-5s %5ld %10.1f %7.1f %5.1f%% %8.0f %5.1f%% %7.1f%%   [%.0f..%.0f]\n", shape.name, name.c_str(), m,
+                mid.seconds * 1e6, layer_bytes / mid.seconds * 1e-9, 100 * layer_bytes / mid.seconds / mid.bytes_per_s,
+                operations / mid.seconds * 1e-9, 100 * operations / mid.seconds / mid.peak, 100 * mid.of_limit,
+                100 * samples.front().of_limit, 100 * samples.back().of_limit);
     std::fflush(stdout);
   }
 }
@@ -211,6 +230,7 @@ Options parse(int argc, char** argv) {
     if (key == "--threads") options.threads = std::atoi(value.c_str());
     if (key == "--group") options.group = std::atoi(value.c_str());
     if (key == "--megabytes") options.megabytes = std::atoi(value.c_str());
+    if (key == "--repeats") options.repeats = std::atoi(value.c_str());
     if (key == "--formats") options.formats = split(value);
     if (key == "--rows") {
       options.rows.clear();
