@@ -10,6 +10,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "ceilings.h"
 #include "program.h"
 
 namespace nb = nanobind;
@@ -308,11 +309,27 @@ void bind_program(nb::module_& m) {
   bind_operations(program);
 }
 
+void bind_ceilings(nb::module_& m) {
+  m.def("measure_read_bytes_per_s", [](int64_t bytes, int threads, int repeats) {
+    ThreadPool pool(threads);
+    return measure_read_bytes_per_s(pool, bytes, repeats);
+  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("measure_bf16_ops_per_s", [](int threads, int repeats) {
+    ThreadPool pool(threads);
+    return measure_bf16_ops_per_s(pool, repeats);
+  }, nb::arg("threads"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("measure_int8_ops_per_s", [](int threads, int repeats) {
+    ThreadPool pool(threads);
+    return measure_int8_ops_per_s(pool, repeats);
+  }, nb::arg("threads"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+}
+
 }  // namespace
 }  // namespace diptych
 
 NB_MODULE(_cpu, m) {
   using namespace diptych;
+  bind_ceilings(m);
   bind_shapes(m);
   bind_kv(m);
   bind_program(m);

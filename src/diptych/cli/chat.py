@@ -92,7 +92,7 @@ class Conversation:
             if line == "/reset":
                 self._messages = list(self._first)
             elif line == "/report":
-                console.print(self._report or "no answer yet")
+                console.print(self._report or "no answer yet", soft_wrap=True)
             elif line.startswith("/"):
                 console.print(HELP, style="dim")
             elif line:
@@ -133,7 +133,7 @@ class Conversation:
             )
             self._report = report.table()
             stopped = "stopped · " if done.choices[0].finish_reason is FinishReason.ABORT else ""
-            console.print(f"\n{stopped}{report.line()}", style="dim")
+            console.print(f"\n{stopped}{report.line()}", style="dim", soft_wrap=True)
         finally:
             end_listening()
         self._messages.append({"role": "assistant", "content": "".join(written)})

@@ -77,7 +77,7 @@ def generate(
         for choice in done.choices:
             _write(f"--- {choice.index}\n{choice.text}\n")
     if not quiet:
-        console.print(_report(llm, observer, done).table())
+        console.print(_report(llm, observer, done).table(), soft_wrap=True)
 
 
 def _report(llm: LLM, observer: PhaseObserver, done: Completion) -> PhaseReport:

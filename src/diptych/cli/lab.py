@@ -105,6 +105,6 @@ def _stage(
 
 def _print(experiment: Experiment, outcome: Outcome) -> None:
     verdict = f"[{COLOUR[outcome.verdict]}]{outcome.verdict.value}[/]"
-    console.print(f"[bold]{experiment.title}[/bold] · {verdict}\n  {outcome.finding}", highlight=False)
+    console.print(f"[bold]{experiment.title}[/bold] · {verdict}\n  {outcome.finding}", highlight=False, soft_wrap=True)
     if outcome.is_noisy:
         console.print(f"  {outcome.notes[-1]}", style="dim")

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from diptych.compute.ceilings import Ceilings
+from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.workload import ChunkShape, Workload
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel
+from diptych.engine.load import LoadedModel, local_predictor
 from diptych.ground.events import Event, ScheduledEvent, StepBeginEvent, StepEndEvent, Timings, Usage
 from diptych.ground.phase import Phase
 from diptych.metrics import percentile
@@ -20,11 +21,15 @@ from diptych.metrics import percentile
 @dataclass(slots=True)
 class _Step:
     begin_s: float
-    predicted_s: float | None
     shapes: list[ChunkShape] = field(default_factory=list)
     has_prefill: bool = False
     time_s: float = 0.0
     host_s: float = 0.0
+
+    @property
+    def work(self) -> Workload:
+        """The step as the cost model sees it."""
+        return Workload(shapes=tuple(self.shapes))
 
 
 class PhaseObserver:
@@ -41,7 +46,7 @@ class PhaseObserver:
             if isinstance(event, ScheduledEvent):
                 self._scheduled.setdefault(event.step_id, []).append(event)
             elif isinstance(event, StepBeginEvent):
-                self._open[event.step_id] = _Step(begin_s=event.at_s, predicted_s=event.predicted_s)
+                self._open[event.step_id] = _Step(begin_s=event.at_s)
             elif isinstance(event, StepEndEvent):
                 self._end(event)
 
@@ -113,6 +118,8 @@ class PhaseReport:
         if self.itl_p50_s is not None and self.itl_p99_s is not None:
             lines.append(f"  between tokens p50 {_ms(self.itl_p50_s)}, p99 {_ms(self.itl_p99_s)}")
         usage = self.usage
+        if self.prefill.predicted_s is None:
+            lines.append("  no prediction: this machine was never measured (diptych lab calibrate)")
         lines.append(
             f"  prompt {usage.prompt_tokens} tokens = {usage.computed_tokens} computed + {usage.cached_tokens} cached"
         )
@@ -124,7 +131,7 @@ def _ms(seconds: float) -> str:
 
 
 def _row_line(row: PhaseRow) -> str:
-    predicted = "learning" if row.predicted_s is None else _ms(row.predicted_s)
+    predicted = "-" if row.predicted_s is None else _ms(row.predicted_s)
     ceiling = f"{row.fraction_of_ceiling:.0%} ({row.bound})"
     return f"  {row.phase:<9}{row.tokens:>7}{_ms(row.time_s):>11}{row.tokens_per_s:>8.0f} tok/s  {ceiling:<20}{predicted:>11}"
 
@@ -133,7 +140,7 @@ def phase_report(
     loaded: LoadedModel, observer: PhaseObserver, *, ceilings: Ceilings, usage: Usage, timings: Timings
 ) -> PhaseReport:
     """The report of one finished request that ran alone while `observer` listened."""
-    view = CostView(loaded.model)
+    view, predictor = CostView(loaded.model), local_predictor(loaded.model)
     prefill_steps = [step for step in observer.steps if step.has_prefill]
     decode_steps = [step for step in observer.steps if not step.has_prefill]
     first_token_s = prefill_steps[-1].host_s if prefill_steps else 0.0
@@ -144,8 +151,8 @@ def phase_report(
         weights=loaded.model.weights_format,
         threads=loaded.model.threads,
         ceilings=ceilings,
-        prefill=_phase_row(Phase.PREFILL, prefill_steps, view, ceilings),
-        decode=_phase_row(Phase.DECODE, decode_steps, view, ceilings) if decode_steps else None,
+        prefill=_phase_row(Phase.PREFILL, prefill_steps, view, ceilings, predictor),
+        decode=_phase_row(Phase.DECODE, decode_steps, view, ceilings, predictor) if decode_steps else None,
         load_s=loaded.load_s,
         queue_s=timings.queue_s,
         prefill_s=max(0.0, timings.prefill_s - first_token_s),
@@ -156,18 +163,19 @@ def phase_report(
     )
 
 
-def _phase_row(phase: Phase, steps: list[_Step], view: CostView, ceilings: Ceilings) -> PhaseRow:
+def _phase_row(
+    phase: Phase, steps: list[_Step], view: CostView, ceilings: Ceilings, predictor: CalibratedModel | None
+) -> PhaseRow:
     tokens = sum(shape.new_tokens for step in steps for shape in step.shapes)
     time_s = sum(step.time_s for step in steps) or 1e-9
     bound_s = memory_s = compute_s = 0.0
     for step in steps:
-        cost = view.cost(Workload(shapes=tuple(step.shapes)))
+        cost = view.cost(step.work)
         step_memory_s = cost.bytes / ceilings.read_bytes_per_s
         step_compute_s = cost.flops / ceilings.flops_per_s
         bound_s += max(step_memory_s, step_compute_s)
         memory_s += step_memory_s
         compute_s += step_compute_s
-    predictions = [step.predicted_s for step in steps if step.predicted_s is not None]
     return PhaseRow(
         phase=phase.value,
         tokens=tokens,
@@ -175,5 +183,5 @@ def _phase_row(phase: Phase, steps: list[_Step], view: CostView, ceilings: Ceili
         tokens_per_s=tokens / time_s,
         fraction_of_ceiling=bound_s / time_s,
         bound="memory" if memory_s >= compute_s else "arithmetic",
-        predicted_s=sum(predictions) if len(predictions) == len(steps) else None,
+        predicted_s=None if predictor is None else sum(predictor.predict(step.work).total_s for step in steps),
     )

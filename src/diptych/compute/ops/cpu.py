@@ -522,3 +522,14 @@ def choose_instruction_set(name: str) -> None:
     wanted = _cpu.instruction_sets()[0] if name == "auto" else name
     if not _cpu.set_instruction_set(wanted):
         raise ConfigError(f"instruction_set is {name}; this CPU has {', '.join(_cpu.instruction_sets())}")
+
+
+def measure_read_bytes_per_s(n_bytes: int, threads: int, repeats: int) -> float:
+    """The best rate at which `threads` threads read `n_bytes` of memory; n_bytes should exceed every cache."""
+    return float(_cpu.measure_read_bytes_per_s(n_bytes, threads, repeats))
+
+
+def measure_ops_per_s(dtype: str, threads: int, repeats: int = 5) -> float:
+    """The best rate of the instructions that multiply `dtype` (bf16 or int8) from registers, on `threads` threads."""
+    burst = {"bf16": _cpu.measure_bf16_ops_per_s, "int8": _cpu.measure_int8_ops_per_s}[dtype]
+    return float(burst(threads, repeats))

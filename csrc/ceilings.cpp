@@ -1,0 +1,109 @@
+#include "ceilings.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "cpu_features.h"
+#include "gemm.h"
+
+namespace diptych {
+namespace {
+
+constexpr int64_t kBurstRounds = 100000;  // a few milliseconds
+
+// The scalar twins: what plain loops reach with the baseline instruction set.
+double fp32_burst(int64_t rounds) {
+  float sums[32] = {};
+  volatile float seed = 1.0f;
+  const float a = seed, b = seed * 0.5f;
+  for (int64_t round = 0; round < rounds; ++round) {
+    for (float& sum : sums) sum += a * b;
+    __asm__ volatile("" : : "r"(sums) : "memory");
+  }
+  return 2.0 * 32.0 * static_cast<double>(rounds);
+}
+
+double int32_burst(int64_t rounds) {
+  int32_t sums[32] = {};
+  volatile int32_t seed = 3;
+  const int32_t a = seed;
+  for (int64_t round = 0; round < rounds; ++round) {
+    for (int32_t& sum : sums) sum += a * static_cast<int32_t>(round);
+    __asm__ volatile("" : : "r"(sums) : "memory");
+  }
+  return 2.0 * 32.0 * static_cast<double>(rounds);
+}
+
+void read_words(const uint8_t* data, int64_t bytes, int64_t) {
+  uint64_t total[8] = {};
+  for (int64_t at = 0; at + 64 <= bytes; at += 64) {
+    uint64_t words[8];
+    std::memcpy(words, data + at, 64);
+    for (int i = 0; i < 8; ++i) total[i] |= words[i];
+  }
+  volatile uint64_t sink = total[0] | total[1] | total[2] | total[3] | total[4] | total[5] | total[6] | total[7];
+  (void)sink;
+}
+
+CeilingLoops active_loops() {
+#if defined(__x86_64__)
+  if (active_isa() == Isa::avx512) return ceiling_loops_avx512();
+  if (active_isa() == Isa::avx2) return ceiling_loops_avx2();
+#endif
+  return ceiling_loops_scalar();
+}
+
+template <class Work>
+double best_s(int repeats, Work&& work) {
+  using Clock = std::chrono::steady_clock;
+  double best = 1e30;
+  for (int i = 0; i < repeats; ++i) {
+    const auto begin = Clock::now();
+    work();
+    best = std::min(best, std::chrono::duration<double>(Clock::now() - begin).count());
+  }
+  return best;
+}
+
+double ops_per_s(ThreadPool& pool, int repeats, double (*burst)(int64_t)) {
+  double operations = 0;
+  const double seconds = best_s(repeats, [&] {
+    pool.run([&](int thread, int threads) {
+      const double done = burst(kBurstRounds);
+      if (thread == 0) operations = done * threads;
+    });
+  });
+  return operations / seconds;
+}
+
+}  // namespace
+
+CeilingLoops ceiling_loops_scalar() { return {fp32_burst, int32_burst, read_words}; }
+
+double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats) {
+  const PageBuffer buffer(bytes);
+  // Untouched pages may all be one page of zeros, which would be read from the cache.
+  pool.run([&](int thread, int threads) {
+    const Range part = share(bytes, thread, threads, 4096);
+    std::memset(buffer.data() + part.begin, 1, static_cast<size_t>(part.end - part.begin));
+  });
+  double best = 0;
+  // Which of the two is faster depends on the machine and its neighbours, so both are tried.
+  for (const int64_t ahead : {int64_t{0}, int64_t{2048}}) {
+    const double seconds = best_s(repeats, [&] {
+      pool.run([&](int thread, int threads) {
+        const Range part = share(bytes, thread, threads, 4096);
+        active_loops().read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
+      });
+    });
+    best = std::max(best, static_cast<double>(bytes) / seconds);
+  }
+  return best;
+}
+
+double measure_bf16_ops_per_s(ThreadPool& pool, int repeats) { return ops_per_s(pool, repeats, active_loops().bf16_burst); }
+
+double measure_int8_ops_per_s(ThreadPool& pool, int repeats) { return ops_per_s(pool, repeats, active_loops().int8_burst); }
+
+}  // namespace diptych

@@ -1,0 +1,29 @@
+// What this machine can do at most, on all threads of a pool: bytes read per second, and operations per second of the dot
+// instructions the kernels are made of. A rate means something only beside a ceiling measured just before and after it.
+#pragma once
+
+#include <cstdint>
+
+#include "thread_pool.h"
+
+namespace diptych {
+
+// One instruction set's loops, for one thread. Bursts return the operations done (a multiply and an add are two).
+struct CeilingLoops {
+  double (*bf16_burst)(int64_t rounds);
+  double (*int8_burst)(int64_t rounds);
+  void (*read_all)(const uint8_t* data, int64_t bytes, int64_t ahead);  // ahead: software prefetch distance, 0: none
+};
+
+CeilingLoops ceiling_loops_scalar();
+CeilingLoops ceiling_loops_avx2();
+CeilingLoops ceiling_loops_avx512();
+
+// Best of `repeats` passes over a fresh buffer of `bytes`, which should exceed every cache several times.
+double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats);
+
+// Best of `repeats` bursts of the active instruction set.
+double measure_bf16_ops_per_s(ThreadPool& pool, int repeats);
+double measure_int8_ops_per_s(ThreadPool& pool, int repeats);
+
+}  // namespace diptych

@@ -1,0 +1,62 @@
+// Without dot instructions bf16 is multiplied as fp32 and int8 as pairs of int16: these are then the ceilings.
+#include "ceilings.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+namespace diptych {
+namespace {
+
+double bf16_burst(int64_t rounds) {
+  __m256 sums[12];
+  for (int i = 0; i < 12; ++i) sums[i] = _mm256_setzero_ps();
+  __m256 a = _mm256_set1_ps(static_cast<float>(rounds)), b = _mm256_set1_ps(0.5f);
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; ++i) sums[i] = _mm256_fmadd_ps(a, b, sums[i]);
+    __asm__ volatile("" : "+x"(a), "+x"(b));
+  }
+  __m256 total = sums[0];
+  for (int i = 1; i < 12; ++i) total = _mm256_add_ps(total, sums[i]);
+  volatile float sink = _mm256_cvtss_f32(total);
+  (void)sink;
+  return 12.0 * 16.0 * static_cast<double>(rounds);
+}
+
+double int8_burst(int64_t rounds) {
+  __m256i sums[12];
+  for (int i = 0; i < 12; ++i) sums[i] = _mm256_setzero_si256();
+  __m256i a = _mm256_set1_epi16(static_cast<int16_t>(rounds)), b = _mm256_set1_epi16(3);
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; ++i) sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(a, b));
+    __asm__ volatile("" : "+x"(a), "+x"(b));
+  }
+  __m256i total = sums[0];
+  for (int i = 1; i < 12; ++i) total = _mm256_add_epi32(total, sums[i]);
+  volatile int sink = _mm256_extract_epi32(total, 0);
+  (void)sink;
+  return 12.0 * 32.0 * static_cast<double>(rounds);
+}
+
+void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
+  __m256i sums[8];
+  for (int i = 0; i < 8; ++i) sums[i] = _mm256_setzero_si256();
+  for (int64_t at = 0; at + 256 <= bytes; at += 256) {
+    for (int i = 0; i < 8; ++i) {
+      if (ahead != 0 && i % 2 == 0) _mm_prefetch(reinterpret_cast<const char*>(data + at + ahead + 32 * i), _MM_HINT_T0);
+      sums[i] = _mm256_or_si256(sums[i], _mm256_load_si256(reinterpret_cast<const __m256i*>(data + at + 32 * i)));
+    }
+  }
+  __m256i total = sums[0];
+  for (int i = 1; i < 8; ++i) total = _mm256_or_si256(total, sums[i]);
+  volatile int sink = _mm256_extract_epi32(total, 0);
+  (void)sink;
+}
+
+}  // namespace
+
+CeilingLoops ceiling_loops_avx2() { return {bf16_burst, int8_burst, read_all}; }
+
+}  // namespace diptych
+#endif
