@@ -27,19 +27,28 @@ class Golden:
     logits: torch.Tensor
 
 
-def make_golden(family: str, directory: Path, *, prompt_tokens: int = PROMPT_TOKENS, **overrides: Any) -> Golden:
+def make_golden(
+    family: str,
+    directory: Path,
+    *,
+    prompt_tokens: int = PROMPT_TOKENS,
+    new_tokens: int = NEW_TOKENS,
+    **overrides: Any,
+) -> Golden:
     """Write the checkpoint and ask transformers, with its cache, for the greedy continuation and all logits."""
     path = make_checkpoint(family, directory, **overrides)
-    return ask_reference(make_reference(family, **overrides), path, prompt_tokens)
+    return ask_reference(make_reference(family, **overrides), path, prompt_tokens, new_tokens)
 
 
 @torch.no_grad()
-def ask_reference(reference: Any, path: Path, prompt_tokens: int = PROMPT_TOKENS) -> Golden:
+def ask_reference(
+    reference: Any, path: Path, prompt_tokens: int = PROMPT_TOKENS, new_tokens: int = NEW_TOKENS
+) -> Golden:
     """The answer of a transformers model."""
     generator = torch.Generator().manual_seed(7)
     prompt = torch.randint(3, VOCAB, (1, prompt_tokens), generator=generator)
     out = reference.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
         do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0,
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
@@ -52,7 +61,7 @@ def check_golden(model: Model, golden: Golden, *, chunk: int | None, tolerance: 
     """Prefill in chunks, then decode greedily: same tokens, and logits within tolerance at every position."""
     stepper = Stepper(model)
     prompt_logits = stepper.prefill("it", golden.prompt, chunk=chunk)
-    greedy, decode_logits = stepper.greedy("it", prompt_logits, NEW_TOKENS)
+    greedy, decode_logits = stepper.greedy("it", prompt_logits, len(golden.greedy))
     logits = torch.cat([prompt_logits, decode_logits])
     error = (logits - golden.logits).abs().max().item()
     assert golden.logits.std() > 0.3, "the reference says nearly the same everywhere; the test would see nothing"

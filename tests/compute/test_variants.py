@@ -1,0 +1,201 @@
+"""Switches inside the families against transformers: rotary scalings, config layouts, head counts, file layouts and dtypes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden import ask_reference, check_golden, make_golden
+
+from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from stepping import Stepper
+
+REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
+NEW_TOKENS = 12
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SHORT, LONG = [1.0, 1.1, 1.3, 1.5, 1.7, 2.0, 2.2, 2.5], [1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 9.0]
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+
+# name -> (family, config fields)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain Llama": ("llama", {"attention_bias": False, "mlp_bias": False, "head_dim": None}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "untied Gemma": ("gemma2", {"tie_word_embeddings": False}),
+    "every head its own": ("llama", {"num_key_value_heads": 4}),
+    "one kv head": ("llama", {"num_key_value_heads": 1}),
+    "theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}),
+    "llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "yarn": ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1e4}}),
+    "yarn, attention factor": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": 0.8}}),
+    "yarn, mscale": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.4}}),
+    "yarn, betas": ("llama", {"rope_parameters": {**YARN, "rope_theta": 1e4, "beta_fast": 8, "beta_slow": 2,
+                                                  "truncate": False}}),
+    "no window": ("mistral", {"sliding_window": None}),
+    "windows off": ("qwen2", {"use_sliding_window": False}),
+    "windows by layer_types": (
+        "qwen2", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "Qwen3 with biases and windows": (
+        "qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "partial rotary": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                    "partial_rotary_factor": 0.5}}),
+    "Phi-3 with a window": ("phi3", {"sliding_window": 11}),
+    "Gemma 2 without caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "Gemma 3 with a final cap": ("gemma3", {"final_logit_softcapping": 3.0}),
+    "Gemma 3 scaled": ("gemma3", {"rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+    "OLMo 2 with biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
+    "NoPE by list": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9}),
+    "experts not renormalised": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+    "experts on every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_matches_transformers(name: str, tmp_path: Path) -> None:
+    """Real configs switch these; a switch that is read and ignored gives fluent nonsense."""
+    family, fields = VARIANTS[name]
+    golden = make_golden(family, tmp_path, new_tokens=NEW_TOKENS, **fields)
+    check_golden(load_model(golden.path, REFERENCE), golden, chunk=9)
+
+
+def old_layout(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json as transformers 4 wrote it."""
+    rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    config["torch_dtype"] = config.pop("dtype")
+    config.pop("layer_types", None)
+    return config
+
+
+@pytest.mark.parametrize("name", ["theta", "linear", "llama3", "yarn", "partial rotary", "Gemma 3 scaled"])
+def test_old_config_layout_gives_the_same_model(name: str, tmp_path: Path) -> None:
+    """Most checkpoints on the hub were written before `rope_parameters` existed."""
+    family, fields = VARIANTS[name]
+    fields = {**fields, "sliding_window_pattern": 3} if family == "gemma3" else fields
+    path = make_checkpoint(family, tmp_path, **fields)
+    new = load_model(path, REFERENCE)
+    config = json.loads((path / "config.json").read_text())
+    assert "rope_parameters" in config, "transformers writes the new layout"
+    (path / "config.json").write_text(json.dumps(old_layout(config)))
+    old = load_model(path, REFERENCE)
+    assert old.spec == new.spec
+
+
+@pytest.mark.parametrize(("max_context", "prompt"), [(64, 40), (256, 80)], ids=["short", "long"])
+def test_longrope_on_both_sides_of_its_limit(max_context: int, prompt: int, tmp_path: Path) -> None:
+    """The engine chooses once by its longest context; transformers by each sequence. They agree on each side."""
+    fields = {"original_max_position_embeddings": 64, "rope_parameters": {**LONGROPE, "rope_theta": 1e4}}
+    golden = make_golden("phi3", tmp_path, prompt_tokens=prompt, new_tokens=NEW_TOKENS, **fields)
+    model = load_model(golden.path, REFERENCE, max_context_tokens=max_context)
+    check_golden(model, golden, chunk=17)
+    other = load_model(golden.path, REFERENCE, max_context_tokens=256 if max_context == 64 else 64)
+    assert other.spec.attention[0].rope != model.spec.attention[0].rope
+    assert other.revision != model.revision, "keys turned by other angles must not be taken for equal"
+
+
+def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
+    """For a sequence as long as the engine's longest, the frequencies are those transformers computes."""
+    fields = {
+        "max_position_embeddings": 48,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    }
+    path = make_checkpoint("llama", tmp_path, **fields)
+    tokens = torch.randint(3, VOCAB, (1, 96), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = make_reference("llama", **fields)(tokens, use_cache=False).logits[0]
+    model = load_model(path, REFERENCE, max_context_tokens=96)
+    assert model.spec.max_positions == 96
+    got = Stepper(model).prefill("a", tokens[0].tolist(), chunk=13)
+    assert (got - expected).abs().max() < 1e-4
+    assert load_model(path, REFERENCE).spec.max_positions == 48, "unasked, a model keeps its trained length"
+    assert load_model(path, REFERENCE, max_context_tokens=999).spec.max_positions == 192, "factor 4 is the most"
+
+
+def test_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    """Anything above 5 GB comes in parts."""
+    whole = make_checkpoint("qwen2", tmp_path / "whole")
+    parts = make_checkpoint("qwen2", tmp_path / "parts", max_shard_size="60KB")
+    assert len(list(parts.glob("*.safetensors"))) > 2
+    tokens = list(range(5, 30))
+    one, other = (Stepper(load_model(path, REFERENCE)).prefill("a", tokens) for path in (whole, parts))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_files_computed_in_fp32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The file's dtype is storage: asked for fp32, the model computes in fp32 on exactly those values."""
+    import transformers
+
+    path = make_checkpoint("gemma3", tmp_path, dtype=dtype)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    check_golden(load_model(path, REFERENCE), ask_reference(reference.eval(), path, new_tokens=NEW_TOKENS), chunk=None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_half_precision_files_run_in_bf16_unasked(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """bf16 compute stays near the fp32 answer: the average logit differs by a few roundings."""
+    golden = make_golden(family, tmp_path, dtype=dtype, new_tokens=NEW_TOKENS)
+    model = load_model(golden.path, ComputeConfig(backend="torch", device="cpu"))
+    assert (model.weights_format, model.kv_format) == ("bf16", "bf16")
+    logits = Stepper(model).prefill("a", golden.prompt)
+    error = (logits - golden.logits[: len(golden.prompt)]).abs().mean()
+    assert error < 0.05 * golden.logits.std(), error
+
+
+def test_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
+    """The 4B, 12B and 27B checkpoints wrap the language model in a vision model."""
+    import transformers
+
+    text = {**COMMON, "head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 20, "num_hidden_layers": 7}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config._attn_implementation = "eager"
+    reference = transformers.Gemma3ForConditionalGeneration(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    golden = ask_reference(reference, tmp_path, new_tokens=NEW_TOKENS)
+    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_neighbours_change_nothing(family: str, tmp_path: Path) -> None:
+    """A mixed step of ragged chunks gives each sequence the logits it has alone."""
+    model = load_model(make_checkpoint(family, tmp_path), REFERENCE)
+    generator = torch.Generator().manual_seed(5)
+    prompts = {name: torch.randint(3, VOCAB, (n,), generator=generator).tolist() for name, n in
+               (("a", 50), ("b", 1), ("c", 33), ("d", 17))}  # fmt: skip
+    alone = {name: Stepper(model).prefill(name, tokens) for name, tokens in prompts.items()}
+    stepper = Stepper(model)
+    cuts = {"a": [7, 1, 41, 1], "b": [0, 1], "c": [16, 16, 1], "d": [1, 1, 14, 1]}
+    got: dict[str, list[torch.Tensor]] = {name: [] for name in prompts}
+    for turn in range(4):
+        chunks = {}
+        for name, sizes in cuts.items():
+            begin = sum(sizes[:turn])
+            if turn < len(sizes) and sizes[turn]:
+                chunks[name] = prompts[name][begin : begin + sizes[turn]]
+        for name, logits in stepper.step(chunks).items():
+            got[name].append(logits)
+    for name, logits in alone.items():
+        torch.testing.assert_close(torch.cat(got[name]), logits, atol=1e-4, rtol=0)
