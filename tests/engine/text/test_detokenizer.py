@@ -6,11 +6,11 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text.small_tokenizers import byte_level_json, sentencepiece_json
 from tokenizers import decoders, models, pre_tokenizers
 
 from diptych.engine.text.detokenizer import TextStream
 from diptych.engine.text.tokenizer import PieceKind, Tokenizer
+from text.small_tokenizers import byte_level_json, sentencepiece_json
 
 
 def tokenizer_of(source: str) -> Tokenizer:

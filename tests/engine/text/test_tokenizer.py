@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from text.small_tokenizers import byte_level_json, checkpoint, sentencepiece_json
 from transformers import AutoTokenizer
 
 from diptych.engine.text.tokenizer import PieceKind, Tokenizer
 from diptych.ground.errors import LoadError, RequestError
+from text.small_tokenizers import byte_level_json, checkpoint, sentencepiece_json
 
 SAMPLES = [
     "",

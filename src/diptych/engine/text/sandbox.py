@@ -25,8 +25,8 @@ from diptych.ground.clock import Clock, MonotonicClock, wall_time_s
 from diptych.ground.errors import TemplateError
 
 MAX_TEMPLATE_BYTES = 1 << 20
-MAX_RENDER_S = 2.0
-MAX_TURNS = 1_000_000  # loop turns, calls and filters of one rendering
+MAX_RENDER_S = 10.0
+MAX_TURNS = 300_000  # loop turns, calls, and filters by the length of what they filter; about 5 us each
 MAX_CHARS = 16 << 20  # printed by one rendering, and size of any one value on the way
 MAX_PLAIN_CHARS = 256 << 20  # plain template text of all loop turns and macro calls
 MAX_NUMBER = 1_000_000  # as an argument of a filter or text method: widths, counts, indents
@@ -47,11 +47,11 @@ class _Run:
     plain_chars: int = 0
     marks: list[tuple[int, object]] = field(default_factory=list)  # (nesting level, source), innermost last
 
-    def turn(self) -> None:
-        self.turns += 1
+    def turn(self, n: int = 1) -> None:
+        self.turns += n
         if self.turns > MAX_TURNS:
             raise TemplateError(f"chat template ran for more than {MAX_TURNS} turns of its loops and calls")
-        if self.turns & 0xFF == 0 and self.clock.now_s() > self.deadline_s:
+        if self.clock.now_s() > self.deadline_s:
             raise TemplateError(f"chat template ran for more than {MAX_RENDER_S:g} s")
 
     def printed(self, n_chars: int) -> None:
@@ -130,9 +130,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             del self.globals[name]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
-        for name in _FILTERS_BY_SIZE:
-            self.filters[name] = _bounded_filter(self.filters[name])
         self.filters["tojson"] = _tojson
+        for name, function in list(self.filters.items()):
+            self.filters[name] = self._bounded_filter(name, function)
 
     def pieces(self, template: jinja2.Template, variables: Mapping[str, Any]) -> list[RenderedPiece]:
         """Render; the concatenated texts are the output. Raises TemplateError for anything a template can do wrong."""
@@ -209,10 +209,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             check_size((len(left) + len(right)) * (1 if isinstance(left, str) else 8))
         return super().call_binop(context, operator, left, right)
 
-    def _turn(self) -> None:
+    def _turn(self, n: int = 1) -> None:
         run: _Run | None = getattr(self._local, "run", None)
         if run is not None:
-            run.turn()
+            run.turn(n)
 
     def _finalize(self, value: Any) -> Any:
         """Every printed value passes here, also those that go into a macro's or block's buffer."""
@@ -221,6 +221,23 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             run.turn()
             run.printed(value_size(value))
         return value
+
+    def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter, counted, and refusing numbers and products that make its result very large."""
+
+        def bounded(*args: Any, **kwargs: Any) -> Any:
+            if any(hasattr(value, "__next__") for value in args):
+                # a generator can be read once: read it here, and pass on what was read
+                args = tuple(list(value) if hasattr(value, "__next__") else value for value in args)
+            self._turn(1 + sum(len(value) for value in args if isinstance(value, list | tuple | range)))
+            if name in _FILTERS_BY_SIZE:
+                values = [*args, *kwargs.values()]
+                _check_text_call(next((value for value in values if isinstance(value, str)), ""), name, values)
+            return function(*args, **kwargs)
+
+        if hasattr(function, "jinja_pass_arg"):
+            bounded.jinja_pass_arg = function.jinja_pass_arg  # type: ignore[attr-defined]
+        return bounded
 
     # ---- called by the instrumented template
 
@@ -410,30 +427,6 @@ def _tojson(
         raise TemplateError(f"chat template asks tojson for an indent of {width}; at most 64")
     check_size(value_size(value) * (1 + width))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, refusing numbers and products that make its result very large."""
-    name = function.__name__.removeprefix("do_").removeprefix("sync_do_")
-
-    def bounded(*args: Any, **kwargs: Any) -> Any:
-        values = [*args, *kwargs.values()]
-        text = next((value for value in values if isinstance(value, str)), "")
-        listed = next((list(value) for value in values if _is_lazy(value)), None)
-        if listed is not None:  # a generator can be read once: read it, and pass what was read
-            args = tuple(listed if _is_lazy(value) else value for value in args)
-            values = [*args, *kwargs.values()]
-        _check_text_call(text, name, values)
-        return function(*args, **kwargs)
-
-    for attribute in ("jinja_pass_arg",):
-        if hasattr(function, attribute):
-            setattr(bounded, attribute, getattr(function, attribute))
-    return bounded
-
-
-def _is_lazy(value: Any) -> bool:
-    return hasattr(value, "__next__")
 
 
 def _check_text_call(owner: str | bytes, name: str, args: Sequence[Any]) -> None:

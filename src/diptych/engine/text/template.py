@@ -10,6 +10,7 @@ a message are special tokens, as there.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from diptych.ground.errors import LoadError, TemplateError
 from diptych.ground.request import Segment
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SYSTEM_ROLES = ("system", "developer")
 
 # For a model without a template: plain and readable, no special tokens it was never trained on.
@@ -91,7 +93,13 @@ class ChatTemplate:
 
         Raises TemplateError when the template refuses, fails, runs too long, or reaches for what it may not have.
         """
-        messages = [dict(message) for message in messages]
+        if not messages:
+            raise TemplateError("messages has 0 entries; at least 1 is needed", param="messages")
+        try:
+            messages = [_plain_message(message) for message in messages]
+            tools, documents, kwargs = plain(tools), plain(documents), plain(kwargs)
+        except RecursionError:
+            raise TemplateError("messages, tools or chat_template_kwargs are nested too deeply") from None
         if continue_final_message:
             if add_generation_prompt:
                 raise TemplateError("continue_final_message and add_generation_prompt exclude each other")
@@ -148,10 +156,41 @@ def _template_sources(folder: Path) -> dict[str, str]:
     return sources
 
 
+def plain(value: Any) -> Any:
+    """`value` rebuilt from plain JSON types, so that a template finds no object with methods worth calling."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str.__str__(value) if isinstance(value, str) else f"<{type(value).__name__}>"
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it.
+
+    Missing values are left out, reasoning is found under the names in use, and the arguments of tool calls, which
+    OpenAI's clients send as JSON text, are objects.
+    """
+    out: dict[str, Any] = {str(key): plain(value) for key, value in message.items() if value is not None}
+    reasoning = next((out[key] for key in _REASONING_FIELDS if key in out), None)
+    if reasoning is not None:
+        out = {"thinking": reasoning, **out, "reasoning_content": reasoning}
+    for call in out.get("tool_calls") or []:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except ValueError:
+                continue  # shown as the text it is
+            if isinstance(arguments, dict):
+                function["arguments"] = arguments
+    return out
+
+
 def _tagged(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The final message with the tag at which the prompt will be cut."""
-    if not messages:
-        raise TemplateError("continue_final_message needs a message to continue")
     last = dict(messages[-1])
     content = last.get("content")
     if isinstance(content, list) and content and isinstance(content[-1], Mapping) and "text" in content[-1]:
@@ -281,7 +320,8 @@ def _adopt(text: str, parts: Sequence[_Part], bos_token: str | None) -> None:
     template's own system prompt. Other text goes to what comes after it, and at the end to what came before.
     """
     for before, part in pairwise(parts):
-        if part.source is None and before.source is not None and before.piece == part.piece:
+        is_rest = not isinstance(part.source, tuple) and isinstance(before.source, tuple)
+        if is_rest and before.piece == part.piece:
             part.source = before.source
     first = next((i for i, part in enumerate(parts) if part.source is not None), len(parts))
     lead = text[: parts[first - 1].end] if first else ""
