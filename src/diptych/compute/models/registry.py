@@ -29,7 +29,7 @@ def family_of(config: HfConfig) -> Family:
     """The family of the first architecture in the config. Raises UnsupportedModel with the list of supported ones."""
     named = config.raw.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
-    if architecture not in SUPPORTED:
+    if not isinstance(architecture, str) or architecture not in SUPPORTED:
         raise UnsupportedModel(
             f"architecture {architecture!r} in {config.path} is not supported; supported: {', '.join(SUPPORTED)}"
         )

@@ -1,0 +1,83 @@
+"""The paged cache seen from outside: what is written is read, blocks are copied whole, forks do not leak."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.model import Model
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import CapacityError
+from stepping import Stepper
+
+CPU = torch.device("cpu")
+
+
+def store(n_blocks: int = 6, block_tokens: int = 4) -> TorchKVStore:
+    return TorchKVStore(
+        n_layers=2,
+        n_blocks=n_blocks,
+        block_tokens=block_tokens,
+        n_kv_heads=2,
+        head_dim=3,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    return load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32"))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, 4, 5, 8, 11])
+def test_written_keys_are_read_back(n_tokens: int) -> None:
+    """Block edges are where a paged copy goes wrong."""
+    kv, blocks = store(), [4, 0, 2]
+    keys, values = torch.randn(2, 2, n_tokens, 3).unbind(0)
+    before = kv.layers[0].clone()
+    kv.write(1, blocks, keys, values)
+    got_keys, got_values = kv.read(1, blocks, n_tokens)
+    assert torch.equal(got_keys, keys)
+    assert torch.equal(got_values, values)
+    assert torch.equal(kv.layers[0], before), "the other layer is untouched"
+    assert torch.count_nonzero(kv.layers[1]) == 2 * 2 * n_tokens * 3, "and so is every other slot"
+
+
+def test_copied_block_is_independent() -> None:
+    """Copy on write: the child's tokens must not appear in the parent."""
+    kv = store()
+    keys, values = torch.randn(2, 2, 4, 3).unbind(0)
+    kv.write(0, [1], keys, values)
+    kv.copy_blocks([(1, 5)])
+    kv.write(0, [1], torch.zeros(2, 4, 3), torch.zeros(2, 4, 3))
+    assert torch.equal(kv.read(0, [5], 4)[0], keys)
+
+
+def test_saved_cache_continues_the_sequence(model: Model) -> None:
+    """Read here and written there, a cache is the same cache: hand-off and saved states depend on it."""
+    tokens = list(range(10, 43))
+    first = Stepper(model)
+    first.prefill("a", tokens)
+    expected = first.step({"a": [7]})["a"]
+    second = Stepper(model, n_blocks=9, block_tokens=4)
+    blocks = [8, 0, 7, 1, 6, 2, 5, 3, 4]
+    for layer in range(model.spec.n_layers):
+        second.kv.write(layer, blocks, *first.kv.read(layer, first.tables["a"], len(tokens)))
+    second.tables["a"], second.lengths["a"] = blocks, len(tokens)
+    torch.testing.assert_close(second.step({"a": [7]})["a"], expected, atol=1e-5, rtol=0)
+
+
+def test_bytes_per_block_are_the_bytes_held(model: Model) -> None:
+    """The pool is sized by this number; a wrong one is an out-of-memory error later."""
+    for block_tokens in (1, 16, 32):
+        assert model.make_kv(5, block_tokens).nbytes == 5 * model.kv_bytes_per_block(block_tokens)
+
+
+def test_pool_that_does_not_fit_is_refused_with_the_number() -> None:
+    with pytest.raises(CapacityError, match="281474976710656 blocks"):
+        store(n_blocks=2**48)

@@ -1,0 +1,48 @@
+"""The backend is chosen once, at the door, and says why."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from diptych.compute import runner
+from diptych.compute.runner import choose_backend, load_model
+from diptych.ground.config import ComputeConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "has_kernels", "has_gpu", "backend"),
+    [
+        (ComputeConfig(), True, False, "cpu"),
+        (ComputeConfig(), False, False, "torch"),
+        (ComputeConfig(), True, True, "torch"),
+        (ComputeConfig(device="cpu"), True, True, "cpu"),
+        (ComputeConfig(device="cuda"), True, True, "torch"),
+        (ComputeConfig(weights="fp32"), True, False, "torch"),
+        (ComputeConfig(kv="fp32"), True, False, "torch"),
+        (ComputeConfig(weights="int8"), True, False, "cpu"),
+        (ComputeConfig(backend="torch"), True, False, "torch"),
+        (ComputeConfig(backend="cpu"), False, False, "cpu"),
+    ],
+)
+def test_backend_choice(
+    config: ComputeConfig, has_kernels: bool, has_gpu: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """'auto' prefers a GPU, then the native kernels; a backend asked for is never replaced."""
+    monkeypatch.setattr(runner.cpu_backend, "is_available", lambda: (has_kernels, "detail"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert choose_backend(config)[0] == backend
+
+
+def test_choice_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A service that silently runs on the slow backend is found out too late."""
+    path = make_checkpoint("llama", tmp_path)
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        model = load_model(path, ComputeConfig(weights="fp32", device="cpu"))
+    assert model.backend_name == "torch"
+    assert "name=torch reason=fp32 was asked for" in caplog.text
+    model.close()

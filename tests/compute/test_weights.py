@@ -1,0 +1,252 @@
+"""What can be wrong with a checkpoint, each as an error that names the thing, the number and the limit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import FAMILIES, make_checkpoint
+from diptych.compute import weights
+from diptych.compute.models.registry import SUPPORTED
+from diptych.compute.runner import load_model
+from diptych.compute.weights import Checkpoint, resolve_model_dir
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
+
+REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
+LAST = "model.layers.2.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def path(original: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(original, tmp_path / "copy"))
+
+
+def edit_config(path: Path, **fields: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def refusal(path: Path, error: type[Exception] = LoadError) -> str:
+    with pytest.raises(error) as caught:
+        load_model(path, REFERENCE)
+    return str(caught.value)
+
+
+def test_missing_tensor_is_named(path: Path) -> None:
+    edit_tensors(path, lambda tensors: tensors.pop(LAST))
+    message = refusal(path)
+    assert LAST in message
+    assert "[64, 96]" in message
+
+
+def test_mis_shaped_tensor_is_named_with_both_shapes(path: Path) -> None:
+    edit_tensors(path, lambda tensors: tensors.update({LAST: torch.zeros(64, 95)}))
+    message = refusal(path)
+    assert LAST in message
+    assert "[64, 95]" in message
+    assert "[64, 96]" in message
+
+
+def test_unexpected_dtype_is_named(path: Path) -> None:
+    edit_tensors(path, lambda tensors: tensors.update({LAST: torch.zeros(64, 96, dtype=torch.int8)}))
+    message = refusal(path)
+    assert LAST in message
+    assert "I8" in message
+
+
+@pytest.mark.parametrize("kept", [0, 4, 300, 0.5, 0.999])
+def test_truncated_file_is_refused(path: Path, kept: float) -> None:
+    """An interrupted download must not become a model that talks nonsense."""
+    file = path / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
+    message = refusal(path)
+    assert "model.safetensors" in message
+    assert "damaged or cut short" in message
+
+
+def test_garbage_file_is_refused(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"\xff" * 4096)
+    assert "damaged" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_hidden_layers": 2}, "model.layers.2"),
+        ({"num_hidden_layers": 4}, "model.layers.3"),
+        ({"hidden_size": 128}, "embed_tokens"),
+        ({"vocab_size": 161}, "embed_tokens"),
+        ({"attention_bias": False}, "self_attn"),
+        ({"mlp_bias": False}, "mlp"),
+        ({"num_key_value_heads": 4}, "k_proj"),
+        ({"intermediate_size": 97}, "gate_proj"),
+    ],
+    ids=str,
+)
+def test_config_that_contradicts_the_tensors(path: Path, fields: dict, named: str) -> None:
+    """Fewer layers or biases than the file holds would load and be wrong; more would be missing."""
+    edit_config(path, **fields)
+    assert named in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"num_key_value_heads": 3}, "3 key-value heads"),
+        ({"head_dim": 25}, "head_dim"),
+        ({"hidden_act": "relu2"}, "relu2"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8}}, "low_freq_factor"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+    ],
+    ids=str,
+)
+def test_impossible_config_field_is_named(path: Path, fields: dict, named: str) -> None:
+    edit_config(path, **fields)
+    assert named in refusal(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00\xff"])
+def test_unreadable_config_is_refused(path: Path, text: str) -> None:
+    (path / "config.json").write_text(text, encoding="latin-1")
+    assert "config.json" in refusal(path)
+
+
+@pytest.mark.parametrize("architectures", [["MambaForCausalLM"], [], None, "LlamaForCausalLM", [["x"]]], ids=str)
+def test_unsupported_architecture_is_refused_with_the_list(path: Path, architectures: object) -> None:
+    edit_config(path, architectures=architectures)
+    message = refusal(path, UnsupportedModel)
+    for name in SUPPORTED:
+        assert name in message
+
+
+def test_every_required_family_is_supported() -> None:
+    assert len(FAMILIES) == 11
+    assert len(SUPPORTED) == 12, "eleven families, and Gemma 3 under two names"
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    path = make_checkpoint("olmo2", tmp_path, max_shard_size="60KB")
+    lost = sorted(path.glob("*.safetensors"))[1]
+    lost.unlink()
+    assert lost.name in refusal(path)
+
+
+def test_index_may_not_point_outside_its_folder(tmp_path: Path) -> None:
+    """An index is data from the network; a path in it must not open other files."""
+    path = make_checkpoint("olmo2", tmp_path, max_shard_size="60KB")
+    index = path / weights.INDEX_FILE
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../../secret.safetensors"}}))
+    assert "outside" in refusal(path)
+
+
+def test_pickled_weights_are_not_read(path: Path) -> None:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    assert "safetensors" in refusal(path)
+
+
+def test_folder_that_is_not_there() -> None:
+    with pytest.raises(LoadError, match="no such folder"):
+        resolve_model_dir("./nowhere/at/all")
+
+
+def test_offline_hub_name_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network the user must learn what to do, not see a stack of HTTP errors."""
+
+    def refuse(*args: object, **kwargs: object) -> str:
+        raise weights.LocalEntryNotFoundError("cannot reach the hub")
+
+    monkeypatch.setattr(weights, "snapshot_download", refuse)
+    with pytest.raises(LoadError) as caught:
+        resolve_model_dir("someone/some-model")
+    assert "someone/some-model" in str(caught.value)
+    assert "hint" in str(caught.value)
+
+
+def test_hub_download_takes_no_code_and_no_pickles(monkeypatch: pytest.MonkeyPatch, original: Path) -> None:
+    asked = {}
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        return str(original)
+
+    monkeypatch.setattr(weights, "snapshot_download", download)
+    assert resolve_model_dir("someone/some-model") == original
+    patterns = asked["someone/some-model"]
+    assert "*.safetensors" in patterns
+    assert not any(pattern.endswith((".py", ".bin", ".pth", ".pt", "*")) for pattern in patterns)
+
+
+def test_progress_rises_to_the_total(original: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    load_model(original, REFERENCE, progress=lambda done, total: seen.append((done, total)))
+    done = [value for value, _ in seen]
+    assert done == sorted(done)
+    assert len(seen) > 10
+    assert seen[-1][0] == seen[-1][1] == (original / "model.safetensors").stat().st_size
+
+
+def test_tensor_of_the_compute_dtype_is_not_copied(tmp_path: Path) -> None:
+    """Weights are mapped: reading twice gives the same memory, so a 7B model is not held twice."""
+    path = make_checkpoint("llama", tmp_path)
+    tensor = Checkpoint(path).tensor("model.embed_tokens.weight", 160, 64)
+    assert tensor.read().data_ptr() == tensor.read().data_ptr()
+
+
+def test_revision_tells_models_apart(original: Path, tmp_path: Path) -> None:
+    """The revision keys caches and saved states: equal only where keys and values are equal."""
+    same = load_model(original, REFERENCE)
+    again = load_model(shutil.copytree(original, tmp_path / "again"), REFERENCE)
+    assert same.revision == again.revision
+    assert same.n_parameters == sum(t.numel() for t in load_file(original / "model.safetensors").values())
+    others = {
+        "other weights": load_model(make_checkpoint("llama", tmp_path / "other", seed=1), REFERENCE),
+        "other format": load_model(original, ComputeConfig(backend="torch", device="cpu", weights="bf16")),
+        "other kv": load_model(original, ComputeConfig(backend="torch", device="cpu", weights="fp32", kv="bf16")),
+    }
+    edit_config(tmp_path / "again", rms_norm_eps=1e-3)
+    others["other config"] = load_model(tmp_path / "again", REFERENCE)
+    revisions = {same.revision, *(model.revision for model in others.values())}
+    assert len(revisions) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (ComputeConfig(backend="torch", weights="int8"), "int8"),
+        (ComputeConfig(backend="torch", kv="int8"), "int8"),
+        (ComputeConfig(backend="torch", device="cuda:99"), "cuda:99"),
+        (ComputeConfig(backend="torch", device="abacus"), "abacus"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "config",
+)
+def test_what_the_torch_backend_lacks_is_a_config_error(original: Path, config: ComputeConfig, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_model(original, config)
+    assert named in str(caught.value)
