@@ -110,23 +110,21 @@ def test_forked_choices_compute_the_last_prompt_token_alone():
         assert len(plan.copies) == 2
 
 
-def test_a_copied_block_is_not_taken_again_in_the_same_step():
-    """Copies must not depend on their order, so a source stays held until the step has run."""
-    driver = Driver(n_blocks=4, block_tokens=4, max_context_tokens=16)
+def test_the_last_holder_of_a_shared_block_writes_it_without_a_copy():
+    """Choice 0 has ended, so choice 1 alone holds the prompt's block."""
+    driver = Driver()
     driver.core.submit(request(prompt=4, max_tokens=1, n=2))
-    driver.step()  # choice 0 ends at once, choice 1 alone holds the prompt's block and may write it
-    plan = driver.step()
-    assert plan.copies == ()
-    driver.core.submit(request(prompt=6, max_tokens=4, n=3, request_id="q"))
     driver.step()
-    plan = driver.step()
-    sources = {copy.source_block_id for copy in plan.copies}
-    written = {block for chunk in plan.chunks for block in chunk.new_block_ids}
-    targets = {copy.target_block_id for copy in plan.copies}
-    assert targets <= written
-    assert sources
-    assert not sources & targets
+    assert driver.step().copies == ()
+
+
+def test_prefills_that_together_exceed_the_pool_take_turns():
+    """Blocks that an admitted prompt will need are promised to it; admitting another into them would preempt one."""
+    driver = Driver(n_blocks=10, block_tokens=4, max_step_tokens=8, max_context_tokens=40)
+    driver.core.submit(request(prompt=24, max_tokens=1, request_id="a"))
+    driver.core.submit(request(prompt=range(20), max_tokens=1, request_id="b"))
     driver.run()
+    assert driver.of(PreemptEvent) == []
 
 
 def test_lowest_rank_is_preempted_and_answers_the_same():

@@ -211,6 +211,8 @@ class BlockPool:
         if not is_partition or free & idle or len(free) != len(self._free):
             raise BlockLeak(f"{len(held)} held, {len(free)} free and {len(idle)} idle are not {self.n_blocks} blocks")
         indexed = {b for b in range(self.n_blocks) if self._entries[b] is not None}
+        if any(len(entry.token_ids) != self.block_tokens for entry in self._index.values()):
+            raise BlockLeak(f"an index entry does not hold {self.block_tokens} tokens")
         if not idle <= indexed or indexed & free or len(self._index) != len(indexed):
             raise BlockLeak(f"{len(indexed)} indexed blocks do not agree with {len(self._index)} index entries")
 

@@ -161,7 +161,6 @@ class EngineCore:
         self._in_flight = {}
         self._plan = None
         self._ended_seq_ids = []
-        self._scheduler.end_copies()
         self.pool.reset_index()
         return events
 
@@ -196,7 +195,6 @@ class EngineCore:
                 self._scheduler.release(seq)
             else:
                 events += self._commit(seq, chunk, chunk_result, plan.step_id, now_s)
-        self._scheduler.end_copies()
         end = StepEndEvent(step_id=plan.step_id, at_s=now_s, device_s=result.device_s, host_s=result.host_s)
         return [*events, end]
 
@@ -234,8 +232,7 @@ class EngineCore:
         """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""
         alive = {seq.seq_id: seq for sequences in self._requests.values() for seq in sequences}
         alive.update(self._in_flight)
-        copied = [block_id for block_id, n in self._scheduler.copied_from.items() for _ in range(n)]
-        self.pool.check([*(seq.block_ids for seq in alive.values()), copied])
+        self.pool.check([seq.block_ids for seq in alive.values()])
 
     # Inside
 

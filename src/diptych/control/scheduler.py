@@ -62,7 +62,6 @@ class Scheduler:
         self.decoding = RankedList()
         self.forked = RankedList()  # waiting, yet holding the blocks shared by their parent
         self.planned: dict[int, Sequence] = {}  # sequences of the last plan's chunks
-        self.copied_from: dict[int, int] = {}  # sources of its copies, held as often as copied until it has run
         self.waiting_tokens = 0
         self.n_preemptions = 0
         self.query_tokens = 0  # prompt tokens looked up in the prefix index for the first time, and those found
@@ -125,13 +124,6 @@ class Scheduler:
         child.serials = parent.serials[:n_intact]
         child.advance(parent.prompt_tokens - 1)
         self.enqueue(child)
-
-    def end_copies(self) -> None:
-        """The step has run: the sources of its copies may go."""
-        for block_id, n_copies in self.copied_from.items():
-            for _ in range(n_copies):
-                self.pool.drop(block_id)
-        self.copied_from = {}
 
     def register_computed(self, seq: Sequence) -> None:
         """Offer every newly completed block of the sequence to the prefix index."""
@@ -341,7 +333,7 @@ class Scheduler:
             i = start // self.pool.block_tokens
             source, (target,) = seq.block_ids[i], self.pool.take(1)
             draft.copies.append(BlockCopy(source_block_id=source, target_block_id=target))
-            self.copied_from[source] = self.copied_from.get(source, 0) + 1
+            self.pool.drop(source)  # others hold it still, so nobody can take it before the copy is made
             seq.block_ids[i] = target
             first_new = min(first_new, i)
         n_new = self.pool.blocks_for(end) - len(seq.block_ids)
@@ -354,42 +346,43 @@ class Scheduler:
         self, seq: Sequence, phase: Phase, start: int, end: int, hit_tokens: int, draft: StepDraft
     ) -> list[Event]:
         """One event, or two where the chunk goes on from a recompute into new tokens."""
-        peak = seq.peak_computed_tokens
-        hit_start = start - hit_tokens
+        peak, hit_start = seq.peak_computed_tokens, start - hit_tokens
         again_end = min(max(peak, start), end)
         again_hit = min(max(peak, hit_start), start) - hit_start
-        parts = (
-            (True, start, again_end - start, again_hit),
-            (False, again_end, end - again_end, hit_tokens - again_hit),
+        events: list[Event] = []
+        if again_end > start or again_hit > 0:
+            events.append(self._scheduled(seq, phase, draft, (start, again_end - start, again_hit), is_recompute=True))
+        if end > again_end or hit_tokens > again_hit:
+            new = (again_end, end - again_end, hit_tokens - again_hit)
+            events.append(self._scheduled(seq, phase, draft, new, is_recompute=False))
+        return events
+
+    def _scheduled(
+        self, seq: Sequence, phase: Phase, draft: StepDraft, part: tuple[int, int, int], *, is_recompute: bool
+    ) -> Event:
+        """The event of one part of a chunk: (tokens before it, its tokens, tokens found cached)."""
+        context_tokens, chunk_tokens, cached_tokens = part
+        return ScheduledEvent(
+            request_id=seq.request.request_id,
+            index=seq.index,
+            step_id=draft.step_id,
+            at_s=draft.now_s,
+            phase=phase,
+            chunk_tokens=chunk_tokens,
+            cached_tokens=cached_tokens,
+            context_tokens=context_tokens,
+            is_recompute=is_recompute,
         )
-        return [
-            ScheduledEvent(
-                request_id=seq.request.request_id,
-                index=seq.index,
-                step_id=draft.step_id,
-                at_s=draft.now_s,
-                phase=phase,
-                chunk_tokens=chunk_tokens,
-                cached_tokens=cached_tokens,
-                context_tokens=context_tokens,
-                is_recompute=is_recompute,
-            )
-            for is_recompute, context_tokens, chunk_tokens, cached_tokens in parts
-            if chunk_tokens or cached_tokens
-        ]
 
     # Blocks
 
     def _n_copies(self, seq: Sequence, start: int) -> int:
         """1 when position `start` lies in a block that others read too, so that writing needs a copy.
 
-        Those that copy it in this very step do not count: copies are made before anything is written.
+        The last holder may write in the very step in which the others copy: copies are made before chunks run.
         """
         i = start // self.pool.block_tokens
-        if i >= len(seq.block_ids):
-            return 0
-        block_id = seq.block_ids[i]
-        return int(self.pool.references(block_id) - self.copied_from.get(block_id, 0) > 1)
+        return int(i < len(seq.block_ids) and self.pool.references(seq.block_ids[i]) > 1)
 
     def _missing_blocks(self, seq: Sequence, end: int) -> int:
         """Blocks to take before the chunk [computed_tokens, end) can run."""
