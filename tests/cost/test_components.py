@@ -134,9 +134,7 @@ def test_windowed_layers_hold_and_read_their_window_only():
     assert read.total("kv_read_bytes") == held
 
 
-@given(
-    start=st.integers(0, 60), new=st.integers(1, 60), window=st.one_of(st.none(), st.integers(1, 80))
-)
+@given(start=st.integers(0, 60), new=st.integers(1, 60), window=st.one_of(st.none(), st.integers(1, 80)))
 def test_pairs_equal_counting_them(start, new, window):
     """Closed forms for causal and windowed pairs against a loop over queries, for any chunk of a prompt."""
     shape = ChunkShape(new_tokens=new, start_pos=start, samples=True)
@@ -203,7 +201,7 @@ def test_shards_add_up_to_the_whole(name, tp):
 
 def test_an_uneven_split_is_refused_with_the_number():
     """Qwen2.5-0.5B has 14 heads: TP 4 is not possible and must be said, not rounded."""
-    with pytest.raises(ConfigError, match="14 query heads.*4 devices"):
+    with pytest.raises(ConfigError, match=r"14 query heads.*4 devices"):
         cost_of(model_spec("qwen2.5-0.5b"), Workload.decode(batch=1, context_tokens=8), quant=BF16, kv=KV, tp=4)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -12,7 +13,7 @@ from rich.table import Table
 from diptych.cost.advice import ChunkAdvice, PoolAdvice, Speculation, WhatIf
 from diptych.cost.calibration import Coverage
 from diptych.cost.parameters import parameter_count
-from diptych.cost.planner import PhaseReport, Plan
+from diptych.cost.planner import ComponentLine, PhaseReport, Plan
 from diptych.cost.sizing import Answer, Candidate, Load
 from diptych.cost.stacks import stack_names
 from diptych.cost.tables import KV_FORMATS, QUANTS, device_names, device_spec, model_names, model_spec
@@ -25,8 +26,12 @@ if TYPE_CHECKING:  # the fits behind it are needed by `plan accuracy` alone
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
+PIPED_COLUMNS = 120  # width of tables that go to a file or a pipe
+
+
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    width = None if sys.stdout.isatty() else PIPED_COLUMNS
+    return Console(highlight=False, soft_wrap=True, width=width)
 
 
 def amount(value: float) -> str:
@@ -35,6 +40,10 @@ def amount(value: float) -> str:
         if value >= size:
             return f"{value / size:.4g} {prefix}"
     return f"{value:.4g} "
+
+
+def _ratio(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def duration(seconds: float | None) -> str:
@@ -53,7 +62,7 @@ def _percent(part: float, whole: float) -> str:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0, overflow="fold")
     return table
 
 
@@ -86,40 +95,36 @@ def _head(console: Console, plan: Plan) -> None:
     hardware = setup.hardware
     console.print(f"[bold]{setup.label}[/bold], KV {setup.kv.name}: {hardware.title}")
     console.print(
-        f"{amount(plan.parameters)}parameters, {amount(plan.active_parameters)}active per token; "
+        f"{_billions(plan.parameters)} parameters, {_billions(plan.active_parameters)} active per token; "
         f"KV {plan.kv_bytes_per_token:,.0f} B/token; "
         f"{amount(hardware.flops_per_s[plan.compute_dtype])}FLOP/s {plan.compute_dtype}, "
         f"{amount(hardware.memory_bytes_per_s)}B/s: balance {plan.prefill.balance:.0f} FLOP/B"
     )
 
 
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.4g} B" if count >= 1e9 else f"{count / 1e6:.4g} M"
+
+
 def _phases(console: Console, plan: Plan) -> None:
-    table = _table(
-        "both phases (one step; FLOP and bytes of one device)",
-        "phase",
-        "work",
-        "FLOP",
-        "bytes",
-        "FLOP/B",
-        "bound by",
-        "roofline bound",
-        "predicted",
-        "p10 to p90",
-        "rate",
+    table = _table("one step of each phase; FLOP and bytes of one device", "", "prefill", "decode")
+    reports = (plan.prefill, plan.decode)
+    lines: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
+        ("work", _work),
+        ("FLOP", lambda report: amount(report.flops)),
+        (
+            "bytes: weights + KV",
+            lambda report: f"{amount(report.weight_bytes)} + {amount(report.kv_bytes)}".replace("  ", " "),
+        ),
+        ("FLOP per byte", lambda report: f"{_ratio(report.intensity)} (balance {report.balance:.0f})"),
+        ("bound by", lambda report: report.bound.value),
+        ("roofline (a bound)", lambda report: duration(report.bound_s)),
+        ("predicted", lambda report: f"[bold]{duration(report.predicted_s)}[/bold]"),
+        ("10th to 90th percentile", lambda report: f"{duration(report.low_s)} to {duration(report.high_s)}"),
+        ("rate", lambda report: f"{report.tokens_per_s:,.0f} tok/s"),
     )
-    for report in (plan.prefill, plan.decode):
-        table.add_row(
-            report.phase.value,
-            _work(report),
-            amount(report.flops),
-            amount(report.weight_bytes + report.kv_bytes),
-            f"{report.intensity:.4g}",
-            report.bound.value,
-            duration(report.bound_s),
-            f"[bold]{duration(report.predicted_s)}[/bold]",
-            f"{duration(report.low_s)} to {duration(report.high_s)}",
-            f"{report.tokens_per_s:,.0f} tok/s",
-        )
+    for name, cell in lines:
+        table.add_row(name, *(cell(report) for report in reports))
     console.print(table)
     question = plan.question
     each = f", {question.batch} prompts together" if question.batch > 1 else ""
@@ -140,34 +145,17 @@ def _work(report: PhaseReport) -> str:
 
 
 def _components(console: Console, plan: Plan) -> None:
-    table = _table(
-        "components at the machine's peak",
-        "component",
-        "prefill FLOP",
-        "bytes",
-        "FLOP/B",
-        "bound",
-        "share",
-        "decode FLOP",
-        "bytes",
-        "FLOP/B",
-        "bound",
-        "share",
-    )
+    cells = ("FLOP", "bytes", "FLOP/B", "share")
+    table = _table("components at the machine's peak: prefill left, decode right", "component", *cells, *cells)
     decode = {line.name: line for line in plan.decode.components}
     for line in plan.prefill.components:
-        cells = [line.name]
-        for entry in (line, decode[line.name]):
-            intensity = "-" if entry.intensity is None else f"{entry.intensity:.3g}"
-            cells += [
-                amount(entry.flops),
-                amount(entry.bytes),
-                intensity,
-                entry.bound.value if entry.share else "-",
-                f"{entry.share:.1%}",
-            ]
-        table.add_row(*cells)
+        table.add_row(line.name, *_component_cells(line), *_component_cells(decode[line.name]))
     console.print(table)
+
+
+def _component_cells(line: ComponentLine) -> tuple[str, ...]:
+    intensity = "-" if line.intensity is None else f"{amount(line.intensity).strip()} {line.bound.value[0]}"
+    return amount(line.flops), amount(line.bytes), intensity, f"{line.share:.1%}"
 
 
 def _decode_split(console: Console, plan: Plan) -> None:
@@ -331,33 +319,25 @@ def show_comparison(plans: Iterable[Plan]) -> None:
     question = plans[0].question
     title = f"{question.prompt_tokens} prompt tokens, batch {question.batch}, context {question.decode_context_tokens}"
     table = _table(
-        title,
-        "setup",
-        "prefill",
-        "p10 to p90",
-        "bound",
-        "decode step",
-        "p10 to p90",
-        "bound",
-        "tok/s all streams",
-        "largest batch",
-        "KV = weights at",
+        title, "setup", "prefill", "decode step", "tok/s, all streams", "largest batch", "KV = weights at batch"
     )
     for plan in plans:
-        prefill, decode = plan.prefill, plan.decode
         table.add_row(
             plan.setup.label,
-            duration(prefill.predicted_s),
-            f"{duration(prefill.low_s)} to {duration(prefill.high_s)}",
-            prefill.bound.value,
-            duration(decode.predicted_s),
-            f"{duration(decode.low_s)} to {duration(decode.high_s)}",
-            decode.bound.value,
-            f"{decode.tokens_per_s:,.0f}",
+            _spread(plan.prefill),
+            _spread(plan.decode),
+            f"{plan.decode.tokens_per_s:,.0f}",
             f"{plan.capacity.max_batch:,}" if plan.capacity.is_fitting else "does not fit",
-            f"batch {plan.kv_equals_weights_batch:.0f}",
+            f"{plan.kv_equals_weights_batch:.0f}",
         )
     console.print(table)
+    console.print("in brackets: 10th to 90th percentile")
+
+
+def _spread(report: PhaseReport) -> str:
+    scale, unit = (1.0, "s") if report.predicted_s >= 1.0 else (1e3, "ms")
+    low, middle, high = (f"{value * scale:.3g}" for value in (report.low_s, report.predicted_s, report.high_s))
+    return f"[bold]{middle} {unit}[/bold] ({low}-{high})"
 
 
 def show_accuracy(summaries: Iterable[ErrorSummary], *, uncovered: int, left_out: int) -> None:
@@ -399,7 +379,7 @@ def show_list() -> None:
         spec = model_spec(name)
         models.add_row(name, f"{parameter_count(spec):,}", str(spec.max_context_tokens or "-"))
     console.print(models)
-    devices = _table("devices", "name", "16-bit TFLOP/s", "GB/s", "GB", "FLOP/B", "flags", "")
+    devices = _table("devices", "name", "16-bit TFLOP/s", "GB/s", "GB", "FLOP/B", "peak / memory flag")
     for name in device_names():
         hardware = device_spec(name)
         rate = hardware.flops_per_s.get("bf16", hardware.flops_per_s.get("fp32", 0.0))
@@ -410,7 +390,6 @@ def show_list() -> None:
             f"{hardware.memory_bytes / 1e9:,.0f}",
             f"{rate / hardware.memory_bytes_per_s:.0f}",
             _flags(hardware),
-            hardware.title,
         )
     console.print(devices)
     console.print(f"weights: {', '.join(QUANTS)}")

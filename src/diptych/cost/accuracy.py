@@ -142,8 +142,7 @@ def refit(rows: Sequence[PublishedRow], *, auxiliary: Sequence[PublishedRow] = (
                     "phase": form.phase.value,
                     "architectures": list(form.architectures),
                     "device": device,
-                    "devices": sorted({row.device for row in group}),
-                    "weights": sorted({row.quant for row in group}),
+                    "seen": _seen(group),
                     "largest_batch": max(row.work.n_sequences for row in group),
                     "models": sorted({row.model for row in group}),
                     "constants": _as_json(fit(form, group)),
@@ -152,6 +151,12 @@ def refit(rows: Sequence[PublishedRow], *, auxiliary: Sequence[PublishedRow] = (
                 }
             )
     return entries
+
+
+def _seen(rows: Sequence[PublishedRow]) -> dict[str, list[str]]:
+    """Weight formats measured on each device."""
+    devices = sorted({row.device for row in rows})
+    return {device: sorted({row.quant for row in rows if row.device == device}) for device in devices}
 
 
 def _as_json(constants: Constants) -> dict[str, Any]:

@@ -61,7 +61,10 @@ class Residual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What the rows behind one phase's constants had: outside of it a prediction is an extrapolation."""
+    """What the rows behind one phase's constants had: outside of it a prediction is an extrapolation.
+
+    weights: formats measured on the device asked about.
+    """
 
     devices: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()

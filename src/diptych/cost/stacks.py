@@ -91,26 +91,26 @@ def _phase(hardware: HardwareSpec, stack: str, phase: Phase, weights: str | None
             f"no published {phase.value} numbers of {stack} to predict with", hint="choose another --stack"
         )
     best = max(found, key=lambda entry: _closeness(entry, hardware))
-    is_own = hardware.name in best["devices"] and (weights is None or weights in best["weights"])
+    seen: dict[str, list[str]] = best["seen"]
+    here = seen.get(hardware.name, [])
+    is_own = bool(here) and (weights is None or weights in here)
     residual = _widened(Residual(**best["residual"]), is_own=is_own)
     if is_own:
         origin = "fitted on this device"
-    elif hardware.name in best["devices"]:
-        origin = f"carried over from {', '.join(best['weights'])} weights on this device"
+    elif here:
+        origin = f"carried over from {', '.join(here)} weights on this device"
     else:
-        origin = f"carried over from {', '.join(best['devices'])}"
+        origin = f"carried over from {', '.join(seen)}"
     return _Found(
         constants=_constants(best["constants"]),
         residual=residual,
         source=f"{wanted}, {origin} ({residual.rows} rows)",
-        coverage=Coverage(
-            devices=tuple(best["devices"]), weights=tuple(best["weights"]), largest_batch=best["largest_batch"]
-        ),
+        coverage=Coverage(devices=tuple(seen), weights=tuple(here), largest_batch=best["largest_batch"]),
     )
 
 
 def _closeness(entry: dict[str, Any], hardware: HardwareSpec) -> tuple[bool, bool]:
-    return hardware.name in entry["devices"], hardware.architecture in entry["architectures"]
+    return hardware.name in entry["seen"], hardware.architecture in entry["architectures"]
 
 
 def _widened(residual: Residual, *, is_own: bool) -> Residual:

@@ -1,0 +1,222 @@
+"""The calibrated model: one formula for a plan and for a phase, exact limits, fits that recover what made the data."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.cost.calibrated import CalibratedModel, pnorm
+from diptych.cost.calibration import Calibration, Constants
+from diptych.cost.components import cost_of
+from diptych.cost.fit import NO_RESIDUAL, Free, StackForm, fit, predicted_s, residual_of
+from diptych.cost.roofline import roofline
+from diptych.cost.rows import PublishedRow
+from diptych.cost.stacks import calibration_for
+from diptych.cost.tables import device_spec, model_spec, quant_spec
+from diptych.cost.workload import ChunkShape, Workload
+from diptych.ground.phase import Phase
+from diptych.ground.specs import KVSpec
+from diptych.ground.step import Chunk, StepPlan
+
+PERFECT = Constants(
+    eb=MappingProxyType({"other": 1.0}), ef=MappingProxyType({"other": 1.0}), p=200.0, kv_eb=1.0, attention_ef=1.0
+)
+
+
+def calibration(constants: Constants) -> Calibration:
+    return Calibration(
+        name="test", prefill=constants, decode=constants, prefill_residual=NO_RESIDUAL,
+        decode_residual=NO_RESIDUAL, source="test",
+    )  # fmt: skip
+
+
+def predictor(model: str, device: str = "a100-80gb-sxm", *, constants: Constants = PERFECT, weights="bf16", tp=1):
+    return CalibratedModel(
+        model_spec(model), device_spec(device), quant_spec(weights), calibration=calibration(constants), tp=tp
+    )
+
+
+def random_plan(rng: random.Random, n_chunks: int) -> StepPlan:
+    chunks = []
+    for seq_id in range(n_chunks):
+        tokens = 1 if rng.random() < 0.7 else rng.randint(2, 600)
+        start = rng.randint(0, 5000)
+        chunks.append(
+            Chunk(
+                seq_id=seq_id, phase=Phase.DECODE if tokens == 1 else Phase.PREFILL, start_pos=start,
+                token_ids=(7,) * tokens, first_new_block=0, new_block_ids=(), samples=rng.random() < 0.8,
+            )
+        )  # fmt: skip
+    return StepPlan(step_id=0, chunks=tuple(chunks))
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "gemma-3-4b", "deepseek-v2-lite", "gpt-oss-20b"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_plan_and_workload_give_the_same_time(model, tp):
+    """The scheduler's quick path and the planner's full path must be one model, not two."""
+    rng = random.Random(3)
+    constants = Constants(step_s=1e-4, layer_s=2e-5, sequence_s=3e-6, allreduce_s=5e-6, p=2.5, launch_p=1.5)
+    model_of_time = predictor(model, constants=constants, tp=tp)
+    for n_chunks in (1, 2, 7, 40):
+        plan = random_plan(rng, n_chunks)
+        full = model_of_time.predict(Workload.of_plan(plan)).total_s
+        assert model_of_time.predict_s(plan) == pytest.approx(full, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "work", [Workload.prefill(batch=1, new_tokens=4096), Workload.decode(batch=4, context_tokens=900)]
+)
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v3", "gemma-2-9b"])
+def test_perfect_constants_give_the_roofline(model, work):
+    """With every fraction 1 and no launches the model must fall back to the bound (norms' few bytes apart)."""
+    predicted = predictor(model).predict(work).total_s
+    bound = roofline(
+        cost_of(model_spec(model), work, quant=quant_spec("bf16"), kv=KVSpec()),
+        device_spec("a100-80gb-sxm"),
+        quant_spec("bf16"),
+    ).total_s
+    # components are grouped before the maximum is taken, so the model may only be lower, and hardly
+    assert predicted == pytest.approx(bound, rel=0.03)
+    assert predicted <= bound * 1.001
+
+
+@given(a=st.floats(0, 10), b=st.floats(0, 10), p=st.floats(1, 60))
+def test_pnorm_lies_between_maximum_and_sum(a, b, p):
+    """The p-norm joins compute and memory: never less than either, never more than both."""
+    joined = pnorm(a, b, p)
+    assert max(a, b) * (1 - 1e-12) <= joined <= (a + b) * (1 + 1e-12)
+
+
+def test_mixed_step_is_cheaper_than_its_two_halves():
+    """One GEMM over all rows: decode rows ride along on the prompt's weight pass (aiconfigurator #1150)."""
+    model_of_time = predictor("llama-3.1-8b", constants=Constants(layer_s=5e-5))
+    prompt = Workload.prefill(batch=1, new_tokens=256)
+    decode = Workload.decode(batch=8, context_tokens=1000)
+    both = model_of_time.predict(prompt.plus(decode)).total_s
+    apart = model_of_time.predict(prompt).total_s + model_of_time.predict(decode).total_s
+    assert both < 0.75 * apart
+
+
+def test_decode_slope_over_context_is_kv_bytes_over_bandwidth():
+    """The lab reads the achieved KV bandwidth off this line."""
+    model_of_time = predictor("llama-3.1-8b", constants=replace(PERFECT, kv_eb=0.5))
+    times = [model_of_time.predict(Workload.decode(batch=2, context_tokens=t)).total_s for t in (1000, 2000, 3000)]
+    slope = (times[1] - times[0]) / 1000
+    assert slope == pytest.approx(2 * 131_072 / (0.5 * 2.039e12), rel=1e-6)
+    assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=1e-9)
+
+
+def test_parts_add_up_to_the_total_and_the_interval_holds_it():
+    """Where the time goes must account for all of it, also where launches hide behind the device."""
+    device = device_spec("h100-80gb-sxm")
+    for stack in ("gpt-fast", "vllm-2023", "tensorrt-llm"):
+        model_of_time = CalibratedModel(
+            model_spec("llama-2-70b"),
+            device,
+            quant_spec("bf16"),
+            calibration=calibration_for(device, stack=stack),
+            tp=4,
+        )
+        for work in (Workload.prefill(batch=1, new_tokens=700), Workload.decode(batch=8, context_tokens=700)):
+            step = model_of_time.predict(work)
+            assert sum(step.parts_s.values()) == pytest.approx(step.total_s)
+            assert step.low_s < step.total_s < step.high_s
+
+
+def row(model: str, work: Workload, measured_s: float, *, tp: int = 1, quant: str = "bf16") -> PublishedRow:
+    phase = Phase.DECODE if work.shapes[0].is_decode else Phase.PREFILL
+    return PublishedRow(
+        stack="made", device="a100-80gb-sxm", model=model, quant=quant, tp=tp, phase=phase, work=work,
+        measured_s=measured_s, source="made up",
+    )  # fmt: skip
+
+
+def test_fit_recovers_the_constants_that_made_the_data():
+    """Rows generated from known constants must give them back, with one wild row not bending them much."""
+    truth = Constants(
+        layer_s=60e-6, allreduce_s=9e-6, p=3.0, eb=MappingProxyType({"other": 0.8, "bf16": 0.7, "int8": 0.55})
+    )
+    blank = [
+        row(model, Workload.decode(batch=1, context_tokens=300), 1.0, tp=tp, quant=quant)
+        for model in ("llama-2-7b", "llama-3.1-8b", "llama-2-70b", "qwen3-0.6b")
+        for tp in (1, 2, 4)
+        for quant in ("bf16", "int8")
+    ]
+    rows = [replace(entry, measured_s=predicted_s(entry, truth)) for entry in blank]
+    rows.append(replace(rows[0], measured_s=rows[0].measured_s * 3.0))
+    form = StackForm(
+        stack="made",
+        phase=Phase.DECODE,
+        fixed=Constants(p=3.0),
+        free=(
+            Free(path="layer_s", start=20e-6),
+            Free(path="allreduce_s", start=3e-6),
+            Free(path="eb.bf16", start=0.9, limits=(0.02, 1.0)),
+            Free(path="eb.int8", start=0.9, limits=(0.02, 1.0)),
+        ),
+    )
+    found = fit(form, rows)
+    assert found.layer_s == pytest.approx(60e-6, rel=0.1)
+    assert found.eb["bf16"] == pytest.approx(0.7, rel=0.05)
+    assert found.eb["int8"] == pytest.approx(0.55, rel=0.05)
+    assert found.allreduce_s == pytest.approx(9e-6, rel=0.2)
+
+
+def test_fit_reproduces_distserve_lines():
+    """Oracle: step times generated from DistServe's published constants are fitted within a tenth."""
+    prefill = [(n, 18.10 + 0.10191 * n + 7.12e-6 * n * n) for n in (64, 256, 512, 1024, 2048)]
+    rows = [row("opt-13b", Workload.prefill(batch=1, new_tokens=n), ms / 1e3) for n, ms in prefill]
+    form = StackForm(
+        stack="made",
+        phase=Phase.PREFILL,
+        fixed=Constants(eb=MappingProxyType({"other": 0.8}), p=4.0),
+        free=(
+            Free(path="layer_s", start=100e-6),
+            Free(path="ef.bf16", start=0.7, limits=(0.02, 1.0)),
+            Free(path="attention_ef", start=0.3, limits=(0.02, 1.0)),
+        ),
+    )
+    constants = fit(form, rows)
+    for entry in rows:
+        assert predicted_s(entry, constants) == pytest.approx(entry.measured_s, rel=0.10)
+
+
+def test_residuals_are_quantiles_of_measured_over_predicted():
+    """The interval must contain the rows it came from, on the right side."""
+    residual = residual_of([0.9, 1.0, 1.0, 1.0, 1.3])
+    assert residual.low == pytest.approx(-0.06)
+    assert residual.high == pytest.approx(0.18)
+    assert residual.rows == 5
+
+
+def test_an_unknown_device_borrows_constants_with_a_wider_interval():
+    """Predictions outside the measured rows must look less certain than inside."""
+    known = calibration_for(device_spec("a100-80gb-sxm"))
+    borrowed = calibration_for(device_spec("a30"))
+    assert "fitted on this device" in known.source
+    assert "carried over" in borrowed.source
+    assert borrowed.decode_residual.high - borrowed.decode_residual.low >= 0.5
+    other_format = calibration_for(device_spec("rtx-4090"), weights="fp8")
+    assert "carried over from mxfp4-gguf, q4_0 weights" in other_format.source
+
+
+def test_fp8_weights_on_a_device_without_fp8_are_unpacked():
+    """An A100 reads fp8 weights no faster than int8 ones, since both must be converted."""
+    device = device_spec("a100-80gb-sxm")
+    found = calibration_for(device)
+    work = Workload.decode(batch=1, context_tokens=100)
+    times = [
+        CalibratedModel(model_spec("llama-2-7b"), device, quant_spec(name), calibration=found).predict(work).total_s
+        for name in ("fp8", "int8")
+    ]
+    assert times[0] == pytest.approx(times[1], rel=1e-9)
+
+
+def test_first_token_of_a_one_token_prompt_counts_as_prefill():
+    """A prompt of one token starts at position 0: it has no cache and is not a decode step."""
+    assert not ChunkShape(new_tokens=1, start_pos=0, samples=True).is_decode

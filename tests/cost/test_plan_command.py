@@ -1,0 +1,128 @@
+"""`diptych plan` from the outside: text, JSON, picture, errors, and what it must not load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from diptych.cli.plan import app
+from diptych.cost.tables import device_names, model_names
+
+
+def run(capsys, *arguments: str) -> str:
+    app(list(arguments))
+    return capsys.readouterr().out
+
+
+def fails(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        app(list(arguments))
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_text_answers_every_question_of_the_page(capsys):
+    """One screen: both phases, time split, crossovers, memory, what-ifs, speculation, chunk, pools."""
+    text = run(capsys, "llama-3.1-8b", "--hardware", "a100-80gb-sxm", "--batch", "4")
+    for words in (
+        "time to first token", "time per output token", "where a decode step's time goes", "turn compute bound at batch",
+        "KV traffic equals weight traffic at batch", "largest batch", "longest context", "weights int4", "kv int8",
+        "tensor parallel 8", "speculation", "stall budget", "pools at", "note: times",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_json_holds_the_numbers_with_their_units(capsys):
+    """Machines read the same answer."""
+    data = json.loads(run(capsys, "deepseek-v3", "--hardware", "h200-141gb-sxm", "--tp", "8", "--json"))
+    assert data["plan"]["parameters"] == 671_026_419_200
+    assert data["plan"]["decode"]["phase"] == "decode"
+    assert 0 < data["plan"]["decode"]["bound_s"] < data["plan"]["decode"]["predicted_s"]
+    assert {"what_if", "speculation", "chunk", "pools"} <= data.keys()
+
+
+def test_picture_is_written(capsys, tmp_path):
+    """--picture FILE; the ending chooses the format."""
+    file = tmp_path / "plan.svg"
+    run(capsys, "qwen3-8b", "--hardware", "rtx-4090", "--picture", str(file), "--json")
+    assert file.read_text().count("<path") > 20
+    assert "cannot write the picture" in fails(
+        capsys, "qwen3-8b", "--hardware", "rtx-4090", "--picture", str(tmp_path / "no" / "plan.png")
+    )
+
+
+def test_ask_names_a_setup_and_its_reasons(capsys):
+    """The issue's example."""
+    arguments = ("llama-3.1-8b", "--ask", "ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200")
+    text = run(capsys, *arguments, "--devices", "l40s,h100-80gb-sxm,a100-80gb-sxm", "--price", "l40s=0.9")
+    assert "cheapest that surely meets it" in text
+    assert "TTFT p95" in text
+    assert "depends on something unmeasured" in text
+    data = json.loads(run(capsys, "llama-3.1-70b", *arguments[1:], "--devices", "t4", "--weights", "bf16", "--json"))
+    assert data["best"] is None
+    assert data["rejected"]
+
+
+def test_compare_puts_models_and_devices_in_one_table(capsys):
+    """Every pair, once."""
+    text = run(capsys, "compare", "llama-2-7b,qwen3-8b", "--hardware", "l40s,rtx-4090", "--prompt", "1000")
+    for setup in ("llama-2-7b bf16 on l40s", "llama-2-7b bf16 on rtx-4090", "qwen3-8b bf16 on l40s"):
+        assert text.count(setup) == 1
+
+
+def test_list_names_everything(capsys):
+    """Names are the interface, so they must be findable."""
+    data = json.loads(run(capsys, "--list", "--json"))
+    assert data["models"] == list(model_names())
+    text = run(capsys, "--list")
+    for name in (*model_names(), *device_names()):
+        assert name in text
+
+
+def test_a_config_file_is_a_model(capsys, tmp_path):
+    """Any Hugging Face config.json works, by file or folder."""
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "intermediate_size": 128, "vocab_size": 100,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "parameters" in run(capsys, str(tmp_path), "--hardware", "t4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("llama-9b", "--hardware", "t4"), "nearest names"),
+        (("llama-2-7b", "--hardware", "a100-80gb-smx"), "a100-80gb-sxm"),
+        (("llama-2-7b", "--hardware", "t4", "--weights", "int3"), "unknown weight format 'int3'"),
+        (("llama-2-7b", "--hardware", "t4", "--stack", "vlm"), "unknown software"),
+        (("llama-2-7b", "--hardware", "t4", "--tp", "5"), "cannot be split evenly"),
+        (("llama-2-7b", "--hardware", "t4", "--batch", "0"), "batch is 0"),
+        (("llama-2-7b", "--hardware", "t4", "--prompt", "99999"), "at most 4096"),
+        (("llama-2-7b", "--hardware", "t4", "--stall-budget", "soon"), "stall budget is 'soon'"),
+        (("llama-2-7b", "extra", "--hardware", "t4"), "did not expect 'extra'"),
+        (("llama-2-7b", "--ask", "ttft=1s"), "does not say tpot"),
+        (("llama-2-7b", "--ask", "ttft=1s,tpot=1s,rate=1,in=9,out=9", "--price", "t4"), "cannot read --price 't4'"),
+        (("./nowhere/config.json", "--hardware", "t4"), "no file"),
+        (("accuracy", "--rows", "./nowhere.csv"), "cannot read nowhere.csv"),
+    ],
+)
+def test_errors_name_what_is_wrong(capsys, arguments, words):
+    """Exit code 2, one line with the number or the nearest names, no traceback."""
+    err = fails(capsys, *arguments)
+    assert err.startswith("error: ")
+    assert words in err
+
+
+def test_plan_loads_no_tensor_library():
+    """Answering in under half a second rests on this: no torch, numpy, matplotlib, typer or pydantic on the way."""
+    code = (
+        "import sys\nfrom diptych.cli.plan import app\napp(['llama-2-7b', '--hardware', 't4'])\n"
+        "print([m for m in ('torch','numpy','matplotlib','typer','pydantic') if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert "time to first token" in done.stdout

@@ -1,0 +1,193 @@
+"""The planner's answers: crossovers, memory, what-ifs, chunks, pools."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diptych.cost.advice import accepted_tokens, chunk_for, pools_for, speculation, what_ifs
+from diptych.cost.components import kv_bytes_of_context
+from diptych.cost.memory import capacity_of
+from diptych.cost.planner import Question, compute_bound_batch, make_plan, quadratic_prompt_tokens
+from diptych.cost.setup import find_model, setup_of
+from diptych.cost.workload import Workload
+from diptych.ground.errors import ConfigError
+from diptych.ground.specs import Bound
+
+
+def test_a_plan_answers_for_both_phases():
+    """Prefill waits for arithmetic, decode for memory, and the prediction is slower than the bound."""
+    plan = make_plan(setup_of("llama-3.1-8b", "a100-80gb-sxm"), Question())
+    assert (plan.prefill.bound, plan.decode.bound) == (Bound.COMPUTE, Bound.MEMORY)
+    for report in (plan.prefill, plan.decode):
+        assert report.bound_s < report.low_s < report.predicted_s < report.high_s
+        assert sum(line.share for line in report.components) == pytest.approx(1.0)
+    assert plan.decode.predicted_s == pytest.approx(
+        plan.weights_s + plan.kv_s + plan.decode.launch_s + plan.decode.link_s
+    )
+    assert plan.sensitivity.ttft_by_flops < -0.8 < plan.sensitivity.ttft_by_bandwidth
+    assert plan.sensitivity.tpot_by_bandwidth < -0.5
+
+
+@pytest.mark.parametrize(
+    ("device", "batch"),
+    [
+        ("a100-80gb-sxm", 153), ("h100-80gb-sxm", 295), ("h200-141gb-sxm", 206), ("mi300x", 247), ("tpu-v5e", 240),
+        ("tpu-v6e", 560),
+    ],
+)  # fmt: skip
+def test_linear_crossover_equals_the_reference(device, batch):
+    """B* = F w / (2 M) for 16-bit weights."""
+    assert compute_bound_batch(setup_of("llama-3.1-8b", device)) == pytest.approx(batch, abs=1)
+
+
+def test_crossover_shrinks_with_the_weights_and_grows_with_experts():
+    """int4 weights with 16-bit compute turn compute bound at a third; a mixture needs many more rows."""
+    dense = setup_of("llama-3.1-8b", "a100-80gb-sxm")
+    small = compute_bound_batch(dense.with_weights(setup_of("llama-3.1-8b", "a100", weights="int4").quant))
+    assert small == pytest.approx(153 * 0.625 / 2, rel=0.01)
+    mixture = compute_bound_batch(setup_of("qwen3-30b-a3b", "a100-80gb-sxm"))
+    assert mixture > 5 * 153
+
+
+def test_kv_crossover_and_quadratic_prompt_equal_the_reference():
+    """Llama-3.1-8B: KV equals weights at batch 56 (T = 2048); attention equals linear work at about 53k tokens."""
+    setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
+    plan = make_plan(setup, Question(context_tokens=2048))
+    assert round(plan.kv_equals_weights_batch) == 56
+    assert quadratic_prompt_tokens(setup) == pytest.approx(53_248)
+
+
+def test_capacity_is_tight():
+    """The largest batch fits and one more does not; likewise the longest context, in whole blocks."""
+    setup = setup_of("llama-2-13b", "a100-40gb-sxm")
+    capacity = capacity_of(setup, context_tokens=1000, batch=4)
+    each = kv_bytes_of_context(setup.model, setup.kv, 1000)
+    assert capacity.max_batch * each <= capacity.free_kv_bytes < (capacity.max_batch + 1) * each
+    longest = kv_bytes_of_context(setup.model, setup.kv, capacity.max_context_tokens)
+    above = kv_bytes_of_context(setup.model, setup.kv, capacity.max_context_tokens + 1)
+    assert 4 * longest <= capacity.free_kv_bytes < 4 * above
+    assert each == 1008 * 819_200
+
+
+def test_a_model_that_does_not_fit_is_said_so():
+    """70B in 16 bit needs 141 GB: one A100 holds no sequence, four do."""
+    one = capacity_of(setup_of("llama-3.1-70b", "a100-80gb-sxm"), context_tokens=1024, batch=1)
+    four = capacity_of(setup_of("llama-3.1-70b", "a100-80gb-sxm", tp=4), context_tokens=1024, batch=1)
+    assert (one.is_fitting, one.max_batch, one.max_context_tokens) == (False, 0, 0)
+    assert four.is_fitting
+
+
+def test_what_ifs_change_what_they_should():
+    """Fewer weight bytes speed decode; KV int8 nearly doubles the batch; an impossible split says why."""
+    question = Question(batch=8)
+    found = {
+        entry.change.split(" (")[0]: entry for entry in what_ifs(setup_of("qwen2.5-7b", "a100-80gb-sxm"), question)
+    }
+    asked = found["as asked"]
+    assert found["weights int4"].tpot_s < found["weights int8"].tpot_s < asked.tpot_s
+    assert found["kv int8"].max_batch == pytest.approx(2 * asked.max_batch, abs=1)
+    assert found["tensor parallel 4"].tpot_s < found["tensor parallel 2"].tpot_s < asked.tpot_s
+    assert "cannot be split evenly over 8" in found["tensor parallel 8"].obstacle
+    laptop = {entry.change: entry for entry in what_ifs(setup_of("qwen2.5-7b", "m2-max-38"), question)}
+    assert "no link" in laptop["tensor parallel 2"].obstacle
+
+
+def test_speculation_follows_the_geometric_series():
+    """Accepted tokens per verify step, and the limits: nothing accepted costs, all accepted pays k + 1."""
+    assert accepted_tokens(draft_tokens=4, acceptance=0.7) == pytest.approx(1 + 0.7 + 0.49 + 0.343 + 0.2401)
+    assert accepted_tokens(draft_tokens=4, acceptance=1.0) == 5
+    setup = setup_of("llama-3.1-70b", "h100-80gb-sxm", tp=4)
+    useless = speculation(setup, Question(acceptance=0.0))
+    perfect = speculation(setup, Question(acceptance=1.0, draft_cost=0.0))
+    assert useless.speedup < 1.0
+    assert 4.0 < perfect.speedup <= 5.0
+
+
+def test_verify_step_reads_each_cache_once():
+    """k + 1 rows of one sequence share its KV: a verify step at a long context is far from k + 1 decode steps."""
+    setup = setup_of("llama-2-7b", "a100-80gb-sxm")
+    entry = speculation(setup, Question(prompt_tokens=3000, draft_tokens=7))
+    plain_s = setup.model_of_time().predict(Workload.decode(batch=1, context_tokens=3128)).total_s
+    assert entry.verify_s < 1.15 * plain_s
+
+
+@pytest.mark.parametrize("budget_s", [0.03, 0.05, 0.2])
+def test_chunk_is_the_largest_inside_the_stall_budget(budget_s):
+    """A chunk one token longer would break the budget; this is what the scheduler's search must find too."""
+    setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
+    question = Question(batch=16, prompt_tokens=4000, stall_budget_s=budget_s)
+    entry = chunk_for(setup, question)
+    assert entry.step_s <= budget_s
+    wider = chunk_for(setup, replace(question, stall_budget_s=budget_s * 1.05))
+    assert wider.chunk_tokens >= entry.chunk_tokens
+    if entry.chunk_tokens < 4000:
+        assert entry.whole_step_s > budget_s
+        assert entry.ttft_s > entry.whole_step_s
+
+
+def test_an_impossible_stall_budget_gives_no_chunk():
+    """When a decode step alone is too slow the answer is 0 and a reason, not 1."""
+    entry = chunk_for(setup_of("llama-2-13b", "a100-80gb-sxm"), Question(batch=4, stall_budget_s=0.001))
+    assert entry.chunk_tokens == 0
+    assert entry.decode_only_s > 0.001
+
+
+def test_kv_reread_of_chunks_equals_the_series():
+    """KVtok S (S - C) / (2 C), against the sum over chunks."""
+    setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
+    entry = chunk_for(setup, Question(batch=1, prompt_tokens=4096, stall_budget_s=0.08))
+    chunk = entry.chunk_tokens
+    assert entry.kv_reread_bytes == pytest.approx(131_072 * 4096 * (4096 - chunk) / (2 * chunk))
+
+
+def test_pools_follow_prefill_tax_and_traffic():
+    """Little traffic never splits; heavy prompts at high traffic do; the cache to move is the prompt's KV."""
+    setup = setup_of("llama-3.1-70b", "h100-80gb-sxm", tp=4)
+    question = Question(prompt_tokens=4096, output_tokens=200, batch=32, requests_per_s=20.0)
+    busy = pools_for(setup, question)
+    idle = pools_for(setup, replace(question, requests_per_s=0.1))
+    assert busy.advice.startswith("two pools")
+    assert idle.advice.startswith("one pool")
+    assert busy.kv_bytes == 4096 * 327_680
+    assert busy.ratio == pytest.approx(busy.prefill_instances / busy.decode_instances)
+    assert busy.tax_share == pytest.approx(32 / 200 * busy.prefill_s / (busy.decode_step_s + 32 / 200 * busy.prefill_s))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"batch": 0}, "batch is 0"),
+        ({"prompt_tokens": -5}, "prompt_tokens is -5"),
+        ({"cached_tokens": 2048}, "cached_tokens is 2048"),
+        ({"acceptance": 1.5}, "acceptance is 1.5"),
+        ({"stall_budget_s": 0.0}, "stall_budget_s is 0.0"),
+        ({"requests_per_s": float("nan")}, "requests_per_s is nan"),
+    ],
+)
+def test_impossible_questions_are_refused(change, words):
+    """Each with its name and its number."""
+    with pytest.raises(ConfigError, match=words):
+        Question(**change)
+
+
+def test_context_beyond_the_model_is_refused():
+    """Llama-2 ends at 4096 tokens; a plan for 8192 would be about another model."""
+    with pytest.raises(ConfigError, match="at most 4096"):
+        make_plan(setup_of("llama-2-7b", "a100-80gb-sxm"), Question(prompt_tokens=8192))
+
+
+def test_cached_tokens_shorten_the_prefill():
+    """A prefix hit leaves only the new tokens to compute, over the whole context."""
+    setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
+    whole = make_plan(setup, Question(prompt_tokens=4096)).prefill
+    hit = make_plan(setup, Question(prompt_tokens=4096, cached_tokens=3072)).prefill
+    assert hit.new_tokens == 1024
+    assert hit.flops < whole.flops / 3
+    assert hit.predicted_s < whole.predicted_s / 2
+
+
+def test_the_bundled_model_is_known():
+    """`diptych plan` without a model is about the one in the box."""
+    assert find_model("bundled").n_layers > 0

@@ -1,0 +1,99 @@
+"""The measured profile: what calibration writes, the engine and the planner read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.profile import load_profile, profile_path, read_profile
+from diptych.cost.setup import setup_of
+from diptych.cost.tables import model_spec, quant_spec
+from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
+from diptych.ground.specs import Flag
+from diptych.ground.step import Chunk, StepPlan
+
+PROFILE = {
+    "schema": 1, "device": "test machine", "kind": "cpu", "date": "2026-01-31", "provenance": "a test",
+    "memory_bytes_per_s": 5e10, "memory_bytes": 16e9, "flops_per_s": {"fp32": 2e11, "bf16": 1e12, "int8": 2e12},
+    "t0_s": 1e-4, "layer_s": 1e-5, "sequence_s": 2e-6, "p": 3.0,
+    "eb": {"bf16": 0.9, "int8": 0.8, "int4": 0.6}, "ef": {"bf16": 0.85, "int8": 0.7},
+    "attention": {"kv_eb": 0.7, "prefill_ef": 0.4, "decode_ef": 0.3},
+    "residuals": {
+        "prefill": {"low": -0.06, "high": 0.08, "median_error": 0.03, "rows": 12},
+        "decode": {"low": -0.05, "high": 0.05, "median_error": 0.02, "rows": 9},
+    },
+}  # fmt: skip
+
+
+def damaged(path: str, value: object) -> dict:
+    """A copy of the profile with one entry replaced (None: removed); `path` is dotted."""
+    copy = json.loads(json.dumps(PROFILE))
+    *parents, last = path.split(".")
+    target = copy
+    for key in parents:
+        target = target[key]
+    if value is None:
+        del target[last]
+    else:
+        target[last] = value
+    return copy
+
+
+def test_profile_predicts_a_plan():
+    """What the scheduler calls: seconds for a plan, from a JSON file and a model."""
+    model = CalibratedModel.from_profile(PROFILE, model_spec("smollm2-135m"), quant_spec("bf16"))
+    chunk = Chunk(
+        seq_id=1, phase=Phase.DECODE, start_pos=99, token_ids=(5,), first_new_block=0, new_block_ids=(), samples=True
+    )
+    decode_s = model.predict_s(StepPlan(step_id=0, chunks=(chunk,)))
+    weights_s = 134_515_008 * 2 / (5e10 * 0.9)
+    assert decode_s == pytest.approx(weights_s + 1e-4 + 30e-5 + 2e-6, rel=0.05)
+
+
+def test_local_numbers_are_flagged_measured_and_say_when():
+    """The reader must see that these come from this machine, and how old they are."""
+    hardware, calibration = read_profile(PROFILE)
+    assert hardware.flag_of("memory_bytes_per_s") is Flag.MEASURED
+    assert "2026-01-31" in calibration.source
+    assert calibration.is_local
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("schema", 2, "schema 2"),
+        ("memory_bytes_per_s", None, "memory_bytes_per_s is None"),
+        ("memory_bytes_per_s", -1.0, "memory_bytes_per_s is -1.0"),
+        ("flops_per_s", {}, "no flops_per_s"),
+        ("eb.bf16", "fast", "bf16 is 'fast'"),
+        ("p", 0.0, "p is 0.0"),
+        ("attention.kv_eb", None, "kv_eb is None"),
+        ("residuals.decode", None, "no residuals for decode"),
+        ("residuals.prefill.low", 0.5, "from 0.5 to 0.08"),
+        ("layer_s", -1e-5, "layer_s is -1e-05"),
+    ],
+)
+def test_damaged_profiles_are_refused_by_entry(path, value, words):
+    """A profile is a file: a wrong entry is named, with how to write a new one."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_profile(damaged(path, value))
+    assert "lab calibrate" in str(caught.value)
+
+
+def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):
+    """`--hardware local` is the machine as measured; before that it says how to measure."""
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="has not been measured") as caught:
+        setup_of("smollm2-135m", "local")
+    assert "diptych lab calibrate" in str(caught.value)
+    profile_path().write_text(json.dumps(PROFILE))
+    assert setup_of("smollm2-135m", "local").hardware.title == "test machine"
+    profile_path().write_text("{")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_profile()
+    profile_path().write_text("[]")
+    with pytest.raises(ConfigError, match="not a JSON object"):
+        load_profile()
