@@ -37,6 +37,8 @@ except ImportError as error:
     _cpu = None  # type: ignore[assignment]
     IMPORT_FAILURE = str(error)
 
+# What a projection is, by what it reads (its time is counted under this name).
+CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
 INT4_GROUP = 32  # inputs per scale; best quality of 32/64/128 for 0.5 bit more than 128
 
 
@@ -273,17 +275,18 @@ class CpuOps:
         value.emit_rows = lambda rows: self.program.norm(buffer, weight.index, eps, rows)
         return value
 
-    def linear(self, h: Value, weight: LinearHandle) -> Value:
+    def linear(self, h: Value | Residual, weight: LinearHandle) -> Value:
         """y in an fp32 buffer."""
-        category = {"norm": "qkv", "attention": "o", "gate": "down"}[h.kind]
+        h = self._as_value(h)
+        category = CATEGORIES[h.kind]
         out = self._f32(f"{category} out", weight.n_outputs)
         self.program.linear(category=category, weight=weight.index, rows=self._rows(h, weight), out=out)
         return Value("projection", weight.n_outputs, buffer=out)
 
-    def linear_gate(self, h: Value, weight: LinearHandle) -> Value:
+    def linear_gate(self, h: Value | Residual, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
         assert weight.activation is not None
-        rows = self._rows(h, weight)
+        rows = self._rows(self._as_value(h), weight)
         settings = {"category": "gate_up", "weight": weight.index, "rows": rows, "activation": weight.activation.value}
         value = Value("gate", weight.n_outputs)
         value.emit_f32 = lambda out: self.program.linear(out=out, store="f32", **settings)
@@ -292,7 +295,7 @@ class CpuOps:
 
     def linear_add(self, h: Value, weight: LinearHandle, x: Residual) -> Residual:
         """x += h W^T + b in the product's epilogue."""
-        category = {"norm": "qkv", "attention": "o", "gate": "down"}[h.kind]
+        category = CATEGORIES[h.kind]
         rows = self._rows(h, weight)
         self.program.linear(category=category, weight=weight.index, rows=rows, out=x.buffer, store="add_f32")
         return self._written(x)
@@ -332,8 +335,9 @@ class CpuOps:
         value.emit_rows = lambda out: self.program.attention(out=out, **settings)
         return value
 
-    def experts_add(self, h: Value, experts: ExpertsHandle, x: Residual) -> Residual:
+    def experts_add(self, h: Value | Residual, experts: ExpertsHandle, x: Residual) -> Residual:
         """x += the mixture, summed per token in ascending order of expert."""
+        h = self._as_value(h)
         spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
         top_k = spec.experts_per_token
         router_rows, rows = self._rows(h, experts.router), self._rows(h, first)
@@ -400,6 +404,12 @@ class CpuOps:
         h.rows[key] = rows
         self._owner[rows] = h
         return rows
+
+    def _as_value(self, h: Value | Residual) -> Value:
+        """The residual stream itself as an input (families without a norm before the projection)."""
+        if isinstance(h, Value):
+            return h
+        return Value("residual", h.width, source=h, source_version=h.version, buffer=h.buffer)
 
     def _materialised(self, h: Value) -> int:
         """The fp32 buffer of h."""

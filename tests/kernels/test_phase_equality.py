@@ -1,0 +1,116 @@
+"""Phase equality on the native backend: not one bit depends on how the work was cut (DESIGN.md, section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES, make_checkpoint
+from worlds import after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
+
+from diptych.compute.model import Model
+from diptych.compute.ops.cpu import instruction_sets
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+
+pytestmark = [pytest.mark.native, pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed")]
+
+CONFIG = ComputeConfig(backend="cpu", threads=1)
+FORMATS = [("bf16", "bf16"), ("int8", "bf16"), ("int4", "bf16"), ("bf16", "int8")]
+N_TOKENS = 75
+# more than two softmax tiles of 256 keys, with a tile edge inside a chunk
+N_LONG = 530
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for family in FAMILIES:
+        made[family] = make_checkpoint(family, tmp_path_factory.mktemp(family), num_hidden_layers=2, dtype=torch.bfloat16)
+    longer = {"max_position_embeddings": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1}
+    made["long"] = make_checkpoint("llama", tmp_path_factory.mktemp("long"), dtype=torch.bfloat16, **longer)
+    return made
+
+
+def models(directories: dict[str, Path], family: str, *configs: ComputeConfig) -> list[Model]:
+    return [load_model(directories[family], config) for config in configs]
+
+
+@pytest.mark.parametrize(("weights", "kv"), FORMATS, ids=["-".join(pair) for pair in FORMATS])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cut_of_the_work_changes_no_bit(directories: dict[str, Path], family: str, weights: str, kv: str) -> None:
+    """Chunked prefill, prefix hits, forks and neighbours are lossless only if this holds for every family and format."""
+    model = models(directories, family, replace(CONFIG, weights=weights, kv=kv))[0]
+    tokens = prompt(N_TOKENS)
+    whole = alone(model, tokens, None)
+    assert torch.isfinite(whole.logits).all()
+    assert whole.logits.std() > 0.1, "the model says nearly the same everywhere; the test would see nothing"
+    answers = {f"chunks of {chunk}": alone(model, tokens, chunk) for chunk in (1, 7, 16, 64)}
+    answers |= {f"{n} neighbours": beside(model, tokens, n, seed=n) for n in (1, 6)}
+    answers["prefix hit"] = after_prefix_hit(model, tokens, hit_blocks=2)
+    answers["fork"] = after_fork(model, tokens, at=41)
+    answers["dirty blocks"] = in_dirty_blocks(model, tokens)
+    differing = {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
+    assert not differing, differing
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_many_neighbours_change_no_bit(directories: dict[str, Path], weights: str) -> None:
+    """48 neighbours reach the widest register tiles of the products."""
+    model = models(directories, "qwen2", replace(CONFIG, weights=weights))[0]
+    tokens = prompt(20)
+    differing = beside(model, tokens, 48, seed=1).differs_from(alone(model, tokens, None))
+    assert not differing, differing
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_long_prompt_is_equal_over_tiles_splits_and_threads(directories: dict[str, Path], kv: str) -> None:
+    """Past 256 keys the softmax is joined from tiles, and with two threads a decode's tiles are split between them."""
+    one, two, three = models(
+        directories, "long", *(replace(CONFIG, kv=kv, threads=threads) for threads in (1, 2, 3))
+    )
+    tokens = prompt(N_LONG)
+    whole = alone(one, tokens, None)
+    answers = {
+        "chunks of 64": alone(one, tokens, 64),
+        "chunks of 512": alone(one, tokens, 512),
+        "two threads": alone(two, tokens, None),
+        "two threads, chunks of 64": alone(two, tokens, 64),
+        "three threads": alone(three, tokens, 100),
+    }
+    differing = {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
+    assert not differing, differing
+
+
+def test_decode_past_two_tiles_equals_prefill_on_two_threads(directories: dict[str, Path]) -> None:
+    """The split decode (partials joined after a barrier) against the same rows of a whole prefill."""
+    one, two = models(directories, "long", CONFIG, replace(CONFIG, threads=2))
+    tokens = prompt(N_LONG)
+    whole = alone(one, tokens, None)
+    stepper_answer = alone(two, tokens, 524)  # the last six tokens are one chunk
+    assert not stepper_answer.differs_from(whole)
+    from stepping import Stepper
+
+    stepper = Stepper(two)
+    rows = [stepper.step({"it": tokens[:524]})["it"]]
+    rows += [stepper.step({"it": [token]})["it"] for token in tokens[524:]]
+    assert torch.equal(torch.cat(rows), whole.logits)
+
+
+@pytest.mark.parametrize("name", ["avx512", "avx2", "scalar"])
+def test_each_instruction_set_is_equal_within_itself(directories: dict[str, Path], name: str) -> None:
+    """A machine without AVX-512 gets the same promise."""
+    if name not in instruction_sets():
+        pytest.skip(f"this CPU cannot run {name}")
+    try:
+        for weights, kv in FORMATS:
+            model = models(directories, "gemma2", replace(CONFIG, weights=weights, kv=kv, instruction_set=name))[0]
+            tokens = prompt(40)
+            whole = alone(model, tokens, None)
+            for chunk in (1, 7):
+                assert not alone(model, tokens, chunk).differs_from(whole)
+            assert not beside(model, tokens, 5, seed=3).differs_from(whole)
+    finally:
+        load_model(directories["gemma2"], CONFIG).close()  # back to the widest set

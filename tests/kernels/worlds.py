@@ -1,0 +1,101 @@
+"""Worlds for phase equality: one prompt's logits and cache under every way of cutting the work.
+
+An answer is (logits of every prompt position [T, V], keys and values of every layer). Two answers are equal when every bit is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from checkpoints import VOCAB
+from stepping import Stepper
+
+from diptych.compute.model import Model
+
+
+@dataclass(frozen=True)
+class Answer:
+    logits: torch.Tensor
+    cache: tuple[torch.Tensor, ...]
+
+    def differs_from(self, other: Answer) -> str:
+        """What differs, or the empty string."""
+        if not torch.equal(self.logits, other.logits):
+            rows = (self.logits != other.logits).any(1).nonzero().flatten().tolist()
+            return f"logits of rows {rows[:8]}"
+        for layer, (mine, theirs) in enumerate(zip(self.cache, other.cache, strict=True)):
+            if not torch.equal(mine, theirs):
+                return f"cache of layer {layer // 2}"
+        return ""
+
+
+def prompt(n_tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB, n_tokens).tolist()
+
+
+def read_cache(model: Model, stepper: Stepper, name: str) -> tuple[torch.Tensor, ...]:
+    found: list[torch.Tensor] = []
+    for layer in range(model.spec.n_layers):
+        found += stepper.kv.read(layer, stepper.tables[name], stepper.lengths[name])
+    return tuple(found)
+
+
+def alone(model: Model, tokens: Sequence[int], chunk: int | None, *, n_blocks: int = 64) -> Answer:
+    """The prompt by itself, in chunks of `chunk` (None: whole)."""
+    stepper = Stepper(model, n_blocks=n_blocks)
+    logits = stepper.prefill("it", tokens, chunk=chunk)
+    return Answer(logits, read_cache(model, stepper, "it"))
+
+
+def beside(model: Model, tokens: Sequence[int], n_neighbours: int, seed: int) -> Answer:
+    """The prompt in chunks of random size, beside neighbours that prefill and decode in the same steps."""
+    random = np.random.default_rng(seed)
+    stepper = Stepper(model, n_blocks=64 + 8 * n_neighbours)
+    rows, at = [], 0
+    while at < len(tokens):
+        take = int(random.integers(1, 24))
+        chunks = {f"other {i}": random.integers(3, VOCAB, random.choice([1, 1, 1, 5])).tolist() for i in range(n_neighbours)}
+        names = list(chunks)[: int(random.integers(0, n_neighbours + 1))]
+        step = {name: chunks[name] for name in names} | {"it": list(tokens[at : at + take])}
+        step |= {name: more for name, more in chunks.items() if name not in step}
+        rows.append(stepper.step(step)["it"])
+        at += take
+    return Answer(torch.cat(rows), read_cache(model, stepper, "it"))
+
+
+def after_prefix_hit(model: Model, tokens: Sequence[int], hit_blocks: int) -> Answer:
+    """Another sequence computed the first blocks; this one shares them and computes the rest."""
+    stepper = Stepper(model)
+    shared = hit_blocks * stepper.kv.block_tokens
+    first = stepper.prefill("first", tokens[: shared + 3])
+    stepper.tables["it"] = stepper.tables["first"][:hit_blocks]
+    stepper.lengths["it"] = shared
+    rest = stepper.prefill("it", tokens[shared:])
+    return Answer(torch.cat([first[:shared], rest]), read_cache(model, stepper, "it"))
+
+
+def after_fork(model: Model, tokens: Sequence[int], at: int) -> Answer:
+    """The sequence forks inside a block: the partial block is copied, and the parent writes on in its own."""
+    stepper = Stepper(model)
+    first = stepper.prefill("parent", tokens[:at])
+    full = at // stepper.kv.block_tokens
+    own = stepper._free.pop()
+    stepper.kv.copy_blocks([(stepper.tables["parent"][full], own)])
+    stepper.tables["it"] = [*stepper.tables["parent"][:full], own]
+    stepper.lengths["it"] = at
+    stepper.prefill("parent", prompt(20, seed=9))
+    rest = stepper.prefill("it", tokens[at:])
+    return Answer(torch.cat([first, rest]), read_cache(model, stepper, "it"))
+
+
+def in_dirty_blocks(model: Model, tokens: Sequence[int]) -> Answer:
+    """Every block of the pool has held other tokens, some of them not a number, before the prompt comes."""
+    stepper = Stepper(model)
+    heads = (model.spec.n_kv_heads, stepper.kv.n_blocks * stepper.kv.block_tokens, model.spec.head_dim)
+    dirt = torch.full(heads, torch.nan if model.kv_format == "bf16" else 100.0)
+    for layer in range(model.spec.n_layers):
+        stepper.kv.write(layer, list(range(stepper.kv.n_blocks)), dirt, dirt)
+    return Answer(stepper.prefill("it", tokens, chunk=5), read_cache(model, stepper, "it"))
