@@ -110,8 +110,8 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-// One tile against the strips args.strip points to, one block of K from `unit` on.
-void run_tile(const Job& job, TileArgs& args, int64_t tile, Range rows, int64_t unit) {
+// Points args at the rows of one tile and at one block of K from `unit` on.
+void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int64_t unit) {
   const int64_t groups = job.x.k_padded / job.x.group, height = rows.end - rows.begin;
   for (int64_t i = 0; i < job.shape.rows; ++i) {
     const int64_t row = job.row_of(rows.begin + std::min(i, height - 1));  // the shape's spare rows repeat the last one
@@ -119,7 +119,6 @@ void run_tile(const Job& job, TileArgs& args, int64_t tile, Range rows, int64_t 
     args.group_sums[i] = job.x.group_sums + row * groups + unit;
   }
   args.words = job.words + (tile * job.words_per_row() + unit * job.cut.unit_words) * job.shape.rows * 4;
-  job.shape.run(args);
 }
 
 // One panel against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then tiles.
@@ -139,7 +138,9 @@ void run_panel(const Job& job, int64_t panel, int64_t begin, int64_t end) {
       args.next_bytes = args.units * job.cut.unit_bytes * strips / tiles;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         args.acc = job.acc + (tile * job.shape.rows * kPanelLanes + strip * kStripLanes) * 4;
-        run_tile(job, args, tile, tile_rows(job, begin, end, tile), unit);
+        if (strip == 0 || tiles > 1 || job.cut.units > args.units)  // one tile and one block: once for all strips
+          point_at_rows(job, args, tile, tile_rows(job, begin, end, tile), unit);
+        job.shape.run(args);
         args.next += args.next_bytes;
       }
     }

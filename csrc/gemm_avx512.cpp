@@ -136,6 +136,7 @@ void tile_int4(const TileArgs& args) {
   Ahead<kStrips> ahead(args, args.units * (words / 8), args.units * (args.group / 8 * kStepBytes + kGroupTailBytes));
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
+    __asm__ volatile("" ::: "memory");  // the totals are not to be carried in registers: they would push the sums out
     __m512i sums[kRows][kStrips];
 #pragma GCC unroll 24
     for (int row = 0; row < kRows; ++row)
@@ -180,55 +181,87 @@ void interleave_rows(const uint8_t* const* rows, int64_t count, int64_t n_words,
 
 // ---- finish ------------------------------------------------------------------------------------------------------
 
+// act(gate): both activations are x / (1 + 2^-t), t = log2(e) x (silu) or 2 log2(e) u with tanh's argument u (gelu).
 inline __m512 activate(Activation activation, __m512 x) {
-  __m512 t = x;
-  if (activation == Activation::gelu_tanh) {  // 0.5 x (1 + tanh u) = x / (1 + exp(-2u))
-    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-    t = _mm512_mul_ps(_mm512_set1_ps(1.5957691216057308f), _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, x));
-  }
-  const __m512 one = _mm512_set1_ps(1.0f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), t))));
+  __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+  if (activation == Activation::gelu_tanh)
+    t = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(-2.3022082f)), _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f)));
+  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp2_ps(t)));
 }
 
+template <Store kStore>
 inline void put(const FinishArgs& args, int64_t row, int64_t output, __m512 y) {
   const int64_t left = args.w->n_outputs - output;
   if (left <= 0) return;
   const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-  if (args.store == Store::bf16) {
+  if constexpr (kStore == Store::bf16) {
     uint16_t* out = static_cast<uint16_t*>(args.out[row]) + output;
     _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(y));
-    return;
+  } else {
+    float* out = static_cast<float*>(args.out[row]) + output;
+    if constexpr (kStore == Store::add_f32)
+      y = _mm512_fmadd_ps(_mm512_set1_ps(args.row_weights[row]), y, _mm512_maskz_loadu_ps(mask, out));
+    _mm512_mask_storeu_ps(out, mask, y);
   }
-  float* out = static_cast<float*>(args.out[row]) + output;
-  if (args.store == Store::add_f32)
-    y = _mm512_fmadd_ps(_mm512_set1_ps(args.row_weights[row]), y, _mm512_maskz_loadu_ps(mask, out));
-  _mm512_mask_storeu_ps(out, mask, y);
 }
 
-void finish(const FinishArgs& args) {
+template <Format kFormat>
+inline __m512 scaled(const FinishArgs& args, int64_t row, int v, __m512 lane_scale) {
+  const int64_t at = row * kPanelLanes + v * 16;
+  if constexpr (kFormat == Format::int8) {
+    const __m512i offset = _mm512_set1_epi32(128 * *args.row_sums[row]);
+    const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(static_cast<const int32_t*>(args.acc) + at), offset);
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(_mm512_set1_ps(*args.row_scales[row]), lane_scale));
+  } else {
+    const __m512 sum = _mm512_load_ps(static_cast<const float*>(args.acc) + at);
+    return kFormat == Format::int4 ? _mm512_mul_ps(sum, _mm512_set1_ps(*args.row_scales[row])) : sum;
+  }
+}
+
+template <Format kFormat, bool kGated, Store kStore>
+void finish_as(const FinishArgs& args) {
   const PackedLinear& w = *args.w;
   const int64_t first_lane = args.panel * kPanelLanes;
+  __m512 scales[kVectors], bias[kVectors];
+  for (int v = 0; v < kVectors; ++v) {
+    scales[v] = kFormat == Format::int8 ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
+    bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
+  }
+  const bool has_bias = w.bias != nullptr;
   for (int64_t row = 0; row < args.rows; ++row) {
     __m512 y[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      const int64_t at = row * kPanelLanes + v * 16, lane = first_lane + v * 16;
-      if (w.shape.format == Format::int8) {
-        const __m512i offset = _mm512_set1_epi32(128 * *args.row_sums[row]);
-        const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(static_cast<const int32_t*>(args.acc) + at), offset);
-        const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(*args.row_scales[row]), _mm512_load_ps(w.scales + lane));
-        y[v] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
-      } else {
-        y[v] = _mm512_load_ps(static_cast<const float*>(args.acc) + at);
-        if (w.shape.format == Format::int4) y[v] = _mm512_mul_ps(y[v], _mm512_set1_ps(*args.row_scales[row]));
-      }
-      if (w.bias != nullptr) y[v] = _mm512_add_ps(y[v], _mm512_load_ps(w.bias + lane));
+      y[v] = scaled<kFormat>(args, row, v, scales[v]);
+      if (has_bias) y[v] = _mm512_add_ps(y[v], bias[v]);
     }
-    if (!w.shape.gated) {
-      for (int v = 0; v < kVectors; ++v) put(args, row, first_lane + v * 16, y[v]);
-    } else {
+    if constexpr (kGated) {
       for (int v = 0; v < kVectors; v += 2)
-        put(args, row, first_lane / 2 + v * 8, _mm512_mul_ps(activate(args.activation, y[v]), y[v + 1]));
+        put<kStore>(args, row, first_lane / 2 + v * 8, _mm512_mul_ps(activate(args.activation, y[v]), y[v + 1]));
+    } else {
+      for (int v = 0; v < kVectors; ++v) put<kStore>(args, row, first_lane + v * 16, y[v]);
     }
+  }
+}
+
+template <Format kFormat, bool kGated>
+void finish_store(const FinishArgs& args) {
+  switch (args.store) {
+    case Store::f32: return finish_as<kFormat, kGated, Store::f32>(args);
+    case Store::bf16: return finish_as<kFormat, kGated, Store::bf16>(args);
+    case Store::add_f32: return finish_as<kFormat, kGated, Store::add_f32>(args);
+  }
+}
+
+template <Format kFormat>
+void finish_gate(const FinishArgs& args) {
+  args.w->shape.gated ? finish_store<kFormat, true>(args) : finish_store<kFormat, false>(args);
+}
+
+void finish(const FinishArgs& args) {
+  switch (args.w->shape.format) {
+    case Format::bf16: return finish_gate<Format::bf16>(args);
+    case Format::int8: return finish_gate<Format::int8>(args);
+    case Format::int4: return finish_gate<Format::int4>(args);
   }
 }
 
