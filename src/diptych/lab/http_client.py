@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +73,7 @@ class HttpClient:
         async with aclosing(self._exchange("POST", path, json.dumps(body).encode())) as parts:
             return json.loads(b"".join([part async for part in parts]))
 
-    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """A POST answered with server-sent events: the data of each, `[DONE]` left out.
 
         Raises HttpFailure for an error status, an `error` event, or a stream that ends without `[DONE]`.
@@ -101,7 +101,7 @@ class HttpClient:
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=1 << 20)
         return _Connection(reader, writer)
 
-    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
+    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
         try:
             connection = await self._connect()
         except OSError as error:
@@ -148,7 +148,7 @@ async def _read_head(reader: asyncio.StreamReader) -> _Head:
     return head
 
 
-async def _read_body(reader: asyncio.StreamReader, head: _Head) -> AsyncIterator[bytes]:
+async def _read_body(reader: asyncio.StreamReader, head: _Head) -> AsyncGenerator[bytes, None]:
     if head.headers.get("transfer-encoding", "").lower() == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
             yield (await reader.readexactly(size + 2))[:-2]

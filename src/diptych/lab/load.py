@@ -267,7 +267,7 @@ class _Sender:
         return outcome
 
     async def _read_answer(self, outcome: Outcome, body: dict[str, Any]) -> None:
-        async with aclosing(self._client.events(self._path, body)) as events:  # type: ignore[type-var]
+        async with aclosing(self._client.events(self._path, body)) as events:
             async for data in events:
                 now_s = self._now_s()
                 chunk = json.loads(data)

@@ -1,4 +1,4 @@
-"""The routes. Each reads a body, hands it to the room that knows, and shapes refusals; no engine work happens here."""
+"""The routes. Each reads a body, hands it to the room that knows, and shapes refusals; no engine work is done here."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from diptych.ground.clock import wall_time_s
 from diptych.ground.errors import EngineError
 from diptych.server.chat import Chat, render_messages
 from diptych.server.completions import Completion
+from diptych.server.door import RequireKey, read_body, unless_disconnected
 from diptych.server.errors import ApiError, error_response, from_engine_error
 from diptych.server.generation import check_model
-from diptych.server.http import RequireKey, read_body, unless_disconnected
 from diptych.server.live import timeline_json
 from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses

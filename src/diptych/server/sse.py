@@ -14,8 +14,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from diptych.server.door import until_disconnect
 from diptych.server.errors import ApiError, error_body
-from diptych.server.http import until_disconnect
 
 DONE = b"data: [DONE]\n\n"
 # a reader that takes nothing for this long is gone

@@ -19,8 +19,8 @@ from diptych.ground.errors import EngineError
 from diptych.server.accounting import Account, Accountant, Thinking
 from diptych.server.admission import Admission
 from diptych.server.config import ServerConfig
+from diptych.server.door import Workers
 from diptych.server.errors import ApiError
-from diptych.server.http import Workers
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
 from diptych.server.segments import TokenWork

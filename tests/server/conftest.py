@@ -1,0 +1,26 @@
+"""One plain server is shared by every module that does not need its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from server_process import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """The bundled model with default settings, never refusing for a long queue."""
+    with ServerProcess("--max-queue-s", "0", "--kv-memory-bytes", "67108864") as process:
+        yield process
+        code, errors = process.stop()
+        assert code == 0, errors
+        assert "Traceback" not in errors, errors
+
+
+@pytest.fixture
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client

@@ -1,0 +1,150 @@
+"""A real server process over TCP, and the checks that every answer must pass. Shared by tests/server and tests/cli."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from diptych.ground.clock import MonotonicClock, sleep_s
+
+CLOCK = MonotonicClock()
+START_TIMEOUT_S = 180.0
+# small, and quick to load; the kernels are tested elsewhere
+BACKEND = os.environ.get("DIPTYCH_TEST_BACKEND", "torch")
+
+
+class ServerProcess:
+    """`diptych serve` on a free port. Use `stop` or the context manager."""
+
+    def __init__(self, *arguments: str, script: Path | None = None, key: str | None = None) -> None:
+        begin = [str(script)] if script is not None else ["-m", "diptych"]
+        command = [sys.executable, *begin, "serve", "--port", "0", "--backend", BACKEND, "--threads", "1", *arguments]
+        if key is not None:
+            command += ["--api-key", key]
+        self.key = key
+        self._clients: list[httpx.Client | OpenAI] = []
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.url = self._url()
+        self.host, _, port = self.url.removeprefix("http://").rpartition(":")
+        self.port = int(port)
+
+    def _url(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if "http://" not in line:
+            self.process.kill()
+            raise RuntimeError(f"no server: {line}{self.process.communicate(timeout=10)}")
+        url = line.strip().rpartition(" ")[2]
+        deadline_s = CLOCK.now_s() + START_TIMEOUT_S
+        while CLOCK.now_s() < deadline_s:
+            try:
+                if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                    return url
+            except httpx.HTTPError:
+                pass
+            sleep_s(0.05)
+        raise RuntimeError("the server did not become ready")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def client(self, *, timeout_s: float = 120.0) -> httpx.Client:
+        client = httpx.Client(base_url=self.url, headers=self.headers, timeout=timeout_s)
+        self._clients.append(client)
+        return client
+
+    def openai(self) -> OpenAI:
+        client = OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=120.0)
+        self._clients.append(client)
+        return client
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples (labels ignored)."""
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+        lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def blocks_in_use(self) -> int:
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+        line = next(line for line in text.splitlines() if line.startswith('diptych_kv_blocks{state="in_use"}'))
+        return int(float(line.rpartition(" ")[2]))
+
+    def wait_idle(self, timeout_s: float = 60.0) -> None:
+        """Until nothing runs or waits and no block is held; fails after the time is over."""
+        deadline_s = CLOCK.now_s() + timeout_s
+        while CLOCK.now_s() < deadline_s:
+            left = self.metric("diptych_sequences_running") + self.metric("diptych_sequences_waiting")
+            if left == 0 and self.blocks_in_use() == 0:
+                return
+            sleep_s(0.02)
+        raise AssertionError(f"not idle: {left} sequences, {self.blocks_in_use()} blocks in use")
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the process."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def stop(self, timeout_s: float = 60.0) -> tuple[int, str]:
+        """SIGTERM, then wait; returns (exit code, standard error)."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        _, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, errors
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        for client in self._clients:
+            client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+
+def events_of(raw: bytes) -> list[dict[str, Any]]:
+    """Parsed events of a raw SSE body, `[DONE]` left out."""
+    blocks = raw.decode().split("\n\n")
+    return [json.loads(block.removeprefix("data: ")) for block in blocks if block.startswith("data: {")]
+
+
+def check_account(answer: dict[str, Any]) -> None:
+    """The sums of the contract, in one answer or in the last event of a stream."""
+    usage, timings = answer["usage"], answer["timings"]
+    own = timings["diptych"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert 0 <= cached <= usage["prompt_tokens"]
+    assert timings["cache_n"] == cached
+    assert timings["predicted_n"] == usage["completion_tokens"]
+    assert own["thinking_n"] == usage["completion_tokens_details"]["reasoning_tokens"]
+    assert own["thinking_n"] + own["answer_n"] == usage["completion_tokens"]
+    assert own["thinking_ms"] + own["answer_ms"] == pytest.approx(own["decode_ms"], abs=1e-3)
+    assert timings["prompt_ms"] == own["prefill_ms"]
+    assert timings["predicted_ms"] == own["decode_ms"]
+    assert own["queue_ms"] + own["prefill_ms"] + own["decode_ms"] == pytest.approx(own["e2e_ms"], abs=1.0)
+    assert 0 <= own["stall_ms"] <= own["decode_ms"] + 1e-6
+    if own["ttft_ms"] is not None:
+        assert timings["prompt_n"] + cached == usage["prompt_tokens"]
+        assert own["queue_ms"] + own["prefill_ms"] == pytest.approx(own["ttft_ms"], abs=1.0)
+        assert sum(part["prefill_ms"] for part in own["segments"]) == pytest.approx(own["prefill_ms"], abs=1e-3)
+    assert sum(part["tokens"] for part in own["segments"]) == usage["prompt_tokens"]
+    assert sum(part["cached_tokens"] for part in own["segments"]) == cached
+    for part in own["segments"]:
+        assert 0 <= part["cached_tokens"] <= part["tokens"]
