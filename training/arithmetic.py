@@ -47,6 +47,17 @@ def think_comparison(left: int, right: int) -> str:
     return f"{left} or {right}. {digits} So {left} {larger} {right}."
 
 
+def equation(rng: Random) -> str:
+    """One line of the tables that a column sum is made of."""
+    left, right = rng.randint(0, 12), rng.randint(0, 12)
+    sign = rng.choices(["+", "-", "*"], weights=[60, 28, 12])[0]
+    if sign == "+":
+        return f"{left} + {right} = {left + right}."
+    if sign == "-":
+        return f"{left + right} - {right} = {left}."
+    return f"{min(left, 9)} * {min(right, 9)} = {min(left, 9) * min(right, 9)}."
+
+
 def comparison_question(rng: Random, *, is_easy: bool) -> tuple[str, str, str]:
     left, right = rng.sample(range(1, 21 if is_easy else MAX_OPERAND + 1), 2)
     word = rng.choice(["larger", "smaller"])
@@ -57,7 +68,7 @@ def comparison_question(rng: Random, *, is_easy: bool) -> tuple[str, str, str]:
 
 def arithmetic_question(rng: Random, *, is_easy: bool) -> tuple[str, str, str]:
     """(question, chain of thought, answer). Easy questions are those that are also asked without thinking."""
-    kind = rng.choices(["+", "-", "*", "compare"], weights=[45, 25, 18, 12])[0]
+    kind = rng.choices(["+", "-", "*", "compare"], weights=[52, 24, 12, 12])[0]
     if kind == "compare":
         return comparison_question(rng, is_easy=is_easy)
     top = 12 if is_easy or rng.random() < 0.15 else MAX_OPERAND

@@ -7,7 +7,7 @@ Example:
 import random
 from collections.abc import Callable
 
-from training.arithmetic import MAX_OPERAND, arithmetic_question
+from training.arithmetic import MAX_OPERAND, arithmetic_question, equation
 from training.chat_format import Part, Parts, Turn, render_chat, render_tool_call
 from training.facts import (
     ANIMALS,
@@ -303,7 +303,7 @@ def story_turn(rng: Random, *, has_thinking: bool) -> Turn:
 
 
 TURN_MAKERS = [fact_turn, arithmetic_turn, small_talk_turn, copying_turn, story_turn]
-TURN_WEIGHTS = [42, 30, 14, 9, 5]
+TURN_WEIGHTS = [42, 34, 12, 9, 3]
 
 
 def chat(rng: Random) -> Parts:
@@ -401,15 +401,20 @@ def echo(rng: Random) -> Parts:
     return [(f"{text}\n", False), (text, True)]
 
 
+def equations(rng: Random) -> Parts:
+    return [(" ".join(equation(rng) for _ in range(rng.randint(4, 12))), True)]
+
+
 def story(rng: Random) -> Parts:
     return [(make_story(rng), True)]
 
 
 DOCUMENT_MAKERS: list[tuple[Callable[[Random], list[Part]], int]] = [
-    (chat, 56),
-    (plain_facts, 25),
-    (echo, 8),
-    (story, 4),
+    (chat, 54),
+    (plain_facts, 20),
+    (echo, 5),
+    (equations, 10),
+    (story, 3),
     (remembering_chat, 6),
     (tool_chat, 3),
 ]

@@ -30,7 +30,7 @@ from training.model import IGNORED, SHAPES, Llama, distillation_loss
 SHORT_ROW_TOKENS = 512
 LONG_ROW_TOKENS = 4096
 WARMUP_FRACTION = 0.03
-DECAY_FRACTION = 0.35  # of all tokens; the long rows lie inside it
+DECAY_FRACTION = 0.42  # of all tokens; the long rows lie inside it
 FINAL_LR_FRACTION = 0.03
 EVALUATE_EVERY_STEPS = 50
 SAVE_EVERY_STEPS = 50
@@ -44,10 +44,10 @@ class Recipe:
     """What a run does besides its data. Learning rates are the peaks."""
 
     total_tokens: int
-    long_fraction: float = 0.12
+    long_fraction: float = 0.08
     batch_tokens: int = 4096
     micro_tokens: int = 512
-    book_fraction: float = 0.4
+    book_fraction: float = 0.3
     muon_lr: float = 0.02
     adamw_lr: float = 0.004
     weight_decay: float = 0.05
