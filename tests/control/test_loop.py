@@ -240,7 +240,9 @@ def drafted(plan, tokens):
     )
 
 
-@pytest.mark.parametrize(("says", "stop", "kept"), [((1, 2, 3), (), 3), ((1, 2, 3), (2,), 2), ((7,), (), 1)])
+@pytest.mark.parametrize(
+    ("says", "stop", "kept"), [((1, 2, 3), (), 3), ((1, 2, 3), (1,), 1), ((1, 2, 3), (2,), 2), ((7,), (), 1)]
+)
 def test_a_result_of_several_tokens_is_committed_up_to_the_stop(says, stop, kept):
     """Accepted drafts move computed forward; tokens behind a stop are never handed out."""
     core, executor = make()

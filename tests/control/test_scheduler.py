@@ -122,9 +122,20 @@ def test_prefills_that_together_exceed_the_pool_take_turns():
     """Blocks that an admitted prompt will need are promised to it; admitting another into them would preempt one."""
     driver = Driver(n_blocks=10, block_tokens=4, max_step_tokens=8, max_context_tokens=40)
     driver.core.submit(request(prompt=24, max_tokens=1, request_id="a"))
-    driver.core.submit(request(prompt=range(20), max_tokens=1, request_id="b"))
+    driver.step()
+    driver.core.submit(request(prompt=range(20), max_tokens=15, request_id="b", priority=5, arrival_s=1.0))
     driver.run()
     assert driver.of(PreemptEvent) == []
+
+
+def test_the_tail_of_a_finished_prefix_is_evicted_first():
+    """The head serves many more prompts than the tail."""
+    driver = Driver(n_blocks=6, block_tokens=4)
+    driver.core.submit(request(prompt=13, max_tokens=1, request_id="a"))
+    driver.run()
+    driver.core.submit(request(prompt=range(14), max_tokens=1, request_id="b"))
+    driver.run()
+    assert driver.core.prefix_match(tuple(range(100, 114))) == 8
 
 
 def test_lowest_rank_is_preempted_and_answers_the_same():
@@ -140,7 +151,8 @@ def test_lowest_rank_is_preempted_and_answers_the_same():
     assert all(event.cached_tokens == 0 or event.is_recompute for event in scheduled)
     again = sum(event.chunk_tokens + event.cached_tokens for event in scheduled if event.is_recompute)
     assert again == sum(event.computed_tokens for event in preempted)
-    assert driver.core.stats().prefix_hits_tokens == 0
+    stats = driver.core.stats()
+    assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (20, 0)
     assert driver.text("low") == greedy(tuple(range(100, 110)), 20)
     assert driver.text("high") == greedy(tuple(range(50, 60)), 20)
 
@@ -245,13 +257,13 @@ def test_cancel_in_flight_keeps_the_blocks_until_the_step_ends():
     assert driver.core.cancel("r", 1.0) == []
 
 
-def decoding(context, *, n_sequences=4, n_waiting=0, n_blocks=4096):
+def decoding(context, *, n_sequences=4, n_waiting=0, n_blocks=4096, max_running_sequences=None):
     """A core in the middle of decoding at a context, with its lists counted."""
     driver = Driver(
         n_blocks=n_blocks,
         block_tokens=16,
         max_step_tokens=20_000,
-        max_running_sequences=n_sequences,
+        max_running_sequences=max_running_sequences or n_sequences,
         max_context_tokens=8192,
     )
     for i in range(n_sequences):
@@ -291,6 +303,16 @@ def test_a_step_costs_the_same_whatever_waits_and_however_large_the_pool():
     alone = cost_of_steps(*decoding(64))
     assert max(cost_of_steps(*decoding(64, n_waiting=500))) <= max(alone) + 60
     assert cost_of_steps(*decoding(64, n_blocks=40_000)) == alone
+
+
+def test_a_prompt_that_lacks_blocks_is_not_looked_up_at_every_step():
+    """The first in line shares 4,096 tokens with a running sequence; that look-up is O(context)."""
+    core, executor = decoding(4096, n_sequences=1, n_blocks=289, max_running_sequences=2)
+    alone = cost_of_steps(core, executor, 5)
+    core.submit(request(tuple(range(4096 + 500)), request_id="large", arrival_s=9.0))
+    costs = cost_of_steps(core, executor, 6)
+    assert core.stats().waiting == 1
+    assert max(costs[1:]) < max(alone) + 100
 
 
 def test_a_step_costs_in_proportion_to_its_chunks():

@@ -296,7 +296,7 @@ class EngineCore:
             is_last = k == n_accepted
             reason, stop_token_id = self._stop(seq, token_id, is_complete=is_last and result.is_complete)
             if reason is not None:
-                seq.advance(min(seq.computed_tokens, seq.known_tokens - 1))
+                seq.computed_tokens = min(seq.computed_tokens, seq.known_tokens)  # drafts behind the stop
                 self._scheduler.register_computed(seq)
                 events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
                 self._forget_if_over(seq.request.request_id)
