@@ -303,6 +303,10 @@ void bind_program(nb::module_& m) {
            nb::arg("block_table"), nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"))
       .def("argmax", &argmax)
       .def("nanoseconds", &nanoseconds)
+      .def("read_buffer", [](const Program& p, int index, F32Out out) {
+        if (static_cast<int64_t>(out.shape(1)) != p.buffer_width(index)) throw std::invalid_argument("out must be as wide as the buffer");
+        p.read_buffer(index, static_cast<int64_t>(out.shape(0)), out.data());
+      })
       .def("packed_blob", &packed_blob)
       .def_prop_ro("weight_bytes", &Program::weight_bytes)
       .def_prop_ro("threads", &Program::threads);

@@ -165,6 +165,21 @@ void Program::reserve(int64_t tokens) {
   }
 }
 
+void Program::read_buffer(int index, int64_t rows, float* out) const {
+  const Buffer& buffer = buffers_.at(index);
+  if (buffer.kind == BufferKind::rows || rows > arena_tokens_ * buffer.rows_per_token)
+    throw std::invalid_argument("only written rows of f32 and bf16 buffers can be read");
+  const int64_t n = rows * buffer.width;
+  if (buffer.kind == BufferKind::f32) {
+    std::memcpy(out, buffer.data, static_cast<size_t>(n) * 4);
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(buffer.data)[i]) << 16;
+    std::memcpy(out + i, &bits, 4);
+  }
+}
+
 void Program::plan_attention(const Step& step) {
   const AttentionBatch batch{step.query_start, step.positions, step.n_sequences};
   int64_t floats = 0;

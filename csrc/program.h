@@ -129,6 +129,10 @@ class Program {
   // ids[i] = index of the largest of logits[i], lowest first among equals; on the pool.
   void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids);
 
+  // A buffer's first rows as the last run left them, [rows, width] fp32 (f32 and bf16 buffers). For tests.
+  void read_buffer(int index, int64_t rows, float* out) const;
+  int64_t buffer_width(int index) const { return buffers_.at(index).width; }
+
   const std::array<int64_t, kCategories>& nanoseconds() const { return nanoseconds_; }  // of the last run
   int threads() const { return pool_.size(); }
   int64_t weight_bytes() const;

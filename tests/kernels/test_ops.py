@@ -1,0 +1,323 @@
+"""Every op of the native backend but the linear layers (test_gemm) against the reference, over the edge shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.ops import cpu, reference
+from diptych.compute.ops.contract import EDGE_SHAPES, OPS, Activation, AttentionSpec, EdgeShape, ExpertsSpec, RopeSpec
+
+pytestmark = [pytest.mark.native, pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed")]
+BF16 = torch.bfloat16
+WIDE_SHAPES = (
+    EdgeShape(name="three tiles", sequences=((700, 1), (0, 300)), n_heads=3, n_kv_heads=1, head_dim=64),
+    EdgeShape(name="tile edges", sequences=((255, 1), (256, 1), (257, 2), (511, 3)), head_dim=80, block_tokens=32),
+    EdgeShape(name="wide heads", sequences=((40, 2),), n_heads=2, n_kv_heads=1, head_dim=256, block_tokens=64),
+    EdgeShape(name="middle heads", sequences=((30, 7),), n_heads=7, n_kv_heads=1, head_dim=96),
+    EdgeShape(name="two dimensions", sequences=((5, 12),), head_dim=2),
+    EdgeShape(name="more heads than a task's rows", sequences=((20, 2),), n_heads=70, n_kv_heads=1, head_dim=32),
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {}, "window 1": {"window": 1}, "window 17": {"window": 17}, "window 260": {"window": 260},
+    "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9},
+}  # fmt: skip
+
+
+@pytest.fixture(params=["avx512", "avx2", "scalar"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param not in cpu.instruction_sets():
+        pytest.skip(f"this CPU cannot run {request.param}")
+    cpu.choose_instruction_set(request.param)
+    yield request.param
+    cpu.choose_instruction_set("auto")
+
+
+def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.to(BF16).float()
+
+
+def make_batch(shape: EdgeShape) -> tuple[ForwardBatch, int]:
+    """Token i of the step has id i, so that an embedding table is the step's input."""
+    size = shape.block_tokens
+    counts = [-(-(cached + new) // size) for cached, new in shape.sequences]
+    ids = np.random.default_rng(0).permutation(sum(counts) + 3)
+    table = np.zeros((len(counts), max(counts)), dtype=np.int32)
+    positions: list[int] = []
+    slots: list[int] = []
+    for s, (cached, new) in enumerate(shape.sequences):
+        table[s, : counts[s]] = ids[sum(counts[:s]) : sum(counts[: s + 1])]
+        positions += range(cached, cached + new)
+        slots += [int(table[s, p // size]) * size + p % size for p in range(cached, cached + new)]
+    batch = ForwardBatch(
+        token_ids_T=np.arange(len(positions), dtype=np.int32),
+        positions_T=np.array(positions, dtype=np.int32),
+        slots_T=np.array(slots, dtype=np.int32),
+        query_start_S1=np.array([0, *accumulate(new for _, new in shape.sequences)], dtype=np.int32),
+        context_tokens_S=np.array([sum(pair) for pair in shape.sequences], dtype=np.int32),
+        block_table_SM=table,
+        logits_rows_R=np.zeros(0, dtype=np.int32),
+    )
+    return batch, len(ids)
+
+
+class Bench:
+    """A program around one op: its input comes from a table, its result is read from a buffer."""
+
+    def __init__(self, x: torch.Tensor, *, threads: int = 1) -> None:
+        self.program = cpu._cpu.Program(threads)
+        self.n_tokens, self.width = x.shape
+        width = self.width
+        self.x = self.program.add_f32(width)
+        self.program.embed(self.program.add_table(x.contiguous()), self.x, 1.0)
+        head = cpu._cpu.LinearShape(format="bf16", n=1, k=width)
+        self.head = self.program.add_linear(head, [torch.zeros(1, width)])
+        self.norm = self.program.add_vector(torch.ones(width))
+
+    def run(self, out: int, width: int, batch: ForwardBatch | None = None, kv: Any = None, *, rows: int | None = None) -> torch.Tensor:
+        self.program.head(
+            x=self.x, norm=self.norm, eps=1e-6, rows=self.program.add_rows("bf16", self.width), weight=self.head
+        )
+        batch = batch or make_batch(EdgeShape(name="", sequences=((0, self.n_tokens),)))[0]
+        if kv is None:
+            kv = cpu._cpu.KvCache(n_layers=1, n_blocks=64, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
+            self._attend_for_form()
+        self.program.run(
+            batch.token_ids_T, batch.positions_T, batch.slots_T, batch.query_start_S1, batch.context_tokens_S,
+            batch.block_table_SM, batch.logits_rows_R, kv, torch.empty(0, 1),
+        )  # fmt: skip
+        result = torch.empty(rows or self.n_tokens, width)
+        self.program.read_buffer(out, result)
+        return result
+
+
+    def _attend_for_form(self) -> None:
+        """A program is checked against the cache's shape, so it needs an attention; this one is over zeros."""
+        shape = cpu._cpu.AttentionShape(n_heads=1, n_kv_heads=1, head_dim=2, scale=1.0)
+        self.program.attention(q=self.program.add_bf16(2), out=self.program.add_f32(2), layer=0, shape=shape)
+
+
+def check(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.shape == expected.shape
+    error = (got - expected).abs().max().item()
+    assert error <= OPS[name].tolerance_bf16, f"{name} differs by {error}"
+
+
+def native_cache(shape: EdgeShape, n_blocks: int, kv_format: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A cache filled with noise, and what it holds as [N, P, K, d]."""
+    sizes = {"n_blocks": n_blocks, "block_tokens": shape.block_tokens, "n_kv_heads": shape.n_kv_heads}
+    kv = cpu._cpu.KvCache(n_layers=1, head_dim=shape.head_dim, format=kv_format, **sizes)
+    n_tokens = n_blocks * shape.block_tokens
+    blocks = np.arange(n_blocks, dtype=np.int32)
+    dense = [noise(shape.n_kv_heads, n_tokens, shape.head_dim, seed=seed) for seed in (1, 2)]
+    kv.write(0, blocks, dense[0], dense[1])
+    kv.read(0, blocks, dense[0], dense[1])
+    paged = [x.transpose(0, 1).reshape(n_blocks, shape.block_tokens, shape.n_kv_heads, shape.head_dim) for x in dense]
+    return kv, paged[0], paged[1]
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str, Any], kv_format: str) -> None:
+    """Paging, raggedness, windows and groups meet at the edges of blocks, tiles and vectors."""
+    shapes = (*EDGE_SHAPES, *WIDE_SHAPES) if isa == "avx512" else (*EDGE_SHAPES[-3:], *WIDE_SHAPES[:3])
+    for shape in shapes:
+        batch, n_blocks = make_batch(shape)
+        heads = shape.n_heads + 2 * shape.n_kv_heads
+        qkv = rounded(noise(batch.n_tokens, heads * shape.head_dim, seed=3))
+        kv, keys, values = native_cache(shape, n_blocks, kv_format)
+        bench = Bench(qkv, threads=2)
+        sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
+        native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes, **variant)
+        q, out = bench.program.add_bf16(shape.n_heads * shape.head_dim), bench.program.add_f32(shape.n_heads * shape.head_dim)
+        bench.program.rotate(
+            qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
+            has_full_width_norm=False, norm_eps=1e-6,
+        )  # fmt: skip
+        bench.program.attention(q=q, out=out, layer=0, shape=native)
+        got = bench.run(out, shape.n_heads * shape.head_dim, batch, kv)
+
+        parts = qkv.view(batch.n_tokens, heads, shape.head_dim)
+        new_k, new_v = parts[:, shape.n_heads : -shape.n_kv_heads], parts[:, -shape.n_kv_heads :]
+        if kv_format == "int8":
+            new_k, new_v = (quantised(x) for x in (new_k, new_v))
+        slots = torch.from_numpy(batch.slots_T).long()
+        keys[slots // shape.block_tokens, slots % shape.block_tokens] = new_k
+        values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
+        spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes, **variant)
+        few = list(range(batch.n_tokens)) if batch.n_tokens < 64 else [0, 1, 2, 255, 256, 257, batch.n_tokens - 1]
+        expected = attention_rows(parts[:, : shape.n_heads], keys, values, batch, spec, few)
+        check("attention", got[few], expected)
+
+
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.round(x / scale) * scale
+
+
+def attention_rows(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, spec: AttentionSpec, rows: list[int]
+) -> torch.Tensor:
+    """reference.attention_paged, for the rows asked for only."""
+    picked = []
+    for row in rows:
+        s = int(np.searchsorted(batch.query_start_S1, row, side="right")) - 1
+        one = ForwardBatch(
+            token_ids_T=batch.token_ids_T[row : row + 1], positions_T=batch.positions_T[row : row + 1],
+            slots_T=batch.slots_T[row : row + 1], query_start_S1=np.array([0, 1], dtype=np.int32),
+            context_tokens_S=batch.positions_T[row : row + 1] + 1, block_table_SM=batch.block_table_SM[s : s + 1],
+            logits_rows_R=batch.logits_rows_R,
+        )  # fmt: skip
+        picked.append(reference.attention_paged(q[row : row + 1], keys, values, one, spec).flatten(1))
+    return torch.cat(picked)
+
+
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("rotary_dim", [0, 8, 24])
+def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str) -> None:
+    """A key is written once and read for the rest of the sequence: its norm, angle and slot must be right."""
+    shape = EdgeShape(name="", sequences=((40, 1), (7, 1), (0, 33), (1000, 5)), n_heads=6, n_kv_heads=2, head_dim=24)
+    batch, n_blocks = make_batch(shape)
+    qkv = noise(batch.n_tokens, 10 * 24, seed=5)
+    kv, _, _ = native_cache(shape, n_blocks, "bf16")
+    bench = Bench(qkv)
+    rope = RopeSpec(inv_freq=tuple(10000 ** (-i / max(rotary_dim // 2, 1)) for i in range(rotary_dim // 2)), attention_factor=1.2)
+    width = {"none": (0, 0), "head": (24, 24), "full": (6 * 24, 2 * 24)}[norm]
+    weights = [noise(n, seed=6 + i) + 1 for i, n in enumerate(width)]
+    native = cpu._cpu.AttentionShape(n_heads=6, n_kv_heads=2, head_dim=24, scale=1.0)
+    q = bench.program.add_bf16(6 * 24)
+    bench.program.rotate(
+        qkv=bench.x, q=q, layer=0, shape=native,
+        rope=bench.program.add_rope(list(rope.inv_freq), rope.attention_factor) if rotary_dim else None,
+        q_norm=bench.program.add_vector(weights[0]) if width[0] else None,
+        k_norm=bench.program.add_vector(weights[1]) if width[1] else None,
+        has_full_width_norm=norm == "full", norm_eps=1e-6,
+    )  # fmt: skip
+    bench.program.attention(q=q, out=bench.program.add_f32(6 * 24), layer=0, shape=native)
+    got_q = bench.run(q, 6 * 24, batch, kv)
+
+    def expected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(1, (-1, 24))
+        if norm == "head":
+            heads = reference.rms_norm(heads, weight, eps=1e-6)
+        if norm == "full":
+            heads = reference.rms_norm(x, weight, eps=1e-6).unflatten(1, (-1, 24))
+        return reference.rotate(heads, torch.from_numpy(batch.positions_T), rope) if rotary_dim else heads
+
+    check("rotate_and_cache", got_q, rounded(expected(qkv[:, : 6 * 24], weights[0]).flatten(1)))
+    expected_k, expected_v = expected(qkv[:, 6 * 24 : 8 * 24], weights[1]), qkv[:, 8 * 24 :].unflatten(1, (-1, 24))
+    for s, context in enumerate(batch.context_tokens_S):
+        begin, end = batch.query_start_S1[s], batch.query_start_S1[s + 1]
+        keys, values = torch.empty(2, int(context), 24), torch.empty(2, int(context), 24)
+        kv.read(0, batch.block_table_SM[s], keys, values)
+        check("rotate_and_cache", keys[:, -(end - begin) :], expected_k[begin:end].transpose(0, 1))
+        assert torch.equal(values[:, -(end - begin) :], rounded(expected_v[begin:end].transpose(0, 1)))
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 100, 576])
+def test_norm_and_sums_of_rows(isa: str, width: int) -> None:
+    """Rows that are no multiple of the vector length, and a row of zeros."""
+    x = noise(5, width, seed=1)
+    x[3] = 0
+    weight = noise(width, seed=2)
+    bench = Bench(x)
+    out, index = bench.program.add_f32(width), bench.program.add_vector(weight)
+    bench.program.norm(bench.x, index, 1e-5, out)
+    bench.program.add_norm(out, index, 1e-5, bench.x)
+    bench.program.add(out, bench.x)
+    y = reference.rms_norm(x, weight, eps=1e-5)
+    total = bench.run(bench.x, width)
+    normed = torch.empty(5, width)
+    bench.program.read_buffer(out, normed)
+    torch.testing.assert_close(normed, y, atol=1e-5, rtol=0)
+    torch.testing.assert_close(total, x + reference.rms_norm(y, weight, eps=1e-5) + y, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_embedding_rows_are_exact(isa: str, dtype: torch.dtype) -> None:
+    """fp16 subnormals, zeros and the largest values included."""
+    table = noise(4, 37, seed=1).to(dtype)
+    table[1, :4] = torch.tensor([6e-8, -6e-8, 0.0, 65504.0]).to(dtype)
+    bench = Bench(table)
+    assert torch.equal(bench.run(bench.x, 37), table.float())
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("renormalises", [True, False])
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_experts(isa: str, weights: str, renormalises: bool, activation: Activation) -> None:
+    """Routing, gathering and the weighted sum; equal scores go to the lowest expert."""
+    n_experts, top_k, ffn, hidden = 5, 2, 48, 64
+    spec = ExpertsSpec(n_experts=n_experts, experts_per_token=top_k, ffn=ffn, renormalises=renormalises, activation=activation)
+    x = rounded(noise(9, hidden, seed=1))
+    router = rounded(noise(n_experts, hidden, seed=2, scale=hidden**-0.5))
+    router[3] = router[1]
+    gate_up = [rounded(noise(2 * ffn, hidden, seed=3 + e, scale=hidden**-0.5)) for e in range(n_experts)]
+    down = [rounded(noise(hidden, ffn, seed=30 + e, scale=ffn**-0.5)) for e in range(n_experts)]
+    bench = Bench(x)
+    program = bench.program
+
+    def pack(w: torch.Tensor, kind: str, *, is_gated: bool = False) -> int:
+        return program.add_linear(cpu._cpu.LinearShape(format=kind, n=len(w), k=w.shape[1], is_gated=is_gated), [w])
+
+    rows, router_rows = program.add_rows(weights, hidden), program.add_rows("bf16", hidden)
+    program.prepare(bench.x, rows)
+    program.prepare(bench.x, router_rows)
+    out = program.add_f32(hidden)
+    program.moe(
+        router=pack(router, "bf16"), router_rows=router_rows, scores=program.add_f32(n_experts),
+        gate_up=[pack(w, weights, is_gated=True) for w in gate_up], down=[pack(w, weights) for w in down], rows=rows,
+        hidden=None if weights == "bf16" else program.add_f32(ffn, top_k),
+        hidden_rows=program.add_rows(weights, ffn, rows_per_token=top_k), expanded=program.add_f32(hidden, top_k),
+        out=out, top_k=top_k, renormalises=renormalises, activation=activation.value,
+    )  # fmt: skip
+    check("experts_add", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec))
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 63, 64, 65, 1000])
+def test_argmax_takes_the_first_of_equals_and_no_nan(isa: str, vocab: int) -> None:
+    """Greedy text must not depend on how a row is walked."""
+    logits = noise(7, vocab, seed=vocab)
+    logits[1] = 2.0
+    logits[2, vocab // 2 :] = logits[2].max() + 1
+    logits[3, 0] = torch.nan
+    logits[4] = -torch.inf
+    got = cpu._cpu.Program(2).argmax(logits)
+    expected = [int(torch.nan_to_num(row, nan=-torch.inf, neginf=-torch.inf).argmax()) for row in logits]
+    expected[3] = expected[3] if vocab > 1 else 0
+    assert got.tolist() == expected
+
+
+def test_head_norms_projects_and_softcaps_the_wanted_rows(isa: str) -> None:
+    """Only the rows asked for, in the order asked for."""
+    x, norm, weight = noise(6, 40, seed=1), noise(40, seed=2) + 1, rounded(noise(77, 40, seed=3, scale=40**-0.5))
+    program = cpu._cpu.Program(1)
+    buffer = program.add_f32(40)
+    program.embed(program.add_table(x), buffer, 1.0)
+    program.attention(
+        q=program.add_bf16(2), out=program.add_f32(2), layer=0,
+        shape=cpu._cpu.AttentionShape(n_heads=1, n_kv_heads=1, head_dim=2, scale=1.0),
+    )  # fmt: skip
+    linear = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=77, k=40), [weight])
+    program.head(
+        x=buffer, norm=program.add_vector(norm), eps=1e-6, rows=program.add_rows("bf16", 40), weight=linear, softcap=1.5
+    )
+    batch, _ = make_batch(EdgeShape(name="", sequences=((0, 6),)))
+    rows = [5, 0, 3]
+    logits = torch.empty(3, 77)
+    kv = cpu._cpu.KvCache(n_layers=1, n_blocks=4, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
+    program.run(
+        batch.token_ids_T, batch.positions_T, batch.slots_T, batch.query_start_S1, batch.context_tokens_S,
+        batch.block_table_SM, np.array(rows, dtype=np.int32), kv, logits,
+    )  # fmt: skip
+    check("head", logits, reference.head(x, norm, weight, rows=rows, eps=1e-6, softcap=1.5))
