@@ -10,7 +10,7 @@ import pytest
 import torch
 from golden import ask_reference, check_golden, make_golden
 
-from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
+from checkpoints import CLASSES, COMMON, VOCAB, enliven, make_checkpoint, make_reference
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from stepping import Stepper
@@ -199,3 +199,16 @@ def test_neighbours_change_nothing(family: str, tmp_path: Path) -> None:
             got[name].append(logits)
     for name, logits in alone.items():
         torch.testing.assert_close(torch.cat(got[name]), logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_defaults_are_those_of_the_config_class(family: str) -> None:
+    """transformers may leave a field out of config.json when it equals the class's default; ours must be the same."""
+    import importlib
+
+    import transformers
+
+    defaults = importlib.import_module(f"diptych.compute.models.{family}").DEFAULTS
+    config_class = getattr(transformers, CLASSES[family][0])
+    expected = {name: getattr(config_class, name) for name in defaults if name != "sliding_window_pattern"}
+    assert {name: defaults[name] for name in expected} == expected

@@ -37,7 +37,7 @@ class CpuModel(Model):
         weights = blueprint.load(loader)
         blueprint.forward(ops, weights)
         self.program = CpuProgram(loader, self.spec.vocab_size)
-        self.argmax = self.program.argmax
+        self.argmax = self._argmax
         self.weights_format = loader.weights_format
         self.kv_format = loader.kv_format
         self.head_format = weights.head.format
@@ -63,6 +63,9 @@ class CpuModel(Model):
         """Logits [R, V] fp32 of the batch's logits rows."""
         assert isinstance(kv, CpuKVStore), type(kv)
         return self.program.forward(batch, kv)
+
+    def _argmax(self, logits: torch.Tensor) -> list[int]:
+        return [int(token_id) for token_id in self.program.argmax(logits)]
 
     def close(self) -> None:
         """Drop the program with its packed weights."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -272,7 +273,7 @@ class TorchOps:
         """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries."""
         starts = self._batch.query_start_S1.tolist()
         contexts = self._batch.context_tokens_S.tolist()
-        counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+        counts = [end - start for start, end in pairwise(starts)]
         single = [s for s, count in enumerate(counts) if count == 1]
         if single:
             yield self._decode_group(single, [starts[s] for s in single], [contexts[s] for s in single], window)
