@@ -79,6 +79,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--json", dest="as_json", action="store_true", help="print JSON")
     add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
     add("--rows", type=Path, metavar="FILE", help="published rows (CSV) for `accuracy`")
+    add("--refit", type=Path, metavar="FILE", help="with `accuracy`: also write the constants fitted to all rows")
     add("--list", dest="listing", action="store_true", help="list models, devices, formats and software")
     return parser
 
@@ -90,7 +91,7 @@ def _answer(options: argparse.Namespace) -> None:
         _list(options.as_json)
     elif words[:1] == ["accuracy"]:
         _no_more(words[1:])
-        _accuracy(options.rows, options.as_json)
+        _accuracy(options.rows, options.refit, options.as_json)
     elif words[:1] == ["compare"]:
         _compare(options, question)
     elif options.ask is not None:
@@ -165,7 +166,7 @@ def _compare(options: argparse.Namespace, question: Question) -> None:
         _module("plan_text").show_comparison(plans)
 
 
-def _accuracy(rows_file: Path | None, as_json: bool) -> None:
+def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool) -> None:
     """Leave one model out, on the file's rows or on the built-in copy; other rows only help to fit."""
     accuracy = import_module("diptych.cost.accuracy")
     read_rows = import_module("diptych.cost.rows").read_rows
@@ -182,6 +183,10 @@ def _accuracy(rows_file: Path | None, as_json: bool) -> None:
     errors = accuracy.leave_one_model_out(rows, auxiliary=auxiliary)
     summaries = accuracy.summarise(errors)
     uncovered = accuracy.uncovered(rows)
+    if refit_file is not None:
+        entries = accuracy.refit(rows, auxiliary=auxiliary)
+        lines = ",\n".join(json.dumps(entry) for entry in entries)
+        refit_file.write_text(f'{{\n"schema": 1,\n"calibrations": [\n{lines}\n]\n}}\n', "utf-8")
     if as_json:
         content = {"summaries": summaries, "rows": errors, "uncovered": uncovered, "left_out": left_out}
         print(_module("plan_json").dump(content))

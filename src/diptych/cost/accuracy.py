@@ -112,7 +112,7 @@ def _summary(name: str, members: Sequence[RowError]) -> ErrorSummary:
         median=quantile(sizes, 0.5),
         p90=quantile(sizes, 0.9),
         worst=worst.error,
-        worst_label=worst.row.label,
+        worst_label=f"{worst.row.stack}: {worst.row.label}",
     )
 
 

@@ -142,8 +142,8 @@ def speculation(setup: Setup, question: Question) -> Speculation:
     rows = question.draft_tokens + 1
     # A verify step has the launches of a decode step (one graph) and the arithmetic of k + 1 rows per sequence.
     verify = Workload(shapes=(ChunkShape(new_tokens=1, start_pos=context, samples=True, count=batch * rows),))
-    reread_s = _shared_kv_s(setup, context, batch, rows)
-    verify_s = predictor.predict(verify).total_s - reread_s
+    repeated_s = _shared_kv_s(setup, context, batch, rows) + batch * (rows - 1) * setup.calibration.decode.sequence_s
+    verify_s = predictor.predict(verify).total_s - repeated_s
     draft_s = question.draft_tokens * question.draft_cost * plain_s
     accepted = accepted_tokens(draft_tokens=question.draft_tokens, acceptance=question.acceptance)
     tpot_s = (verify_s + draft_s) / accepted

@@ -26,7 +26,7 @@ from diptych.cost.calibration import Calibration, Constants
 from diptych.cost.components import ATTENTION, cost_of, expected_experts, kv_tokens_factor, layer_groups
 from diptych.cost.profile import read_profile
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
-from diptych.cost.workload import Workload
+from diptych.cost.workload import ChunkShape, Workload
 from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec, KVSpec, ModelSpec, QuantSpec, StepCost
 from diptych.ground.step import StepPlan
@@ -285,16 +285,21 @@ class CalibratedModel:
 
     def _windowed_attention_s(self, terms: _Terms, plan: StepPlan) -> float:
         prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
-        shapes = Workload.of_plan(plan).shapes
+        contexts: list[int] = []  # plain numbers: a decode chunk costs no object here
+        prompts: list[ChunkShape] = []
+        for chunk in plan.chunks:
+            n, start = len(chunk.token_ids), chunk.start_pos
+            if n == 1 and start:
+                contexts.append(start + 1)
+            else:
+                prompts.append(ChunkShape(new_tokens=n, start_pos=start, samples=chunk.samples))
         for window, kv_s, pair_s, absorbed_pair_s in terms.windows:
-            for shape in shapes:
-                if shape.is_decode:
-                    seen = shape.start_pos + 1 if window is None else min(shape.start_pos + 1, window)
-                    decode_kv_s += seen * kv_s
-                    decode_pair_s += seen * absorbed_pair_s
-                else:
-                    prefill_kv_s += shape.kv_read_tokens(window) * kv_s
-                    prefill_pair_s += shape.pairs(window) * pair_s
+            seen = sum(contexts) if window is None else sum([min(context, window) for context in contexts])
+            decode_kv_s += seen * kv_s
+            decode_pair_s += seen * absorbed_pair_s
+            for shape in prompts:
+                prefill_kv_s += shape.kv_read_tokens(window) * kv_s
+                prefill_pair_s += shape.pairs(window) * pair_s
         return pnorm(prefill_kv_s, prefill_pair_s, terms.p) + pnorm(decode_kv_s, decode_pair_s, terms.p)
 
 

@@ -64,10 +64,10 @@ class PublishedRow:
 
     @property
     def label(self) -> str:
-        """Short text that names the row."""
+        """Short text that names the row next to its device and phase: model, format, split, sequences x tokens."""
         shape = self.work.shapes[0]
-        size = f"{shape.count} x {shape.new_tokens if self.phase is Phase.PREFILL else shape.start_pos + 1}"
-        return f"{self.stack} {self.device} {self.model} {self.quant} tp{self.tp} {self.phase.value} {size}"
+        tokens = shape.new_tokens if self.phase is Phase.PREFILL else shape.start_pos + 1
+        return f"{self.model} {self.quant} tp{self.tp} {shape.count} x {tokens}"
 
 
 def read_rows(text: str) -> tuple[list[PublishedRow], int]:

@@ -93,7 +93,8 @@ def _phase(hardware: HardwareSpec, stack: str, phase: Phase, weights: str | None
     best = max(found, key=lambda entry: _closeness(entry, hardware))
     seen: dict[str, list[str]] = best["seen"]
     here = seen.get(hardware.name, [])
-    is_own = bool(here) and (weights is None or weights in here)
+    formats = {each for entries in seen.values() for each in entries}
+    is_own = bool(here) and (weights is None or weights in formats)
     residual = _widened(Residual(**best["residual"]), is_own=is_own)
     if is_own:
         origin = "fitted on this device"
