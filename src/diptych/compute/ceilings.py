@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from diptych.compute.runner import Model
 
 from diptych.compute.ops import cpu as cpu_backend
+from diptych.compute.runner import Model
 from diptych.ground.clock import MonotonicClock
 
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache share
