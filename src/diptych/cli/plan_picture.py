@@ -44,7 +44,7 @@ def _roofline(axis: Axes, plan: Plan) -> None:
     axis.axvline(plan.prefill.balance, color=GREY, ls=":", lw=1)
     axis.text(
         plan.prefill.balance * 1.2,
-        bandwidth * 0.15,
+        bandwidth * 1.5,
         f"balance\n{plan.prefill.balance:.0f} FLOP/B",
         color=GREY,
         fontsize=8,
