@@ -196,7 +196,7 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
 
 namespace {
 
-constexpr int64_t kInputPad = 128;  // the largest int4 group: x is zero up to there
+constexpr int64_t kInputPad = kMaxGroup;  // x is zero up to there, whatever the group of the weights
 
 // Rows one after the other, one cache line more than their data so that a power-of-two K does not put all rows of a tile in the
 // same cache sets.

@@ -1,5 +1,150 @@
+// AVX2 kernels (with FMA and F16C): tiles of up to 4 rows x 16 lanes; the rest is the generic text under this file's flags.
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+
 #include "gemm_kernels.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+
 namespace diptych {
-const KernelTable& avx2_kernels() { return scalar_kernels(); }
+namespace {
+
+#include "lanes.inl"
+
+#include "gemm_generic.inl"
+
+constexpr int kHalves = 2;  // registers of 8 lanes in a strip
+
+inline __m256i broadcast_word(const uint8_t* x) { return _mm256_set1_epi32(*reinterpret_cast<const int*>(x)); }
+
+inline __m256i load_words(const uint8_t* w, int half) {
+  return _mm256_load_si256(reinterpret_cast<const __m256i*>(w) + half);
+}
+
+// Each pair of bf16 as two fp32 products, the even input first.
+template <int kRows>
+void tile_bf16(const TileArgs& args) {
+  __m256 sums[kRows][kHalves];
+  float* acc = static_cast<float*>(args.acc);
+  for (int row = 0; row < kRows; ++row)
+    for (int half = 0; half < kHalves; ++half)
+      sums[row][half] = args.resume ? _mm256_load_ps(acc + row * kPanelLanes + half * 8) : _mm256_setzero_ps();
+  const __m256i odd_bits = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  for (int64_t step = 0; step < args.units; ++step) {
+    __m256 even[kHalves], odd[kHalves];
+    for (int half = 0; half < kHalves; ++half) {
+      const __m256i words = load_words(args.strip + step * kStepBytes, half);
+      even[half] = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+      odd[half] = _mm256_castsi256_ps(_mm256_and_si256(words, odd_bits));
+    }
+    for (int row = 0; row < kRows; ++row) {
+      const __m256i word = broadcast_word(args.x[row] + step * 4);
+      const __m256 x0 = _mm256_castsi256_ps(_mm256_slli_epi32(word, 16));
+      const __m256 x1 = _mm256_castsi256_ps(_mm256_and_si256(word, odd_bits));
+      for (int half = 0; half < kHalves; ++half)
+        sums[row][half] = _mm256_fmadd_ps(odd[half], x1, _mm256_fmadd_ps(even[half], x0, sums[row][half]));
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int half = 0; half < kHalves; ++half) _mm256_store_ps(acc + row * kPanelLanes + half * 8, sums[row][half]);
+}
+
+// u8 x s8 as 16-bit products: vpmaddubsw would saturate, so even and odd bytes are widened and multiplied exactly.
+template <int kRows>
+void tile_int8(const TileArgs& args) {
+  __m256i sums[kRows][kHalves];
+  int32_t* acc = static_cast<int32_t*>(args.acc);
+  for (int row = 0; row < kRows; ++row)
+    for (int half = 0; half < kHalves; ++half) {
+      const __m256i* from = reinterpret_cast<const __m256i*>(acc + row * kPanelLanes + half * 8);
+      sums[row][half] = args.resume ? _mm256_load_si256(from) : _mm256_setzero_si256();
+    }
+  const __m256i even_bytes = _mm256_set1_epi16(0xff);
+  for (int64_t step = 0; step < args.units; ++step) {
+    __m256i even[kHalves], odd[kHalves];
+    for (int half = 0; half < kHalves; ++half) {
+      const __m256i words = load_words(args.strip + step * kStepBytes, half);
+      even[half] = _mm256_and_si256(words, even_bytes);
+      odd[half] = _mm256_srli_epi16(words, 8);
+    }
+    for (int row = 0; row < kRows; ++row) {
+      const __m256i word = broadcast_word(args.x[row] + step * 4);
+      const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(word, 8), 8), x_odd = _mm256_srai_epi16(word, 8);
+      for (int half = 0; half < kHalves; ++half) {
+        const __m256i both = _mm256_add_epi32(_mm256_madd_epi16(even[half], x_even), _mm256_madd_epi16(odd[half], x_odd));
+        sums[row][half] = _mm256_add_epi32(sums[row][half], both);
+      }
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int half = 0; half < kHalves; ++half)
+      _mm256_store_si256(reinterpret_cast<__m256i*>(acc + row * kPanelLanes + half * 8), sums[row][half]);
+}
+
+// 32 inputs of one row and half strip: 8 products of two nibbles stay below 2^15 (8 * 2 * 15 * 127), so they add in 16 bits.
+inline __m256i dot_nibbles(const uint8_t* w, int half, const uint8_t* x) {
+  const __m256i low_nibbles = _mm256_set1_epi8(15);
+  __m256i sum = _mm256_setzero_si256();
+  for (int step = 0; step < 4; ++step) {
+    const __m256i words = load_words(w + step * kStepBytes, half);
+    const __m256i low = _mm256_and_si256(words, low_nibbles), high = _mm256_and_si256(_mm256_srli_epi16(words, 4), low_nibbles);
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(low, broadcast_word(x + step * 8)));
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(high, broadcast_word(x + step * 8 + 4)));
+  }
+  return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
+}
+
+inline __m256 widen_bf16(const uint8_t* bits) {
+  const __m128i half = _mm_load_si128(reinterpret_cast<const __m128i*>(bits));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+template <int kRows>
+void tile_int4(const TileArgs& args) {
+  float* acc = static_cast<float*>(args.acc);
+  if (!args.resume)
+    for (int row = 0; row < kRows; ++row) std::memset(acc + row * kPanelLanes, 0, sizeof(float) * kStripLanes);
+  const int64_t scales_at = args.group / 8 * kStepBytes, group_bytes = scales_at + kGroupTailBytes;
+  for (int64_t group = 0; group < args.units; ++group) {
+    const uint8_t* w = args.strip + group * group_bytes;
+    for (int half = 0; half < kHalves; ++half) {
+      __m256i sums[kRows];
+      for (int row = 0; row < kRows; ++row) sums[row] = _mm256_setzero_si256();
+      for (int64_t at = 0; at < args.group; at += 32)
+        for (int row = 0; row < kRows; ++row)
+          sums[row] = _mm256_add_epi32(sums[row], dot_nibbles(w + at / 8 * kStepBytes, half, args.x[row] + group * args.group + at));
+      const __m256 scale = widen_bf16(w + scales_at + half * 16), minimum = widen_bf16(w + scales_at + kStripLanes * 2 + half * 16);
+      for (int row = 0; row < kRows; ++row) {
+        float* total = acc + row * kPanelLanes + half * 8;
+        const __m256 scaled = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[row]), scale, _mm256_load_ps(total));
+        _mm256_store_ps(total, _mm256_fmadd_ps(_mm256_set1_ps(args.group_sums[row][group]), minimum, scaled));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const KernelTable& avx2_kernels() {
+  static const KernelTable table{
+      {{{1, 1, false, tile_bf16<1>}, {2, 1, false, tile_bf16<2>}, {3, 1, false, tile_bf16<3>}, {4, 1, false, tile_bf16<4>}},
+       {{1, 1, false, tile_int8<1>}, {2, 1, false, tile_int8<2>}, {3, 1, false, tile_int8<3>}, {4, 1, false, tile_int8<4>}},
+       {{1, 1, false, tile_int4<1>}, {2, 1, false, tile_int4<2>}, {3, 1, false, tile_int4<3>}, {4, 1, false, tile_int4<4>}}},
+      {{4, 1, false, tile_bf16<4>}, {4, 1, false, tile_int8<4>}, {4, 1, false, tile_int4<4>}},
+      nullptr,  // no interleaved shape
+      finish,
+      transpose_words,
+      load_inputs,
+      round_inputs,
+      abs_max,
+      quantize_int8,
+      sum_int8,
+      quantize_group,
+  };
+  return table;
+}
+
 }  // namespace diptych
+#endif

@@ -5,6 +5,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <initializer_list>
+
 #include "avx512_math.h"
 
 namespace diptych {
@@ -330,6 +332,10 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
   }
 }
 
+#include "lanes.inl"
+
+#include "quantize_int4.inl"
+
 #define DIPTYCH_NARROW(...)                                                                                         \
   {                                                                                                                 \
     {1, 1, false, __VA_ARGS__ 1, 1, false>}, {2, 1, false, __VA_ARGS__ 2, 1, false>},                               \
@@ -355,7 +361,7 @@ const KernelTable& avx512_kernels() {
       abs_max,
       quantize_int8,
       sum_int8,
-      scalar_kernels().quantize_group,
+      quantize_group,
   };
   return table;
 }

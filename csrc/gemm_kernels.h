@@ -17,6 +17,7 @@ constexpr int64_t kStripLanes = 16;
 constexpr int64_t kPanelStrips = kPanelLanes / kStripLanes;
 constexpr int64_t kStepBytes = kStripLanes * 4;       // of one strip
 constexpr int64_t kGroupTailBytes = kStripLanes * 4;  // bf16 scales and minima of one int4 group of a strip
+constexpr int64_t kMaxGroup = 128;                    // the largest int4 group
 constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
 // One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
@@ -73,8 +74,8 @@ using LoadInputs = void (*)(const void* row, Source source, int64_t begin, int64
 using RoundInputs = void (*)(const float* x, int64_t count, uint16_t* out);  // to bf16, nearest even
 using AbsMax = float (*)(const float* x, int64_t count);
 using QuantizeInt8 = void (*)(const float* x, int64_t count, float inverse_scale, int8_t* out);
-// One int4 group: x [group] -> scale, minimum (bf16 bits) and group / 8 words.
-using QuantizeGroup = void (*)(const float* x, int64_t group, uint16_t* scale, uint16_t* minimum, uint32_t* words);
+// One int4 group of a strip: x [group][16] -> tail (16 bf16 scales, 16 bf16 minima) and words [group / 8][16]. All 64-byte aligned.
+using QuantizeGroup = void (*)(const float* x, int64_t group, uint16_t* tail, uint32_t* words);
 using SumInt8 = int32_t (*)(const int8_t* x, int64_t count);
 
 struct KernelTable {

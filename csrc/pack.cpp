@@ -8,7 +8,8 @@
 namespace diptych {
 namespace {
 
-constexpr int64_t kBlockInputs = 512;  // inputs of 64 lanes converted at a time: 128 KiB of fp32, in L2
+constexpr int64_t kBlockInputs = 512;  // inputs of 64 lanes converted at a time: 64 KiB of words, in L2
+static_assert(kBlockInputs <= 2 * kStripLanes * kMaxGroup, "one row of a block fits the scratch");
 
 struct SourceRow {
   const void* data = nullptr;  // null: padding, all zero
@@ -39,10 +40,10 @@ void load_row(const KernelTable& kernels, const SourceRow& row, int64_t k, int64
   std::memset(out + present, 0, sizeof(float) * (count - present));
 }
 
-// Working memory of one thread, reused from panel to panel.
-struct Scratch {
-  std::vector<float> inputs = std::vector<float>(kBlockInputs);
-  std::vector<uint32_t> words = std::vector<uint32_t>(kPanelLanes * kBlockInputs / 2);
+// Working memory of one thread.
+struct alignas(64) Scratch {
+  float inputs[2 * kStripLanes * kMaxGroup];
+  uint32_t words[kPanelLanes * kBlockInputs / 2];
 };
 
 // Words of 64 lanes [64][n_words] to their four strips; first is the place of the first word in strip 0.
@@ -57,15 +58,15 @@ void pack_bf16(const KernelTable& kernels, const LinearShape& shape, const Sourc
   for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
     const int64_t count = std::min(kBlockInputs, k - begin);
     for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
-      uint16_t* out = reinterpret_cast<uint16_t*>(scratch.words.data() + lane * stride);
+      uint16_t* out = reinterpret_cast<uint16_t*>(scratch.words + lane * stride);
       if (rows[lane].data != nullptr && rows[lane].source == Source::bf16 && begin + count <= shape.k) {
         std::memcpy(out, static_cast<const uint16_t*>(rows[lane].data) + begin, 2 * count);
         continue;
       }
-      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs.data());
-      kernels.round_inputs(scratch.inputs.data(), count, out);
+      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs);
+      kernels.round_inputs(scratch.inputs, count, out);
     }
-    transpose_panel(kernels, shape, scratch.words.data(), stride, count / 2, panel + begin / 2 * kStepBytes);
+    transpose_panel(kernels, shape, scratch.words, stride, count / 2, panel + begin / 2 * kStepBytes);
   }
 }
 
@@ -78,8 +79,8 @@ void pack_int8(const KernelTable& kernels, const LinearShape& shape, const Sourc
     float highest = 0.0f;
     for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
       const int64_t count = std::min(kBlockInputs, k - begin);
-      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs.data());
-      highest = std::max(highest, kernels.abs_max(scratch.inputs.data(), count));
+      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs);
+      highest = std::max(highest, kernels.abs_max(scratch.inputs, count));
     }
     scales[lane] = highest / 127.0f;
     inverse[lane] = highest > 0.0f ? 127.0f / highest : 0.0f;
@@ -87,27 +88,27 @@ void pack_int8(const KernelTable& kernels, const LinearShape& shape, const Sourc
   for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
     const int64_t count = std::min(kBlockInputs, k - begin);
     for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
-      uint32_t* out = scratch.words.data() + lane * stride;
-      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs.data());
-      kernels.quantize_int8(scratch.inputs.data(), count, inverse[lane], reinterpret_cast<int8_t*>(out));
+      uint32_t* out = scratch.words + lane * stride;
+      load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs);
+      kernels.quantize_int8(scratch.inputs, count, inverse[lane], reinterpret_cast<int8_t*>(out));
       for (int64_t word = 0; word < count / 4; ++word) out[word] ^= 0x80808080u;  // s8 -> u8 with offset 128
     }
-    transpose_panel(kernels, shape, scratch.words.data(), stride, count / 4, panel + begin / 4 * kStepBytes);
+    transpose_panel(kernels, shape, scratch.words, stride, count / 4, panel + begin / 4 * kStepBytes);
   }
 }
 
 void pack_int4(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel) {
-  const int64_t k = padded_inputs(shape), group = shape.group, stride = group / 8;
-  for (int64_t begin = 0; begin < k; begin += group) {
-    for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
-      const int64_t strip = lane / kStripLanes, within = lane % kStripLanes;
-      uint16_t* tail = reinterpret_cast<uint16_t*>(panel + strip * bytes_of_strip(shape) + stride * kStepBytes);
-      load_row(kernels, rows[lane], shape.k, begin, group, scratch.inputs.data());
-      kernels.quantize_group(scratch.inputs.data(), group, tail + within, tail + kStripLanes + within,
-                             scratch.words.data() + lane * stride);
+  const int64_t k = padded_inputs(shape), group = shape.group, steps = group / 8;
+  float* by_lane = scratch.inputs;                  // [16][group]
+  float* by_input = by_lane + kStripLanes * group;  // [group][16]
+  for (int64_t strip = 0; strip < kPanelStrips; ++strip) {
+    uint8_t* out = panel + strip * bytes_of_strip(shape);
+    for (int64_t begin = 0; begin < k; begin += group, out += steps * kStepBytes + kGroupTailBytes) {
+      for (int64_t lane = 0; lane < kStripLanes; ++lane)
+        load_row(kernels, rows[strip * kStripLanes + lane], shape.k, begin, group, by_lane + lane * group);
+      kernels.transpose_words(reinterpret_cast<const uint32_t*>(by_lane), group, group, reinterpret_cast<uint8_t*>(by_input));
+      kernels.quantize_group(by_input, group, reinterpret_cast<uint16_t*>(out + steps * kStepBytes), reinterpret_cast<uint32_t*>(out));
     }
-    transpose_panel(kernels, shape, scratch.words.data(), stride, stride, panel);
-    panel += stride * kStepBytes + kGroupTailBytes;
   }
 }
 

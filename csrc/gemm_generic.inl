@@ -1,0 +1,153 @@
+// Everything of a set but its tiles, in portable C++: the scalar set's own text, and the AVX2 set's, whose flags turn the loops
+// into its registers. Included inside the anonymous namespace, after lanes.inl.
+
+float from_bf16(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+uint16_t to_bf16(float value) {
+  uint32_t word;
+  std::memcpy(&word, &value, 4);
+  if ((word & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((word >> 16) | 0x40);
+  return static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+
+float from_f16(uint16_t bits) {
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
+  const int exponent = (bits >> 10) & 31, mantissa = bits & 1023;
+  uint32_t word;
+  if (exponent == 31) {
+    word = sign | 0x7f800000 | (static_cast<uint32_t>(mantissa) << 13);
+  } else if (exponent != 0) {
+    word = sign | (static_cast<uint32_t>(exponent + 112) << 23) | (static_cast<uint32_t>(mantissa) << 13);
+  } else {
+    const float value = std::ldexp(static_cast<float>(mantissa), -24);
+    std::memcpy(&word, &value, 4);
+    word |= sign;
+  }
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+
+// ---- finish ------------------------------------------------------------------------------------------------------
+
+// 2^t to 3e-7 relative, t held to [-126, 126]; n joins the exponent bits.
+inline Lanes exp2_lanes(Lanes t) {
+  t = lower(higher(t, fill(-126.0f)), fill(126.0f));
+  const Lanes room = fill(12582912.0f), n = (t + room) - room, f = t - n;
+  Lanes p = fill(1.3264733e-3f);
+  p = p * f + 9.6715130e-3f;
+  p = p * f + 5.5507336e-2f;
+  p = p * f + 2.4022242e-1f;
+  p = p * f + 6.9314700e-1f;
+  p = p * f + 1.0f;
+  return (Lanes)((Whole)p + (__builtin_convertvector(n, Whole) << 23));
+}
+
+// act(gate): both activations are x / (1 + 2^-t), t = log2(e) x (silu) or 2 log2(e) u with tanh's argument u (gelu).
+inline Lanes activate(Activation activation, Lanes x) {
+  Lanes t = x * -1.44269504f;
+  if (activation == Activation::gelu_tanh) t = x * -2.3022082f * (x * x * 0.044715f + 1.0f);
+  return x / (exp2_lanes(t) + 1.0f);
+}
+
+void put(const FinishArgs& args, int64_t row, int64_t output, const Lanes& lanes) {
+  float y[kStripLanes];
+  std::memcpy(y, &lanes, sizeof y);
+  const int64_t left = args.w->n_outputs - output, count = left < kStripLanes ? left : kStripLanes;
+  float* out = static_cast<float*>(args.out[row]) + output;
+  if (args.store == Store::bf16) {
+    uint16_t* bits = static_cast<uint16_t*>(args.out[row]) + output;
+    for (int64_t i = 0; i < count; ++i) bits[i] = to_bf16(y[i]);
+  } else if (args.store == Store::f32) {
+    for (int64_t i = 0; i < count; ++i) out[i] = y[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i] = std::fma(args.row_weights[row], y[i], out[i]);
+  }
+}
+
+// Strip `strip` of one row: scaled sums plus bias.
+Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
+  const PackedLinear& w = *args.w;
+  const int64_t at = row * kPanelStrips + strip, lane = args.panel * kPanelLanes + strip * kStripLanes;
+  Lanes y;
+  if (w.shape.format == Format::int8) {
+    const Whole sum = static_cast<const Whole*>(args.acc)[at] - 128 * *args.row_sums[row];
+    y = __builtin_convertvector(sum, Lanes) * (*args.row_scales[row] * *reinterpret_cast<const Lanes*>(w.scales + lane));
+  } else {
+    y = static_cast<const Lanes*>(args.acc)[at];
+    if (w.shape.format == Format::int4) y = y * *args.row_scales[row];
+  }
+  return w.bias == nullptr ? y : y + *reinterpret_cast<const Lanes*>(w.bias + lane);
+}
+
+void finish(const FinishArgs& args) {
+  const int64_t first_lane = args.panel * kPanelLanes;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    if (args.w->shape.gated) {
+      for (int64_t strip = 0; strip < kPanelStrips; strip += 2)
+        put(args, row, first_lane / 2 + strip * 8, activate(args.activation, scaled(args, row, strip)) * scaled(args, row, strip + 1));
+    } else {
+      for (int64_t strip = 0; strip < kPanelStrips; ++strip)
+        put(args, row, first_lane + strip * kStripLanes, scaled(args, row, strip));
+    }
+  }
+}
+
+// ---- activations and packing -------------------------------------------------------------------------------------
+
+void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uint8_t* out) {
+  uint32_t* to = reinterpret_cast<uint32_t*>(out);
+  for (int64_t word = 0; word < n_words; ++word)
+    for (int64_t lane = 0; lane < kStripLanes; ++lane) to[word * kStripLanes + lane] = words[lane * stride + word];
+}
+
+void load_inputs(const void* row, Source source, int64_t begin, int64_t count, float* out) {
+  if (source == Source::f32) {
+    std::memcpy(out, static_cast<const float*>(row) + begin, sizeof(float) * count);
+    return;
+  }
+  const uint16_t* bits = static_cast<const uint16_t*>(row) + begin;
+  if (source == Source::bf16) {
+    for (int64_t i = 0; i < count; ++i) out[i] = from_bf16(bits[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i] = from_f16(bits[i]);
+  }
+}
+
+void round_inputs(const float* x, int64_t count, uint16_t* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = to_bf16(x[i]);
+}
+
+// Magnitudes compare like the integers of their bits.
+float abs_max(const float* x, int64_t count) {
+  uint32_t highest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    bits &= 0x7fffffffu;
+    highest = bits > highest ? bits : highest;
+  }
+  float value;
+  std::memcpy(&value, &highest, 4);
+  return value;
+}
+
+void quantize_int8(const float* x, int64_t count, float inverse_scale, int8_t* out) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float level = (x[i] * inverse_scale + 12582912.0f) - 12582912.0f;  // to nearest, ties to even
+    out[i] = static_cast<int8_t>(static_cast<int32_t>(level));
+  }
+}
+
+int32_t sum_int8(const int8_t* x, int64_t count) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += x[i];
+  return sum;
+}
+
+#include "quantize_int4.inl"
