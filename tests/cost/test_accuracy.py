@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from diptych.cost.accuracy import leave_one_model_out, refit, summarise, uncovered
-from diptych.cost.rows import read_rows
+from diptych.cost.accuracy import leave_one_model_out, refit, service_errors, summarise, uncovered
+from diptych.cost.rows import read_rows, read_service_rows
 from diptych.cost.tables import data_text, device_spec
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
@@ -74,6 +74,17 @@ def test_shipped_calibrations_are_the_fit_of_the_shipped_rows(rows, auxiliary):
         for name in ("layer_s", "p", "kv_eb", "link_fraction"):
             assert new["constants"][name] == pytest.approx(old["constants"][name], rel=0.02), (old["stack"], name)
         assert new["residual"]["median_error"] == pytest.approx(old["residual"]["median_error"], abs=0.01)
+
+
+def test_running_services_are_predicted_from_both_phases():
+    """TTFT, TPOT with its prefill tax, and throughput of services that no fit saw; single streams come out closest."""
+    errors = service_errors(read_service_rows(data_text("published_rows.csv")))
+    assert len(errors) >= 20
+    single = [abs(error.error) for error in errors if error.row.batch == 1]
+    assert len(single) == 4
+    assert max(single) < 0.15
+    sizes = sorted(abs(error.error) for error in errors)
+    assert sizes[len(sizes) // 2] < 0.25
 
 
 def test_rows_are_read_with_units_and_names():

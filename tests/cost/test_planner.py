@@ -191,3 +191,17 @@ def test_cached_tokens_shorten_the_prefill():
 def test_the_bundled_model_is_known():
     """`diptych plan` without a model is about the one in the box."""
     assert find_model("bundled").n_layers > 0
+
+
+@pytest.mark.parametrize(
+    ("hub", "table"),
+    [
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("google/gemma-3-12b-it", "gemma-3-12b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3.1-8b"),
+    ],
+)
+def test_hub_names_find_their_row(hub, table):
+    """The owner and endings like -Instruct do not change the shape."""
+    assert find_model(hub).name == table

@@ -168,18 +168,19 @@ def _compare(options: argparse.Namespace, question: Question) -> None:
 
 def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool) -> None:
     """Leave one model out, on the file's rows or on the built-in copy; other rows only help to fit."""
-    accuracy = import_module("diptych.cost.accuracy")
-    read_rows = import_module("diptych.cost.rows").read_rows
-    known = read_rows(data_text("published_rows.csv"))[0]
-    rows, left_out = known, 0
+    accuracy, reader = import_module("diptych.cost.accuracy"), import_module("diptych.cost.rows")
+    text = data_text("published_rows.csv")
+    known = reader.read_rows(text)[0]
     if rows_file is not None:
         try:
-            rows, left_out = read_rows(rows_file.read_text("utf-8"))
+            text = rows_file.read_text("utf-8")
         except OSError as error:
             raise ConfigError(f"cannot read {rows_file}: {error.strerror}") from None
-        if not rows:
-            raise ConfigError(f"{rows_file} has no row that describes one timed step on a known device")
-    auxiliary = [*read_rows(data_text("auxiliary_rows.csv"))[0], *(row for row in known if row not in rows)]
+    rows, left_out = reader.read_rows(text)
+    service = accuracy.service_errors(reader.read_service_rows(text))
+    if not rows and not service:
+        raise ConfigError(f"{rows_file} has no row that describes one timed step on a known device")
+    auxiliary = [*reader.read_rows(data_text("auxiliary_rows.csv"))[0], *(row for row in known if row not in rows)]
     errors = accuracy.leave_one_model_out(rows, auxiliary=auxiliary)
     summaries = accuracy.summarise(errors)
     uncovered = accuracy.uncovered(rows)
@@ -188,10 +189,12 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool) ->
         lines = ",\n".join(json.dumps(entry) for entry in entries)
         refit_file.write_text(f'{{\n"schema": 1,\n"calibrations": [\n{lines}\n]\n}}\n', "utf-8")
     if as_json:
-        content = {"summaries": summaries, "rows": errors, "uncovered": uncovered, "left_out": left_out}
+        content = {"summaries": summaries, "rows": errors, "service": service, "uncovered": uncovered}
         print(_module("plan_json").dump(content))
     else:
-        _module("plan_text").show_accuracy(summaries, uncovered=len(uncovered), left_out=left_out)
+        _module("plan_text").show_accuracy(
+            summaries, service, uncovered=len(uncovered), left_out=left_out - len(service)
+        )
 
 
 def _list(as_json: bool) -> None:

@@ -21,7 +21,7 @@ from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec
 
 if TYPE_CHECKING:  # the fits behind it are needed by `plan accuracy` alone
-    from diptych.cost.accuracy import ErrorSummary
+    from diptych.cost.accuracy import ErrorSummary, ServiceError
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -340,7 +340,9 @@ def _spread(report: PhaseReport) -> str:
     return f"[bold]{middle} {unit}[/bold] ({low}-{high})"
 
 
-def show_accuracy(summaries: Iterable[ErrorSummary], *, uncovered: int, left_out: int) -> None:
+def show_accuracy(
+    summaries: Iterable[ErrorSummary], service: Sequence[ServiceError], *, uncovered: int, left_out: int
+) -> None:
     """Errors by phase and by device."""
     console = _console()
     table = _table(
@@ -365,10 +367,25 @@ def show_accuracy(summaries: Iterable[ErrorSummary], *, uncovered: int, left_out
             entry.worst_label,
         )
     console.print(table)
+    if service:
+        _service_table(console, service)
     if uncovered:
         console.print(f"{uncovered} rows are of software without fitted constants")
     if left_out:
         console.print(f"{left_out} rows do not describe one timed step of a known model on a known device")
+
+
+def _service_table(console: Console, service: Sequence[ServiceError]) -> None:
+    title = "running services, both phases together; in no fit (input/output tokens x streams)"
+    table = _table(title, "service", "device", "", "measured", "predicted", "error")
+    for entry in service:
+        row = entry.row
+        is_rate = row.measure == "throughput"
+        cells = [f"{v:,.0f} tok/s" if is_rate else duration(v) for v in (row.measured, entry.predicted)]
+        table.add_row(row.label, row.device, row.measure, *cells, f"{entry.error:+.0%}")
+    console.print(table)
+    sizes = sorted(abs(entry.error) for entry in service)
+    console.print(f"median {sizes[len(sizes) // 2]:.0%} over {len(sizes)} rows")
 
 
 def show_list() -> None:

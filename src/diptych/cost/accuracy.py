@@ -10,13 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Constants
 from diptych.cost.components import cost_of
 from diptych.cost.fit import StackForm, fit, predicted_s, quantile, residual_of
 from diptych.cost.forms import FORMS
 from diptych.cost.roofline import roofline
-from diptych.cost.rows import PublishedRow
+from diptych.cost.rows import PublishedRow, ServiceRow
+from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, model_spec, quant_spec
+from diptych.cost.workload import Workload
 from diptych.ground.phase import Phase
 from diptych.ground.specs import KVSpec
 
@@ -114,6 +117,39 @@ def _summary(name: str, members: Sequence[RowError]) -> ErrorSummary:
         worst=worst.error,
         worst_label=f"{worst.row.stack}: {worst.row.label}",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceError:
+    """One service row beside what the shipped constants of both phases say."""
+
+    row: ServiceRow
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted / self.row.measured - 1.0
+
+
+def service_errors(rows: Iterable[ServiceRow]) -> list[ServiceError]:
+    """TTFT, TPOT and throughput of running services: TPOT = t_dec(B, T) + (B / OSL) t_pf(ISL), the prefill tax."""
+    return [ServiceError(row=row, predicted=_service(row)) for row in rows]
+
+
+def _service(row: ServiceRow) -> float:
+    hardware = device_spec(row.device)
+    calibration = calibration_for(hardware, stack=row.stack, weights=row.quant)
+    predictor = CalibratedModel(
+        model_spec(row.model), hardware, quant_spec(row.quant), calibration=calibration, tp=row.tp
+    )
+    prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=row.input_tokens)).total_s
+    if row.measure == "ttft":
+        return prefill_s
+    context = row.input_tokens + row.output_tokens // 2
+    decode_s = predictor.predict(Workload.decode(batch=row.batch, context_tokens=context)).total_s
+    tpot_s = decode_s + row.batch / row.output_tokens * prefill_s
+    return tpot_s if row.measure == "tpot" else row.batch / tpot_s
 
 
 def uncovered(rows: Iterable[PublishedRow]) -> list[PublishedRow]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from diptych.cost.tables import QUANT_ALIASES, QUANTS, device_spec, model_spec
@@ -39,6 +38,7 @@ _STACKS = (
     ("gpt-fast", "gpt-fast"),
     ("TensorRT-LLM 0.", "tensorrt-llm-2024"),
     ("TensorRT-LLM 1", "tensorrt-llm"),
+    ("NIM (TRT-LLM)", "tensorrt-llm"),
     ("vLLM 2023", "vllm-2023"),
     ("vLLM 0.1", "vllm"),
     ("llama.cpp Metal", "llama.cpp-metal"),
@@ -70,15 +70,37 @@ class PublishedRow:
         return f"{self.model} {self.quant} tp{self.tp} {shape.count} x {tokens}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceRow:
+    """A number of a running service at `batch` streams: ttft (one stream only), tpot, or output tokens per second.
+
+    Both phases are in it, so no fit uses it: it is predicted from the shipped constants of both.
+    """
+
+    stack: str
+    device: str
+    model: str
+    quant: str
+    tp: int
+    measure: str  # ttft | tpot | throughput
+    batch: int
+    input_tokens: int
+    output_tokens: int
+    measured: float  # seconds, or tokens per second for throughput
+    source: str
+
+    @property
+    def label(self) -> str:
+        """Short text that names the row."""
+        lengths = f"{self.input_tokens}/{self.output_tokens} x {self.batch}"
+        return f"{self.model} {self.quant} tp{self.tp} {lengths}"
+
+
 def read_rows(text: str) -> tuple[list[PublishedRow], int]:
     """All usable rows of a CSV, and how many were left out. ConfigError when columns are missing."""
-    reader = csv.DictReader(io.StringIO(text))
-    missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ConfigError(f"the rows file has no column {', '.join(missing)}", hint=f"needed: {', '.join(REQUIRED)}")
     rows: list[PublishedRow] = []
     left_out = 0
-    for entry in reader:
+    for entry in _entries(text):
         row = _row(entry)
         if row is None:
             left_out += 1
@@ -87,9 +109,43 @@ def read_rows(text: str) -> tuple[list[PublishedRow], int]:
     return rows, left_out
 
 
-def rows_of(rows: Iterable[PublishedRow], *, stack: str, phase: Phase) -> list[PublishedRow]:
-    """Rows of one software in one phase."""
-    return [row for row in rows if row.stack == stack and row.phase is phase]
+def read_service_rows(text: str) -> list[ServiceRow]:
+    """The rows of a CSV that tell a whole service's speed at a known number of streams."""
+    return [row for row in map(_service_row, _entries(text)) if row is not None]
+
+
+def _entries(text: str) -> list[dict[str, str]]:
+    reader = csv.DictReader(io.StringIO(text))
+    missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ConfigError(f"the rows file has no column {', '.join(missing)}", hint=f"needed: {', '.join(REQUIRED)}")
+    return list(reader)
+
+
+def _service_row(entry: dict[str, str]) -> ServiceRow | None:
+    measure = {"TTFT": "ttft", "TPOT": "tpot", "throughput": "throughput"}.get(entry["phase"])
+    stack = _stack(entry["system"], entry["hardware"])
+    device, model = _device(entry["hardware"], stack), _model(entry["model"])
+    quant = _quant(entry["precision"], stack)
+    numbers = [entry[name] for name in ("tp", "batch", "prompt", "gen")]
+    if measure is None or stack is None or device is None or model is None or quant is None:
+        return None
+    if not all(number.isdigit() for number in numbers) or (measure == "ttft" and entry["batch"] != "1"):
+        return None
+    tp, batch, prompt, generated = (int(number) for number in numbers)
+    return ServiceRow(
+        stack=stack,
+        device=device,
+        model=model,
+        quant=quant,
+        tp=tp,
+        measure=measure,
+        batch=batch,
+        input_tokens=prompt,
+        output_tokens=generated,
+        measured=float(entry["value"]) / (1e3 if entry["unit"] == "ms" else 1.0),
+        source=f"{entry['system']}: {entry.get('source', '')}",
+    )
 
 
 def _row(entry: dict[str, str]) -> PublishedRow | None:

@@ -57,13 +57,21 @@ class Setup:
 
 
 def find_model(name: str) -> ModelSpec:
-    """A model by table name, or by the path of a config.json or of a folder that holds one, or the bundled one."""
+    """A model by table or hub name, by the path of a config.json or of a folder that holds one, or the bundled one."""
     if name == "bundled":
         return load_model_file(Path(str(files("diptych").joinpath("bundled", BUNDLED))))
     path = Path(name)
-    if name.endswith(".json") or "/" in name or path.is_dir():
-        return load_model_file(path)
-    return model_spec(name.lower())
+    if path.exists() or name.endswith(".json") or name.startswith((".", "/", "~")):
+        return load_model_file(path.expanduser())
+    return model_spec(_table_name(name))
+
+
+def _table_name(name: str) -> str:
+    """A hub name without its owner and the endings that do not change the shape: Qwen/Qwen3-8B-FP8 is qwen3-8b."""
+    short = name.lower().removeprefix("meta-").rpartition("/")[2].removeprefix("meta-")
+    for ending in ("-fp8", "-hf", "-instruct", "-chat", "-it", "-base"):
+        short = short.removesuffix(ending)
+    return short
 
 
 def find_hardware(
