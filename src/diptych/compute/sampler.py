@@ -374,9 +374,12 @@ def _top(logits_V: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
     if blocks >= 2 * k:
         # the k-th largest of the block maxima is a lower bound for the k-th largest of all
         maxima = _on_cpu(logits_V[: blocks * _LANES].view(blocks, _LANES).amax(1))
+        _finite(float(maxima.max()))
         low = float(np.partition(maxima, blocks - k)[blocks - k])
     else:
-        low = float(torch.topk(logits_V, k).values[-1])
+        best = torch.topk(logits_V, k).values
+        _finite(float(best[0]))
+        low = float(best[-1])
     ids, values = _at_least(_on_cpu(logits_V), low)
     if len(ids) > k:
         keep = int(np.searchsorted(-values, -values[k - 1], side="right"))

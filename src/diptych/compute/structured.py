@@ -35,6 +35,22 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 _MAX_CACHED = 256
 # Whitespace between JSON tokens is free but bounded: an unbounded run is where weak models get lost.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,32}"}
+# llguidance's own forms of these allow what validators refuse: second 60 at any time, a local part of any length.
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_DAY = (
+    r"([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+    r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)"
+)
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,40}[A-Za-z0-9])?"
+_WORD = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,30}"
+_FORMATS = {
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DAY}[Tt]{_TIME}$",
+    "email": rf"^{_WORD}(\.{_WORD})?@({_LABEL}\.){{1,4}}[A-Za-z]{{2,20}}$",
+}
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SCHEMAS = ("items", "additionalProperties", "additionalItems", "if", "then", "else", "not", "contains")
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 logger = logging.getLogger(__name__)
@@ -253,7 +269,7 @@ def _choice_grammar(source: str) -> Callable[[], str]:
 
 
 def _json_schema(source: str) -> str:
-    """`source`, checked to be a JSON object (or true) within MAX_SCHEMA_DEPTH."""
+    """`source`, checked to be a JSON object within MAX_SCHEMA_DEPTH, its formats made strict."""
     try:
         schema = json.loads(source)
     except RecursionError:
@@ -263,7 +279,28 @@ def _json_schema(source: str) -> str:
     if not isinstance(schema, dict):
         raise GrammarError(f"json_schema is a {type(schema).__name__}; it must be an object", param="json_schema")
     _check_depth(schema)
-    return source
+    return json.dumps(_with_strict_formats(schema))
+
+
+def _with_strict_formats(schema: Any) -> Any:
+    """The schema with the formats of _FORMATS written as patterns; only where a schema stands, not in enum or const."""
+    if not isinstance(schema, dict):
+        return schema
+    out = dict(schema)
+    for name in _SCHEMAS_BY_NAME:
+        if isinstance(out.get(name), dict):
+            out[name] = {key: _with_strict_formats(value) for key, value in out[name].items()}
+    for name in _SCHEMA_LISTS:
+        if isinstance(out.get(name), list):
+            out[name] = [_with_strict_formats(value) for value in out[name]]
+    for name in _SCHEMAS:
+        if isinstance(out.get(name), dict):
+            out[name] = _with_strict_formats(out[name])
+    pattern = _FORMATS.get(out["format"]) if isinstance(out.get("format"), str) else None
+    if pattern is not None and "pattern" not in out:
+        del out["format"]
+        out["pattern"] = pattern
+    return out
 
 
 def _check_depth(schema: object) -> None:

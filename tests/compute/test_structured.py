@@ -1,0 +1,300 @@
+"""Structured output: whatever the model prefers, a finished answer obeys its grammar."""
+
+import json
+import random
+import re
+
+import jsonschema_rs
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from diptych.compute import structured
+from diptych.compute.sampler import Sampler
+from diptych.compute.structured import GrammarCompiler
+from diptych.ground.errors import GrammarError, LoadError
+from diptych.ground.request import SamplingParams, StructuredSpec
+from diptych.ground.step import SequenceStart
+
+WIDTH = 640  # of the logits; the tokenizer is smaller, as in padded models
+EOS = (0, 1)
+
+
+def make_tokenizer() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<|endoftext|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = ['{"name": "value", "items": [1, 2.5, true, null], "kind": "alpha"}', 'a ", "b": {"c": -12e3}}, x"']
+    tokenizer.train_from_iterator(text * 4, trainer)
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+COMPILER = GrammarCompiler(TOKENIZER.to_str(), WIDTH, EOS)
+# A model that wanders would fill every string up to max_tokens, so ends are a little more likely than the rest.
+ENDS = torch.tensor([3.0 if set(TOKENIZER.id_to_token(i) or "") & set('"}]') else 0.0 for i in range(WIDTH)])
+ENDS[list(EOS)] = 4.0
+
+
+def write(spec: StructuredSpec, *, seed: int, max_tokens: int = 400, **options: object) -> tuple[str, bool]:
+    """(text, is finished) of a model with random preferences."""
+    sampler = Sampler(WIDTH, grammars=COMPILER)
+    params = SamplingParams(structured=spec, max_tokens=max_tokens, **options)
+    sampler.begin(SequenceStart(seq_id=1, prompt_token_ids=(9,), sampling=params, seed=seed, eos_token_ids=EOS))
+    noise = torch.Generator().manual_seed(seed)
+    ids: list[int] = []
+    for step in range(max_tokens):
+        row = torch.randn(1, WIDTH, generator=noise) * 2 + ENDS
+        token = sampler.sample(row, [1], [1 + step])[0]
+        if token.token_id in EOS:
+            return TOKENIZER.decode(ids), True
+        ids.append(token.token_id)
+        if token.is_complete:
+            return TOKENIZER.decode(ids), True
+    return TOKENIZER.decode(ids), False
+
+
+def spec(kind: str, source: object) -> StructuredSpec:
+    return StructuredSpec(kind=kind, source=source if isinstance(source, str) else json.dumps(source))
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict:
+    """Objects, arrays, unions, enums, references, bounded numbers and strings, patterns and formats."""
+    leaves = [
+        lambda: {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(1, 500)},
+        lambda: {"type": "number", "exclusiveMinimum": 0, "maximum": 10},
+        lambda: {"type": "string", "maxLength": rng.randint(1, 12)},
+        lambda: {"type": "string", "minLength": 2, "maxLength": 9},
+        lambda: {"type": "string", "pattern": rng.choice(["^[a-z]{2,5}$", "^(ab|cd)+[0-9]$", "^é[^x]?$"])},
+        lambda: {"type": "string", "format": rng.choice(["date", "time", "date-time", "email", "uuid", "ipv4"])},
+        lambda: {"enum": rng.sample(["alpha", "beta", 3, None, True, "γ", 2.5], k=rng.randint(1, 4))},
+        lambda: {"const": rng.choice(["yes", 0, {"a": [1]}])},
+        lambda: {"type": rng.choice(["boolean", "null", ["integer", "null"]])},
+        lambda: {"type": "integer", "multipleOf": rng.choice([2, 5])},
+        lambda: {"$ref": "#/$defs/point"},
+    ]
+    if depth >= 3 or rng.random() < 0.4:
+        return rng.choice(leaves)()
+    kind = rng.choice(["object", "object", "array", "tuple", "anyOf"])
+    if kind == "object":
+        names = rng.sample(["name", "kind", "a b", "ü", "items", 'q"'], k=rng.randint(1, 4))
+        required = rng.sample(names, k=rng.randint(0, len(names)))
+        properties = {name: random_schema(rng, depth + 1) for name in names}
+        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randint(0, 2), "maxItems": 3}
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": [random_schema(rng, depth + 1)] * 2, "minItems": 2, "items": False}
+    return {"anyOf": [random_schema(rng, depth + 1), random_schema(rng, depth + 1)]}
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+
+
+def test_answers_to_200_schemas_parse_and_validate():
+    """The promise of json_schema: no retry loop in the client. Every finished answer is checked by another library."""
+    finished = 0
+    for number in range(200):
+        rng = random.Random(number)
+        schema = random_schema(rng)
+        while schema.get("type") != "object":
+            schema = {"type": "object", "properties": {"value": schema}, "required": ["value"]} | {
+                "additionalProperties": False
+            }
+        schema["$defs"] = {"point": POINT}
+        text, is_finished = write(spec("json_schema", schema), seed=number, max_tokens=300)
+        if not is_finished:
+            continue
+        finished += 1
+        value = json.loads(text)
+        jsonschema_rs.validator_for(schema, validate_formats=True).validate(value)
+    assert finished >= 180
+
+
+@pytest.mark.parametrize(
+    ("structured_spec", "pattern"),
+    [
+        (spec("regex", "[a-z]{3}-[0-9]+!"), r"[a-z]{3}-[0-9]+!"),
+        (spec("choice", ["yes", "no", 'né "x"\n', "日本"]), r'yes|no|né "x"\n|日本'),
+        (spec("grammar", 'start: "a" (b | "c")+ "."\nb: /[0-9]{2}/'), r"a([0-9]{2}|c)+\."),
+        (spec("grammar", 'root ::= "x" [0-9] "y"'), r"x[0-9]y"),
+    ],
+    ids=["regex", "choice", "lark", "gbnf"],
+)
+def test_other_kinds_are_obeyed(structured_spec, pattern):
+    """regex, choice and grammars, greedy and drawn."""
+    texts = [write(structured_spec, seed=seed, temperature=seed % 2) for seed in range(12)]
+    assert all(is_finished for _, is_finished in texts)
+    assert all(re.fullmatch(pattern, text) for text, _ in texts), texts
+    assert len({text for text, _ in texts}) > 1
+
+
+def test_json_object_is_any_object():
+    """response_format json_object."""
+    finished = [
+        text for text, is_finished in (write(spec("json_object", ""), seed=seed) for seed in range(30)) if is_finished
+    ]
+    assert len(finished) >= 15
+    assert all(isinstance(json.loads(text), dict) for text in finished)
+
+
+def test_end_is_allowed_only_where_the_output_may_end():
+    """An early EOS would cut the JSON; a late one would let the model ramble."""
+    state = COMPILER.compile(spec("regex", "ab?")).begin()
+    a, b = TOKENIZER.token_to_id("a"), TOKENIZER.token_to_id("b")
+    assert not state.allowed()[list(EOS)].any()
+    assert not state.is_accepting
+    state.advance(a)
+    assert state.is_accepting
+    assert not state.is_complete
+    assert set(np.flatnonzero(state.allowed())) == {*EOS, b}
+    state.advance(b)
+    assert state.is_complete
+    assert set(np.flatnonzero(state.allowed())) == set(EOS)
+
+
+def test_mask_covers_exactly_the_logits():
+    """Padded rows of the embedding have logits but no token; they must never be drawn."""
+    state = COMPILER.compile(spec("regex", "(.|\\n)*")).begin()
+    allowed = state.allowed()
+    assert allowed.shape == (WIDTH,)
+    assert not allowed[TOKENIZER.get_vocab_size() :].any()
+    row = torch.zeros(WIDTH)
+    state.mask(row)
+    assert torch.equal(torch.isneginf(row), torch.from_numpy(~allowed))
+
+
+def test_rollback_returns_to_the_same_masks():
+    """Speculation takes tokens back; the grammar must stand where it stood."""
+    rng = random.Random(1)
+    state = COMPILER.compile(spec("json_schema", {"type": "array", "items": {"enum": ["alpha", 12]}})).begin()
+    masks = [state.allowed().copy()]
+    for _ in range(12):
+        choices = [i for i in np.flatnonzero(masks[-1]) if i not in EOS]
+        state.advance(int(rng.choice(choices)))
+        masks.append(state.allowed().copy())
+        if state.is_complete:
+            break
+    for back in (3, 2):
+        state.rollback(back)
+        masks = masks[:-back]
+        assert np.array_equal(state.allowed(), masks[-1])
+    assert len(masks) > 3
+
+
+def test_sampler_rolls_the_grammar_back_too():
+    """The same position drawn again with other logits must follow the grammar from there."""
+    sampler = Sampler(WIDTH, grammars=COMPILER)
+    params = SamplingParams(structured=spec("regex", "(ab|cd)+"), temperature=0.0)
+    sampler.begin(SequenceStart(seq_id=1, prompt_token_ids=(9,), sampling=params, seed=0, eos_token_ids=EOS))
+    letters = {letter: TOKENIZER.token_to_id(letter) for letter in "abcd"}
+
+    def prefer(letter: str, position: int) -> int:
+        row = torch.zeros(1, WIDTH)
+        row[0, letters[letter]] = 9.0
+        return sampler.sample(row, [1], [position])[0].token_id
+
+    assert prefer("a", 1) == letters["a"]
+    assert prefer("b", 2) == letters["b"]
+    assert prefer("c", 1) == letters["c"]
+    assert prefer("d", 2) == letters["d"]
+
+
+def test_grammar_wins_over_min_tokens():
+    """Nothing but the end is left: drawing something else would break the promise, drawing nothing is impossible."""
+    text, is_finished = write(spec("choice", ["a"]), seed=3, min_tokens=5)
+    assert (text, is_finished) == ("a", True)
+
+
+def test_same_grammar_is_compiled_once_and_begun_apart():
+    """Sequences share the compiled form, never the place they stand at."""
+    compiled = COMPILER.compile(spec("regex", "xy"))
+    assert COMPILER.compile(spec("regex", "xy")) is compiled
+    one, other = compiled.begin(), compiled.begin()
+    before = other.allowed().copy()
+    one.advance(TOKENIZER.token_to_id("x"))
+    assert np.array_equal(other.allowed(), before)
+    assert not np.array_equal(one.allowed(), before)
+
+
+BAD = [
+    ("regex", "(a", "unclosed group"),
+    ("regex", "(?=a)b", "look-ahead"),
+    ("regex", "a" * 5000, "regex has 5000 bytes; at most 4096"),
+    ("json_schema", "{", "not JSON"),
+    ("json_schema", "[]", "must be an object"),
+    ("json_schema", {"type": "nonsense"}, "Invalid type"),
+    ("json_schema", {"not": {"type": "integer"}}, "not"),
+    ("json_schema", {"$ref": "http://example.com/x"}, "example.com"),
+    ("json_schema", '{"a":' * 40 + "1" + "}" * 40, "nested more than 32 deep"),
+    ("json_schema", "[" * 60000, "nested more than 32 deep"),
+    ("json_schema", {"enum": ["v" * 70000]}, "at most 65536"),
+    ("choice", [], "at least one"),
+    ("choice", '{"a": 1}', "at least one"),
+    ("choice", "[", "not a JSON array"),
+    ("grammar", "start: foo", "foo"),
+    ("grammar", 'start: "a" | "', "cannot"),
+    ("xml", "<a/>", "must be one of json_object"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "words"), BAD)
+def test_wrong_or_oversize_grammars_are_refused_by_name(kind, source, words):
+    """A 400 that says what and how much, and never a broken engine."""
+    with pytest.raises(GrammarError, match=re.escape(words)):
+        COMPILER.compile(spec(kind, source))
+
+
+BOMBS = [
+    ("regex", "(((a{1,1000}){1,1000}){1,1000}){1,1000}"),
+    ("regex", ".*" * 1000),
+    ("regex", "(a|b|c|d|e|[f-z]{10,500}){500}"),
+    ("regex", "(.*a.*){50}b{0,500}"),
+    ("json_schema", {"type": "string", "pattern": "((a{1,9999}){1,9999}){1,99}"}),
+    ("json_schema", {"type": "array", "minItems": 10**9, "items": {"type": "integer"}}),
+    ("json_schema", {"type": "string", "minLength": 10**8}),
+    ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+    ("json_schema", {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(8)]} for i in range(20)]}),
+    ("grammar", 'start: start start | "a" | '),
+    ("grammar", "start: /(.*a.*){50}/"),
+    ("grammar", "start: " + '("a"|' * 500 + '"b"' + ")" * 500),
+    ("grammar", 'start: x{1000000}\nx: "a"'),
+]
+
+
+@pytest.mark.parametrize(("kind", "source"), BOMBS)
+def test_bombs_end_in_an_error_or_in_use(kind, source):
+    """Either refused, or compiled and then usable: no hang, and every step leaves some token to draw."""
+    try:
+        state = COMPILER.compile(spec(kind, source)).begin()
+    except GrammarError:
+        return
+    for _ in range(10):
+        allowed = np.flatnonzero(state.allowed())
+        assert len(allowed)
+        if state.is_complete:
+            break
+        state.advance(int(allowed[0]))
+
+
+def test_compile_time_is_bounded(monkeypatch):
+    """A grammar that compiles too long is refused, and the engine does not wait for it."""
+    monkeypatch.setattr(structured, "MAX_COMPILE_S", 0.0)
+    with pytest.raises(GrammarError, match="took more than"):
+        GrammarCompiler(TOKENIZER.to_str(), WIDTH, EOS).compile(spec("regex", "slow"))
+
+
+def test_tokenizer_that_does_not_fit_the_model_is_refused():
+    """Fewer logits than tokens means the files do not belong together."""
+    compiler = GrammarCompiler(TOKENIZER.to_str(), 10, EOS)
+    with pytest.raises(LoadError, match="structured output"):
+        compiler.compile(spec("regex", "a"))
+    compiler.close()
