@@ -18,8 +18,8 @@ from diptych.ground.clock import MonotonicClock, sleep_s
 
 CLOCK = MonotonicClock()
 START_TIMEOUT_S = 180.0
-# small, and quick to load; the kernels are tested elsewhere
-BACKEND = os.environ.get("DIPTYCH_TEST_BACKEND", "torch")
+# which kernels the servers of the tests run on
+BACKEND = os.environ.get("DIPTYCH_TEST_BACKEND", "auto")
 
 
 class ServerProcess:

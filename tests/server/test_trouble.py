@@ -1,0 +1,259 @@
+"""Clients that misbehave, too many of them, and a server that must end well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from diptych.ground.clock import sleep_s
+from server_process import CLOCK, ServerProcess, check_account, events_of
+
+PROMPT = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[ServerProcess]:
+    """With a key, two sequences at a time and a short waiting line. The last test ends it."""
+    with ServerProcess(
+        "--max-running-sequences", "2", "--max-waiting-tokens", "600", "--drain-timeout-s", "20", key=KEY
+    ) as process:
+        yield process
+
+
+@pytest.fixture
+def answer_before(server: ServerProcess, http: httpx.Client) -> Iterator[None]:
+    """Whatever a test does: afterwards all blocks are back and the next answer is the same as before."""
+    before = http.post("/v1/completions", json=PROMPT).json()["choices"]
+    yield
+    server.wait_idle()
+    assert http.post("/v1/completions", json=PROMPT).json()["choices"] == before
+
+
+def raw_exchange(server: ServerProcess, data: bytes, *, shut: bool = False, timeout_s: float = 30.0) -> bytes:
+    """Send bytes, read until the server closes or is silent."""
+    with socket.create_connection((server.host, server.port), timeout=timeout_s) as connection:
+        received = b""
+        try:
+            connection.sendall(data)
+            if shut:
+                connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(65536):
+                received += part
+                if b"\r\n\r\n" in received and b"content-length" in received.lower():
+                    head, _, body = received.partition(b"\r\n\r\n")
+                    length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+                    if len(body) >= length:
+                        break
+        except (ConnectionError, TimeoutError):
+            pass
+        return received
+
+
+def post(body: bytes, *, path: str = "/v1/completions", headers: str = "", length: int | None = None) -> bytes:
+    size = len(body) if length is None else length
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n{headers}\r\n"
+    )
+    return head.encode() + body
+
+
+@pytest.mark.usefixtures("answer_before")
+def test_oversize_bodies_headers_and_broken_requests_are_refused(server: ServerProcess, http: httpx.Client) -> None:
+    assert raw_exchange(server, post(b"", length=33 * 1024 * 1024)).startswith(b"HTTP/1.1 413")
+    assert (
+        b" 431 "
+        in raw_exchange(server, post(b"{}", headers="".join(f"X-{i}: {'y' * 1000}\r\n" for i in range(100))))[:40]
+    )
+    assert b" 431 " in raw_exchange(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 400_000)[:40]
+    assert b" 400 " in raw_exchange(server, b"\x00\x01\x02 nonsense\r\n\r\n")[:40]
+    for raw in (b'{"prompt":"\xff\xfe"}', b"{", b"[]", b'{"prompt":"\\ud800"}', b"\xef\xbb\xbf{}"):
+        answer = http.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 400
+    assert http.get("/nothing/here").json()["error"]["message"].startswith("there is no")
+    wrong_verb = http.get("/v1/completions")
+    assert (wrong_verb.status_code, wrong_verb.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.usefixtures("answer_before")
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"structured_outputs": {"regex": "(a{1,1000}){1,1000}" * 50}},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"grammar": "start: start start"}},
+        {"structured_outputs": {"grammar": "start: " + '"a" ' * 10000}},
+        {"structured_outputs": {"json": {"$ref": "#"}}},
+        {"structured_outputs": {"json": json.dumps({"type": "object", "properties": {"a": {}}}) + " " * 70000}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "https://example.org/x.json"}}}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    ],
+)
+def test_grammar_bombs_end_in_a_400_or_a_bounded_answer(http: httpx.Client, extra: dict[str, object]) -> None:
+    answer = http.post("/v1/completions", json={**PROMPT, **extra})
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert answer.json()["error"]["message"]
+
+
+@pytest.mark.usefixtures("answer_before")
+def test_template_attacks_stay_text(http: httpx.Client) -> None:
+    """What a user writes is data: it is printed by the template and never run as one."""
+    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for i in range(10**9) %}x{% endfor %}"
+    rendered = http.post("/apply-template", json={"messages": [{"role": "user", "content": attack}]}).json()
+    assert attack in rendered["prompt"]
+    kwargs = {"messages": "x", "tools": attack, "raise_exception": 1, "range": attack}
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": kwargs, "max_tokens": 1}
+    assert http.post("/v1/chat/completions", json=body).status_code in (200, 400)
+
+
+@pytest.mark.usefixtures("answer_before")
+def test_half_closed_sockets_slow_writers_and_silent_readers(server: ServerProcess, http: httpx.Client) -> None:
+    body = json.dumps({**PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+    raw_exchange(server, post(body), shut=True, timeout_s=20)
+    raw_exchange(server, post(body)[:-20], shut=True)  # ends in the middle of its body
+    held = []
+    for _ in range(8):
+        connection = socket.create_connection((server.host, server.port), timeout=10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.sendall(post(body))  # and never reads
+        held.append(connection)
+    assert http.post("/v1/completions", json=PROMPT, timeout=60).status_code == 200
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.usefixtures("answer_before")
+def test_three_hundred_clients_killed_at_once_leave_nothing_behind(server: ServerProcess) -> None:
+    aborted = server.metric("vllm:request_success_total")
+    connections = []
+    for number in range(300):
+        body = json.dumps(
+            {"prompt": f"client {number}", "max_tokens": 2000, "ignore_eos": True, "stream": number % 2 == 0}
+        )
+        connection = socket.create_connection((server.host, server.port), timeout=30)
+        connection.sendall(post(body.encode()))
+        connections.append(connection)
+    deadline_s = CLOCK.now_s() + 60
+    while server.metric("diptych_sequences_running") == 0:
+        assert CLOCK.now_s() < deadline_s
+        sleep_s(0.02)
+    for connection in connections:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")  # reset
+        connection.close()
+    server.wait_idle(120)
+    assert server.metric("vllm:request_success_total") > aborted
+
+
+def test_every_route_needs_the_key_but_health_and_ready(guarded: ServerProcess) -> None:
+    document = httpx.get(f"{guarded.url}/openapi.json", headers=guarded.headers).json()
+    routes = [(method, path) for path, methods in document["paths"].items() for method in methods]
+    routes += [("get", "/"), ("get", "/live"), ("get", "/page/page.js"), ("get", "/openapi.json"), ("get", "/made/up")]
+    assert len(routes) > 15
+    for method, path in routes:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ???"}, {"Authorization": ""}):
+            answer = httpx.request(method, guarded.url + path, headers=headers, timeout=30)
+            if path in ("/health", "/ready"):
+                assert answer.status_code == 200
+            else:
+                assert answer.status_code == 401, (method, path, headers)
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{guarded.url}/", auth=("anyone", KEY)).status_code == 200  # a browser asks for it this way
+    assert guarded.openai().models.list().data
+
+
+def test_overload_is_refused_with_retry_after_and_no_request_is_lost(guarded: ServerProcess) -> None:
+    """Every request sent gets one final answer or one error."""
+
+    async def send(http: httpx.AsyncClient, number: int) -> httpx.Response:
+        return await http.post(
+            "/v1/completions", json={"prompt": f"load {number}", "max_tokens": 100, "ignore_eos": True}
+        )
+
+    async def flood() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(base_url=guarded.url, headers=guarded.headers, timeout=120, limits=limits) as http:
+            return await asyncio.gather(*(send(http, number) for number in range(30)))
+
+    answers = asyncio.run(flood())
+    codes = [answer.status_code for answer in answers]
+    assert set(codes) == {200, 503}
+    for answer in answers:
+        if answer.status_code == 503:
+            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["type"] == "overloaded_error"
+        else:
+            check_account(answer.json())
+    guarded.wait_idle()
+    assert guarded.metric("diptych_requests_refused_total") >= codes.count(503)
+
+
+def test_sigterm_turns_ready_off_and_lets_open_requests_finish(guarded: ServerProcess) -> None:
+    """Runs last in this module: it ends the server."""
+    body = {"prompt": "The last story:", "max_tokens": 250, "temperature": 0, "ignore_eos": True, "stream": True}
+    received: list[bytes] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        with guarded.client().stream("POST", "/v1/completions", json=body) as stream:
+            for part in stream.iter_raw():
+                received.append(part)
+                begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(60)
+    guarded.process.send_signal(signal.SIGTERM)
+    deadline_s = CLOCK.now_s() + 10
+    while httpx.get(f"{guarded.url}/ready").status_code == 200:
+        assert CLOCK.now_s() < deadline_s
+    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    refused = guarded.client().post("/v1/completions", json=PROMPT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    assert "retry-after" in refused.headers
+    reader.join(60)
+    raw = b"".join(received)
+    assert raw.endswith(b"data: [DONE]\n\n")
+    assert events_of(raw)[-1]["usage"]["completion_tokens"] == 250
+    code, errors = guarded.stop()
+    assert code == 0, errors
+    assert "Traceback" not in errors
+
+
+def test_a_crash_in_a_step_errors_every_open_request_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may wait for ever on a dead engine, and a supervisor must see a non-zero code."""
+    monkeypatch.setitem(os.environ, "CRASH_AT_STEP", "25")
+    script = Path(__file__).with_name("crashing_server.py")
+    with ServerProcess(script=script) as process:
+        bodies = [
+            {"prompt": f"story {i}", "max_tokens": 500, "ignore_eos": True, "stream": i % 2 == 0} for i in range(6)
+        ]
+
+        async def ask_all() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=process.url, timeout=60) as http:
+                return await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies))
+
+        answers = asyncio.run(ask_all())
+        for body, answer in zip(bodies, answers, strict=True):
+            if body["stream"]:
+                assert answer.status_code == 200
+                last = answer.content.rstrip().split(b"\n\n")[-1]
+                assert last.startswith(b"event: error\ndata: ")
+                assert b"[DONE]" not in answer.content
+                assert json.loads(last.partition(b"data: ")[2])["error"]["code"] == "engine_failed"
+            else:
+                assert answer.status_code == 500
+                assert answer.json()["error"]["code"] == "engine_failed"
+        code = process.process.wait(timeout=60)
+        assert code == 1
