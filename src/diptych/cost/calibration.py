@@ -69,6 +69,7 @@ class Coverage:
     devices: tuple[str, ...] = ()
     weights: tuple[str, ...] = ()
     largest_batch: int = 1
+    has_mixture: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

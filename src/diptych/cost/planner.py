@@ -306,6 +306,9 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
             notes.append(f"the {text} of {setup.hardware.name} is unverified")
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
+        coverage = setup.calibration.decode_coverage
+        if coverage is not None and not coverage.has_mixture:
+            notes.append("no mixture of experts is among the rows behind these constants: an extrapolation")
     return tuple(notes)
 
 

@@ -26,6 +26,8 @@ from diptych.ground.specs import Flag
 TRIED_TP = (1, 2, 4, 8)
 MAX_INSTANCES = 64
 MAX_LOAD = 0.9  # share of time in prefills beyond which the queue is not stable in practice
+MAX_BATCH = 4096  # sequences of one instance
+MAX_ROUNDS = 40
 TAIL_WAITS = 3.0  # 95th percentile of an exponential tail, in mean waits
 
 
@@ -264,19 +266,33 @@ def steady_state(predictor: CalibratedModel, ask: Ask, *, scale: tuple[float, fl
     share = ask.requests_per_s * prefill_s
     if share > MAX_LOAD:
         return None
-    batch = 1.0
-    for _ in range(60):
-        step_s = _decode_s(predictor, batch, context) * scale[1]
-        tpot_s = step_s / (1.0 - share)
-        wanted = max(ask.requests_per_s * ask.output_tokens * tpot_s, 1.0)
-        if wanted > 4096:
-            return None
-        if abs(wanted - batch) < 1e-3 * batch:
-            break
-        batch = 0.5 * (batch + wanted)
+    stretch = scale[1] / (1.0 - share)
+    batch = _batch_in_flight(predictor, ask.requests_per_s * ask.output_tokens * stretch, context)
+    if batch is None:
+        return None
+    tpot_s = _decode_s(predictor, batch, context) * stretch
+    step_s = tpot_s * (1.0 - share)
     wait_s = share * prefill_s / (2.0 * (1.0 - share))
     ttft_s = prefill_s + 0.5 * step_s + TAIL_WAITS * wait_s
     return Load(batch=batch, ttft_s=ttft_s, tpot_s=tpot_s, prefill_s=prefill_s, prefill_share=share, wait_s=wait_s)
+
+
+def _batch_in_flight(predictor: CalibratedModel, pace: float, context: int) -> float | None:
+    """The batch B with B = pace t_dec(B), at least 1, by Newton's method; None when there is none below the limit."""
+    batch = 1.0
+    for _ in range(MAX_ROUNDS):
+        low = max(int(batch), 1)
+        low_s = predictor.predict(Workload.decode(batch=low, context_tokens=context)).total_s
+        slope = predictor.predict(Workload.decode(batch=low + 1, context_tokens=context)).total_s - low_s
+        growth = pace * slope
+        # at growth 1 steps lengthen as fast as they drain: only a much larger batch could balance
+        wanted = 2.0 * batch if growth >= 1.0 else max(pace * (low_s - slope * low) / (1.0 - growth), 1.0)
+        if wanted > MAX_BATCH:
+            return None
+        if abs(wanted - batch) < 1e-4 * batch:
+            return wanted
+        batch = wanted
+    return None
 
 
 def _decode_s(predictor: CalibratedModel, batch: float, context: int) -> float:
@@ -345,6 +361,8 @@ def unmeasured(candidate: Candidate | None, prices: Mapping[str, float]) -> tupl
             f"decode at {candidate.middle.batch:.0f} sequences: the rows behind {setup.calibration.name} "
             f"go up to {coverage.largest_batch}"
         )
+    if coverage is not None and setup.model.moe is not None and not coverage.has_mixture:
+        found.append(f"expert layers: no mixture is among the rows behind {setup.calibration.name}")
     dtype = compute_dtype(hardware, setup.quant.compute)
     fields = [("memory_bytes_per_s", "memory bandwidth"), (f"flops_{dtype}", f"{dtype} peak")]
     if setup.tp > 1:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.calibration import Calibration, Constants, Coverage, Residual
-from diptych.cost.tables import data_text, unknown_name
+from diptych.cost.tables import data_text, model_spec, unknown_name
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec
@@ -106,7 +106,12 @@ def _phase(hardware: HardwareSpec, stack: str, phase: Phase, weights: str | None
         constants=_constants(best["constants"]),
         residual=residual,
         source=f"{wanted}, {origin} ({residual.rows} rows)",
-        coverage=Coverage(devices=tuple(seen), weights=tuple(here), largest_batch=best["largest_batch"]),
+        coverage=Coverage(
+            devices=tuple(seen),
+            weights=tuple(here),
+            largest_batch=best["largest_batch"],
+            has_mixture=any(model_spec(name).moe is not None for name in best["models"]),
+        ),
     )
 
 
