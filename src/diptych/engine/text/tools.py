@@ -309,8 +309,8 @@ def tool_call_spec(
 ) -> StructuredSpec:
     """The grammar for tool_choice "required" (name None) or a named function.
 
-    tools: OpenAI tool objects. is_parallel: several calls may follow each other. special_tags: tags that are special
-    tokens of the tokenizer (they are written as such, not letter by letter). Raises RequestError for an unknown name.
+    tools: OpenAI tool objects. is_parallel: several calls may follow each other. special_tags: tags that the tokenizer
+    has as added tokens; they are written as those tokens, not letter by letter. Raises RequestError for an unknown name.
     """
     functions = [_function(tool, i) for i, tool in enumerate(tools)]
     if name is not None:

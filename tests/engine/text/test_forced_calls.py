@@ -1,0 +1,82 @@
+"""tool_choice required or named: whatever the model prefers, the output is calls that the parser finds."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from diptych.compute.structured import GrammarCompiler
+from diptych.engine.text.tools import ToolFormat, parse_tool_calls, tool_call_spec
+from text.small_tokenizers import byte_level_json
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 99}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+EOS = (0, 2)
+TAGS = ("<tool_call>", "</tool_call>")
+
+
+def with_tags(kind: str) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level_json())
+    tags = [tokenizers.AddedToken(tag, special=kind == "special", normalized=False) for tag in TAGS]
+    if kind == "special":
+        tokenizer.add_special_tokens(tags)
+    elif kind == "added":
+        tokenizer.add_tokens(tags)
+    return tokenizer
+
+
+def write(tokenizer: tokenizers.Tokenizer, spec, *, seed: int) -> str:
+    compiler = GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), EOS)
+    state = compiler.compile(spec).begin()
+    rng = np.random.default_rng(seed)
+    ids: list[int] = []
+    for _ in range(300):
+        token_id = int(rng.choice(np.flatnonzero(state.allowed())))
+        if token_id in EOS:
+            break
+        ids.append(token_id)
+        state.advance(token_id)
+        if state.is_complete:
+            break
+    compiler.close()
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("tool_format", ToolFormat)
+@pytest.mark.parametrize("name", [None, "time"])
+@pytest.mark.parametrize("kind", ["letters", "added", "special"])
+def test_forced_output_is_always_a_call(tool_format, name, kind):
+    """required and named must never give prose; tags that are tokens of their own are written as such."""
+    tokenizer = with_tags(kind)
+    spec = tool_call_spec(TOOLS, tool_format, name=name, special_tags=() if kind == "letters" else TAGS)
+    names = set()
+    for seed in range(8):
+        output = write(tokenizer, spec, seed=seed)
+        content, calls = parse_tool_calls(output, tool_format, tool_names=["weather", "time"])
+        assert calls, output
+        assert not content.strip(), output
+        for call in calls:
+            names.add(call.name)
+            assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    assert names == ({"weather", "time"} if name is None else {name})
+
+
+def test_one_call_only_when_parallel_calls_are_off():
+    """parallel_tool_calls: false."""
+    spec = tool_call_spec(TOOLS, ToolFormat.HERMES, is_parallel=False)
+    for seed in range(6):
+        assert len(parse_tool_calls(write(with_tags("letters"), spec, seed=seed), ToolFormat.HERMES)[1]) == 1
