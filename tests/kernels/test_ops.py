@@ -14,7 +14,10 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu, reference
 from diptych.compute.ops.contract import EDGE_SHAPES, OPS, Activation, AttentionSpec, EdgeShape, ExpertsSpec, RopeSpec
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed"),
+]
 BF16 = torch.bfloat16
 WIDE_SHAPES = (
     EdgeShape(name="three tiles", sequences=((700, 1), (0, 300)), n_heads=3, n_kv_heads=1, head_dim=64),
@@ -84,7 +87,9 @@ class Bench:
         self.head = self.program.add_linear(head, [torch.zeros(1, width)])
         self.norm = self.program.add_vector(torch.ones(width))
 
-    def run(self, out: int, width: int, batch: ForwardBatch | None = None, kv: Any = None, *, rows: int | None = None) -> torch.Tensor:
+    def run(
+        self, out: int, width: int, batch: ForwardBatch | None = None, kv: Any = None, *, rows: int | None = None
+    ) -> torch.Tensor:
         self.program.head(
             x=self.x, norm=self.norm, eps=1e-6, rows=self.program.add_rows("bf16", self.width), weight=self.head
         )
@@ -96,10 +101,9 @@ class Bench:
             batch.token_ids_T, batch.positions_T, batch.slots_T, batch.query_start_S1, batch.context_tokens_S,
             batch.block_table_SM, batch.logits_rows_R, kv, torch.empty(0, 1),
         )  # fmt: skip
-        result = torch.empty(rows or self.n_tokens, width)
+        result = torch.empty(self.n_tokens, width)
         self.program.read_buffer(out, result)
         return result
-
 
     def _attend_for_form(self) -> None:
         """A program is checked against the cache's shape, so it needs an attention; this one is over zeros."""
@@ -139,7 +143,10 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
         bench = Bench(qkv, threads=2)
         sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
         native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes, **variant)
-        q, out = bench.program.add_bf16(shape.n_heads * shape.head_dim), bench.program.add_f32(shape.n_heads * shape.head_dim)
+        q, out = (
+            bench.program.add_bf16(shape.n_heads * shape.head_dim),
+            bench.program.add_f32(shape.n_heads * shape.head_dim),
+        )
         bench.program.rotate(
             qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
             has_full_width_norm=False, norm_eps=1e-6,
@@ -191,7 +198,9 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
     qkv = noise(batch.n_tokens, 10 * 24, seed=5)
     kv, _, _ = native_cache(shape, n_blocks, "bf16")
     bench = Bench(qkv)
-    rope = RopeSpec(inv_freq=tuple(10000 ** (-i / max(rotary_dim // 2, 1)) for i in range(rotary_dim // 2)), attention_factor=1.2)
+    rope = RopeSpec(
+        inv_freq=tuple(10000 ** (-i / max(rotary_dim // 2, 1)) for i in range(rotary_dim // 2)), attention_factor=1.2
+    )
     width = {"none": (0, 0), "head": (24, 24), "full": (6 * 24, 2 * 24)}[norm]
     weights = [noise(n, seed=6 + i) + 1 for i, n in enumerate(width)]
     native = cpu._cpu.AttentionShape(n_heads=6, n_kv_heads=2, head_dim=24, scale=1.0)
@@ -258,7 +267,9 @@ def test_embedding_rows_are_exact(isa: str, dtype: torch.dtype) -> None:
 def test_experts(isa: str, weights: str, renormalises: bool, activation: Activation) -> None:
     """Routing, gathering and the weighted sum; equal scores go to the lowest expert."""
     n_experts, top_k, ffn, hidden = 5, 2, 48, 64
-    spec = ExpertsSpec(n_experts=n_experts, experts_per_token=top_k, ffn=ffn, renormalises=renormalises, activation=activation)
+    spec = ExpertsSpec(
+        n_experts=n_experts, experts_per_token=top_k, ffn=ffn, renormalises=renormalises, activation=activation
+    )
     x = rounded(noise(9, hidden, seed=1))
     router = rounded(noise(n_experts, hidden, seed=2, scale=hidden**-0.5))
     router[3] = router[1]

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, make_checkpoint
 from worlds import after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
+from checkpoints import FAMILIES, make_checkpoint
 from diptych.compute.model import Model
 from diptych.compute.ops.cpu import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 
-pytestmark = [pytest.mark.native, pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed")]
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
+]
 
 CONFIG = ComputeConfig(backend="cpu", threads=1)
 FORMATS = [("bf16", "bf16"), ("int8", "bf16"), ("int4", "bf16"), ("bf16", "int8")]
@@ -28,8 +31,15 @@ N_LONG = 530
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for family in FAMILIES:
-        made[family] = make_checkpoint(family, tmp_path_factory.mktemp(family), num_hidden_layers=2, dtype=torch.bfloat16)
-    longer = {"max_position_embeddings": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 1}
+        made[family] = make_checkpoint(
+            family, tmp_path_factory.mktemp(family), num_hidden_layers=2, dtype=torch.bfloat16
+        )
+    longer = {
+        "max_position_embeddings": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+    }
     made["long"] = make_checkpoint("llama", tmp_path_factory.mktemp("long"), dtype=torch.bfloat16, **longer)
     return made
 
@@ -68,9 +78,7 @@ def test_many_neighbours_change_no_bit(directories: dict[str, Path], weights: st
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_long_prompt_is_equal_over_tiles_splits_and_threads(directories: dict[str, Path], kv: str) -> None:
     """Past 256 keys the softmax is joined from tiles, and with two threads a decode's tiles are split between them."""
-    one, two, three = models(
-        directories, "long", *(replace(CONFIG, kv=kv, threads=threads) for threads in (1, 2, 3))
-    )
+    one, two, three = models(directories, "long", *(replace(CONFIG, kv=kv, threads=threads) for threads in (1, 2, 3)))
     tokens = prompt(N_LONG)
     whole = alone(one, tokens, None)
     answers = {

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from checkpoints import VOCAB
-from stepping import Stepper
 
+from checkpoints import VOCAB
 from diptych.compute.model import Model
+from stepping import Stepper
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def beside(model: Model, tokens: Sequence[int], n_neighbours: int, seed: int) ->
     rows, at = [], 0
     while at < len(tokens):
         take = int(random.integers(1, 24))
-        chunks = {f"other {i}": random.integers(3, VOCAB, random.choice([1, 1, 1, 5])).tolist() for i in range(n_neighbours)}
+        chunks = {
+            f"other {i}": random.integers(3, VOCAB, random.choice([1, 1, 1, 5])).tolist() for i in range(n_neighbours)
+        }
         names = list(chunks)[: int(random.integers(0, n_neighbours + 1))]
         step = {name: chunks[name] for name in names} | {"it": list(tokens[at : at + take])}
         step |= {name: more for name, more in chunks.items() if name not in step}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from diptych.compute.models.registry import family_of
 from diptych.compute.ops import cpu as cpu_backend
 from diptych.compute.ops.cpu_model import build_cpu_model
 from diptych.compute.ops.torch_model import build_torch_model
+from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Progress, RandomSource, read_json, resolve_model_dir
 from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError
 
 logger = logging.getLogger("diptych.compute")
 
@@ -46,9 +49,14 @@ def load_model(
     hf_config = read_json(directory / "config.json")
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
     family = family_of(parsed)
-    parsed.refuse_quantised()
     spec = family.spec(parsed, max_context_tokens)
-    checkpoint = Checkpoint(directory)
+    stored = stored_weights(hf_config)
+    if stored is None:
+        parsed.refuse_quantised()
+        checkpoint = Checkpoint(directory)
+    else:
+        config = settle_stored(config, stored)
+        checkpoint = QuantisedCheckpoint(directory)
     checkpoint.progress = progress
     return _build(Blueprint(family=family, spec=spec, hf_config=hf_config, source=checkpoint), config)
 
@@ -59,6 +67,23 @@ def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int)
     family = family_of(parsed)
     spec = family.spec(parsed, None)
     return _build(Blueprint(family=family, spec=spec, hf_config=dict(hf_config), source=RandomSource(seed)), config)
+
+
+def settle_stored(config: ComputeConfig, stored: str) -> ComputeConfig:
+    """The config for a checkpoint that `diptych quantize` packed as `stored`. ConfigError when it asks for something else."""
+    if config.weights not in ("auto", stored):
+        raise ConfigError(
+            f"weights is {config.weights!r}; the checkpoint is packed as {stored}",
+            hint="leave --weights out, or load the original checkpoint",
+        )
+    settled = replace(config, weights=stored)
+    backend, reason = choose_backend(settled)
+    if backend != "cpu":
+        raise ConfigError(
+            f"the checkpoint is packed for the cpu backend, and the backend is {backend} ({reason})",
+            hint="load the original checkpoint",
+        )
+    return settled
 
 
 def choose_backend(config: ComputeConfig) -> tuple[str, str]:

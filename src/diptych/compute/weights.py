@@ -215,6 +215,10 @@ class Checkpoint:
                 digest.update(file.read(SAMPLE_BYTES))
         return digest.hexdigest()
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor in the files."""
+        return tuple(self._shape(name))
+
     def _shape(self, name: str) -> Sequence[int]:
         shape: Sequence[int] = self._files[self._file_of[name]].get_slice(name).get_shape()
         return shape

@@ -30,11 +30,11 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, ExecutorError
 
 try:
-    from diptych.compute.ops import _cpu
+    from diptych.compute.ops import _cpu  # type: ignore[attr-defined]
 
     IMPORT_FAILURE = ""
 except ImportError as error:
-    _cpu = None  # type: ignore[assignment]
+    _cpu = None
     IMPORT_FAILURE = str(error)
 
 # What a projection is, by what it reads (its time is counted under this name).
@@ -141,6 +141,9 @@ class PackedSource:
     def keep(self, key: str, index: int) -> None:
         """Told of every packed weight: its key and its number in the program."""
 
+    def keep_plain(self, tensor: WeightTensor) -> None:
+        """Told of every tensor that is used in its own form."""
+
 
 class CpuLoader:
     """Packs a checkpoint's tensors into a native program. `formats`: weights in config.weights, the head and router as below.
@@ -165,12 +168,14 @@ class CpuLoader:
 
     def table(self, tensor: WeightTensor) -> TableHandle:
         """The embedding [V, D]; rows are looked up in the checkpoint's own pages."""
+        self.packed.keep_plain(tensor)
         values = tensor.read()
         values = values if values.is_contiguous() else values.contiguous()
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
 
     def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> VectorHandle:
         """A norm weight as fp32 plus offset."""
+        self.packed.keep_plain(tensor)
         values = tensor.read().detach().to(torch.float32).contiguous() + offset
         return VectorHandle(index=self.program.add_vector(values))
 
@@ -226,7 +231,7 @@ class CpuLoader:
             is_gated=activation is not None,
             has_bias=bool(parts.biases),
         )
-        key = "+".join(part.name for part in parts.weights)
+        key = "+".join(part.name for part in (*parts.weights, *parts.biases))
         saved = self.packed.find(key, shape.packed_bytes)
         seed = parts.weights[0].random_seed
         if saved is not None:

@@ -9,7 +9,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Blueprint, Model
-from diptych.compute.ops.cpu import CpuKVStore, CpuLoader, CpuOps, CpuProgram
+from diptych.compute.ops.cpu import CpuKVStore, CpuLoader, CpuOps, CpuProgram, PackedSource
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 
@@ -32,7 +32,8 @@ class CpuModel(Model):
     def __init__(self, blueprint: Blueprint, config: ComputeConfig) -> None:
         self.spec = blueprint.spec
         self.hf_config = blueprint.hf_config
-        loader = CpuLoader(config)
+        packed = blueprint.source if isinstance(blueprint.source, PackedSource) else None
+        loader = CpuLoader(config, packed)
         ops = CpuOps(loader)
         weights = blueprint.load(loader)
         blueprint.forward(ops, weights)

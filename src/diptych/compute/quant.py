@@ -1,0 +1,203 @@
+"""Quantised checkpoints: weights packed once for the cpu backend, saved, and loaded back without repeating the work.
+
+A folder with config.json (its `quantization_config` names this method), the tokenizer's files, and one model.safetensors:
+packed projections as bytes under `packed:<names joined by +>`, everything else as it was. The file's metadata keeps the
+original tensors' shapes, so that the same checks hold as for a plain checkpoint.
+
+    save_quantised("HuggingFaceTB/SmolLM2-135M", Path("out"), weights="int4")
+    load_model("out", ComputeConfig())
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from diptych.compute.model import Blueprint
+from diptych.compute.models.hf_config import HfConfig
+from diptych.compute.models.registry import family_of
+from diptych.compute.ops.contract import WeightTensor
+from diptych.compute.ops.cpu import INT4_GROUP, CpuLoader, PackedSource
+from diptych.compute.weights import Checkpoint, FileTensor, Progress, read_json, resolve_model_dir
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError, LoadError
+
+METHOD = "diptych"
+PACKED_LAYOUT = 1  # raised when the packed form of csrc/pack.cpp changes
+PREFIX = "packed:"
+ALIGNMENT = 64
+TENSOR_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+COPIED = ("*.json", "*.jinja", "tokenizer.model", "LICENSE*")
+NOT_COPIED = ("config.json", "model.safetensors.index.json")
+
+
+def stored_weights(hf_config: Mapping[str, Any]) -> str | None:
+    """int8 or int4 for a checkpoint that `save_quantised` wrote, None for any other. LoadError for another layout."""
+    section = hf_config.get("quantization_config")
+    if not isinstance(section, dict) or section.get("quant_method") != METHOD:
+        return None
+    if (section.get("packed_layout"), section.get("group")) != (PACKED_LAYOUT, INT4_GROUP):
+        raise LoadError(
+            f"the packed weights have layout {section.get('packed_layout')} in groups of {section.get('group')}; "
+            f"this version reads layout {PACKED_LAYOUT} in groups of {INT4_GROUP}",
+            hint="write the checkpoint again with `diptych quantize`",
+        )
+    return str(section.get("weights"))
+
+
+class PackedTensor:
+    """A WeightTensor of which only the packed form is on disk."""
+
+    random_seed: int | None = None
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+
+    def read(self) -> torch.Tensor:
+        """Always a LoadError: the loader found no packed weight of this tensor's group."""
+        raise LoadError(f"tensor {self.name} is stored packed, but not as this model uses it")
+
+
+class QuantisedCheckpoint(Checkpoint, PackedSource):
+    """A folder that `save_quantised` wrote. Plain tensors as in any checkpoint, packed ones handed to the loader."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        metadata = self._files[self._file_of[next(iter(self._file_of))]].metadata() or {}
+        try:
+            shapes = json.loads(metadata["packed_shapes"])
+            self._packed = {str(name): tuple(int(n) for n in shape) for name, shape in shapes.items()}
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise LoadError(f"{directory} has no list of packed shapes: {error}") from error
+        self._packed_used: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor of that name is there in either form."""
+        return super().has(name) or name in self._packed
+
+    def tensor(self, name: str, *shape: int) -> FileTensor | PackedTensor:  # type: ignore[override]
+        """The tensor `name`, checked against the shape the config gives. Raises LoadError."""
+        if super().has(name) or name not in self._packed:
+            return super().tensor(name, *shape)
+        if self._packed[name] != shape:
+            raise LoadError(
+                f"packed tensor {name} has shape {list(self._packed[name])}; the config expects {list(shape)}",
+                hint="config.json contradicts the weights; they must come from the same model",
+            )
+        self._packed_used.add(name)
+        return PackedTensor(name, shape, torch.bfloat16)
+
+    def find(self, key: str, nbytes: int) -> np.ndarray | None:
+        """The packed bytes as a view of the mapped file; None when the weight is not packed under this key."""
+        name = PREFIX + key
+        if name not in self._file_of:
+            return None
+        packed = self.read(name)
+        if packed.dtype != torch.uint8 or packed.ndim != 1 or packed.numel() != nbytes:
+            raise LoadError(f"{name} holds {packed.numel()} bytes; its shape calls for {nbytes}")
+        self._used[name] = nbytes
+        return packed.numpy()
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all tensors asked for in their unpacked shapes."""
+        plain = sum(math.prod(self._shape(name)) for name in self._used if not name.startswith(PREFIX))
+        return plain + sum(math.prod(self._packed[name]) for name in self._packed_used)
+
+
+class PackedCollector(PackedSource):
+    """Remembers what a loader packed and which tensors it used as they are."""
+
+    def __init__(self) -> None:
+        self.packed: dict[str, int] = {}
+        self.plain: dict[str, WeightTensor] = {}
+
+    def keep(self, key: str, index: int) -> None:
+        """A packed weight and its number in the program."""
+        self.packed[key] = index
+
+    def keep_plain(self, tensor: WeightTensor) -> None:
+        """A tensor used in its own form."""
+        self.plain[tensor.name] = tensor
+
+
+def save_quantised(
+    model: str | Path, directory: Path, *, weights: str, threads: int | None = None, progress: Progress | None = None
+) -> int:
+    """Pack the checkpoint `model` into `directory` (made here, must be empty); returns the bytes of its weights file.
+
+    Raises ConfigError for a format that is not int8 or int4 or a folder in use, LoadError for a bad checkpoint.
+    """
+    if weights not in ("int8", "int4"):
+        raise ConfigError(f"weights is {weights!r}; a quantised checkpoint holds int8 or int4")
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"{directory} is not empty", hint="name a new folder")
+    source = resolve_model_dir(model)
+    hf_config = read_json(source / "config.json")
+    parsed = HfConfig(hf_config, path=str(source / "config.json"))
+    parsed.refuse_quantised()
+    family = family_of(parsed)
+    checkpoint = Checkpoint(source)
+    checkpoint.progress = progress
+    collector = PackedCollector()
+    loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), collector)
+    Blueprint(family=family, spec=family.spec(parsed, None), hf_config=hf_config, source=checkpoint).load(loader)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for pattern in COPIED:
+        for path in sorted(source.glob(pattern)):
+            if path.name not in NOT_COPIED:
+                shutil.copyfile(path, directory / path.name)
+    written = _write_tensors(directory / "model.safetensors", loader, collector, checkpoint)
+    section = {"quant_method": METHOD, "weights": weights, "packed_layout": PACKED_LAYOUT, "group": INT4_GROUP}
+    text = json.dumps({**hf_config, "quantization_config": section}, indent=2)
+    (directory / "config.json").write_text(text + "\n", encoding="utf-8")
+    return written
+
+
+def _write_tensors(path: Path, loader: CpuLoader, collector: PackedCollector, checkpoint: Checkpoint) -> int:
+    """The safetensors file, tensor by tensor, so that no second copy of the weights is held; renamed into place at the end."""
+    shapes = {name: checkpoint.shape_of(name) for key in collector.packed for name in _stored_names(key)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "packed_shapes": json.dumps(shapes)}}
+    parts: list[tuple[str, int | WeightTensor]] = [(PREFIX + key, index) for key, index in collector.packed.items()]
+    parts += list(collector.plain.items())
+    at = 0
+    for name, part in parts:
+        if isinstance(part, int):
+            dtype, shape = "U8", [len(loader.program.packed_blob(part))]
+            size = shape[0]
+        else:
+            dtype, shape = TENSOR_TYPES[part.dtype], list(part.shape)
+            size = math.prod(shape) * part.dtype.itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, part in parts:
+            if isinstance(part, int):
+                file.write(loader.program.packed_blob(part).data)
+            else:
+                file.write(part.read().contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    return path.stat().st_size
+
+
+def _stored_names(key: str) -> list[str]:
+    """The checkpoint's names in a key; an entry of a stacked tensor belongs to the whole stack."""
+    return [name.split("[")[0] for name in key.split("+")]

@@ -1,0 +1,76 @@
+"""Quantised checkpoints: written once, loaded back bit for bit, and refused when they do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from worlds import alone, prompt
+
+from checkpoints import make_checkpoint
+from diptych.compute.ops.cpu import instruction_sets
+from diptych.compute.quant import save_quantised
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError, LoadError
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
+]
+CONFIG = ComputeConfig(backend="cpu", threads=1)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "mixtral"])
+def test_saved_checkpoint_answers_as_the_original_packed_at_load(tmp_path: Path, family: str, weights: str) -> None:
+    """Biases, tied heads, norm offsets and experts all have to survive the file."""
+    original = make_checkpoint(family, tmp_path / "original", dtype=torch.bfloat16)
+    save_quantised(original, tmp_path / "packed", weights=weights, threads=1)
+    packed = load_model(tmp_path / "packed", CONFIG)
+    fresh = load_model(original, ComputeConfig(backend="cpu", threads=1, weights=weights))
+    assert packed.weights_format == weights
+    assert packed.n_parameters == fresh.n_parameters
+    assert not alone(packed, prompt(30), None).differs_from(alone(fresh, prompt(30), None))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("packed")
+    original = make_checkpoint("llama", directory / "original", dtype=torch.bfloat16)
+    save_quantised(original, directory / "int8", weights="int8", threads=1)
+    return directory / "int8"
+
+
+def test_other_weights_than_the_stored_ones_are_refused(packed: Path) -> None:
+    """Silently running int8 for a user who asked for bf16 would be a lie."""
+    with pytest.raises(ConfigError, match="packed as int8"):
+        load_model(packed, ComputeConfig(backend="cpu", weights="bf16"))
+    with pytest.raises(ConfigError, match="packed for the cpu backend"):
+        load_model(packed, ComputeConfig(backend="torch"))
+
+
+def test_another_layout_or_shape_is_refused(packed: Path, tmp_path: Path) -> None:
+    """Packed bytes read in another layout would give noise, not an error."""
+    for path in packed.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((packed / "config.json").read_text())
+    layout = {**config["quantization_config"], "packed_layout": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": layout}))
+    with pytest.raises(LoadError, match="layout 0"):
+        load_model(tmp_path, CONFIG)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 112}))
+    with pytest.raises(LoadError, match="expects"):
+        load_model(tmp_path, CONFIG)
+
+
+def test_folder_in_use_and_unknown_format_are_refused(packed: Path, tmp_path: Path) -> None:
+    """An existing folder is never written into."""
+    with pytest.raises(ConfigError, match="not empty"):
+        save_quantised(packed, packed, weights="int8")
+    with pytest.raises(ConfigError, match="int8 or int4"):
+        save_quantised(packed, tmp_path / "new", weights="bf16")
+    with pytest.raises(LoadError, match="diptych"):
+        save_quantised(packed, tmp_path / "new", weights="int8")
