@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -133,6 +134,15 @@ def test_mix_json_has_the_promised_shape(extra: tuple[str, ...]) -> None:
     assert report["wall_s"] > 0
 
 
+def read_prompt(stream: IO[str]) -> None:
+    """Read until the chat waits for a line."""
+    seen = ""
+    while not seen.endswith("\n> "):
+        character = stream.read(1)
+        assert character, f"the chat ended after {seen!r}"
+        seen += character
+
+
 def test_chat_keeps_its_history_in_the_cache_and_survives_ctrl_c() -> None:
     """Ctrl-C stops the answer and not the program; the second question finds the first in the prefix cache."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
@@ -142,8 +152,9 @@ def test_chat_keeps_its_history_in_the_cache_and_survives_ctrl_c() -> None:
     ) as process:  # fmt: skip
         assert process.stdin is not None
         assert process.stderr is not None
-        process.stderr.readline()  # the help line: loaded and waiting
+        read_prompt(process.stderr)
         process.send_signal(signal.SIGINT)
+        read_prompt(process.stderr)  # it asks again: only the line was dropped
         question = "What is the capital of France? Please tell me which city it is, and nothing else at all."
         process.stdin.write(f"{question}\nAnd what is the capital of Italy?\n/report\n/nonsense\n/reset\n/quit\n")
         process.stdin.flush()

@@ -56,7 +56,6 @@ def chat(
     )  # fmt: skip
     with loading_bar(f"loading {model}") as progress:
         llm = LLM.from_pretrained(model, config, progress=progress)
-    console.print(HELP, style="dim")
     Conversation(llm, sampling, system=system, think=think).run()
 
 
@@ -84,28 +83,32 @@ class Conversation:
         self._ceilings = machine_ceilings(llm.loaded.model)
 
     def run(self) -> None:
-        """Read a line, answer it, until /quit or the end of input."""
-        while True:
-            line = self._read_line()
-            if line is None or line == "/quit":
-                return
-            if line == "/reset":
-                self._messages = list(self._first)
-            elif line == "/report":
-                console.print(self._report or "no answer yet", soft_wrap=True)
-            elif line.startswith("/"):
-                console.print(HELP, style="dim")
-            elif line:
-                self._answer(line)
+        """Read a line, answer it, until /quit or the end of input. Ctrl-C at the prompt drops the line."""
+        is_open, is_greeted = True, False
+        while is_open:
+            try:
+                if not is_greeted:
+                    is_greeted = True
+                    console.print(HELP, style="dim", soft_wrap=True)
+                is_open = self._turn()
+            except KeyboardInterrupt:
+                console.print()
 
-    def _read_line(self) -> str | None:
+    def _turn(self) -> bool:
         console.print("[bold]> [/bold]", end="")
-        try:
-            line = sys.stdin.readline()
-        except KeyboardInterrupt:
-            console.print()
-            return ""
-        return line.strip() if line else None
+        text = sys.stdin.readline()
+        line = text.strip()
+        if not text or line == "/quit":
+            return False
+        if line == "/reset":
+            self._messages = list(self._first)
+        elif line == "/report":
+            console.print(self._report or "no answer yet", soft_wrap=True)
+        elif line.startswith("/"):
+            console.print(HELP, style="dim", soft_wrap=True)
+        elif line:
+            self._answer(line)
+        return True
 
     def _answer(self, line: str) -> None:
         self._messages.append({"role": "user", "content": line})
