@@ -49,11 +49,14 @@ def think_comparison(left: int, right: int) -> str:
 
 def equation(rng: Random) -> str:
     """One line of the tables that a column sum is made of."""
-    left, right = rng.randint(0, 12), rng.randint(0, 12)
-    sign = rng.choices(["+", "-", "*"], weights=[60, 28, 12])[0]
-    if sign == "+":
+    kind = rng.choices(["+", "+ carry", "-", "*"], weights=[45, 20, 25, 10])[0]
+    top = 9 if rng.random() < 0.7 else 12
+    left, right, carry = rng.randint(0, top), rng.randint(0, top), rng.randint(0, 1)
+    if kind == "+":
         return f"{left} + {right} = {left + right}."
-    if sign == "-":
+    if kind == "+ carry":
+        return f"{left} + {right} + {carry} = {left + right + carry}."
+    if kind == "-":
         return f"{left + right} - {right} = {left}."
     return f"{min(left, 9)} * {min(right, 9)} = {min(left, 9) * min(right, 9)}."
 

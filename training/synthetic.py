@@ -303,13 +303,13 @@ def story_turn(rng: Random, *, has_thinking: bool) -> Turn:
 
 
 TURN_MAKERS = [fact_turn, arithmetic_turn, small_talk_turn, copying_turn, story_turn]
-TURN_WEIGHTS = [42, 34, 12, 9, 3]
+TURN_WEIGHTS = [36, 44, 9, 9, 2]
 
 
 def chat(rng: Random) -> Parts:
-    """A dialogue of one to four turns, with a system prompt now and then; the last turn thinks in four cases of ten."""
+    """A dialogue of one to four turns, with a system prompt now and then; the last turn thinks in half of the cases."""
     n_turns = rng.choices([1, 2, 3, 4], weights=[60, 22, 12, 6])[0]
-    has_thinking = rng.random() < 0.4
+    has_thinking = rng.random() < 0.5
     turns = []
     for index in range(n_turns):
         maker = rng.choices(TURN_MAKERS, weights=TURN_WEIGHTS)[0]
@@ -410,12 +410,12 @@ def story(rng: Random) -> Parts:
 
 
 DOCUMENT_MAKERS: list[tuple[Callable[[Random], list[Part]], int]] = [
-    (chat, 54),
-    (plain_facts, 20),
-    (echo, 5),
-    (equations, 10),
-    (story, 3),
-    (remembering_chat, 6),
+    (chat, 57),
+    (plain_facts, 17),
+    (echo, 4),
+    (equations, 15),
+    (story, 2),
+    (remembering_chat, 4),
     (tool_chat, 3),
 ]
 
