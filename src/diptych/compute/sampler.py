@@ -136,6 +136,18 @@ class _Penalty:
         row_V[ids] = values
 
 
+class _Scratch:
+    """Room for one row, reused for every draw: fresh megabytes cost more in page faults than the arithmetic does."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.row_V = torch.empty(vocab_size, device=device)
+        self.weights_V = torch.empty(vocab_size, device=device)
+        self.cdf_V = torch.empty(vocab_size, dtype=torch.float64, device=device)
+        self.doubles_V = np.empty(vocab_size)
+        self.bins_V = np.empty(vocab_size, dtype=np.int64)
+        self.mask_V = np.empty(vocab_size, dtype=bool)
+
+
 def _has_penalty(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
@@ -164,6 +176,7 @@ class Sampler:
         self._device = torch.device(device)
         self._grammars = grammars
         self._argmax = argmax or (_argmax_cpu if self._device.type == "cpu" else _argmax_torch)
+        self._scratch = _Scratch(vocab_size, self._device)
         self._states: dict[int, _SequenceState] = {}  # plain greedy sequences have none
 
     def begin(self, start: SequenceStart) -> None:
@@ -215,25 +228,32 @@ class Sampler:
         if n_output < len(state.output_ids):
             state.truncate(n_output)
         params = state.params
-        row_V = _processed(logits_V, state, n_output)
-        noise = uniform(state.seed, position)
-        token_id = self._argmax(row_V[None])[0] if params.is_greedy else draw(row_V, params, noise)
-        logprobs = None if params.logprobs is None else token_logprobs(logits_V[None], [token_id], params.logprobs)[0]
+        row_V = _processed(logits_V, state, n_output, self._scratch)
+        if params.is_greedy:
+            token_id = self._argmax(row_V[None])[0]
+        else:
+            token_id = _draw(row_V, params, uniform(state.seed, position), self._scratch)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = _token_logprobs(logits_V, token_id, params.logprobs, self._scratch)
         state.advance(token_id)
         is_complete = state.grammar is not None and state.grammar.is_complete
         return SampledToken(token_id=token_id, logprobs=logprobs, is_complete=is_complete)
 
     def prompt_logprobs(self, logits_CV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """For each row of `logits_CV` [C,V] fp32 the log-probability of the prompt token that follows it."""
-        return token_logprobs(logits_CV, token_ids, top)
+        return [
+            _token_logprobs(logits_V, token_id, top, self._scratch)
+            for logits_V, token_id in zip(logits_CV, token_ids, strict=True)
+        ]
 
 
-def _processed(logits_V: torch.Tensor, state: _SequenceState, n_output: int) -> torch.Tensor:
+def _processed(logits_V: torch.Tensor, state: _SequenceState, n_output: int, scratch: _Scratch) -> torch.Tensor:
     """`logits_V` after penalties, bias, min_tokens and grammar; a copy where anything changes."""
     bans_end = n_output < state.params.min_tokens and len(state.banned_ids) > 0
     if state.penalty is None and state.bias is None and state.grammar is None and not bans_end:
         return logits_V
-    row_V = logits_V.clone()
+    row_V = scratch.row_V.copy_(logits_V)
     if state.penalty is not None:
         state.penalty.apply(row_V)
     if state.bias is not None:
@@ -253,71 +273,79 @@ def _processed(logits_V: torch.Tensor, state: _SequenceState, n_output: int) -> 
 
 
 def draw(logits_V: torch.Tensor, params: SamplingParams, noise: float) -> int:
-    """The token at quantile `noise` [0, 1) of softmax(logits_V / temperature) cut by top-k, top-p and min-p."""
+    """The token at quantile `noise` [0, 1) of softmax(logits_V / temperature) cut by top-k, top-p and min-p.
+
+    logits_V [V] fp32, read only. What `Sampler.sample` does for one row, without its state.
+    """
+    return _draw(logits_V, params, noise, _Scratch(len(logits_V), logits_V.device))
+
+
+def _draw(logits_V: torch.Tensor, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
     if params.top_k is not None and params.top_k < len(logits_V):
-        return _draw_among(_top(logits_V, params.top_k), params, noise)
+        return _draw_among(_top(logits_V, params.top_k, scratch), params, noise)
     if params.top_p < 1.0:
-        return _draw_top_p(logits_V, params, noise)
+        return _draw_top_p(logits_V, params, noise, scratch)
     if params.min_p > 0.0:
         values = _on_cpu(logits_V)
-        ids = np.flatnonzero(values >= _min_p_floor(_finite(float(values.max())), params))
-        return _draw_unsorted(ids, values[ids], params.temperature, noise)
-    return _draw_from_all(logits_V, params.temperature, noise)
+        low = _finite(float(values.max())) + params.temperature * math.log(params.min_p)
+        ids = np.flatnonzero(np.greater_equal(values, np.float32(low), out=scratch.mask_V))
+        weights = np.exp((values[ids].astype(np.float64) - float(values[ids].max())) / params.temperature)
+        return _pick(ids, np.cumsum(weights), noise)
+    return _draw_from_all(logits_V, params.temperature, noise, scratch)
 
 
-def distribution(logits_V: torch.Tensor, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, probabilities fp64) of all tokens that `draw` chooses from, most likely first."""
-    k = len(logits_V) if params.top_k is None else min(params.top_k, len(logits_V))
-    ids, values = _top(logits_V, k)
-    return _cut(ids, values, params)
+def _pick(ids: np.ndarray, cdf: np.ndarray, noise: float) -> int:
+    """Inverse CDF; cdf need not end at 1."""
+    return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
 
 
-def _draw_from_all(logits_V: torch.Tensor, temperature: float, noise: float) -> int:
+def _draw_from_all(logits_V: torch.Tensor, temperature: float, noise: float, scratch: _Scratch) -> int:
     """Inverse CDF over the whole vocabulary, in index order."""
-    weights_V = _weights(logits_V, temperature)
-    cdf_V = torch.cumsum(weights_V, 0, dtype=torch.float64)
+    weights_V = _weights(logits_V, temperature, scratch)
+    cdf_V = torch.cumsum(weights_V, 0, dtype=torch.float64, out=scratch.cdf_V)
     index = int(torch.searchsorted(cdf_V, noise * cdf_V[-1], right=True))
     if index < len(cdf_V):
         return index
     return int(torch.nonzero(weights_V)[-1])  # rounding took the quantile past the end
 
 
-def _weights(logits_V: torch.Tensor, temperature: float) -> torch.Tensor:
-    """exp((logit - best) / temperature) [V] fp32: probabilities up to a factor, the best token 1."""
-    weights_V = logits_V - _finite(float(logits_V.max()))
+def _weights(logits_V: torch.Tensor, temperature: float, scratch: _Scratch) -> torch.Tensor:
+    """exp((logit - best) / temperature) [V] fp32 in the scratch: probabilities up to a factor, the best token 1."""
+    best = _finite(float(_on_cpu(logits_V).max() if logits_V.device.type == "cpu" else logits_V.max()))
+    weights_V = torch.sub(logits_V, best, out=scratch.weights_V)
     if temperature != 1.0:
         weights_V /= temperature
     return weights_V.exp_()
 
 
-def _draw_top_p(logits_V: torch.Tensor, params: SamplingParams, noise: float) -> int:
+def _draw_top_p(logits_V: torch.Tensor, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
     """Sort the best 1024 only, when they hold the top-p mass (real models); else find the border by histogram."""
-    weights_V = _weights(logits_V, params.temperature)
+    weights_V = _weights(logits_V, params.temperature, scratch)
     mass = params.top_p * float(weights_V.sum(dtype=torch.float64))
     if len(logits_V) > _FIRST_CANDIDATES:
-        ids, values = _top(logits_V, _FIRST_CANDIDATES)
+        ids, values = _top(logits_V, _FIRST_CANDIDATES, scratch)
         best_weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
         if best_weights.sum() >= mass:
             return _draw_among((ids, values), params, noise, mass=mass)
     weights = _on_cpu(weights_V)
-    ids = _heaviest(weights, mass)
+    ids = _heaviest(weights, mass, scratch)
     ids = ids[weights[ids] >= max(params.min_p, _SMALLEST_WEIGHT)]
-    cdf = np.cumsum(weights[ids], dtype=np.float64)
-    return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
+    return _pick(ids, np.cumsum(weights[ids], dtype=np.float64), noise)
 
 
-def _heaviest(weights: np.ndarray, mass: float) -> np.ndarray:
+def _heaviest(weights: np.ndarray, mass: float, scratch: _Scratch) -> np.ndarray:
     """Ids, ascending, of the smallest set of heaviest tokens that holds `mass`; weights [V] in [0, 1].
 
     A histogram over the weights' logarithms finds the bin where the mass is reached, so only that bin is sorted.
     """
     # the upper half of a float's bits grows with its logarithm: 2^7 bins per doubling
-    bins = weights.view(np.int32) >> 16
-    by_bin = np.bincount(bins, weights=weights)
+    bins = np.right_shift(weights.view(np.int32), 16, out=scratch.bins_V)
+    doubles = scratch.doubles_V
+    doubles[:] = weights
+    by_bin = np.bincount(bins, weights=doubles)
     above = np.cumsum(by_bin[::-1])[::-1]  # weight of this bin and all heavier ones
-    border = int(np.searchsorted(-above, -mass, side="right")) - 1
-    border = max(border, 0)
-    sure = bins > border
+    border = max(0, int(np.searchsorted(-above, -mass, side="right")) - 1)
+    sure = np.greater(bins, border, out=scratch.mask_V)
     in_border = np.flatnonzero(bins == border)
     rest = mass - (float(above[border + 1]) if border + 1 < len(above) else 0.0)
     order = in_border[np.argsort(-weights[in_border], kind="stable")]
@@ -326,32 +354,14 @@ def _heaviest(weights: np.ndarray, mass: float) -> np.ndarray:
     return np.flatnonzero(sure)
 
 
-def _min_p_floor(best: float, params: SamplingParams) -> np.float32:
-    """The lowest logit that min-p keeps."""
-    return np.float32(best + params.temperature * math.log(params.min_p))
-
-
-def _draw_unsorted(ids: np.ndarray, values: np.ndarray, temperature: float, noise: float) -> int:
-    weights = np.exp((values.astype(np.float64) - float(values.max())) / temperature)
-    cdf = np.cumsum(weights)
-    return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
-
-
 def _draw_among(
     candidates: tuple[np.ndarray, np.ndarray], params: SamplingParams, noise: float, *, mass: float | None = None
 ) -> int:
-    ids, probs = _cut(*candidates, params, mass=mass)
-    cdf = np.cumsum(probs)
-    return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
-
-
-def _cut(
-    ids: np.ndarray, values: np.ndarray, params: SamplingParams, *, mass: float | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Apply temperature, top-p and min-p to candidates sorted best first.
+    """Apply temperature, top-p and min-p to (ids, logits) sorted best first, and draw.
 
     mass: the top-p mass relative to the best token's weight, or None when the candidates are all there is.
     """
+    ids, values = candidates
     weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
     keep = len(weights)
     if params.top_p < 1.0:
@@ -361,17 +371,16 @@ def _cut(
     if params.min_p > 0.0:
         keep = min(keep, int(np.searchsorted(-weights, -params.min_p, side="right")))
     keep = max(1, min(keep, int(np.count_nonzero(weights))))
-    weights = weights[:keep]
-    return ids[:keep], weights / weights.sum()
+    return _pick(ids[:keep], np.cumsum(weights[:keep]), noise)
 
 
-def _top(logits_V: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _top(logits_V: torch.Tensor, k: int, scratch: _Scratch) -> tuple[np.ndarray, np.ndarray]:
     """(ids, logits) of the k best, best first, ties by index; everything equal to the k-th is kept as well."""
     n = len(logits_V)
-    if k >= n:
-        return _at_least(_on_cpu(logits_V), -math.inf)
     blocks = n // _LANES
-    if blocks >= 2 * k:
+    if k >= n:
+        low = -math.inf
+    elif blocks >= 2 * k:
         # the k-th largest of the block maxima is a lower bound for the k-th largest of all
         maxima = _on_cpu(logits_V[: blocks * _LANES].view(blocks, _LANES).amax(1))
         _finite(float(maxima.max()))
@@ -380,16 +389,17 @@ def _top(logits_V: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
         best = torch.topk(logits_V, k).values
         _finite(float(best[0]))
         low = float(best[-1])
-    ids, values = _at_least(_on_cpu(logits_V), low)
+    ids, values = _at_least(_on_cpu(logits_V), low, scratch)
     if len(ids) > k:
         keep = int(np.searchsorted(-values, -values[k - 1], side="right"))
         ids, values = ids[:keep], values[:keep]
     return ids, values
 
 
-def _at_least(values: np.ndarray, low: float) -> tuple[np.ndarray, np.ndarray]:
+def _at_least(values: np.ndarray, low: float, scratch: _Scratch) -> tuple[np.ndarray, np.ndarray]:
     """(ids, logits) with logit >= low, best first, ties by index; masked tokens (-inf) are never among them."""
-    ids = np.flatnonzero(values >= np.float32(low)) if low > -math.inf else np.flatnonzero(values > -math.inf)
+    compare = np.greater_equal if low > -math.inf else np.greater
+    ids = np.flatnonzero(compare(values, np.float32(low), out=scratch.mask_V))
     _finite(float(values[ids].max()) if len(ids) else float(values.max()))
     order = np.argsort(-values[ids], kind="stable")
     return ids[order], values[ids[order]]
@@ -408,28 +418,19 @@ def _finite(best: float) -> float:
     return best
 
 
-def token_logprobs(logits_RV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Log-probability, rank (1 + number of larger logits) and `top` best alternatives, row by row."""
-    entries: list[TokenLogprobs] = []
-    for logits_V, token_id in zip(logits_RV, token_ids, strict=True):
-        best = _finite(float(logits_V.max()))
-        norm = best + math.log(float((logits_V - best).exp_().sum(dtype=torch.float64)))
-        chosen = logits_V[token_id]
-        alternatives: tuple[tuple[int, float], ...] = ()
-        if top:
-            ids, values = _top(logits_V, top)
-            alternatives = tuple(
-                (int(other), float(value) - norm) for other, value in zip(ids[:top], values[:top], strict=True)
-            )
-        entries.append(
-            TokenLogprobs(
-                token_id=token_id,
-                logprob=float(chosen) - norm,
-                rank=1 + int(torch.count_nonzero(logits_V > chosen)),
-                top=alternatives,
-            )
-        )
-    return entries
+def _token_logprobs(logits_V: torch.Tensor, token_id: int, top: int, scratch: _Scratch) -> TokenLogprobs:
+    """Log-probability, rank (1 + number of larger logits) and `top` best alternatives of one token in its row."""
+    values = _on_cpu(logits_V)
+    best = _finite(float(values.max()))
+    norm = best + math.log(float(_weights(logits_V, 1.0, scratch).sum(dtype=torch.float64)))
+    chosen = values[token_id]
+    rank = 1 + int(np.count_nonzero(np.greater(values, chosen, out=scratch.mask_V)))
+    alternatives: tuple[tuple[int, float], ...] = ()
+    if top:
+        ids, best_values = _top(logits_V, top, scratch)
+        pairs = zip(ids[:top].tolist(), best_values[:top].tolist(), strict=True)
+        alternatives = tuple((other, value - norm) for other, value in pairs)
+    return TokenLogprobs(token_id=token_id, logprob=float(chosen) - norm, rank=rank, top=alternatives)
 
 
 def _argmax_cpu(logits_RV: torch.Tensor) -> list[int]:

@@ -51,6 +51,8 @@ _FORMATS = {
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalProperties", "additionalItems", "if", "then", "else", "not", "contains")
+# [256, 8]: for each byte of a mask, which of its eight tokens (lowest bit first) may not come
+_FORBIDDEN = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 logger = logging.getLogger(__name__)
@@ -151,6 +153,7 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._submit = submit
         self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+        self._flags = np.empty((self._words.nbytes, 8), dtype=bool)
         self._only_eos = np.zeros(vocab_size, dtype=bool)
         self._only_eos[list(eos_token_ids)] = True
         self._n_tokens = 0
@@ -206,7 +209,13 @@ class GrammarState:
 
     def mask(self, logits_V: torch.Tensor) -> None:
         """Set the logits of tokens that may not come next to -inf, in place. Some token stays allowed."""
-        forbidden_V = torch.from_numpy(~self.allowed())
+        self._settle()
+        if self._matcher.is_error():
+            forbidden_V = torch.from_numpy(~self._only_eos)
+        else:
+            # a table of eight flags per byte fills a buffer we keep; unpackbits would allocate a vocabulary each time
+            np.take(_FORBIDDEN, self._words.view(np.uint8), axis=0, out=self._flags, mode="clip")
+            forbidden_V = torch.from_numpy(self._flags.reshape(-1)[: self._vocab_size])
         logits_V.masked_fill_(forbidden_V.to(logits_V.device), -torch.inf)
 
     def _begin_fill(self) -> None:
