@@ -1,64 +1,74 @@
 """Which requests are taken when there is more work than the engine can do: a bound on the predicted wait, in seconds.
 
-Owns the tokens of requests that have not been answered their first token yet, and a running estimate of the engine's
-rate. Control has its own bound in tokens (`max_waiting_tokens`); this one keeps the latency of those admitted.
+Owns an estimate of how fast the line moves. Control has its own bound in tokens (`max_waiting_tokens`); this one keeps the
+latency of the requests that are admitted.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from diptych.server.errors import ApiError
 
-# the estimate forgets a fast second at this rate, so that a slower mix of requests is noticed within a minute
-RATE_DECAY_PER_S = 0.02
-MIN_OBSERVED_S = 0.25
-SMOOTHING = 0.1
+SMOOTHING = 0.2
+# prefill tokens between two samples below which a sample says more about step overhead than about the rate
+MIN_SAMPLE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backlog:
+    """What stands before a new request. oldest_s: how long the first in line has waited already."""
+
+    waiting: int
+    waiting_prompt_tokens: int
+    oldest_s: float
+    running: int
+    max_running: int
 
 
 class Admission:
-    """Predicts how long a new request would wait. All times are passed in; used on the event loop only."""
+    """Predicts how long a new request would wait for its first step. Used on the event loop only."""
 
     def __init__(self, *, max_queue_s: float | None, max_open_requests: int) -> None:
         self._max_queue_s = max_queue_s
         self._max_open_requests = max_open_requests
-        self._waiting_tokens: dict[str, int] = {}
         self.n_open = 0
-        self._output_tokens = 128.0  # typical length of an answer, smoothed
-        self._rate: float | None = None  # tokens per second of both phases, at its best lately
-        self._last_tokens = 0
-        self._last_s: float | None = None
+        self._prefill_token_s: float | None = None
+        self._service_s: float | None = None  # first step to last token, smoothed
+        self._seen = (0, 0.0)
 
-    def observe(self, tokens: int, now_s: float) -> None:
-        """Tell how many tokens of both phases the engine has done in all, by now."""
-        if self._last_s is None or tokens < self._last_tokens:
-            self._last_s, self._last_tokens = now_s, tokens
+    def observe(self, prefill_tokens: int, prefill_steps_s: float) -> None:
+        """Tell the totals so far: tokens prefilled, and time of the steps that held any."""
+        tokens, seconds = prefill_tokens - self._seen[0], prefill_steps_s - self._seen[1]
+        if tokens < MIN_SAMPLE_TOKENS:
             return
-        elapsed_s = now_s - self._last_s
-        if elapsed_s < MIN_OBSERVED_S:
-            return
-        measured = (tokens - self._last_tokens) / elapsed_s
-        decayed = (self._rate or 0.0) * max(0.0, 1.0 - RATE_DECAY_PER_S * elapsed_s) if measured > 0 else self._rate
-        self._rate = max(measured, decayed or 0.0) or None
-        self._last_s, self._last_tokens = now_s, tokens
+        self._seen = (prefill_tokens, prefill_steps_s)
+        self._prefill_token_s = _smooth(self._prefill_token_s, seconds / tokens)
 
-    def predicted_wait_s(self) -> float:
-        """How long the requests that wait now will keep the engine busy."""
-        if self._rate is None:
+    def predicted_wait_s(self, backlog: Backlog) -> float:
+        """Time until a request that arrives now is scheduled.
+
+        The prompts before it must be read; where all places are taken, some must become free. And it will hardly wait
+        less than the first in line has waited already, whatever the reason.
+        """
+        if backlog.waiting == 0:
             return 0.0
-        return sum(self._waiting_tokens.values()) / self._rate
+        wait_s = backlog.waiting_prompt_tokens * (self._prefill_token_s or 0.0)
+        if backlog.running >= backlog.max_running and self._service_s is not None:
+            wait_s += (backlog.waiting + 1) * self._service_s / backlog.max_running
+        return max(wait_s, backlog.oldest_s)
 
-    def check(self, *, n_waiting: int) -> None:
-        """Raise ApiError 503 when a new request would wait too long. n_waiting: sequences waiting in control."""
+    def check(self, backlog: Backlog) -> None:
+        """Raise ApiError 503 when a new request would wait too long."""
+        wait_s = self.predicted_wait_s(backlog)
         if self.n_open >= self._max_open_requests:
             raise ApiError(
                 503,
                 f"{self.n_open} requests are open; this server takes at most {self._max_open_requests} at one time",
                 code="overloaded",
-                retry_after_s=max(1.0, self.predicted_wait_s()),
+                retry_after_s=max(1.0, wait_s),
             )
-        if self._max_queue_s is None or n_waiting == 0:
-            return
-        wait_s = self.predicted_wait_s()
-        if wait_s > self._max_queue_s:
+        if self._max_queue_s is not None and wait_s > self._max_queue_s:
             raise ApiError(
                 503,
                 f"a new request would wait about {wait_s:.1f} s for its first step; this server allows "
@@ -67,18 +77,16 @@ class Admission:
                 retry_after_s=wait_s,
             )
 
-    def opened(self, request_id: str, *, prompt_tokens: int, max_tokens: int) -> None:
-        """A request was submitted and waits for its first token."""
+    def opened(self) -> None:
+        """A request was submitted."""
         self.n_open += 1
-        self._waiting_tokens[request_id] = prompt_tokens + int(min(max_tokens, self._output_tokens))
 
-    def first_token(self, request_id: str) -> None:
-        """It waits no longer."""
-        self._waiting_tokens.pop(request_id, None)
-
-    def closed(self, request_id: str, *, output_tokens: int) -> None:
-        """It ended, however."""
+    def closed(self, *, service_s: float | None) -> None:
+        """It ended, however; service_s: from its first step to its end, None when it was cut short."""
         self.n_open -= 1
-        self._waiting_tokens.pop(request_id, None)
-        if output_tokens > 0:
-            self._output_tokens += SMOOTHING * (output_tokens - self._output_tokens)
+        if service_s is not None:
+            self._service_s = _smooth(self._service_s, service_s)
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTHING * (new - old)

@@ -95,7 +95,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
         return error_response(error)
 
     async def on_known(request: Request, error: Exception) -> Response:
-        return refuse(from_engine_error(error, retry_after_s=max(1.0, state.admission.predicted_wait_s())))
+        return refuse(from_engine_error(error, retry_after_s=state.retry_after_s()))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -49,10 +49,7 @@ class OpenedRequest:
         self.reasons: dict[int, FinishReason] = {}
         self.reasoning_tokens = 0
         self._is_closed = False
-        request = handle.request
-        state.admission.opened(
-            request.request_id, prompt_tokens=len(request.prompt_token_ids), max_tokens=request.sampling.max_tokens
-        )
+        state.admission.opened()
 
     @property
     def is_finished(self) -> bool:
@@ -61,11 +58,7 @@ class OpenedRequest:
 
     async def steps(self) -> AsyncGenerator[list[StepDelta], None]:
         """Deltas of each step, one per choice. Raises ApiError when the engine failed."""
-        is_first = True
         async for group in self.handle.steps():
-            if is_first:
-                self._state.admission.first_token(self.handle.request_id)
-                is_first = False
             merged = self._merge(group)
             if FinishReason.ERROR in self.reasons.values():
                 raise from_engine_error(self.handle.error or EngineError("the request was dropped"))
@@ -107,14 +100,15 @@ class OpenedRequest:
         self._count()
 
     def _count(self) -> None:
-        record, sampling = self.handle.record(), self.handle.request.sampling
-        usage = record.usage()
-        self._state.admission.closed(self.handle.request_id, output_tokens=usage.output_tokens // sampling.n)
+        record, timings = self.handle.record(), self.handle.record().timings()
+        reasons = [self.reasons[index] for index in sorted(self.reasons)]
+        is_whole = FinishReason.ABORT not in reasons and FinishReason.ERROR not in reasons
+        self._state.admission.closed(service_s=timings.prefill_s + timings.decode_s if is_whole else None)
         self._state.telemetry.on_finished(
-            usage,
-            record.timings(),
-            [self.reasons[index] for index in sorted(self.reasons)],
-            max_tokens=sampling.max_tokens,
+            record.usage(),
+            timings,
+            reasons,
+            max_tokens=self.handle.request.sampling.max_tokens,
             reasoning_tokens=self.reasoning_tokens,
         )
 
@@ -147,7 +141,7 @@ async def open_requests(
     opened: list[OpenedRequest] = []
     try:
         for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            state.admission.check(n_waiting=state.engine.stats().waiting)
+            state.admission.check(state.backlog())
             suffix = f"-{number}" if len(prompts) > 1 else ""
             handle = await state.engine.generate(
                 prompt,

@@ -17,7 +17,7 @@ from diptych.engine.cost_view import CostView
 from diptych.engine.llm import AsyncLLM, RequestHandle
 from diptych.ground.errors import EngineError
 from diptych.server.accounting import Account, Accountant, Thinking
-from diptych.server.admission import Admission
+from diptych.server.admission import Admission, Backlog
 from diptych.server.config import ServerConfig
 from diptych.server.door import Workers
 from diptych.server.errors import ApiError
@@ -115,10 +115,28 @@ class ServerState:
         )
 
     def observe_rate(self) -> None:
-        """Tell admission how much the engine has done by now."""
+        """Tell admission how fast prompts are read."""
         telemetry = self.telemetry
-        done = telemetry.computed_tokens + telemetry.recomputed_tokens + telemetry.output_tokens
-        self.admission.observe(done, self.now_s())
+        tokens = telemetry.computed_tokens + telemetry.recomputed_tokens
+        self.admission.observe(tokens, telemetry.step_s["prefill"].total + telemetry.step_s["mixed"].total)
+
+    def backlog(self) -> Backlog:
+        """What stands before a request that arrives now."""
+        counts = self.engine.stats()
+        # list() of a dict's values is one C call, so the engine's thread cannot change it half-way
+        waiting = [log for log in list(self.telemetry.logs.values()) if not log.chunks]
+        oldest_s = min((log.arrival_s for log in waiting), default=None)
+        return Backlog(
+            waiting=counts.waiting,
+            waiting_prompt_tokens=sum(log.prompt_tokens for log in waiting),
+            oldest_s=0.0 if oldest_s is None else self.now_s() - oldest_s,
+            running=counts.running,
+            max_running=self.engine.config.scheduler.max_running_sequences,
+        )
+
+    def retry_after_s(self) -> float:
+        """When it may make sense to try again."""
+        return max(1.0, self.admission.predicted_wait_s(self.backlog()))
 
 
 def served_model(engine: AsyncLLM, config: ServerConfig) -> ServedModel:

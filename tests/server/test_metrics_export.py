@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from diptych.control.loop import CoreStats
+from diptych.ground.events import (
+    ArrivalEvent,
+    FinishEvent,
+    PreemptEvent,
+    ScheduledEvent,
+    StepBeginEvent,
+    StepEndEvent,
+    Timings,
+    TokenEvent,
+    Usage,
+)
+from diptych.ground.phase import FinishReason, Phase
+from diptych.server.metrics_export import MetricsCollector, ServedModel, exposition
+from diptych.server.telemetry import Distribution, RequestLog, Telemetry
+
+GOLDEN = Path(__file__).with_name("metrics.golden.txt")
+MODEL = ServedModel(
+    name="tiny",
+    backend="cpu",
+    weights="int8",
+    kv="bf16",
+    version="1.2.3",
+    block_tokens=32,
+    n_blocks=100,
+    max_context_tokens=512,
+    load_s=0.25,
+    n_parameters=1000,
+    weight_bytes=2000,
+)
+COUNTS = CoreStats(
+    running=2,
+    waiting=1,
+    waiting_tokens=300,
+    blocks_in_use=25,
+    blocks_cached=5,
+    blocks_free=70,
+    prefix_queries_tokens=96,
+    prefix_hits_tokens=32,
+    preemptions=1,
+)
+
+
+def told() -> Telemetry:
+    """One request of 40 tokens, 32 of them cached: prefilled in step 0, one token more in step 1, then finished."""
+    telemetry = Telemetry()
+
+    def scheduled(step_id: int, at_s: float, phase: Phase, tokens: int, cached: int, context: int) -> ScheduledEvent:
+        return ScheduledEvent(
+            request_id="a",
+            index=0,
+            step_id=step_id,
+            at_s=at_s,
+            phase=phase,
+            chunk_tokens=tokens,
+            cached_tokens=cached,
+            context_tokens=context,
+        )
+
+    def token(step_id: int, at_s: float, position: int) -> TokenEvent:
+        return TokenEvent(request_id="a", index=0, at_s=at_s, token_id=7, position=position, step_id=step_id)
+
+    telemetry.on_events([ArrivalEvent(request_id="a", at_s=10.0, prompt_tokens=40, n=1)])
+    telemetry.on_events([StepBeginEvent(step_id=0, at_s=10.5, prefill_tokens=8, decode_tokens=0, predicted_s=0.2)])
+    telemetry.on_events([scheduled(0, 10.5, Phase.PREFILL, 8, 32, 32), token(0, 10.75, 0)])
+    telemetry.on_events([StepEndEvent(step_id=0, at_s=10.75, device_s=0.2, host_s=0.05)])
+    telemetry.on_events([PreemptEvent(request_id="a", index=0, at_s=10.8, computed_tokens=40)])
+    telemetry.on_events([StepBeginEvent(step_id=1, at_s=11.0, prefill_tokens=4, decode_tokens=1)])
+    telemetry.on_events([scheduled(1, 11.0, Phase.DECODE, 1, 0, 40), token(1, 11.25, 1)])
+    finish = FinishEvent(request_id="a", index=0, at_s=11.25, reason=FinishReason.STOP, output_tokens=2)
+    telemetry.on_events([finish, StepEndEvent(step_id=1, at_s=11.25, device_s=0.2, host_s=0.05)])
+    usage = Usage(prompt_tokens=40, cached_tokens=32, computed_tokens=8, output_tokens=2)
+    timings = Timings(
+        queue_s=0.5,
+        prefill_s=0.25,
+        decode_s=0.5,
+        e2e_s=1.25,
+        ttft_s=0.75,
+        tpot_s=0.5,
+        itl_s=(0.5,),
+        stall_s=0.1,
+        n_preemptions=1,
+    )
+    telemetry.on_finished(usage, timings, [FinishReason.STOP], max_tokens=16, reasoning_tokens=1)
+    telemetry.on_refused(503)
+    return telemetry
+
+
+def test_the_exposition_is_the_golden_text() -> None:
+    """Dashboards and gateways read these names, types and labels; a change here breaks them."""
+    text = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=True), COUNTS).decode()
+    assert text == GOLDEN.read_text()
+
+
+def test_names_that_vllm_dashboards_read_are_there_with_their_types() -> None:
+    text = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=True), COUNTS).decode()
+    types = {family.name: family.type for family in text_string_to_metric_families(text)}
+    gauges = "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info"
+    counters = (
+        "prompt_tokens generation_tokens prompt_tokens_cached prefix_cache_queries prefix_cache_hits request_success "
+        "num_preemptions spec_decode_num_drafts spec_decode_num_draft_tokens spec_decode_num_accepted_tokens "
+        "spec_decode_num_accepted_tokens_per_pos"
+    )
+    histograms = (
+        "iteration_tokens_total request_prompt_tokens request_generation_tokens request_params_max_tokens "
+        "time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds "
+        "e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds "
+        "request_inference_time_seconds"
+    )
+    for names, kind in ((gauges, "gauge"), (counters, "counter"), (histograms, "histogram")):
+        for name in names.split():
+            assert types[f"vllm:{name}"] == kind
+    bare = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=False), COUNTS).decode()
+    assert "vllm:" not in bare
+
+
+def test_time_to_first_token_starts_at_arrival() -> None:
+    telemetry = told()
+    assert telemetry.ttft_s.total == 0.75
+    assert telemetry.itl_s.total == 0.5
+
+
+def test_a_finished_log_is_handed_over_and_not_kept() -> None:
+    """The telemetry of a server that runs for months must not grow with every request."""
+    telemetry = Telemetry()
+    logs: list[RequestLog] = []
+    telemetry.on_log.append(logs.append)
+    telemetry.on_events([ArrivalEvent(request_id="a", at_s=0.0, prompt_tokens=4, n=2)])
+    for index in (0, 1):
+        assert set(telemetry.logs) == {"a"}
+        finish = FinishEvent(request_id="a", index=index, at_s=1.0, reason=FinishReason.ABORT, output_tokens=0)
+        telemetry.on_events([finish])
+    assert telemetry.logs == {}
+    assert [log.end_s for log in logs] == [1.0]
+
+
+def test_a_value_on_an_edge_counts_below_it() -> None:
+    distribution = Distribution((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 9.0):
+        distribution.add(value)
+    assert distribution.counts == [2, 2, 1]
+    assert distribution.n_values == 5

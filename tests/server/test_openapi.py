@@ -1,0 +1,95 @@
+"""schemathesis on the server's own OpenAPI document: well-formed and malformed requests, no 5xx, no 422, no hang.
+
+Normal runs make 50 examples per operation and mode; `pytest -m slow tests/server/test_openapi.py` makes 1,000.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.generation import GenerationMode
+from schemathesis.schemas import APIOperation
+
+from server_process import ServerProcess
+
+MAX_OUTPUT_TOKENS = 3
+TIMEOUT_S = 60
+
+
+def tamed(body: object) -> object:
+    """The same body, but short in what it makes the model write: what is tried here is the door, not the engine."""
+    if not isinstance(body, dict):
+        return body
+    n_max = body.get("max_tokens")
+    if n_max is None:
+        return body | {"max_tokens": MAX_OUTPUT_TOKENS}
+    is_number = isinstance(n_max, int) and not isinstance(n_max, bool)
+    return body | {"max_tokens": min(n_max, MAX_OUTPUT_TOKENS)} if is_number else body
+
+
+def try_operation(
+    operation: APIOperation, url: str, session: requests.Session, *, examples: int, mode: GenerationMode
+) -> Counter[int]:
+    """Send examples of one operation; returns how often each status came."""
+    counts: Counter[int] = Counter()
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(mode))
+    def send(case: schemathesis.Case) -> None:
+        if operation.path in ("/v1/completions", "/v1/chat/completions"):
+            case.body = tamed(case.body)
+        answer = case.call(base_url=url, session=session, timeout=TIMEOUT_S)
+        counts[answer.status_code] += 1
+        assert answer.status_code < 500, (case.as_curl_command(), answer.text)
+        assert answer.status_code != 422
+        if answer.status_code >= 400:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+    send()
+    return counts
+
+
+def try_operations(server: ServerProcess, *, examples: int, mode: GenerationMode) -> dict[str, Counter[int]]:
+    """The statuses of every operation."""
+    schema = schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json").json())
+    statuses: dict[str, Counter[int]] = {}
+    with requests.Session() as session:
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            has_body = bool(operation.body.items)
+            if not has_body and mode is GenerationMode.NEGATIVE:
+                continue  # a path parameter is any text, so nothing is malformed
+            n_examples = examples if has_body or operation.path_parameters.items else 1
+            name = f"{operation.method.upper()} {operation.path}"
+            statuses[name] = try_operation(operation, server.url, session, examples=n_examples, mode=mode)
+    return statuses
+
+
+def check_modes(server: ServerProcess, *, examples: int) -> None:
+    good = try_operations(server, examples=examples, mode=GenerationMode.POSITIVE)
+    bad = try_operations(server, examples=examples, mode=GenerationMode.NEGATIVE)
+    for route in ("POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /apply-template"):
+        assert good[route][200] > 0, (route, good[route])
+        assert bad[route][400] > 0, (route, bad[route])
+    server.wait_idle()
+
+
+def test_no_request_makes_a_server_error(server: ServerProcess) -> None:
+    check_modes(server, examples=50)
+
+
+@pytest.mark.slow
+def test_no_request_makes_a_server_error_in_a_thousand_tries(server: ServerProcess) -> None:
+    check_modes(server, examples=1000)

@@ -1,0 +1,104 @@
+"""The live page in a real browser. Set DIPTYCH_SCREENSHOTS to a folder to keep the pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server_process import ServerProcess
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
+
+
+def test_the_page_asks_nothing_of_other_machines(http: httpx.Client) -> None:
+    """Self-contained: it must work on a machine without a network, and tell nobody that it is open."""
+    folder = resources.files("diptych.server") / "page"
+    for file in folder.iterdir():
+        text = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", text), file.name
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'self'")
+    for path in re.findall(r'(?:href|src)="(page/[^"]+)"', page.text):
+        assert http.get(f"/{path}").status_code == 200
+
+
+def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: httpx.Client) -> None:
+    """Nobody watching must cost nothing: without watchers no listener of the page hangs on the engine."""
+    with http.stream("GET", "/live") as feed:
+        lines = (line for line in feed.iter_lines() if line.startswith("data: "))
+        hello = json.loads(next(lines).removeprefix("data: "))
+        assert hello["kind"] == "hello"
+        assert hello["blocks"] > 0
+        http.post("/v1/completions", json={"prompt": "watched", "max_tokens": 5, "ignore_eos": True})
+        frames = [json.loads(next(lines).removeprefix("data: ")) for _ in range(3)]
+    steps = [step for frame in frames for step in frame["steps"]]
+    assert sum(step["p"] for step in steps) > 0
+    assert sum(step["d"] for step in steps) == 4
+    assert {"kind", "blocks", "ttft_s", "itl_s", "requests", "totals"} <= set(frames[0])
+
+
+@pytest.mark.browser
+@needs_browser
+@pytest.mark.parametrize(
+    ("name", "theme", "width"), [("light", "light", 1280), ("dark", "dark", 1280), ("narrow", "dark", 390)]
+)
+def test_a_person_sees_requests_and_tries_a_prompt(
+    server: ServerProcess, browser: object, tmp_path: Path, name: str, theme: str, width: int
+) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 1400}, color_scheme=theme)  # type: ignore[attr-defined]
+    try:
+        page = context.new_page()
+        problems: list[str] = []
+        foreign: list[str] = []
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "request", lambda request: foreign.append(request.url) if not request.url.startswith(server.url) else None
+        )
+        page.goto(f"{server.url}/")
+        page.wait_for_function("document.getElementById('status').textContent === 'live'", timeout=60_000)
+        page.fill("#try-system", "You answer in one sentence.")
+        page.click("#try-send")
+        page.wait_for_selector("#try-report table", timeout=90_000)
+        page.wait_for_function("document.querySelectorAll('#requests tbody tr').length > 0", timeout=60_000)
+        page.wait_for_function("document.getElementById('ttft').textContent !== '-'", timeout=60_000)
+        assert page.inner_text("#try-answer").strip()
+        report = page.inner_text("#try-report")
+        for word in ("prefill", "decode", "system", "new message", "queue"):
+            assert word in report
+        assert page.evaluate("document.documentElement.dataset.theme") == theme
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        drawn = "(id) => { const c = document.getElementById(id); const d = c.getContext('2d')"
+        drawn += ".getImageData(0, 0, c.width, c.height).data; return d.some((value, i) => i % 4 === 3 && value > 0); }"
+        for canvas in ("timeline", "rates", "ttft-chart", "itl-chart"):
+            assert page.evaluate(drawn, canvas), canvas
+        page.click("#theme")
+        assert page.evaluate("document.documentElement.dataset.theme") != theme
+        page.click("#theme")
+        folder = Path(os.environ.get("DIPTYCH_SCREENSHOTS", tmp_path))
+        page.screenshot(path=folder / f"page-{name}.png", full_page=True, timeout=90_000)
+        assert problems == []
+        assert [url for url in foreign if not url.startswith("data:")] == []
+    finally:
+        context.close()
