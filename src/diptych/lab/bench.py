@@ -46,7 +46,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePoint:
-    """One phase of one static batch. fraction_of_ceiling: time the roofline allows over the median time measured.
+    """One phase of one static batch. fraction_of_ceiling: time the roofline allows over the time measured, median of runs.
 
     context_tokens: per sequence, at the middle of the phase. read_bytes_per_s: the bandwidth measured around this point.
     """
@@ -92,6 +92,7 @@ class _Run:
     decode_tokens: int  # written after the last prompt had its first token
     device_s: float
     total_s: float
+    read_bytes_per_s: float = 0.0  # the bandwidth just before and after, averaged
 
 
 class StaticBench:
@@ -144,15 +145,18 @@ class StaticBench:
         machinery = make_machinery(self._model, config, clock=self._clock)
         static = _StaticBatch(machinery.core, machinery.executor, self._clock)
         static.run(self._prompts(length, batch), min(new_tokens, 4))  # warms caches and grows the buffers
-        before = read_ceiling(self._model)
-        runs = [static.run(self._prompts(length, batch), new_tokens) for _ in range(repeats)]
-        read_bytes_per_s = max(before, read_ceiling(self._model))
-        around = replace(ceilings, read_bytes_per_s=read_bytes_per_s)
+        runs, around = [], [read_ceiling(self._model)]
+        for _ in range(repeats):
+            run = static.run(self._prompts(length, batch), new_tokens)
+            around.append(read_ceiling(self._model))
+            # memory changes speed within seconds on shared machines, so each run has a ceiling of its own
+            run.read_bytes_per_s = 0.5 * (around[-2] + around[-1])
+            runs.append(run)
         prefill = Workload.prefill(batch=batch, new_tokens=length)
-        points = [self._phase_point(Phase.PREFILL, length, batch, 1, runs, [prefill], around)]
+        points = [self._phase_point(Phase.PREFILL, length, batch, 1, runs, [prefill], ceilings)]
         if new_tokens > 1:
             decode = [Workload.decode(batch=batch, context_tokens=length + i) for i in range(1, new_tokens)]
-            points.append(self._phase_point(Phase.DECODE, length, batch, new_tokens, runs, decode, around))
+            points.append(self._phase_point(Phase.DECODE, length, batch, new_tokens, runs, decode, ceilings))
         gc.collect()  # the pool of this point goes before the next one's comes
         return points
 
@@ -172,7 +176,13 @@ class StaticBench:
             rates = Spread.of([batch * length / run.prefill_s for run in runs])
         else:
             rates = Spread.of([run.decode_tokens / run.decode_s for run in runs])
-        bound_s = sum(self._cost.bound_s(step, ceilings.read_bytes_per_s, ceilings.flops_per_s) for step in work)
+        bounds_s = [
+            sum(self._cost.bound_s(step, run.read_bytes_per_s, ceilings.flops_per_s) for step in work) for run in runs
+        ]
+        fractions = [
+            bound_s / (run.prefill_s if is_prefill else run.decode_s)
+            for bound_s, run in zip(bounds_s, runs, strict=True)
+        ]
         middle = length if is_prefill else length + new_tokens // 2
         return PhasePoint(
             phase=phase.value,
@@ -181,10 +191,10 @@ class StaticBench:
             context_tokens=middle,
             new_tokens=new_tokens,
             tokens_per_s=rates,
-            fraction_of_ceiling=bound_s / times.median,
+            fraction_of_ceiling=statistics.median(fractions),
             time_s=times,
-            bound_s=bound_s,
-            read_bytes_per_s=ceilings.read_bytes_per_s,
+            bound_s=statistics.median(bounds_s),
+            read_bytes_per_s=statistics.median(run.read_bytes_per_s for run in runs),
             host_fraction=statistics.median(1.0 - run.device_s / run.total_s for run in runs),
         )
 
