@@ -41,7 +41,8 @@ def logits(vocab_size: int = 50, *, seed: int = 0, spread: float = 2.0) -> torch
 
 def drawn_frequencies(row_V: torch.Tensor, params: SamplingParams, n: int = 2000) -> np.ndarray:
     """The exact probability of each token up to 1/n: how much of [0, 1) each one is drawn for."""
-    counts = Counter(draw(row_V, params, (i + 0.5) / n) for i in range(n))
+    values = row_V.numpy()
+    counts = Counter(draw(values, params, (i + 0.5) / n) for i in range(n))
     return np.array([counts[token_id] / n for token_id in range(len(row_V))])
 
 
@@ -90,7 +91,7 @@ def test_top_p_of_a_flat_distribution_is_exact():
     # every kept token has more than 1/n, so all of them and no other must come
     n = 2500
     assert float(expected[expected > 0].min()) > 1 / n
-    assert {draw(row_V, SamplingParams(top_p=0.93), (i + 0.5) / n) for i in range(n)} == kept
+    assert {draw(row_V.numpy(), SamplingParams(top_p=0.93), (i + 0.5) / n) for i in range(n)} == kept
 
 
 def test_ties_at_the_border_of_top_k_are_kept():

@@ -25,7 +25,7 @@ from diptych.ground.request import SamplingParams
 from diptych.ground.step import SequenceStart, TokenLogprobs
 
 _LANES = 64  # logits per block of the candidate search: 64 keeps the block maxima of a 152k vocabulary at 2.4k
-_FIRST_CANDIDATES = 1024  # top-p is looked for here first; real models' top-p sets are nearly always smaller
+_FIRST_CANDIDATES = 1024  # at most so many are tried for top-p first; real models' sets are nearly always smaller
 _SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)  # a masked token's weight is 0
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -68,11 +68,12 @@ class _SequenceState:
         self.output_ids: list[int] = []
         self.grammar = grammar
         self.penalty = _Penalty(start.prompt_token_ids, params) if _has_penalty(params) else None
-        self.bias: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.bias: tuple[np.ndarray, np.ndarray] | None = None
         if params.logit_bias:
-            self.bias = torch.tensor(list(params.logit_bias)), torch.tensor(list(params.logit_bias.values()))
+            ids, values = list(params.logit_bias), list(params.logit_bias.values())
+            self.bias = np.array(ids), np.array(values, dtype=np.float32)
         banned = dict.fromkeys((*start.eos_token_ids, *params.stop_token_ids)) if params.min_tokens else {}
-        self.banned_ids = torch.tensor([token_id for token_id in banned if 0 <= token_id < vocab_size])
+        self.banned_ids = np.array([token_id for token_id in banned if 0 <= token_id < vocab_size], dtype=np.int64)
 
     def truncate(self, n_output: int) -> None:
         """Forget output tokens from index `n_output` on (they were drawn but not kept)."""
@@ -117,35 +118,41 @@ class _Penalty:
         for token_id in token_ids:
             self._counts[self._slots[token_id]] -= 1.0
 
-    def apply(self, row_V: torch.Tensor) -> None:
+    def apply(self, row_V: np.ndarray) -> None:
         """Change `row_V` (fp32) in place."""
         n = len(self._slots)
         if not n:
             return
         params = self._params
-        counts = torch.from_numpy(self._counts[:n]).to(row_V.device)
-        ids = torch.from_numpy(self._ids[:n]).to(row_V.device)
+        counts, ids = self._counts[:n], self._ids[:n]
         values = row_V[ids]
         if params.repetition_penalty != 1.0:
             seen = counts > 0
             seen[: self._n_prompt_slots] = True  # a prompt token stays seen whatever was rolled back
-            factor = params.repetition_penalty
-            penalised = torch.where(values < 0, values * factor, values / factor)
-            values = torch.where(seen, penalised, values)
-        values = values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+            factor = np.float32(params.repetition_penalty)
+            values = np.where(seen, np.where(values < 0, values * factor, values / factor), values)
+        values -= np.float32(params.frequency_penalty) * counts
+        values -= np.float32(params.presence_penalty) * (counts > 0)
         row_V[ids] = values
 
 
 class _Scratch:
     """Room for one row, reused for every draw: fresh megabytes cost more in page faults than the arithmetic does."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.row_V = torch.empty(vocab_size, device=device)
-        self.weights_V = torch.empty(vocab_size, device=device)
-        self.cdf_V = torch.empty(vocab_size, dtype=torch.float64, device=device)
+    def __init__(self, vocab_size: int) -> None:
+        self.row_V = np.empty(vocab_size, dtype=np.float32)
+        self.weights_V = np.empty(vocab_size, dtype=np.float32)
         self.doubles_V = np.empty(vocab_size)
         self.bins_V = np.empty(vocab_size, dtype=np.int64)
         self.mask_V = np.empty(vocab_size, dtype=bool)
+        # numpy adds up doubles one by one; torch's cumsum of the same memory is three times as fast
+        self._weights = torch.from_numpy(self.weights_V)
+        self._doubles = torch.from_numpy(self.doubles_V)
+
+    def cdf_V(self) -> np.ndarray:
+        """Running sum of weights_V in fp64, in doubles_V."""
+        torch.cumsum(self._weights, 0, dtype=torch.float64, out=self._doubles)
+        return self.doubles_V
 
 
 def _has_penalty(params: SamplingParams) -> bool:
@@ -173,10 +180,10 @@ class Sampler:
         argmax: Callable[[torch.Tensor], Sequence[int]] | None = None,
     ) -> None:
         self._vocab_size = vocab_size
-        self._device = torch.device(device)
         self._grammars = grammars
-        self._argmax = argmax or (_argmax_cpu if self._device.type == "cpu" else _argmax_torch)
-        self._scratch = _Scratch(vocab_size, self._device)
+        self._is_cpu = torch.device(device).type == "cpu"
+        self._argmax = argmax or (_argmax_cpu if self._is_cpu else _argmax_torch)
+        self._scratch = _Scratch(vocab_size)
         self._states: dict[int, _SequenceState] = {}  # plain greedy sequences have none
 
     def begin(self, start: SequenceStart) -> None:
@@ -216,12 +223,16 @@ class Sampler:
         if plain:
             for i, token_id in zip(plain, self._argmax(logits_RV[plain]), strict=True):
                 drawn[i] = SampledToken(token_id=token_id)
-        for i, state in enumerate(rows):
-            if state is not None:
-                drawn[i] = self._sample_row(logits_RV[i], state, positions[i])
+        others = [i for i, state in enumerate(rows) if state is not None]
+        # one copy to the CPU for all rows that need more than an arg-max; none where the logits are there already
+        values_RV = _on_cpu(logits_RV if len(others) == len(rows) or self._is_cpu else logits_RV[others])
+        for place, i in enumerate(others):
+            state = rows[i]
+            assert state is not None
+            drawn[i] = self._sample_row(values_RV[i if len(values_RV) == len(rows) else place], state, positions[i])
         return [token for token in drawn if token is not None]
 
-    def _sample_row(self, logits_V: torch.Tensor, state: _SequenceState, position: int) -> SampledToken:
+    def _sample_row(self, logits_V: np.ndarray, state: _SequenceState, position: int) -> SampledToken:
         n_output = position - state.n_prompt
         if not 0 <= n_output <= len(state.output_ids):
             raise InternalError(f"draw at position {position}; known are {state.n_prompt + len(state.output_ids)}")
@@ -230,7 +241,8 @@ class Sampler:
         params = state.params
         row_V = _processed(logits_V, state, n_output, self._scratch)
         if params.is_greedy:
-            token_id = self._argmax(row_V[None])[0]
+            token_id = int(row_V.argmax())
+            _finite(float(row_V[token_id]))
         else:
             token_id = _draw(row_V, params, uniform(state.seed, position), self._scratch)
         logprobs = None
@@ -243,53 +255,51 @@ class Sampler:
     def prompt_logprobs(self, logits_CV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
         """For each row of `logits_CV` [C,V] fp32 the log-probability of the prompt token that follows it."""
         return [
-            _token_logprobs(logits_V, token_id, top, self._scratch)
+            _token_logprobs(_on_cpu(logits_V), token_id, top, self._scratch)
             for logits_V, token_id in zip(logits_CV, token_ids, strict=True)
         ]
 
 
-def _processed(logits_V: torch.Tensor, state: _SequenceState, n_output: int, scratch: _Scratch) -> torch.Tensor:
+def _processed(logits_V: np.ndarray, state: _SequenceState, n_output: int, scratch: _Scratch) -> np.ndarray:
     """`logits_V` after penalties, bias, min_tokens and grammar; a copy where anything changes."""
     bans_end = n_output < state.params.min_tokens and len(state.banned_ids) > 0
     if state.penalty is None and state.bias is None and state.grammar is None and not bans_end:
         return logits_V
-    row_V = scratch.row_V.copy_(logits_V)
+    row_V = scratch.row_V
+    row_V[:] = logits_V
     if state.penalty is not None:
         state.penalty.apply(row_V)
     if state.bias is not None:
         ids, values = state.bias
-        row_V[ids.to(row_V.device)] += values.to(row_V.device, row_V.dtype)
-    before_ban = row_V
-    if bans_end:
-        before_ban = row_V.clone() if state.grammar is not None else row_V
-        row_V[state.banned_ids.to(row_V.device)] = -torch.inf
+        row_V[ids] += values
     if state.grammar is not None:
         state.grammar.mask(row_V)
-        if bans_end and bool(torch.isneginf(row_V).all()):
-            # the grammar allows nothing but the end here: it wins over min_tokens
-            state.grammar.mask(before_ban)
-            return before_ban
+    if bans_end:
+        before = row_V[state.banned_ids]
+        row_V[state.banned_ids] = -np.inf
+        if state.grammar is not None and row_V.max() == -np.inf:
+            row_V[state.banned_ids] = before  # the grammar allows nothing but the end: it wins over min_tokens
     return row_V
 
 
-def draw(logits_V: torch.Tensor, params: SamplingParams, noise: float) -> int:
+def draw(logits_V: np.ndarray, params: SamplingParams, noise: float) -> int:
     """The token at quantile `noise` [0, 1) of softmax(logits_V / temperature) cut by top-k, top-p and min-p.
 
     logits_V [V] fp32, read only. What `Sampler.sample` does for one row, without its state.
     """
-    return _draw(logits_V, params, noise, _Scratch(len(logits_V), logits_V.device))
+    return _draw(logits_V, params, noise, _Scratch(len(logits_V)))
 
 
-def _draw(logits_V: torch.Tensor, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
+def _draw(logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
     if params.top_k is not None and params.top_k < len(logits_V):
         return _draw_among(_top(logits_V, params.top_k, scratch), params, noise)
     if params.top_p < 1.0:
         return _draw_top_p(logits_V, params, noise, scratch)
     if params.min_p > 0.0:
-        values = _on_cpu(logits_V)
-        low = _finite(float(values.max())) + params.temperature * math.log(params.min_p)
-        ids = np.flatnonzero(np.greater_equal(values, np.float32(low), out=scratch.mask_V))
-        weights = np.exp((values[ids].astype(np.float64) - float(values[ids].max())) / params.temperature)
+        best = _finite(float(logits_V.max()))
+        low = np.float32(best + params.temperature * math.log(params.min_p))
+        ids = np.flatnonzero(np.greater_equal(logits_V, low, out=scratch.mask_V))
+        weights = np.exp((logits_V[ids].astype(np.float64) - best) / params.temperature)
         return _pick(ids, np.cumsum(weights), noise)
     return _draw_from_all(logits_V, params.temperature, noise, scratch)
 
@@ -299,38 +309,39 @@ def _pick(ids: np.ndarray, cdf: np.ndarray, noise: float) -> int:
     return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
 
 
-def _draw_from_all(logits_V: torch.Tensor, temperature: float, noise: float, scratch: _Scratch) -> int:
+def _draw_from_all(logits_V: np.ndarray, temperature: float, noise: float, scratch: _Scratch) -> int:
     """Inverse CDF over the whole vocabulary, in index order."""
     weights_V = _weights(logits_V, temperature, scratch)
-    cdf_V = torch.cumsum(weights_V, 0, dtype=torch.float64, out=scratch.cdf_V)
-    index = int(torch.searchsorted(cdf_V, noise * cdf_V[-1], right=True))
+    cdf_V = scratch.cdf_V()
+    index = int(np.searchsorted(cdf_V, noise * cdf_V[-1], side="right"))
     if index < len(cdf_V):
         return index
-    return int(torch.nonzero(weights_V)[-1])  # rounding took the quantile past the end
+    return int(np.flatnonzero(weights_V)[-1])  # rounding took the quantile past the end
 
 
-def _weights(logits_V: torch.Tensor, temperature: float, scratch: _Scratch) -> torch.Tensor:
+def _weights(logits_V: np.ndarray, temperature: float, scratch: _Scratch) -> np.ndarray:
     """exp((logit - best) / temperature) [V] fp32 in the scratch: probabilities up to a factor, the best token 1."""
-    best = _finite(float(_on_cpu(logits_V).max() if logits_V.device.type == "cpu" else logits_V.max()))
-    weights_V = torch.sub(logits_V, best, out=scratch.weights_V)
+    best = _finite(float(logits_V.max()))
+    weights_V = np.subtract(logits_V, np.float32(best), out=scratch.weights_V)
     if temperature != 1.0:
-        weights_V /= temperature
-    return weights_V.exp_()
+        weights_V /= np.float32(temperature)
+    np.exp(weights_V, out=weights_V)
+    return weights_V
 
 
-def _draw_top_p(logits_V: torch.Tensor, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
+def _draw_top_p(logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
     """Sort the best 1024 only, when they hold the top-p mass (real models); else find the border by histogram."""
     weights_V = _weights(logits_V, params.temperature, scratch)
-    mass = params.top_p * float(weights_V.sum(dtype=torch.float64))
-    if len(logits_V) > _FIRST_CANDIDATES:
-        ids, values = _top(logits_V, _FIRST_CANDIDATES, scratch)
+    mass = params.top_p * float(weights_V.sum(dtype=np.float64))
+    n_first = min(_FIRST_CANDIDATES, max(8, len(logits_V) // (2 * _LANES)))
+    if n_first < len(logits_V):
+        ids, values = _top(logits_V, n_first, scratch)
         best_weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
         if best_weights.sum() >= mass:
             return _draw_among((ids, values), params, noise, mass=mass)
-    weights = _on_cpu(weights_V)
-    ids = _heaviest(weights, mass, scratch)
-    ids = ids[weights[ids] >= max(params.min_p, _SMALLEST_WEIGHT)]
-    return _pick(ids, np.cumsum(weights[ids], dtype=np.float64), noise)
+    ids = _heaviest(weights_V, mass, scratch)
+    ids = ids[weights_V[ids] >= max(params.min_p, _SMALLEST_WEIGHT)]
+    return _pick(ids, np.cumsum(weights_V[ids], dtype=np.float64), noise)
 
 
 def _heaviest(weights: np.ndarray, mass: float, scratch: _Scratch) -> np.ndarray:
@@ -374,7 +385,7 @@ def _draw_among(
     return _pick(ids[:keep], np.cumsum(weights[:keep]), noise)
 
 
-def _top(logits_V: torch.Tensor, k: int, scratch: _Scratch) -> tuple[np.ndarray, np.ndarray]:
+def _top(logits_V: np.ndarray, k: int, scratch: _Scratch) -> tuple[np.ndarray, np.ndarray]:
     """(ids, logits) of the k best, best first, ties by index; everything equal to the k-th is kept as well."""
     n = len(logits_V)
     blocks = n // _LANES
@@ -382,14 +393,14 @@ def _top(logits_V: torch.Tensor, k: int, scratch: _Scratch) -> tuple[np.ndarray,
         low = -math.inf
     elif blocks >= 2 * k:
         # the k-th largest of the block maxima is a lower bound for the k-th largest of all
-        maxima = _on_cpu(logits_V[: blocks * _LANES].view(blocks, _LANES).amax(1))
+        # (torch's amax over short rows is ten times as fast as numpy's)
+        maxima = torch.from_numpy(logits_V[: blocks * _LANES].reshape(blocks, _LANES)).amax(1).numpy()
         _finite(float(maxima.max()))
         low = float(np.partition(maxima, blocks - k)[blocks - k])
     else:
-        best = torch.topk(logits_V, k).values
-        _finite(float(best[0]))
-        low = float(best[-1])
-    ids, values = _at_least(_on_cpu(logits_V), low, scratch)
+        _finite(float(logits_V.max()))
+        low = float(np.partition(logits_V, n - k)[n - k])
+    ids, values = _at_least(logits_V, low, scratch)
     if len(ids) > k:
         keep = int(np.searchsorted(-values, -values[k - 1], side="right"))
         ids, values = ids[:keep], values[:keep]
@@ -418,13 +429,11 @@ def _finite(best: float) -> float:
     return best
 
 
-def _token_logprobs(logits_V: torch.Tensor, token_id: int, top: int, scratch: _Scratch) -> TokenLogprobs:
+def _token_logprobs(logits_V: np.ndarray, token_id: int, top: int, scratch: _Scratch) -> TokenLogprobs:
     """Log-probability, rank (1 + number of larger logits) and `top` best alternatives of one token in its row."""
-    values = _on_cpu(logits_V)
-    best = _finite(float(values.max()))
-    norm = best + math.log(float(_weights(logits_V, 1.0, scratch).sum(dtype=torch.float64)))
-    chosen = values[token_id]
-    rank = 1 + int(np.count_nonzero(np.greater(values, chosen, out=scratch.mask_V)))
+    norm = float(logits_V.max()) + math.log(float(_weights(logits_V, 1.0, scratch).sum(dtype=np.float64)))
+    chosen = logits_V[token_id]
+    rank = 1 + int(np.count_nonzero(np.greater(logits_V, chosen, out=scratch.mask_V)))
     alternatives: tuple[tuple[int, float], ...] = ()
     if top:
         ids, best_values = _top(logits_V, top, scratch)

@@ -21,7 +21,6 @@ from typing import Any
 
 import llguidance
 import numpy as np
-import torch
 
 from diptych.ground.errors import GrammarError, InternalError, LoadError
 from diptych.ground.request import StructuredSpec
@@ -207,16 +206,15 @@ class GrammarState:
         bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little")
         return bits.view(bool)
 
-    def mask(self, logits_V: torch.Tensor) -> None:
-        """Set the logits of tokens that may not come next to -inf, in place. Some token stays allowed."""
+    def mask(self, logits_V: np.ndarray) -> None:
+        """Set the logits (fp32) of tokens that may not come next to -inf, in place. Some token stays allowed."""
         self._settle()
         if self._matcher.is_error():
-            forbidden_V = torch.from_numpy(~self._only_eos)
-        else:
-            # a table of eight flags per byte fills a buffer we keep; unpackbits would allocate a vocabulary each time
-            np.take(_FORBIDDEN, self._words.view(np.uint8), axis=0, out=self._flags, mode="clip")
-            forbidden_V = torch.from_numpy(self._flags.reshape(-1)[: self._vocab_size])
-        logits_V.masked_fill_(forbidden_V.to(logits_V.device), -torch.inf)
+            logits_V[~self._only_eos] = -np.inf
+            return
+        # a table of eight flags per byte fills a buffer we keep; unpackbits would allocate a vocabulary each time
+        np.take(_FORBIDDEN, self._words.view(np.uint8), axis=0, out=self._flags, mode="clip")
+        np.putmask(logits_V, self._flags.reshape(-1)[: self._vocab_size], -np.inf)
 
     def _begin_fill(self) -> None:
         self._filling = None if self._matcher.is_error() else self._submit(self._fill)
