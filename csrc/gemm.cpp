@@ -122,7 +122,7 @@ void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int
 }
 
 // One panel against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then tiles.
-void run_panel(const Job& job, int64_t panel, int64_t begin, int64_t end) {
+void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin, int64_t end) {
   const int64_t tiles = count_tiles(job, end - begin), strips = job.shape.strips;
   TileArgs args;
   args.strip_bytes = job.w.panel_bytes / kPanelStrips;
@@ -130,7 +130,8 @@ void run_panel(const Job& job, int64_t panel, int64_t begin, int64_t end) {
   args.ahead_bytes = tiles == 1 ? kAheadBytes : 0;
   for (int64_t strip = 0; strip < kPanelStrips; strip += strips) {
     const uint8_t* base = job.w.panels + panel * job.w.panel_bytes + strip * args.strip_bytes;
-    args.next = args.next_strip = base + strips * args.strip_bytes;
+    const bool is_last = strip + strips == kPanelStrips;
+    args.next = args.next_strip = is_last ? job.w.panels + next_panel * job.w.panel_bytes : base + strips * args.strip_bytes;
     for (int64_t unit = 0; unit < job.cut.units; unit += job.cut.units_per_block) {
       args.units = std::min(job.cut.units_per_block, job.cut.units - unit);
       args.strip = base + unit * job.cut.unit_bytes;
@@ -148,6 +149,54 @@ void run_panel(const Job& job, int64_t panel, int64_t begin, int64_t end) {
   for (int64_t tile = 0; tile < tiles; ++tile)
     finish_tile(job, panel, tile_rows(job, begin, end, tile), job.acc + tile * job.shape.rows * kPanelLanes * 4);
 }
+
+// Of the tasks of a call, those dealt out to the threads; the others, a quarter, go to whoever is free. Threads of a shared machine
+// differ by up to 20 %.
+int64_t dealt_tasks(int64_t count, int threads) { return threads > 1 ? count - count / 4 : count; }
+
+// The tasks (panel times block of rows) of one call as one thread meets them: its own part first, then the shared rest one by
+// one. The task after the current one is always known, so that its weights can be read ahead.
+class Tasks {
+ public:
+  Tasks(int64_t count, Balance& balance, int thread, int threads)
+      : balance_(balance), threads_(threads), count_(count), shared_(dealt_tasks(count, threads)) {
+    const Range own = share(shared_, thread, threads);
+    upcoming_ = own.begin;
+    own_end_ = own.end;
+    if (upcoming_ == own_end_) take_shared();
+    advance();
+  }
+  // The last thread leaves the balance as it found it: all have taken their last task by then.
+  ~Tasks() {
+    if (balance_.finished.fetch_add(1, std::memory_order_acq_rel) + 1 != threads_) return;
+    balance_.taken.store(0, std::memory_order_relaxed);
+    balance_.finished.store(0, std::memory_order_release);
+  }
+  Tasks(const Tasks&) = delete;
+  Tasks& operator=(const Tasks&) = delete;
+
+  bool has_task() const { return current_ < count_; }
+  int64_t current() const { return current_; }
+  int64_t upcoming() const { return std::min(upcoming_, count_ - 1); }
+  void advance() {
+    current_ = upcoming_;
+    if (current_ >= count_) return;
+    if (current_ + 1 < own_end_) {
+      upcoming_ = current_ + 1;
+    } else {
+      take_shared();
+    }
+  }
+
+ private:
+  void take_shared() {
+    own_end_ = 0;
+    upcoming_ = shared_ + balance_.taken.fetch_add(1, std::memory_order_relaxed);
+  }
+  Balance& balance_;
+  int threads_;
+  int64_t count_, shared_, own_end_, current_ = 0, upcoming_;
+};
 
 // Working memory of one thread, grown to the largest layer it has met.
 uint8_t* scratch(int64_t bytes) {
@@ -182,14 +231,18 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
   const int64_t words_bytes = shape.interleaved ? block_rows * cut.units * cut.unit_words * 4 : 0;
   uint8_t* memory = scratch(acc_bytes + words_bytes);
   const Job job{kernels, w, x, x_rows, epilogue, cut, shape, m, memory, memory + acc_bytes};
-  const Range mine = share(blocks * w.n_panels, thread, threads);
   int64_t ready = -1;
-  for (int64_t task = mine.begin; task < mine.end; ++task) {
-    const int64_t block = task / w.n_panels, begin = block * block_rows, end = std::min(m, begin + block_rows);
+  for (Tasks tasks(blocks * w.n_panels, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
+    const int64_t block = tasks.current() / w.n_panels, begin = block * block_rows, end = std::min(m, begin + block_rows);
     if (shape.interleaved && block != ready) interleave_block(job, begin, end);
     ready = block;
-    if (begin < end) run_panel(job, task % w.n_panels, begin, end);
+    if (begin < end) run_panel(job, tasks.current() % w.n_panels, tasks.upcoming() % w.n_panels, begin, end);
   }
+}
+
+void prefetch_linear(const PackedLinear& w, int thread, int threads) {
+  const uint8_t* first = w.panels + share(dealt_tasks(w.n_panels, threads), thread, threads).begin * w.panel_bytes;
+  for (int64_t at = 0; at < std::min(kAheadBytes, w.panel_bytes); at += 64) __builtin_prefetch(first + at);
 }
 
 // ---- activations -------------------------------------------------------------------------------------------------

@@ -16,8 +16,10 @@
 //   linear(w, x, {}, m, epilogue, thread, threads);              // no barrier inside; the caller puts one after
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace diptych {
 
@@ -54,6 +56,14 @@ void pack_linear(const LinearShape& shape, const WeightPart* parts, int64_t n_pa
 // As pack_linear with random weights, uniform in +-amplitude, a pure function of (seed, lane, input). For benchmarks.
 void pack_random(const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads);
 
+// How the threads of one call share its panels: most are dealt out, the rest go to whoever is free (cores of one machine rarely
+// run at one speed). Zero between calls.
+struct alignas(64) Balance {
+  std::atomic<int64_t> taken{0};
+  std::atomic<int32_t> finished{0};
+};
+
+// A view, copied freely; copies share `balance`, so one region at a time may use them (view the blob again for another).
 struct PackedLinear {
   LinearShape shape;
   int64_t n_outputs = 0;    // n, or n / 2 when gated
@@ -63,6 +73,7 @@ struct PackedLinear {
   const uint8_t* panels = nullptr;
   const float* scales = nullptr;  // [n_panels * 64], int8 only
   const float* bias = nullptr;    // [n_panels * 64] or null
+  std::shared_ptr<Balance> balance;
 };
 
 // The view of a packed blob; blob is 64-byte aligned and outlives the view.
@@ -132,6 +143,10 @@ struct Epilogue {
 // a call with x_rows = the tokens routed to it. Each output element is written by exactly one thread.
 void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m, const Epilogue& epilogue,
             int thread, int threads);
+
+// Starts reading the first weights of thread's part of w, for a call before the barrier that precedes linear(w): memory then works
+// while the threads wait for each other.
+void prefetch_linear(const PackedLinear& w, int thread, int threads);
 
 // Half-open part of [0, items) that is thread's, in multiples of `unit` except for the end.
 struct Range {

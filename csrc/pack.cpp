@@ -166,6 +166,7 @@ PackedLinear view_packed(const LinearShape& shape, const void* blob) {
   w.panels = parts.panels;
   w.scales = parts.scales;
   w.bias = parts.bias;
+  w.balance = std::make_shared<Balance>();
   return w;
 }
 

@@ -145,13 +145,18 @@ double pass_s(ThreadPool& pool, const ModelShape& shape, const Model& model, con
       Epilogue add{Store::add_f32, Activation::silu, b.residual, shape.hidden, nullptr, nullptr};
       for (int64_t i = 0; i < layers; ++i) {
         const Layer& layer = model.layers[i];
+        const Layer& following = model.layers[(i + 1) % layers];
         linear(layer.qkv, b.hidden, nullptr, m, wide, thread, threads);
+        prefetch_linear(layer.out, thread, threads);
         pool.barrier(thread);
         linear(layer.out, b.hidden, nullptr, m, add, thread, threads);
+        prefetch_linear(layer.gate_up, thread, threads);
         pool.barrier(thread);
         linear(layer.gate_up, b.hidden, nullptr, m, gate, thread, threads);
+        prefetch_linear(layer.down, thread, threads);
         pool.barrier(thread);
         linear(layer.down, b.ffn, nullptr, m, add, thread, threads);
+        prefetch_linear(following.qkv, thread, threads);
         pool.barrier(thread);
       }
     });

@@ -1,0 +1,104 @@
+// Attention alone: prefill against the bf16 peak, decode against the read ceiling, both measured in the same run.
+//   attention_bench [threads [part of a case's name]]
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "attention_plan.h"
+#include "../ceilings.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace diptych {
+namespace {
+
+struct Case {
+  const char* name;
+  int64_t n_heads, n_kv_heads, head_dim, sequences, context, new_tokens;
+};
+
+const Case kCases[] = {
+    {"0.5b prefill 512", 14, 2, 64, 1, 512, 512},   {"0.5b prefill 2048", 14, 2, 64, 1, 2048, 2048},
+    {"1b prefill 2048", 32, 8, 64, 1, 2048, 2048},  {"d128 prefill 2048", 16, 8, 128, 1, 2048, 2048},
+    {"0.5b decode 16 x 200", 14, 2, 64, 16, 200, 1}, {"1b decode 16 x 200", 32, 8, 64, 16, 200, 1},
+    {"0.5b decode 8k", 14, 2, 64, 1, 8192, 1},      {"1b decode 8k", 32, 8, 64, 1, 8192, 1},
+    {"0.5b decode 32k", 14, 2, 64, 1, 32768, 1},    {"1b decode 32k", 32, 8, 64, 1, 32768, 1},
+    {"d128 decode 8k", 16, 8, 128, 1, 8192, 1},
+};
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, double peak) {
+  const int64_t blocks = (c.context + 31) / 32, tokens = c.sequences * c.new_tokens;
+  KvShape kv_shape;
+  kv_shape.n_blocks = blocks * c.sequences, kv_shape.block_tokens = 32, kv_shape.n_kv_heads = c.n_kv_heads;
+  kv_shape.head_dim = c.head_dim, kv_shape.format = format;
+  // enough layers that a decode finds none of its keys in the last cache
+  const double kv_bytes = static_cast<double>(kv_shape.n_blocks) * kv_shape.block_bytes();
+  kv_shape.n_layers = c.new_tokens > 1 ? 1 : std::max<int64_t>(1, std::min<int64_t>(400, static_cast<int64_t>(4e8 / kv_bytes)));
+  KvCache kv(kv_shape);
+  for (int64_t i = 0; i < kv.bytes(); i += 64) kv.layer(0).data[i] = static_cast<uint8_t>(i / 64 % 63);
+  std::vector<int32_t> table(c.sequences * blocks), positions(tokens), starts(c.sequences + 1);
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>((i * 7919) % table.size());
+  for (int64_t t = 0; t < tokens; ++t) positions[t] = static_cast<int32_t>(c.context - c.new_tokens + t % c.new_tokens);
+  for (int64_t s = 0; s <= c.sequences; ++s) starts[s] = static_cast<int32_t>(s * c.new_tokens);
+  std::vector<uint16_t> q(tokens * c.n_heads * c.head_dim, 0x3c00), out(q.size());
+
+  AttentionCall call;
+  call.shape.n_heads = c.n_heads, call.shape.n_kv_heads = c.n_kv_heads, call.shape.head_dim = c.head_dim, call.shape.scale = 0.125f;
+  call.q = q.data(), call.positions = positions.data(), call.block_table = table.data(), call.table_width = blocks;
+  call.out_bf16 = out.data(), call.out_stride = c.n_heads * c.head_dim;
+  AttentionPlan plan;
+  plan_attention_tasks(call.shape, {starts.data(), positions.data(), c.sequences}, pool.size(), plan);
+  std::vector<float> partials(plan.partial_floats + 64);
+  call.partials = partials.data();
+  const Kernels& kernels = program_kernels();
+  const int64_t stride = kernels.attention_scratch_bytes(call.shape);
+  PageBuffer scratch(stride * pool.size());
+
+  double best = 1e9;
+  for (int repeat = 0; repeat < 7; ++repeat) {
+    std::vector<std::atomic<int32_t>> next(kv_shape.n_layers);
+    const double begin = now_s();
+    pool.run([&](int thread, int threads) {
+      AttentionCall mine = call;
+      for (int64_t layer = 0; layer < kv_shape.n_layers; ++layer) {
+        mine.kv = kv.layer(layer);
+        for (int32_t i = next[layer]++; i < static_cast<int32_t>(plan.tasks.size()); i = next[layer]++)
+          kernels.attention(mine, plan.tasks[i], scratch.data() + thread * stride);
+        pool.barrier(thread);
+        if (plan.combines.empty()) continue;
+        for (const AttentionTask& task : plan.combines) {
+          const Range rows = share(c.n_heads / c.n_kv_heads, thread, threads);
+          kernels.attention_combine(mine, task, rows.begin, rows.end, scratch.data() + thread * stride);
+        }
+        pool.barrier(thread);
+      }
+    });
+    best = std::min(best, (now_s() - begin) / kv_shape.n_layers);
+  }
+  if (c.new_tokens > 1) {
+    const double flops = 2.0 * c.new_tokens * (c.new_tokens + 1) * c.head_dim * c.n_heads;
+    std::printf("%-22s %s %9.1f us  %6.0f Gop/s  %5.1f %% of peak\n", c.name, format == KvFormat::bf16 ? "bf16" : "int8", best * 1e6, flops / best * 1e-9, 100 * flops / best / peak);
+  } else {
+    std::printf("%-22s %s %9.1f us  %6.1f GB/s   %5.1f %% of read\n", c.name, format == KvFormat::bf16 ? "bf16" : "int8", best * 1e6, kv_bytes / best * 1e-9, 100 * kv_bytes / best / read);
+  }
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace diptych
+
+int main(int argc, char** argv) {
+  using namespace diptych;
+  ThreadPool pool(argc > 1 ? std::atoi(argv[1]) : 0);
+  for (KvFormat format : {KvFormat::bf16, KvFormat::int8})
+    for (const Case& c : kCases)
+      if (argc < 3 || std::strstr(c.name, argv[2]) != nullptr)
+        run_case(pool, c, format, measure_read_bytes_per_s(pool, int64_t{128} << 20, 3), measure_bf16_ops_per_s(pool, 3));
+  return 0;
+}
