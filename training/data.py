@@ -115,9 +115,12 @@ class Sampler:
         return ids[:-1], np.where(mask[1:], ids[1:], IGNORED)
 
     def mixed_row(self, row_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Half a row of book text, then dialogues: questions must be answered at far positions too."""
-        book_tokens, book_targets = self.book_row(row_tokens // 2)
-        tokens, targets = self.synthetic_row(row_tokens - row_tokens // 2)
+        """Book text for two to four quarters, then dialogues: questions must be answered at far positions too."""
+        n_quarters = int(np.random.default_rng([self.seed, self.next_document]).integers(2, 5))
+        book_tokens, book_targets = self.book_row(row_tokens * n_quarters // 4)
+        if n_quarters == 4:
+            return book_tokens, book_targets
+        tokens, targets = self.synthetic_row(row_tokens - len(book_tokens))
         return np.concatenate([book_tokens, tokens]), np.concatenate([book_targets[:-1], [IGNORED], targets])
 
     def batch(self, *, rows: int, row_tokens: int, book_fraction: float) -> tuple[torch.Tensor, torch.Tensor]:

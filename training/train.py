@@ -75,10 +75,10 @@ def make_optimizers(model: Llama, recipe: Recipe) -> dict[str, torch.optim.Optim
 
 
 def batch_shape(tokens_seen: int, recipe: Recipe) -> tuple[int, int]:
-    """(rows, row_tokens) of the next step; at least four rows, which two threads share evenly."""
+    """(rows, row_tokens) of the next step; at least two rows, one for each of two threads."""
     is_long = tokens_seen >= (1 - recipe.long_fraction) * recipe.total_tokens
     row_tokens = LONG_ROW_TOKENS if is_long else SHORT_ROW_TOKENS
-    return max(4, recipe.batch_tokens // row_tokens), row_tokens
+    return max(2, recipe.batch_tokens // row_tokens), row_tokens
 
 
 class Workers:
