@@ -66,6 +66,7 @@ def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: h
 def test_a_person_sees_requests_and_tries_a_prompt(
     server: ServerProcess, browser: object, tmp_path: Path, name: str, theme: str, width: int
 ) -> None:
+    wait = pytest.importorskip("playwright.sync_api").expect  # not wait_for_function: the page's CSP forbids eval
     context = browser.new_context(viewport={"width": width, "height": 1400}, color_scheme=theme)  # type: ignore[attr-defined]
     try:
         page = context.new_page()
@@ -77,12 +78,12 @@ def test_a_person_sees_requests_and_tries_a_prompt(
             "request", lambda request: foreign.append(request.url) if not request.url.startswith(server.url) else None
         )
         page.goto(f"{server.url}/")
-        page.wait_for_function("document.getElementById('status').textContent === 'live'", timeout=60_000)
+        wait(page.locator("#status")).to_have_text("live", timeout=60_000)
         page.fill("#try-system", "You answer in one sentence.")
         page.click("#try-send")
-        page.wait_for_selector("#try-report table", timeout=90_000)
-        page.wait_for_function("document.querySelectorAll('#requests tbody tr').length > 0", timeout=60_000)
-        page.wait_for_function("document.getElementById('ttft').textContent !== '-'", timeout=60_000)
+        wait(page.locator("#try-report table").first).to_be_visible(timeout=90_000)
+        wait(page.locator("#requests tbody tr").first).to_be_visible(timeout=60_000)
+        wait(page.locator("#ttft")).to_contain_text("s", timeout=60_000)
         assert page.inner_text("#try-answer").strip()
         report = page.inner_text("#try-report")
         for word in ("prefill", "decode", "system", "new message", "queue"):

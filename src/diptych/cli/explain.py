@@ -1,0 +1,185 @@
+"""`diptych explain --messages chat.json`: where a prompt's tokens and its time to first token come from."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from diptych.cli import options
+from diptych.cli.options import engine_config, loading_bar
+from diptych.compute.ceilings import machine_ceilings
+from diptych.cost.workload import ChunkShape, Workload
+from diptych.engine.cost_view import CostView
+from diptych.engine.load import LoadedModel, load, local_predictor
+from diptych.ground.config import env_text
+from diptych.ground.errors import ConfigError
+from diptych.ground.request import Segment
+from diptych.server.explanation import Explanation, Part, explain, volatile_spot
+from diptych.server.segments import cover
+
+app = typer.Typer(add_completion=False)
+TIMEOUT_S = 600.0
+
+
+@app.command(name="explain")
+def explain_command(
+    messages: Annotated[
+        Path, typer.Option(help="a JSON file: a list of messages, or an object with messages (and tools)")
+    ],
+    tools: Annotated[Path | None, typer.Option(help="a JSON file with a list of tools")] = None,
+    url: Annotated[str | None, typer.Option(help="measure on this server; without it the time is predicted")] = None,
+    api_key: Annotated[str | None, typer.Option(help="key (default: DIPTYCH_API_KEY)")] = None,
+    model: options.Model = "bundled",
+    backend: options.Backend = "auto",
+    weights: options.Weights = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Say what each part of a prompt costs, what the prefix cache can keep, and which order would be cheaper."""
+    body = read_body(messages, tools)
+    if url is not None:
+        explanation = measured(body, url.rstrip("/").removesuffix("/v1"), api_key or env_text("API_KEY"))
+    else:
+        config = engine_config(backend=backend, weights=weights)
+        with loading_bar(f"loading {model}") as progress:
+            loaded = load(model, config, progress=progress)
+        explanation = predicted(body, loaded, block_tokens=config.block_tokens)
+    print(json.dumps(explanation.as_json()) if as_json else text_of(explanation))
+
+
+def read_body(messages: Path, tools: Path | None) -> dict[str, Any]:
+    """The chat as a request body. Raises ConfigError for a file that is not one."""
+    chat = _read_json(messages)
+    body = {"messages": chat} if isinstance(chat, list) else chat
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise ConfigError(f"{messages} holds no messages", hint='it must be [{"role": "user", "content": "..."}, ...]')
+    if tools is not None:
+        body["tools"] = _read_json(tools)
+    return {key: body[key] for key in ("messages", "tools", "documents", "chat_template_kwargs") if body.get(key)}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def measured(body: dict[str, Any], url: str, key: str | None) -> Explanation:
+    """Run the prompt once on a server, past its cache, and ask what the cache holds now."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
+        template = _post(client, "/apply-template", body)
+        salt = uuid.uuid4().hex  # a cache of its own, so that every part is computed and so measured
+        answer = _post(client, "/v1/chat/completions", body | {"max_tokens": 1, "cache_salt": salt})
+    cached = template["cached_tokens"]
+    parts, position = [], 0
+    for segment in answer["timings"]["diptych"]["segments"]:
+        kept = max(0, min(segment["tokens"], cached - position))
+        cost_s = segment["prefill_ms"] / 1e3
+        parts.append(Part(name=segment["name"], tokens=segment["tokens"], cost_s=cost_s, cached_tokens=kept))
+        position += segment["tokens"]
+    spots = _volatile(body, [(one["name"], one["start"], one["tokens"]) for one in template["segments"]])
+    return explain(parts, source="measured", block_tokens=template["block_tokens"], volatile=spots)
+
+
+def _post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        answer = client.post(path, json=body)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(f"cannot reach {client.base_url}: {error}", hint="is the server running there") from error
+    if answer.status_code != 200:
+        raise ConfigError(f"{path} answers {answer.status_code}: {answer.text[:500]}")
+    return answer.json()
+
+
+def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -> Explanation:
+    """Predict from this machine's profile; without one, the least time that its ceilings allow."""
+    rendered = loaded.template.render(
+        body["messages"],
+        tools=body.get("tools"),
+        documents=body.get("documents"),
+        kwargs=body.get("chat_template_kwargs"),
+    )
+    predictor = local_predictor(loaded.model)
+    view = CostView(loaded.model)
+    ceilings = machine_ceilings(loaded.model) if predictor is None else None
+
+    def prefill_s(n_tokens: int) -> float:
+        if n_tokens == 0:
+            return 0.0
+        work = Workload(shapes=(ChunkShape(new_tokens=n_tokens, start_pos=0, samples=True),))
+        if predictor is not None:
+            return predictor.predict(work).total_s
+        assert ceilings is not None
+        return view.bound_s(work, ceilings.read_bytes_per_s, ceilings.flops_per_s)
+
+    segments: list[Segment] = cover(rendered.segments, len(rendered.token_ids))
+    n_tokens = len(rendered.token_ids)
+    # what a part adds is the difference of two prefills; the fixed cost of a step is shared out by tokens
+    fixed_s = prefill_s(1) if predictor is not None else 0.0
+    parts = []
+    for one in segments:
+        added_s = max(0.0, prefill_s(one.end) - (prefill_s(one.start) if one.start else fixed_s))
+        share_s = fixed_s * (one.end - one.start) / n_tokens
+        parts.append(Part(name=one.name, tokens=one.end - one.start, cost_s=added_s + share_s, cached_tokens=0))
+    spots = _volatile(body, [(one.name, one.start, one.end - one.start) for one in segments])
+    source = "predicted" if predictor is not None else "bound"
+    return explain(parts, source=source, block_tokens=block_tokens, volatile=spots)
+
+
+def _volatile(body: dict[str, Any], segments: list[tuple[str, int, int]]) -> list[tuple[str, int, int, str]]:
+    """Changing text in the system prompt: (part, its start, tokens before the text, what)."""
+    first = body["messages"][0]
+    if (
+        first.get("role") not in ("system", "developer")
+        or not isinstance(first.get("content"), str)
+        or not first["content"]
+    ):
+        return []
+    spot = volatile_spot(first["content"])
+    if spot is None:
+        return []
+    for name, start, tokens in segments:
+        if name == "system":
+            return [(name, start, start + int(tokens * spot[0] / len(first["content"])), spot[1])]
+    return []
+
+
+def text_of(explanation: Explanation) -> str:
+    """A table and what follows from it."""
+    words = {
+        "measured": "measured on the server, nothing cached",
+        "predicted": "predicted from this machine's profile",
+        "bound": "the least this machine's ceilings allow; run `diptych lab calibrate` for a prediction",
+    }
+    n_tokens = sum(part.tokens for part in explanation.parts)
+    total_s = explanation.prefill_s or 1e-12
+    lines = [
+        f"prompt of {n_tokens} tokens, prefill {_ms(explanation.prefill_s)} ({words[explanation.source]})",
+        f"  {'part':<24}{'tokens':>8}{'share':>8}{'prefill':>12}{'share':>8}{'cached now':>12}",
+    ]
+    for part in explanation.parts:
+        lines.append(
+            f"  {part.name:<24}{part.tokens:>8}{part.tokens / n_tokens:>8.0%}{_ms(part.cost_s):>12}"
+            f"{part.cost_s / total_s:>8.0%}{part.cached_tokens:>12}"
+        )
+    lines += [
+        f"the prefix cache keeps whole blocks of {explanation.block_tokens} tokens:",
+        f"  the next turn of this chat reuses {explanation.next_turn_tokens} tokens, {_ms(explanation.next_turn_saved_s)}",
+        f"  another chat with the same beginning reuses {explanation.new_chat_tokens} tokens, "
+        f"{_ms(explanation.new_chat_saved_s)}",
+    ]
+    if not explanation.reorderings:
+        lines.append("no other order of the parts would save more")
+    for one in explanation.reorderings:
+        lines.append(f"to save {one.saved_tokens} tokens, {_ms(one.saved_s)}: {one.what}")
+    return "\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 10.0 else f"{seconds:.1f} s"
