@@ -1,0 +1,113 @@
+"""The doctor must name the cause that was built in, with its numbers, from our names and from vLLM's."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from diptych.cli.doctor import app
+from diptych.server.diagnosis import diagnose, read_scrape
+from server_process import ServerProcess
+
+
+def metrics(**values: float | tuple[float, float]) -> str:
+    """Exposition text in vLLM's names: (mean, count) makes a histogram whose values all lie in one bucket."""
+    lines = []
+    for name, value in values.items():
+        full = f"vllm:{name}"
+        if isinstance(value, tuple):
+            mean, count = value
+            lines.append(f"# TYPE {full} histogram")
+            for edge in (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0, 10_000.0):
+                lines.append(f'{full}_bucket{{le="{edge}"}} {count if mean <= edge else 0}')
+            lines += [f'{full}_bucket{{le="+Inf"}} {count}', f"{full}_sum {mean * count}", f"{full}_count {count}"]
+        else:
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# TYPE {full} {kind}", f"{full} {value}"]
+    return "\n".join([*lines, ""])
+
+
+BASE: dict[str, float | tuple[float, float]] = {
+    "time_to_first_token_seconds": (5.0, 100),
+    "request_queue_time_seconds": (0.1, 100),
+    "request_prefill_time_seconds": (4.9, 100),
+    "inter_token_latency_seconds": (0.02, 10_000),
+    "request_time_per_output_token_seconds": (0.02, 100),
+    "request_decode_time_seconds": (2.0, 100),
+    "request_prompt_tokens": (3000.0, 100),
+    "iteration_tokens_total": (50.0, 10_000),
+    "generation_tokens_total": 10_000.0,
+    "num_requests_running": 3.0,
+    "num_requests_waiting": 0.0,
+    "kv_cache_usage_perc": 0.2,
+    "num_preemptions_total": 0.0,
+}
+
+
+def causes(**changes: float | tuple[float, float]) -> list[str]:
+    return [finding.cause for finding in diagnose(read_scrape(metrics(**{**BASE, **changes}))).findings]
+
+
+def test_long_prompts_are_named_with_their_length() -> None:
+    diagnosis = diagnose(read_scrape(metrics(**BASE)))
+    assert [finding.cause for finding in diagnosis.findings] == ["prompt length"]
+    assert "3000 tokens on average" in diagnosis.findings[0].evidence
+    assert "98%" in diagnosis.findings[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes"),
+    [
+        ("queueing", {"request_queue_time_seconds": (4.5, 100), "request_prefill_time_seconds": (0.5, 100)}),
+        ("prefill batching", {"iteration_tokens_total": (9000.0, 100), "request_prompt_tokens": (500.0, 100)}),
+        ("cache pressure", {"num_preemptions_total": 40.0, "kv_cache_usage_perc": 0.97}),
+        (
+            "decode batching",
+            {"request_time_per_output_token_seconds": (0.5, 100), "generation_tokens_total": 300_000.0},
+        ),
+        ("model size or hardware", {"request_time_per_output_token_seconds": (0.5, 100)}),
+    ],
+)
+def test_each_cause_is_found_where_it_was_built_in(cause: str, changes: dict[str, float | tuple[float, float]]) -> None:
+    assert cause in causes(**changes)
+    assert cause not in causes()
+
+
+def test_a_quick_server_gets_no_finding() -> None:
+    quick = {"time_to_first_token_seconds": (0.05, 100), "request_prefill_time_seconds": (0.04, 100)}
+    assert causes(**quick) == []
+
+
+def test_stalls_show_as_uneven_gaps_between_tokens() -> None:
+    lines = ["# TYPE vllm:inter_token_latency_seconds histogram"]
+    for edge, count in ((0.01, 900), (0.1, 950), (1.0, 1000)):
+        lines.append(f'vllm:inter_token_latency_seconds_bucket{{le="{edge}"}} {count}')
+    lines += ['vllm:inter_token_latency_seconds_bucket{le="+Inf"} 1000', "vllm:inter_token_latency_seconds_sum 40", ""]
+    rest = metrics(**{name: value for name, value in BASE.items() if name != "inter_token_latency_seconds"})
+    found = diagnose(read_scrape("\n".join(lines) + rest)).findings
+    assert "stalls by prefill" in [finding.cause for finding in found]
+
+
+def test_a_window_looks_at_what_happened_in_it() -> None:
+    before = read_scrape(metrics(**BASE))
+    after = read_scrape(
+        metrics(**{**BASE, "request_queue_time_seconds": (2.3, 200), "generation_tokens_total": 15_000.0})
+    )
+    window = after.since(before)
+    assert window.histograms["queue_s"].mean == pytest.approx(4.5)
+    assert window.numbers["output_tokens_total"] == 5000.0
+    assert window.numbers["kv_usage"] == 0.2
+
+
+def test_the_command_reads_a_running_server(server: ServerProcess) -> None:
+    server.client().post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
+    result = CliRunner().invoke(app, ["--url", server.url, "--json"])
+    assert result.exit_code == 0, result.output
+    numbers = json.loads(result.output)["numbers"]
+    assert numbers["requests"] >= 1
+    assert numbers["ttft_s.p50"] > 0
+    assert numbers["stall_s.mean"] is not None
+    text = CliRunner().invoke(app, ["--url", server.url])
+    assert "time to first token" in text.output

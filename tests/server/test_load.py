@@ -1,0 +1,129 @@
+"""The load generator: what it sends is seeded, what it reports is honest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diptych.cli.bench_serve import app
+from diptych.lab.load import LoadConfig, Outcome, arrivals, bodies, carries_output, run_load, summarize
+from server_process import ServerProcess
+
+
+def test_arrivals_are_a_poisson_process_and_not_stretched() -> None:
+    """Rescaled arrivals all end at n / rate: no bursts, no queues, flattering numbers."""
+    times = arrivals(20_000, rate_per_s=4.0, seed=1)
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))
+    assert mean == pytest.approx(0.25, rel=0.03)
+    assert deviation == pytest.approx(mean, rel=0.03)  # exponential gaps
+    ends = {round(arrivals(50, rate_per_s=4.0, seed=seed)[-1], 6) for seed in range(5)}
+    assert len(ends) == 5
+    assert arrivals(50, rate_per_s=4.0, seed=3) == arrivals(50, rate_per_s=4.0, seed=3)
+
+
+def test_bodies_depend_on_the_seed_only() -> None:
+    config = LoadConfig(
+        url="http://x", requests=5, prompt_tokens=(10, 20), new_tokens=(1, 4), vocab_size=100, shared_prefix_tokens=8
+    )
+    first, again = bodies(config), bodies(config)
+    assert first == again
+    assert len({tuple(body["prompt"][:8]) for body in first}) == 1
+    assert all(10 <= len(body["prompt"]) <= 20 and 1 <= body["max_tokens"] <= 4 for body in first)
+    assert bodies(LoadConfig(url="http://x", requests=5, seed=1)) != bodies(
+        LoadConfig(url="http://x", requests=5, seed=2)
+    )
+
+
+def outcome(number: int, *, due_s: float, events: list[float], error: str | None = None) -> Outcome:
+    done = Outcome(number=number, due_s=due_s, sent_s=due_s + 0.5, event_s=events, error=error)
+    done.end_s, done.output_tokens = (events[-1] if events else due_s + 1.0), len(events)
+    return done
+
+
+def test_latency_counts_from_when_a_request_was_due_and_failures_are_misses() -> None:
+    """A client that sends late must not hide the queue it stood in, nor a refusal improve the goodput."""
+    config = LoadConfig(url="http://x", requests=3, ttft_objective_s=2.0, tpot_objective_s=0.2)
+    outcomes = [
+        outcome(0, due_s=0.0, events=[1.0, 1.1, 1.2]),
+        outcome(1, due_s=1.0, events=[4.5, 4.6]),
+        outcome(2, due_s=2.0, events=[], error="status 503: busy"),
+    ]
+    summary = summarize(config, outcomes)
+    assert summary["ttft_s"]["p50"] == pytest.approx((1.0 + 3.5) / 2)
+    assert summary["lag_s"]["p50"] == pytest.approx(0.5)
+    assert summary["itl_s"]["p50"] == pytest.approx(0.1)
+    assert summary["tpot_s"]["p50"] == pytest.approx(0.1)
+    assert summary["answered"] == 2
+    assert summary["attainment"] == pytest.approx(1 / 3)
+    assert sum(summary["failed"].values()) == 1
+    assert set(summary["definitions"]) >= {"ttft_s", "itl_s", "tpot_s", "goodput_per_s"}
+
+
+@pytest.mark.parametrize(
+    ("chunk", "expected"),
+    [
+        ({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}, False),
+        ({"choices": [{"delta": {"content": "x"}, "finish_reason": None}]}, True),
+        ({"choices": [{"delta": {"reasoning_content": "x"}, "finish_reason": None}]}, True),
+        ({"choices": [{"delta": {"content": ""}, "finish_reason": "stop"}]}, False),
+        ({"choices": [{"text": "x", "finish_reason": None}]}, True),
+        ({"choices": [], "usage": {}}, False),
+    ],
+)
+def test_only_events_with_output_count_as_tokens(chunk: dict[str, object], expected: bool) -> None:
+    assert carries_output(chunk) is expected
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_open_and_closed_loop_against_the_server(server: ServerProcess, endpoint: str) -> None:
+    for extra in ({"rate_per_s": 50.0}, {"concurrency": 3}):
+        config = LoadConfig(
+            url=server.url,
+            endpoint=endpoint,
+            requests=6,
+            prompt_tokens=(5, 20),
+            new_tokens=(4, 6),
+            **extra,  # type: ignore[arg-type]
+        )
+        outcomes = asyncio.run(run_load(config))
+        assert [one.error for one in outcomes] == [None] * 6
+        assert [one.number for one in outcomes] == list(range(6))
+        for one in outcomes:
+            assert 4 <= one.output_tokens <= 6
+            assert len(one.event_s) >= one.output_tokens - 1
+            assert one.timings is not None
+            assert one.due_s <= one.sent_s <= one.event_s[0] <= one.end_s
+
+
+def test_a_refused_connection_is_a_failure_with_a_name() -> None:
+    outcomes = asyncio.run(run_load(LoadConfig(url="http://127.0.0.1:9", requests=2, concurrency=1, timeout_s=5)))
+    assert all(one.error is not None and "no connection" in one.error for one in outcomes)
+
+
+def test_the_command_writes_json_and_a_picture(server: ServerProcess, tmp_path: Path) -> None:
+    out, picture = tmp_path / "run.json", tmp_path / "run.png"
+    arguments = [
+        "--url",
+        server.url,
+        "--requests",
+        "4",
+        "--concurrency",
+        "2",
+        "--new-tokens",
+        "3",
+        "--prompt-tokens",
+        "4:8",
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(out), "--picture", str(picture), "--explain"])
+    assert result.exit_code == 0, result.output
+    assert "answered 4 of 4" in result.output
+    assert "time to first token: from when the request was due" in result.output
+    assert len(json.loads(out.read_text())["outcomes"]) == 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
