@@ -9,11 +9,11 @@ namespace diptych {
 namespace DIPTYCH_ISA {
 
 #if defined(DIPTYCH_AVX512)
-constexpr int kRows = 6, kColumns = 4;  // 24 accumulators of 32 registers
+constexpr int kRows = 8;  // by 3 vectors, up to 6 rows by 4: at most 24 accumulators of 32 registers
 #elif defined(DIPTYCH_AVX2)
-constexpr int kRows = 2, kColumns = 2;  // 8 of 16
+constexpr int kRows = 2;  // by 2 vectors: 8 accumulators of 16 registers
 #else
-constexpr int kRows = 1, kColumns = 1;
+constexpr int kRows = 1;
 #endif
 
 constexpr int64_t kTileGroups = kTileTokens / kGroupTokens;
@@ -77,10 +77,6 @@ struct SequenceView {
   const int32_t* blocks;
   int64_t kv_head;
   int64_t last_key;  // no row of the task sees past it
-
-  DIPTYCH_FORCED KvHead head_of(int64_t token) const {
-    return call->kv.head(blocks[token / call->kv.shape.block_tokens], kv_head);
-  }
 };
 
 // ---- the two products, register tiles of R rows by Z vectors ----
@@ -94,7 +90,7 @@ DIPTYCH_INLINE void score_columns(const uint16_t* q, int64_t d, const uint16_t* 
     Pairs k[Z];
     for (int z = 0; z < Z; ++z) k[z] = load_pairs(keys[z] + i * 32);
     if (next)
-      for (int z = 0; z < Z; ++z) __builtin_prefetch(next[z] + i * 64);
+      for (int z = 0; z < Z; ++z) __builtin_prefetch(next[z] + i * 64, 0, 2);
     for (int r = 0; r < R; ++r) {
       Pairs b = broadcast_pair(q + r * d + 2 * i);
       for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, k[z]);
@@ -105,12 +101,43 @@ DIPTYCH_INLINE void score_columns(const uint16_t* q, int64_t d, const uint16_t* 
 }
 
 template <int R>
+constexpr int columns_of() {
+#if defined(DIPTYCH_AVX512)
+  return R <= 6 ? 4 : 3;
+#elif defined(DIPTYCH_AVX2)
+  return 2;
+#else
+  return 1;
+#endif
+}
+
+// Of n vectors, how many the next call takes: never one alone where two calls of two or three would do.
+template <int R>
+DIPTYCH_INLINE int64_t vectors_at_once(int64_t n) {
+  constexpr int most = columns_of<R>();
+  if (n <= most) return n;
+  return most > 2 && n == most + 1 ? n - 2 : most;
+}
+
+template <int R>
 static void score_rows(const uint16_t* q, int64_t d, const Tile& tile, bool fetches, float* scores) {
-  int64_t g = tile.first;
-  for (; g + kColumns <= tile.end; g += kColumns)
-    score_columns<R, kColumns>(q, d, tile.keys + g, fetches ? tile.next_keys + g : nullptr, scores + g * 16);
-  for (; g < tile.end; ++g)
-    score_columns<R, 1>(q, d, tile.keys + g, fetches ? tile.next_keys + g : nullptr, scores + g * 16);
+  for (int64_t g = tile.first; g < tile.end;) {
+    const int64_t z = vectors_at_once<R>(tile.end - g);
+    const char* const* next = fetches ? tile.next_keys + g : nullptr;
+    switch (z) {
+#if defined(DIPTYCH_AVX512)
+      case 4:
+        if constexpr (columns_of<R>() >= 4) score_columns<R, 4>(q, d, tile.keys + g, next, scores + g * 16);
+        break;
+      case 3: score_columns<R, 3>(q, d, tile.keys + g, next, scores + g * 16); break;
+#endif
+#if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
+      case 2: score_columns<R, 2>(q, d, tile.keys + g, next, scores + g * 16); break;
+#endif
+      default: score_columns<R, 1>(q, d, tile.keys + g, next, scores + g * 16);
+    }
+    g += z;
+  }
 }
 
 // values [R, Z * 16] = old * keep + (weights V) * take; without `keep` the fresh product is stored as it is.
@@ -128,7 +155,7 @@ DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, int
       Pairs value[Z];
       for (int z = 0; z < Z; ++z) value[z] = load_pairs(v + z * 32);
       if (fetches)
-        for (int z = 0; z < Z; ++z) __builtin_prefetch(next + z * 64);
+        for (int z = 0; z < Z; ++z) __builtin_prefetch(next + z * 64, 0, 2);
       for (int r = 0; r < R; ++r) {
         Pairs b = broadcast_pair(weights + r * kTileTokens + g * 16 + 2 * p);
         for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, value[z]);
@@ -145,17 +172,31 @@ DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, int
 template <int R>
 static void weigh_rows(const uint16_t* weights, const Tile& tile, int64_t dv, bool fetches, const float* keep,
                        const float* take, float* out, int64_t out_stride) {
-  int64_t column = 0;
-  for (; column + 16 * kColumns <= dv; column += 16 * kColumns)
-    weigh_columns<R, kColumns>(weights, tile, column, dv, fetches, keep, take, out, out_stride);
-  for (; column < dv; column += 16) weigh_columns<R, 1>(weights, tile, column, dv, fetches, keep, take, out, out_stride);
+  for (int64_t column = 0; column < dv;) {
+    const int64_t z = vectors_at_once<R>((dv - column) / 16);
+    switch (z) {
+#if defined(DIPTYCH_AVX512)
+      case 4:
+        if constexpr (columns_of<R>() >= 4) weigh_columns<R, 4>(weights, tile, column, dv, fetches, keep, take, out, out_stride);
+        break;
+      case 3: weigh_columns<R, 3>(weights, tile, column, dv, fetches, keep, take, out, out_stride); break;
+#endif
+#if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
+      case 2: weigh_columns<R, 2>(weights, tile, column, dv, fetches, keep, take, out, out_stride); break;
+#endif
+      default: weigh_columns<R, 1>(weights, tile, column, dv, fetches, keep, take, out, out_stride);
+    }
+    column += 16 * z;
+  }
 }
 
 using ScoreRows = void (*)(const uint16_t*, int64_t, const Tile&, bool, float*);
 using WeighRows = void (*)(const uint16_t*, const Tile&, int64_t, bool, const float*, const float*, float*, int64_t);
 #if defined(DIPTYCH_AVX512)
-static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>, score_rows<5>, score_rows<6>};
-static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>, weigh_rows<5>, weigh_rows<6>};
+static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>,
+                                       score_rows<5>, score_rows<6>, score_rows<7>, score_rows<8>};
+static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>,
+                                       weigh_rows<5>, weigh_rows<6>, weigh_rows<7>, weigh_rows<8>};
 #elif defined(DIPTYCH_AVX2)
 static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>};
 static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>};
@@ -214,32 +255,68 @@ DIPTYCH_INLINE RowPartial softmax_tile(float* scores, uint16_t* weights, const T
 
 // ---- one task ----
 
+// Walks the groups of 16 tokens of a sequence from `token` on, without a division per group.
+struct GroupWalk {
+  const SequenceView& view;
+  int64_t block, offset;
+  KvHead head;
+
+  DIPTYCH_FORCED GroupWalk(const SequenceView& v, int64_t token) : view(v) {
+    const int64_t block_tokens = v.call->kv.shape.block_tokens;
+    block = token / block_tokens, offset = token - block * block_tokens;
+    head = v.call->kv.head(v.blocks[block], v.kv_head);
+  }
+  DIPTYCH_FORCED void step() {
+    offset += 16;
+    if (offset != view.call->kv.shape.block_tokens) return;
+    ++block, offset = 0;
+    head = view.call->kv.head(view.blocks[block], view.kv_head);
+  }
+};
+
 DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t dv = kv.value_dim(), d = kv.head_dim;
-  for (int64_t g = tile.first; g < tile.end; ++g) {
-    const int64_t token = tile.start + g * 16, offset = token % kv.block_tokens;
-    KvHead head = view.head_of(token);
-    tile.keys[g] = reinterpret_cast<const uint16_t*>(head.keys) + offset * d;
-    tile.values[g] = reinterpret_cast<const uint16_t*>(head.values) + offset * dv;
-  }
-  // While this tile's keys are read the same place of the values is fetched, and then the next tile's keys.
-  for (int64_t g = tile.first; g < tile.end; ++g) {
-    int64_t ahead = tile.start + kTileTokens + g * 16;
-    ahead = ahead > view.last_key ? view.last_key / 16 * 16 : ahead;
-    KvHead head = view.head_of(ahead);
+  GroupWalk walk(view, tile.start + tile.first * 16);
+  for (int64_t g = tile.first;;) {
+    tile.keys[g] = reinterpret_cast<const uint16_t*>(walk.head.keys) + walk.offset * d;
+    tile.values[g] = reinterpret_cast<const uint16_t*>(walk.head.values) + walk.offset * dv;
+    // While this tile's keys are read the same place of its values is fetched, and then the next tile's keys.
     tile.next_keys[g] = reinterpret_cast<const char*>(tile.values[g]);
-    tile.next_values[g] = reinterpret_cast<const char*>(head.keys) + ahead % kv.block_tokens * d * 2;
+    tile.next_values[g] = reinterpret_cast<const char*>(tile.keys[g]);
+    if (++g == tile.end) break;
+    walk.step();
   }
+  const int64_t ahead = tile.start + kTileTokens + tile.first * 16;
+  if (ahead > view.last_key) return;
+  GroupWalk next(view, ahead);
+  for (int64_t g = tile.first; g < tile.end; ++g) {
+    tile.next_values[g] = reinterpret_cast<const char*>(next.head.keys) + next.offset * d * 2;
+    if (ahead + (g + 1 - tile.first) * 16 > view.last_key) break;
+    next.step();
+  }
+}
+
+DIPTYCH_INLINE void fetch(const void* data, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
 }
 
 // int8 cache: the tile's keys and values as bf16 whole numbers, exact; their scales go to scores and weights.
 DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim();
+  GroupWalk walk(view, tile.start + tile.first * 16);
+  // two groups ahead: enough to hide the memory behind the conversion
+  GroupWalk ahead = walk;
+  int64_t ahead_token = tile.start + tile.first * 16;
   for (int64_t g = tile.first; g < tile.end; ++g) {
-    const int64_t token = tile.start + g * 16, offset = token % kv.block_tokens;
-    KvHead head = view.head_of(token);
+    for (; ahead_token < tile.start + g * 16 + 96 && ahead_token + 16 <= view.last_key; ahead_token += 16) {
+      ahead.step();
+      fetch(ahead.head.keys + ahead.offset * d, 16 * d);
+      fetch(ahead.head.values + ahead.offset * dv, 16 * dv);
+    }
+    const int64_t offset = walk.offset;
+    const KvHead head = walk.head;
     const int8_t* keys = reinterpret_cast<const int8_t*>(head.keys) + offset * d;
     const int8_t* values = reinterpret_cast<const int8_t*>(head.values) + offset * dv;
     uint16_t* wide_keys = scratch.wide_keys + g * 16 * d;
@@ -250,6 +327,7 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     std::memcpy(scratch.value_scales + g * 16, head.value_scales + offset, 64);
     tile.keys[g] = wide_keys;
     tile.values[g] = wide_values;
+    if (g + 1 < tile.end) walk.step();
   }
 }
 
@@ -291,12 +369,13 @@ DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& 
   return {task.token_begin, group, task.kv_head * group, (task.token_end - task.token_begin) * group};
 }
 
-DIPTYCH_INLINE void run_tile(const AttentionCall& call, const AttentionTask& task, const TaskRows& rows, const Tile& tile,
-                             const Scratch& scratch, float* partial) {
+DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, const Tile& tile, const Scratch& scratch,
+                             float* partial) {
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
   const bool is_int8 = call.kv.shape.format == KvFormat::int8;
-  for (int64_t r0 = 0; r0 < rows.n; r0 += kRows) {
-    const int64_t n = rows.n - r0 < kRows ? rows.n - r0 : kRows;
+  const int64_t parts = (rows.n + kRows - 1) / kRows, most = (rows.n + parts - 1) / parts;  // seven rows: four and three
+  for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
+    const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
     Tile seen = tile;
     const int64_t first_position = call.positions[rows.token + r0 / rows.group];
@@ -327,7 +406,6 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const AttentionTask& tas
       kWeighRows[n - 1](scratch.weights, seen, dv, fetches, keeps, takes, scratch.state_values + r0 * dv, dv);
     }
   }
-  (void)task;
 }
 
 static void attention(const AttentionCall& call, const AttentionTask& task, uint8_t* memory) {
@@ -359,7 +437,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, uint
     }
     float* partial = nullptr;
     if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);
-    run_tile(call, task, rows, tile, scratch, partial);
+    run_tile(call, rows, tile, scratch, partial);
   }
   if (task.is_split) return;
   for (int64_t r = 0; r < rows.n; ++r)

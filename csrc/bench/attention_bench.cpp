@@ -1,5 +1,5 @@
 // Attention alone: prefill against the bf16 peak, decode against the read ceiling, both measured in the same run.
-//   attention_bench [threads [part of a case's name]]
+//   attention_bench [threads [part of a case's name [bf16 | int8]]]
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -98,7 +98,7 @@ int main(int argc, char** argv) {
   ThreadPool pool(argc > 1 ? std::atoi(argv[1]) : 0);
   for (KvFormat format : {KvFormat::bf16, KvFormat::int8})
     for (const Case& c : kCases)
-      if (argc < 3 || std::strstr(c.name, argv[2]) != nullptr)
+      if ((argc < 3 || std::strstr(c.name, argv[2])) && (argc < 4 || (argv[3][0] == 'b') == (format == KvFormat::bf16)))
         run_case(pool, c, format, measure_read_bytes_per_s(pool, int64_t{128} << 20, 3), measure_bf16_ops_per_s(pool, 3));
   return 0;
 }
