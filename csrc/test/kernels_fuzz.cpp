@@ -1,0 +1,217 @@
+// Random shapes through whole programs for a number of seconds, every instruction set, meant to run under sanitizers:
+//   kernels_fuzz [seconds [seed]]
+// Each round builds a small random model (dense or experts, every weight and cache format), computes one prompt whole, and
+// again cut at random beside neighbours and over dirty blocks; logits must agree bit for bit. Exit 1 on a difference.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "cpu_features.h"
+#include "program.h"
+
+namespace diptych {
+namespace {
+
+struct Model {
+  int64_t hidden, ffn, n_heads, n_kv_heads, head_dim, layers, vocab, block_tokens, n_experts, top_k;
+  int64_t window;
+  Format weights;
+  KvFormat kv;
+  Activation activation;
+  bool has_softcap, has_norms, has_full_norm;
+};
+
+class World {
+ public:
+  explicit World(uint64_t seed) : random_(seed) {}
+
+  int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_); }
+
+  Model model() {
+    const int64_t heads[] = {1, 2, 3, 8}, dims[] = {2, 16, 24, 64, 80, 128, 256}, groups[] = {1, 3, 4, 7, 8, 70};
+    Model m{};
+    m.n_kv_heads = heads[pick(0, 3)];
+    m.n_heads = m.n_kv_heads * groups[pick(0, m.n_kv_heads == 1 ? 5 : 4)];
+    m.head_dim = dims[pick(0, m.n_heads > 24 ? 2 : 6)];
+    m.hidden = pick(1, 150), m.ffn = pick(1, 200), m.layers = pick(1, 2), m.vocab = pick(2, 300);
+    m.block_tokens = 16 * pick(1, 4);
+    m.n_experts = pick(0, 3) == 0 ? pick(2, 6) : 0;
+    m.top_k = m.n_experts ? pick(1, m.n_experts) : 0;
+    m.window = pick(0, 1) ? pick(1, 300) : INT64_MAX;
+    m.weights = static_cast<Format>(pick(0, 2)), m.kv = static_cast<KvFormat>(pick(0, 1));
+    m.activation = static_cast<Activation>(pick(0, 1));
+    m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
+    return m;
+  }
+
+  std::vector<float> floats(int64_t n, float low, float high) {
+    std::vector<float> out(n);
+    std::uniform_real_distribution<float> draw(low, high);
+    for (float& x : out) x = draw(random_);
+    return out;
+  }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+int rows_buffer(Program& program, Format format, int64_t width, int64_t rows_per_token = 1) {
+  Buffer buffer;
+  buffer.kind = BufferKind::rows, buffer.width = width, buffer.rows_kind = rows_kind(format), buffer.rows_per_token = rows_per_token;
+  return program.add_buffer(buffer);
+}
+
+int plain_buffer(Program& program, BufferKind kind, int64_t width, int64_t rows_per_token = 1) {
+  Buffer buffer;
+  buffer.kind = kind, buffer.width = width, buffer.rows_per_token = rows_per_token;
+  return program.add_buffer(buffer);
+}
+
+// Records the forward of a random model, as ops/cpu.py does for a real one.
+class Recorder {
+ public:
+  Recorder(Program& program, World& world, const Model& m, const std::vector<float>& table) : p_(program), w_(world), m_(m) {
+    x_ = plain_buffer(p_, BufferKind::f32, m.hidden);
+    p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
+    const AttentionShape shape{m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
+    const int64_t q_width = m.n_heads * m.head_dim, kv_width = m.n_kv_heads * m.head_dim;
+    const int rows = rows_buffer(p_, m.weights, m.hidden), router_rows = rows_buffer(p_, Format::bf16, m.hidden);
+    const int qkv = plain_buffer(p_, BufferKind::f32, q_width + 2 * kv_width), q = plain_buffer(p_, BufferKind::bf16, q_width);
+    const int heads_out = plain_buffer(p_, BufferKind::f32, q_width), heads_rows = rows_buffer(p_, m.weights, q_width);
+    const int hidden = plain_buffer(p_, BufferKind::f32, m.ffn), hidden_rows = rows_buffer(p_, m.weights, m.ffn);
+    const int y = plain_buffer(p_, BufferKind::f32, m.hidden);
+    const int rope = p_.add_rope(std::vector<double>(std::min<int64_t>(m.head_dim / 2, 20), 0.01), 1.0);
+    for (int layer = 0; layer < m.layers; ++layer) {
+      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows});
+      p_.record(Category::qkv, LinearOp{linear(q_width + 2 * kv_width, m.hidden), rows, qkv, Store::f32, Activation::silu});
+      RotateOp rotate{};
+      rotate.qkv = qkv, rotate.q = q, rotate.layer = layer, rotate.rope = rope, rotate.has_rope = w_.pick(0, 3) != 0;
+      rotate.has_q_norm = rotate.has_k_norm = m.has_norms;
+      rotate.q_norm = norm(m.has_full_norm ? q_width : m.head_dim), rotate.k_norm = norm(m.has_full_norm ? kv_width : m.head_dim);
+      rotate.shape.n_heads = m.n_heads, rotate.shape.n_kv_heads = m.n_kv_heads, rotate.shape.head_dim = m.head_dim;
+      rotate.shape.has_full_width_norm = m.has_full_norm, rotate.shape.norm_eps = 1e-5f;
+      p_.record(Category::rope, rotate);
+      const bool is_direct = m.weights == Format::bf16;
+      p_.record(Category::attention, AttentionOp{q, is_direct ? heads_rows : heads_out, layer, shape});
+      if (!is_direct) p_.record(Category::norm, PrepareOp{heads_out, heads_rows});
+      p_.record(Category::o, LinearOp{linear(m.hidden, q_width), heads_rows, x_, Store::add_f32, Activation::silu});
+      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows});
+      if (m.n_experts) {
+        p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, router_rows});
+        experts(rows, router_rows, y);
+        p_.record(Category::norm, AddNormOp{y, norm(m.hidden), 1e-5f, x_});
+        p_.record(Category::norm, AddOp{y, x_});
+        continue;
+      }
+      p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden, true), rows, is_direct ? hidden_rows : hidden,
+                                            is_direct ? Store::bf16 : Store::f32, m.activation});
+      if (!is_direct) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
+      p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
+    }
+    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m.weights, m.hidden), linear(m.vocab, m.hidden), 1.0f, 9.0f, m.has_softcap});
+  }
+
+ private:
+  int norm(int64_t n) { return p_.add_vector(w_.floats(n, 0.5f, 1.5f)); }
+
+  int linear(int64_t n, int64_t k, bool is_gated = false) {
+    LinearShape shape{m_.weights, n, k, 32, is_gated, w_.pick(0, 1) == 1};
+    const float bound = 1.7f / std::max(1.0f, __builtin_sqrtf(static_cast<float>(k)));
+    const std::vector<float> values = w_.floats(n * k, -bound, bound), bias = w_.floats(n, -0.5f, 0.5f);
+    return p_.add_linear(shape, {{values.data(), Source::f32, n, k}}, shape.has_bias ? bias.data() : nullptr);
+  }
+
+  void experts(int rows, int router_rows, int y) {
+    MoeOp op{};
+    op.router = linear(m_.n_experts, m_.hidden);
+    op.router_rows = m_.weights == Format::bf16 ? router_rows : rows;
+    op.scores = plain_buffer(p_, BufferKind::f32, m_.n_experts);
+    for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, true)), op.down.push_back(linear(m_.hidden, m_.ffn));
+    op.rows = rows, op.has_hidden = m_.weights != Format::bf16;
+    op.hidden = plain_buffer(p_, BufferKind::f32, m_.ffn, m_.top_k), op.hidden_rows = rows_buffer(p_, m_.weights, m_.ffn, m_.top_k);
+    op.expanded = plain_buffer(p_, BufferKind::f32, m_.hidden, m_.top_k), op.out = y;
+    op.top_k = m_.top_k, op.renormalises = w_.pick(0, 1), op.activation = m_.activation;
+    p_.record(Category::moe, op);
+  }
+
+  Program& p_;
+  World& w_;
+  const Model& m_;
+  int x_;
+};
+
+// Steps one prompt, cut into chunks, as sequence 0 of batches whose other sequences are noise. Returns its logits.
+std::vector<float> answer(Program& program, World& world, const Model& m, const std::vector<int32_t>& prompt, int64_t largest_chunk, int64_t neighbours) {
+  const int64_t n = static_cast<int64_t>(prompt.size()), per_sequence = (n + m.block_tokens - 1) / m.block_tokens;
+  KvShape shape;
+  shape.n_layers = m.layers, shape.n_blocks = per_sequence * (1 + neighbours), shape.block_tokens = m.block_tokens;
+  shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.format = m.kv;
+  KvCache kv(shape);
+  if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
+  std::vector<int32_t> table(shape.n_blocks);
+  for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(table.size() - 1 - i);
+  std::vector<float> logits(n * m.vocab);
+  std::vector<int64_t> lengths(1 + neighbours, 0);
+  for (int64_t at = 0; at < n;) {
+    std::vector<int32_t> ids, positions, slots, starts{0}, contexts, wanted;
+    for (int64_t s = 0; s <= neighbours; ++s) {
+      const int64_t take = std::min(n - lengths[s], world.pick(1, largest_chunk));
+      for (int64_t i = 0; i < take; ++i) {
+        const int64_t position = lengths[s] + i;
+        ids.push_back(s == 0 ? prompt[position] : static_cast<int32_t>(world.pick(0, m.vocab - 1)));
+        positions.push_back(static_cast<int32_t>(position));
+        slots.push_back(static_cast<int32_t>(table[s * per_sequence + position / m.block_tokens] * m.block_tokens + position % m.block_tokens));
+        if (s == 0) wanted.push_back(static_cast<int32_t>(i));
+      }
+      if (take == 0) {  // a neighbour at its end writes its last token again
+        lengths[s] -= 1, --s;
+        continue;
+      }
+      lengths[s] += take;
+      starts.push_back(static_cast<int32_t>(ids.size())), contexts.push_back(static_cast<int32_t>(lengths[s]));
+    }
+    const Step step{ids.data(), positions.data(), slots.data(), starts.data(), contexts.data(), table.data(), wanted.data(),
+                    static_cast<int64_t>(ids.size()), 1 + neighbours, per_sequence, static_cast<int64_t>(wanted.size())};
+    program.run(step, kv, logits.data() + at * m.vocab);
+    at += static_cast<int64_t>(wanted.size());
+  }
+  return logits;
+}
+
+bool round(uint64_t seed) {
+  World world(seed);
+  const Model m = world.model();
+  Program program(static_cast<int>(world.pick(1, 3)));
+  const std::vector<float> table = world.floats(m.vocab * m.hidden, -1.0f, 1.0f);
+  Recorder(program, world, m, table);
+  std::vector<int32_t> prompt(world.pick(1, world.pick(0, 4) == 0 ? 600 : 60));
+  for (int32_t& id : prompt) id = static_cast<int32_t>(world.pick(0, m.vocab - 1));
+  const std::vector<float> whole = answer(program, world, m, prompt, 1 << 20, 0);
+  const std::vector<float> cut = answer(program, world, m, prompt, world.pick(1, 70), world.pick(0, 4));
+  for (float x : whole)
+    if (!(x - x == 0.0f)) return false;
+  return std::memcmp(whole.data(), cut.data(), whole.size() * 4) == 0;
+}
+
+}  // namespace
+}  // namespace diptych
+
+int main(int argc, char** argv) {
+  using namespace diptych;
+  using std::chrono::steady_clock;
+  const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
+  const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  const auto begin = steady_clock::now();
+  uint64_t seed = first;
+  for (; std::chrono::duration<double>(steady_clock::now() - begin).count() < seconds; ++seed) {
+    set_isa(static_cast<Isa>(seed % (static_cast<uint64_t>(best_isa()) + 1)));
+    if (round(seed)) continue;
+    std::printf("%s: bits differ, or a logit is not finite, with seed %llu\n", isa_name(active_isa()), static_cast<unsigned long long>(seed));
+    return 1;
+  }
+  std::printf("%llu random models without a differing bit\n", static_cast<unsigned long long>(seed - first));
+  return 0;
+}
