@@ -24,7 +24,8 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewp
 :root{{color-scheme:light dark;--line:#8884;--soft:#888}}
 body{{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
 section{{border-top:1px solid var(--line);padding:1rem 0}} img{{max-width:100%;background:#fff;border-radius:6px}}
-table{{border-collapse:collapse;font-size:.85rem;display:block;overflow-x:auto}} td,th{{padding:.15rem .7rem;text-align:right;border-bottom:1px solid var(--line)}}
+table{{border-collapse:collapse;font-size:.85rem;display:block;overflow-x:auto}}
+td,th{{padding:.15rem .7rem;text-align:right;border-bottom:1px solid var(--line)}}
 td:first-child,th:first-child{{text-align:left}} .claim{{font-style:italic}} .note{{color:var(--soft);font-size:.9rem}}
 .verdict{{display:inline-block;padding:.1rem .6rem;border-radius:1rem;color:#fff;font-size:.85rem}}
 .holds{{background:#15803d}} .fails{{background:#b91c1c}} .withheld{{background:#6b7280}}
@@ -38,7 +39,9 @@ def write_report(
     """Write report.html, points.csv and results.json into `folder`; returns the page's path."""
     sections = "".join(_section(experiment, outcome) for experiment, outcome in results)
     rows = "".join(f"<tr><td>{html.escape(k)}<td>{html.escape(v)}" for k, v in facts.items())
-    intro = "Each experiment states a claim about prefill and decode, tests it on this machine, and shows the prediction beside it."
+    intro = (
+        "Each experiment states a claim about prefill and decode, tests it here, and shows the prediction beside it."
+    )
     page = folder / "report.html"
     page.write_text(PAGE.format(title=html.escape(title), intro=intro, facts=rows, sections=sections), encoding="utf-8")
     with (folder / "points.csv").open("w", newline="", encoding="utf-8") as file:
@@ -70,7 +73,8 @@ def _section(experiment: Experiment, outcome: Outcome) -> str:
 
 
 def _table(experiment: Experiment, points: Sequence[Point]) -> str:
-    head = f"<tr><th>series<th>{html.escape(experiment.x_label)}<th>{html.escape(experiment.y_label)}<th>low<th>high<th>predicted"
+    labels = ("series", experiment.x_label, experiment.y_label, "low", "high", "predicted")
+    head = "<tr>" + "".join(f"<th>{html.escape(label)}" for label in labels)
     rows = []
     for p in points:
         predicted = "" if p.predicted is None else f"{p.predicted:.4g}"
