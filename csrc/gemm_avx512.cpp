@@ -100,9 +100,27 @@ void tile_dot(const TileArgs& args) {
     for (int v = 0; v < kStrips; ++v) acc[row * kVectors + v] = sums[row][v];
 }
 
+// Integer sums may be cut at will: few rows keep those of the high nibbles apart, so that no sum waits for itself.
+template <int kRows, int kStrips>
+struct NibbleSums {
+  static constexpr int kChains = kRows * kStrips <= 8 ? 2 : 1;
+  __m512i chain[kChains][kRows][kStrips];
+  inline void clear() {
+#pragma GCC unroll 2
+    for (int c = 0; c < kChains; ++c)
+#pragma GCC unroll 24
+      for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int v = 0; v < kStrips; ++v) chain[c][row][v] = _mm512_setzero_si512();
+  }
+  inline __m512i sum(int row, int v) const {
+    return kChains == 1 ? chain[0][row][v] : _mm512_add_epi32(chain[0][row][v], chain[kChains - 1][row][v]);
+  }
+};
+
 // One step of int4: 8 inputs per lane, the low nibbles first.
 template <int kRows, int kStrips, bool kInterleaved>
-inline void step_int4(__m512i (&sums)[kRows][kStrips], const Words<kRows, kInterleaved>& x, int64_t at, const uint8_t* w,
+inline void step_int4(NibbleSums<kRows, kStrips>& sums, const Words<kRows, kInterleaved>& x, int64_t at, const uint8_t* w,
                       int64_t strip_bytes) {
   const __m512i low_nibbles = _mm512_set1_epi8(15);
   __m512i lanes[kStrips];
@@ -112,7 +130,7 @@ inline void step_int4(__m512i (&sums)[kRows][kStrips], const Words<kRows, kInter
   for (int row = 0; row < kRows; ++row) {
     const __m512i word = x.get(row, at);
 #pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) add_dot_int8(sums[row][v], lanes[v], word);
+    for (int v = 0; v < kStrips; ++v) add_dot_int8(sums.chain[0][row][v], lanes[v], word);
   }
 #pragma GCC unroll 4
   for (int v = 0; v < kStrips; ++v)
@@ -121,7 +139,7 @@ inline void step_int4(__m512i (&sums)[kRows][kStrips], const Words<kRows, kInter
   for (int row = 0; row < kRows; ++row) {
     const __m512i word = x.get(row, at + 1);
 #pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) add_dot_int8(sums[row][v], lanes[v], word);
+    for (int v = 0; v < kStrips; ++v) add_dot_int8(sums.chain[sums.kChains - 1][row][v], lanes[v], word);
   }
 }
 
@@ -139,11 +157,8 @@ void tile_int4(const TileArgs& args) {
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     __asm__ volatile("" ::: "memory");  // the totals are not to be carried in registers: they would push the sums out
-    __m512i sums[kRows][kStrips];
-#pragma GCC unroll 24
-    for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) sums[row][v] = _mm512_setzero_si512();
+    NibbleSums<kRows, kStrips> sums;
+    sums.clear();
     for (const int64_t end = at + words; at < end; at += 8) {
       ahead.turn();
 #pragma GCC unroll 4
@@ -156,7 +171,7 @@ void tile_int4(const TileArgs& args) {
 #pragma GCC unroll 24
       for (int row = 0; row < kRows; ++row) {
         __m512& total = totals[row * kVectors + v];
-        const __m512 scaled = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[row][v]), scale, total);
+        const __m512 scaled = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.sum(row, v)), scale, total);
         total = _mm512_fmadd_ps(_mm512_set1_ps(args.group_sums[row][group]), minimum, scaled);
       }
     }
@@ -336,11 +351,12 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 
 #include "quantize_int4.inl"
 
-#define DIPTYCH_NARROW(...)                                                                                         \
+// A few rows by their pointers, more interleaved. int4 is short of address registers from 3 rows on, the others from 7.
+#define DIPTYCH_NARROW(kFew, ...)                                                                                       \
   {                                                                                                                 \
-    {1, 1, false, __VA_ARGS__ 1, 1, false>}, {2, 1, false, __VA_ARGS__ 2, 1, false>},                               \
-    {3, 1, false, __VA_ARGS__ 3, 1, false>}, {4, 1, false, __VA_ARGS__ 4, 1, false>},                               \
-    {5, 1, false, __VA_ARGS__ 5, 1, false>}, {6, 1, false, __VA_ARGS__ 6, 1, false>},                               \
+    {1, 1, (1 > kFew), __VA_ARGS__ 1, 1, (1 > kFew)>}, {2, 1, (2 > kFew), __VA_ARGS__ 2, 1, (2 > kFew)>},                               \
+    {3, 1, (3 > kFew), __VA_ARGS__ 3, 1, (3 > kFew)>}, {4, 1, (4 > kFew), __VA_ARGS__ 4, 1, (4 > kFew)>},                               \
+    {5, 1, (5 > kFew), __VA_ARGS__ 5, 1, (5 > kFew)>}, {6, 1, (6 > kFew), __VA_ARGS__ 6, 1, (6 > kFew)>},                               \
     {8, 1, true, __VA_ARGS__ 8, 1, true>}, {10, 1, true, __VA_ARGS__ 10, 1, true>},                                 \
     {12, 1, true, __VA_ARGS__ 12, 1, true>}, {14, 1, true, __VA_ARGS__ 14, 1, true>},                               \
     {16, 1, true, __VA_ARGS__ 16, 1, true>}, {20, 1, true, __VA_ARGS__ 20, 1, true>},                               \
@@ -351,7 +367,7 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 
 const KernelTable& avx512_kernels() {
   static const KernelTable table{
-      {DIPTYCH_NARROW(tile_dot<__m512, ), DIPTYCH_NARROW(tile_dot<__m512i, ), DIPTYCH_NARROW(tile_int4<)},
+      {DIPTYCH_NARROW(6, tile_dot<__m512, ), DIPTYCH_NARROW(6, tile_dot<__m512i, ), DIPTYCH_NARROW(2, tile_int4<)},
       {{6, 4, false, tile_dot<__m512, 6, 4, false>}, {6, 4, false, tile_dot<__m512i, 6, 4, false>}, {8, 2, true, tile_int4<8, 2, true>}},
       interleave_rows,
       finish,
