@@ -7,7 +7,7 @@ from diptych.server.errors import ApiError
 
 
 def backlog(**changes: float) -> Backlog:
-    values = {"waiting": 5, "waiting_prompt_tokens": 1000, "oldest_s": 0.0, "running": 4, "max_running": 64}
+    values = {"waiting": 5, "waiting_prompt_tokens": 1000, "oldest_s": 0.0, "running": 64, "max_running": 64}
     return Backlog(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -25,8 +25,8 @@ def test_wait_is_the_prompts_before_it_and_the_places_that_must_become_free() ->
     assert admission.predicted_wait_s(backlog()) == pytest.approx(0.5)
     admission.opened()
     admission.closed(service_s=6.4)
-    assert admission.predicted_wait_s(backlog()) == pytest.approx(0.5)
-    assert admission.predicted_wait_s(backlog(running=64)) == pytest.approx(0.5 + 6 * 0.1)
+    assert admission.predicted_wait_s(backlog(running=59)) == pytest.approx(0.5)
+    assert admission.predicted_wait_s(backlog(running=64)) == pytest.approx(0.6)
     assert admission.predicted_wait_s(backlog(oldest_s=7.0)) == 7.0
 
 
@@ -49,6 +49,15 @@ def test_open_requests_are_bounded() -> None:
         admission.check(backlog())
     admission.closed(service_s=None)
     admission.check(backlog())
+
+
+def test_no_more_clients_than_places_are_never_refused() -> None:
+    """64 clients that start together wait for each other's prompts; that is what the places are for."""
+    admission = Admission(max_queue_s=1.0, max_open_requests=80)
+    admission.observe(10_000, 50.0)
+    admission.check(backlog(running=1, waiting=62, waiting_prompt_tokens=60_000, oldest_s=20.0))
+    with pytest.raises(ApiError):
+        admission.check(backlog(running=1, waiting=63, waiting_prompt_tokens=60_000, oldest_s=20.0))
 
 
 def test_few_prefill_tokens_say_nothing_about_the_rate() -> None:

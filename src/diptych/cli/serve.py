@@ -30,7 +30,7 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="name of the model in answers")] = None,
     max_queue_s: Annotated[
         float, typer.Option(help="refuse requests (503) that would wait longer for their first step; 0: never")
-    ] = 2.0,
+    ] = 0.5,
     max_waiting_tokens: Annotated[
         int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
     ] = None,

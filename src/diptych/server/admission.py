@@ -54,12 +54,16 @@ class Admission:
         if backlog.waiting == 0:
             return 0.0
         wait_s = backlog.waiting_prompt_tokens * (self._prefill_token_s or 0.0)
-        if backlog.running >= backlog.max_running and self._service_s is not None:
-            wait_s += (backlog.waiting + 1) * self._service_s / backlog.max_running
+        n_places_needed = backlog.running + backlog.waiting + 1 - backlog.max_running
+        if n_places_needed > 0 and self._service_s is not None:
+            wait_s = max(wait_s, n_places_needed * self._service_s / backlog.max_running)
         return max(wait_s, backlog.oldest_s)
 
     def check(self, backlog: Backlog) -> None:
-        """Raise ApiError 503 when a new request would wait too long."""
+        """Raise ApiError 503 when a new request would wait too long.
+
+        While there are places for all, nobody is refused: a burst of no more clients than places is no overload.
+        """
         wait_s = self.predicted_wait_s(backlog)
         if self.n_open >= self._max_open_requests:
             raise ApiError(
@@ -68,7 +72,8 @@ class Admission:
                 code="overloaded",
                 retry_after_s=max(1.0, wait_s),
             )
-        if self._max_queue_s is not None and wait_s > self._max_queue_s:
+        has_place = backlog.running + backlog.waiting < backlog.max_running
+        if self._max_queue_s is not None and not has_place and wait_s > self._max_queue_s:
             raise ApiError(
                 503,
                 f"a new request would wait about {wait_s:.1f} s for its first step; this server allows "

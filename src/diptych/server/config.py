@@ -24,7 +24,7 @@ class ServerConfig:
     api_key: str | None = None
     is_insecure: bool = False
     served_model_name: str | None = None
-    max_queue_s: float | None = 2.0
+    max_queue_s: float | None = 0.5
     max_open_requests: int = 1024
     drain_timeout_s: float = 30.0
     metrics_compat: str = "vllm"
