@@ -67,5 +67,15 @@ sanitize: $(VENV)/.dev
 	@echo "==> kernels under AddressSanitizer and UBSan"
 	@cmake -S . -B build/sanitize -DDIPTYCH_SANITIZE=address,undefined -DCMAKE_BUILD_TYPE=RelWithDebInfo && cmake --build build/sanitize -j2 && build/sanitize/kernel_fuzz $${SECONDS_TO_RUN:-60}
 
+# the peers' environment has pins of its own and shares nothing with the project's
+.venv-peers/.installed: benchmarks/requirements-peers.txt
+	@echo "==> installing the peers into .venv-peers"
+	@$(PYTHON) -m venv .venv-peers
+	@env -u PIP_CONSTRAINT .venv-peers/bin/pip install -q -r benchmarks/requirements-peers.txt
+	@touch $@
+
+bench-peers: $(VENV)/.run .venv-peers/.installed
+	@$(BIN)/python benchmarks/peers.py $(PEERS_OPTIONS)
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) .venv-peers build

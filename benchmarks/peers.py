@@ -1,0 +1,324 @@
+"""Diptych and another engine side by side on the same random weights, in turns A B A B, with the ceilings around each turn.
+
+    make bench-peers
+    .venv/bin/python benchmarks/peers.py --shape qwen2.5-0.5b --weights int8 --cases single --json
+
+The peer lives in an environment of its own and answers JSON lines (benchmarks/openvino_worker.py says which).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from random_checkpoint import write_checkpoint
+from rich.console import Console
+from rich.table import Table
+
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.ceilings import Ceilings, machine_ceilings
+from diptych.compute.runner import Model, load_model
+from diptych.compute.shapes import SHAPES
+from diptych.ground.config import ComputeConfig, EngineConfig
+from diptych.ground.errors import EngineError, ExecutorError
+from diptych.lab.bench import Spread, StaticBench
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES: dict[str, tuple[int, int]] = {
+    "single": (512, 1),
+    "long": (2048, 1),
+    "batch16": (128, 16),
+}  # prompt tokens, batch
+DIPTYCH = "diptych"
+# two engines that quantise differently still agree this well; a wrong graph does not
+LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
+PROBES = 2048
+
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one turn of one engine measured. decode_tokens_per_s: after every prompt has its first token."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Rates of one turn, and the ceilings measured just before and after it, averaged."""
+
+    engine: str
+    rates: Rates
+    read_bytes_per_s: float
+    ops_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One engine, one phase: spreads over the turns. context_tokens: per sequence, at the middle of the phase."""
+
+    engine: str
+    weights: str
+    phase: str
+    batch: int
+    prompt_tokens: int
+    context_tokens: int
+    tokens_per_s: Spread
+    read_bytes_per_s: float
+    ops_per_s: float
+
+
+class Peer:
+    """A worker process in another environment, spoken to in JSON lines."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, op: str, **arguments: object) -> dict[str, Any]:
+        """One request, one answer. ExecutorError when the worker answers with an error or is gone."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise ExecutorError(f"the peer ended before {op!r}") from error
+        line = self._process.stdout.readline()
+        if not line:
+            raise ExecutorError(f"the peer ended during {op!r} with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ExecutorError(f"the peer refused {op!r}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the worker."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def take_turns(engines: dict[str, Callable[[], Rates]], repeats: int, measure: Callable[[], Ceilings]) -> list[Turn]:
+    """A B A B ...: every engine once per round, a ceiling before and after each."""
+    turns = []
+    before = measure()
+    for _ in range(repeats):
+        for name, run in engines.items():
+            rates = run()
+            after = measure()
+            turns.append(
+                Turn(
+                    engine=name,
+                    rates=rates,
+                    read_bytes_per_s=0.5 * (before.read_bytes_per_s + after.read_bytes_per_s),
+                    ops_per_s=0.5 * (before.flops_per_s + after.flops_per_s),
+                )
+            )
+            before = after
+    return turns
+
+
+def rows_of(turns: Sequence[Turn], *, weights: str, prompt_tokens: int, batch: int, new_tokens: int) -> list[Row]:
+    """Medians per engine and phase. A batch has only its decode row: its prompts' rate is that of one long prompt."""
+    rows = []
+    for phase in ("prefill", "decode") if batch == 1 else ("decode",):
+        for engine in dict.fromkeys(turn.engine for turn in turns):
+            own = [turn for turn in turns if turn.engine == engine]
+            rows.append(
+                Row(
+                    engine=engine,
+                    weights=weights,
+                    phase=phase,
+                    batch=batch,
+                    prompt_tokens=prompt_tokens,
+                    context_tokens=prompt_tokens if phase == "prefill" else prompt_tokens + new_tokens // 2,
+                    tokens_per_s=Spread.of([getattr(turn.rates, f"{phase}_tokens_per_s") for turn in own]),
+                    read_bytes_per_s=statistics.median(turn.read_bytes_per_s for turn in own),
+                    ops_per_s=statistics.median(turn.ops_per_s for turn in own),
+                )
+            )
+    return rows
+
+
+def table_of(rows: Sequence[Row], *, title: str) -> Table:
+    """Each row beside its ratio: Diptych's median over the peer's."""
+    table = Table(title=title)
+    for column in ("phase", "weights", "batch", "context", "engine", "tok/s", "min..max", "ratio", "GB/s", "Gop/s"):
+        table.add_column(column, justify="left" if column in ("phase", "weights", "engine") else "right")
+    for row in rows:
+        rate = row.tokens_per_s
+        table.add_row(
+            row.phase, row.weights, str(row.batch), str(row.context_tokens), row.engine, f"{rate.median:.1f}",
+            f"{rate.min:.1f}..{rate.max:.1f}", _ratio(row, rows), f"{row.read_bytes_per_s / 1e9:.1f}",
+            f"{row.ops_per_s / 1e9:.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _ratio(row: Row, rows: Sequence[Row]) -> str:
+    point = (row.phase, row.weights, row.batch, row.prompt_tokens)
+    ours = [r for r in rows if r.engine == DIPTYCH and (r.phase, r.weights, r.batch, r.prompt_tokens) == point]
+    if row.engine == DIPTYCH or not ours:
+        return ""
+    return f"{ours[0].tokens_per_s.median / row.tokens_per_s.median:.2f}x"
+
+
+def correlation(model: Model, peer: Peer, prompt: Sequence[int], probe: Sequence[int]) -> float:
+    """Between the two engines' logits after one prompt, over the probed ids."""
+    length = len(prompt)
+    kv = model.make_kv(1, length)
+    counts = np.arange(length, dtype=np.int32)
+    batch = ForwardBatch(
+        token_ids_T=np.array(prompt, dtype=np.int32),
+        positions_T=counts,
+        slots_T=counts,
+        query_start_S1=np.array([0, length], dtype=np.int32),
+        context_tokens_S=np.array([length], dtype=np.int32),
+        block_table_SM=np.zeros((1, 1), dtype=np.int32),
+        logits_rows_R=np.array([length - 1], dtype=np.int32),
+    )
+    ours = model.forward(batch, kv)[0].float().cpu().numpy()[list(probe)]
+    theirs = np.array(peer.ask("logits", prompt=list(prompt), probe=list(probe))["logits"])
+    return float(np.corrcoef(ours, theirs)[0, 1])
+
+
+class SideBySide:
+    """One weight format of one checkpoint, loaded by both engines."""
+
+    def __init__(self, directory: Path, weights: str, *, peer: Peer, threads: int | None, seed: int) -> None:
+        self._config = EngineConfig(compute=ComputeConfig(backend="cpu", weights=weights, threads=threads), seed=seed)
+        self._model = load_model(directory, self._config.compute)
+        self._peer = peer
+        self._weights = weights
+        self._random = random.Random(seed)
+        self._bench = StaticBench(self._model, name=directory.name, load_s=0.0, config=self._config)
+        self.threads = self._model.threads
+        self.peer_facts = peer.ask("load", checkpoint=str(directory), weights=weights, threads=self.threads)
+
+    def check(self) -> float:
+        """The correlation of the logits. ExecutorError when the engines do not run the same model."""
+        found = correlation(self._model, self._peer, self._prompt(32), self._prompt(PROBES))
+        if found < LEAST_CORRELATION[self._weights]:
+            raise ExecutorError(
+                f"the engines' {self._weights} logits correlate by {found:.4f}; "
+                f"{LEAST_CORRELATION[self._weights]} is the least for the same model"
+            )
+        return found
+
+    def measure(self, case: str, *, new_tokens: int, repeats: int) -> list[Row]:
+        """Both engines in turns; each turn warms up first and has prompts of its own."""
+        length, batch = CASES[case]
+        name = str(self.peer_facts["engine"])
+        engines = {
+            DIPTYCH: lambda: self._run_diptych(length, batch, new_tokens),
+            name: lambda: self._run_peer(length, batch, new_tokens),
+        }
+        turns = take_turns(engines, repeats, lambda: machine_ceilings(self._model))
+        return rows_of(turns, weights=self._weights, prompt_tokens=length, batch=batch, new_tokens=new_tokens)
+
+    def _run_diptych(self, length: int, batch: int, new_tokens: int) -> Rates:
+        report = self._bench.run(
+            prompt_tokens=[length], batches=[batch], new_tokens=new_tokens, repeats=1, progress=lambda _: None
+        )
+        rates = {point.phase: point.tokens_per_s.median for point in report.results}
+        return Rates(prefill_tokens_per_s=rates["prefill"], decode_tokens_per_s=rates["decode"])
+
+    def _run_peer(self, length: int, batch: int, new_tokens: int) -> Rates:
+        prompts = [self._prompt(length) for _ in range(batch)]
+        run = self._peer.ask("run", prompts=prompts, new_tokens=new_tokens)
+        return Rates(
+            prefill_tokens_per_s=batch * length / run["prefill_s"],
+            decode_tokens_per_s=run["decode_tokens"] / run["decode_s"],
+        )
+
+    def _prompt(self, length: int) -> list[int]:
+        return [self._random.randrange(self._model.spec.vocab_size) for _ in range(length)]
+
+
+def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="measure another engine beside Diptych on the same random weights")
+    families = ("llama", "qwen2")
+    shapes = [name for name, c in SHAPES.items() if c["model_type"] in families and "rope_scaling" not in c]
+    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=shapes)
+    parser.add_argument("--weights", nargs="+", default=["int8", "int4", "bf16"], choices=list(LEAST_CORRELATION))
+    parser.add_argument("--cases", nargs="+", default=["single", "batch16"], choices=list(CASES))
+    parser.add_argument("--new-tokens", type=int, default=32, help="written per sequence, at least 2")
+    parser.add_argument("--repeat", type=int, default=5, help="turns of each engine; medians are reported")
+    parser.add_argument("--threads", type=int, help="of both engines (default: the CPUs this process may use)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--checkpoints", type=Path, default=ROOT / "build" / "peers", help="where random weights are kept"
+    )
+    parser.add_argument("--peer-python", type=Path, default=ROOT / ".venv-peers" / "bin" / "python")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    arguments = parser.parse_args(argv)
+    if arguments.new_tokens < 2 or arguments.repeat < 1:
+        parser.error("--new-tokens must be at least 2 and --repeat at least 1")
+    if not arguments.peer_python.exists():
+        parser.error(f"no peer environment at {arguments.peer_python}; `make bench-peers` makes it")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything asked for; what --json prints. Raises EngineError."""
+    directory = arguments.checkpoints / f"{arguments.shape}-seed{arguments.seed}"
+    if not (directory / "model.safetensors").exists():
+        console.print(f"writing random weights to {directory}")
+        write_checkpoint(SHAPES[arguments.shape], directory, seed=arguments.seed)
+    rows: list[Row] = []
+    facts: dict[str, Any] = {"shape": arguments.shape, "peers": {}, "logits_correlation": {}}
+    for weights in arguments.weights:
+        peer = Peer([str(arguments.peer_python), str(ROOT / "benchmarks" / "openvino_worker.py")])
+        try:
+            pair = SideBySide(directory, weights, peer=peer, threads=arguments.threads, seed=arguments.seed)
+            facts["threads"] = pair.threads
+            facts["peers"][weights] = pair.peer_facts
+            facts["logits_correlation"][weights] = pair.check()
+            for case in arguments.cases:
+                console.print(f"{weights}, {case}")
+                rows += pair.measure(case, new_tokens=arguments.new_tokens, repeats=arguments.repeat)
+        finally:
+            peer.close()
+    versions = {entry["version"] for entry in facts["peers"].values()}
+    title = (
+        f"{arguments.shape} · {facts['threads']} threads · {arguments.repeat} turns each · peer {', '.join(versions)}"
+    )
+    console.print(table_of(rows, title=title))
+    return {**facts, "rows": [asdict(row) for row in rows]}
+
+
+def main() -> int:
+    """Exit status 1 when an engine refuses."""
+    arguments = arguments_of()
+    try:
+        report = run(arguments)
+    except EngineError as error:
+        console.print(f"error: {error}")
+        return 1
+    if arguments.json:
+        print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

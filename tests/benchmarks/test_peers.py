@@ -1,0 +1,103 @@
+"""The side-by-side benchmark without any peer installed: the shared checkpoint, the order of turns, the table, the pipe."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import peers
+import random_checkpoint
+
+from diptych.compute.ceilings import Ceilings
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ExecutorError
+
+TINY = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 160, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+    "hidden_act": "silu", "max_position_embeddings": 128, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN = {**TINY, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
+LLAMA = {**TINY, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("config", [QWEN, LLAMA], ids=["qwen2", "llama"])
+def test_random_checkpoint_loads_and_is_a_function_of_the_seed(config, tmp_path):
+    """Both engines read these files, so a missing or misshapen tensor would compare two different models."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        random_checkpoint.write_checkpoint(config, tmp_path / name, seed=seed)
+    same, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert same == again != other
+    model = load_model(tmp_path / "a", ComputeConfig(backend="torch", device="cpu"))
+    assert model.spec.vocab_size == config["vocab_size"]
+
+
+def test_random_checkpoint_refuses_a_family_the_peer_graph_lacks():
+    with pytest.raises(ValueError, match="gemma2"):
+        random_checkpoint.tensor_shapes({"model_type": "gemma2"})
+
+
+def _turns():
+    """Three rounds; ceilings and rates count up, so that every average and median is known."""
+    ceilings = (
+        Ceilings(read_bytes_per_s=n * 1e9, flops_per_s=n * 1e10, compute_dtype="int8", threads=1) for n in range(9)
+    )
+    made: list[str] = []
+
+    def engine(name, decode):
+        def run():
+            made.append(name)
+            return peers.Rates(prefill_tokens_per_s=100.0 * len(made), decode_tokens_per_s=decode)
+
+        return run
+
+    turns = peers.take_turns({"diptych": engine("diptych", 30.0), "x": engine("x", 20.0)}, 3, lambda: next(ceilings))
+    return made, turns
+
+
+def test_engines_take_turns_with_a_ceiling_on_each_side():
+    """Memory changes speed within seconds: A A A B B B would compare two machines."""
+    made, turns = _turns()
+    assert made == ["diptych", "x"] * 3
+    assert [turn.read_bytes_per_s for turn in turns] == [0.5e9, 1.5e9, 2.5e9, 3.5e9, 4.5e9, 5.5e9]
+
+
+def test_rows_are_medians_and_the_table_shows_the_ratio():
+    rows = peers.rows_of(_turns()[1], weights="int8", prompt_tokens=512, batch=1, new_tokens=32)
+    assert [(row.phase, row.engine, row.tokens_per_s.median) for row in rows] == [
+        ("prefill", "diptych", 300.0),
+        ("prefill", "x", 400.0),
+        ("decode", "diptych", 30.0),
+        ("decode", "x", 20.0),
+    ]
+    assert rows[2].context_tokens == 528
+    assert rows[3].read_bytes_per_s == 3.5e9
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(peers.table_of(rows, title="t"))
+    assert "0.75x" in capture.get()
+    assert "1.50x" in capture.get()
+
+
+def test_batch_has_a_decode_row_only():
+    rows = peers.rows_of(_turns()[1], weights="int8", prompt_tokens=128, batch=16, new_tokens=32)
+    assert {row.phase for row in rows} == {"decode"}
+
+
+def test_peer_that_answers_an_error_or_ends_is_an_error_here():
+    """A dead worker must stop the run, not hang it."""
+    script = (
+        'import sys; sys.stdin.readline(); print(\'{"error": "no such format"}\', flush=True); sys.stdin.readline()'
+    )
+    peer = peers.Peer([sys.executable, "-c", script])
+    with pytest.raises(ExecutorError, match="no such format"):
+        peer.ask("load", weights="int3")
+    with pytest.raises(ExecutorError, match="ended"):
+        peer.ask("run")
+    peer.close()
