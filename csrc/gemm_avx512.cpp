@@ -202,7 +202,8 @@ void interleave_rows(const uint8_t* const* rows, int64_t count, int64_t n_words,
 inline __m512 activate(Activation activation, __m512 x) {
   __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
   if (activation == Activation::gelu_tanh)
-    t = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(-2.3022082f)), _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f)));
+    t = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(-2.3022082f)),
+                      _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f)));
   return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp2_ps(t)));
 }
 
@@ -352,15 +353,15 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 #include "quantize_int4.inl"
 
 // A few rows by their pointers, more interleaved. int4 is short of address registers from 3 rows on, the others from 7.
-#define DIPTYCH_NARROW(kFew, ...)                                                                                       \
-  {                                                                                                                 \
-    {1, 1, (1 > kFew), __VA_ARGS__ 1, 1, (1 > kFew)>}, {2, 1, (2 > kFew), __VA_ARGS__ 2, 1, (2 > kFew)>},                               \
-    {3, 1, (3 > kFew), __VA_ARGS__ 3, 1, (3 > kFew)>}, {4, 1, (4 > kFew), __VA_ARGS__ 4, 1, (4 > kFew)>},                               \
-    {5, 1, (5 > kFew), __VA_ARGS__ 5, 1, (5 > kFew)>}, {6, 1, (6 > kFew), __VA_ARGS__ 6, 1, (6 > kFew)>},                               \
-    {8, 1, true, __VA_ARGS__ 8, 1, true>}, {10, 1, true, __VA_ARGS__ 10, 1, true>},                                 \
-    {12, 1, true, __VA_ARGS__ 12, 1, true>}, {14, 1, true, __VA_ARGS__ 14, 1, true>},                               \
-    {16, 1, true, __VA_ARGS__ 16, 1, true>}, {20, 1, true, __VA_ARGS__ 20, 1, true>},                               \
-    {24, 1, true, __VA_ARGS__ 24, 1, true>},                                                                        \
+#define DIPTYCH_NARROW(kFew, ...)                                                                          \
+  {                                                                                                        \
+    {1, 1, (1 > kFew), __VA_ARGS__ 1, 1, (1 > kFew)>}, {2, 1, (2 > kFew), __VA_ARGS__ 2, 1, (2 > kFew)>},  \
+    {3, 1, (3 > kFew), __VA_ARGS__ 3, 1, (3 > kFew)>}, {4, 1, (4 > kFew), __VA_ARGS__ 4, 1, (4 > kFew)>},  \
+    {5, 1, (5 > kFew), __VA_ARGS__ 5, 1, (5 > kFew)>}, {6, 1, (6 > kFew), __VA_ARGS__ 6, 1, (6 > kFew)>},  \
+    {8, 1, true, __VA_ARGS__ 8, 1, true>}, {10, 1, true, __VA_ARGS__ 10, 1, true>},                        \
+    {12, 1, true, __VA_ARGS__ 12, 1, true>}, {14, 1, true, __VA_ARGS__ 14, 1, true>},                      \
+    {16, 1, true, __VA_ARGS__ 16, 1, true>}, {20, 1, true, __VA_ARGS__ 20, 1, true>},                      \
+    {24, 1, true, __VA_ARGS__ 24, 1, true>},                                                               \
   }
 
 }  // namespace

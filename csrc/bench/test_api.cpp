@@ -1,4 +1,7 @@
 // C entry points for tests/kernels: the linear layers without Python bindings, loaded with ctypes.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <vector>
 
@@ -84,4 +87,25 @@ EXPORT int64_t kernels_pool_check(int threads, int64_t regions, int64_t barriers
   int64_t total = 0;
   for (int thread = 0; thread < threads; ++thread) total += wrong[thread * 8];
   return total;
+}
+
+// A pool used before a fork, in the child and in the parent after it; returns how many of the three regions reached every thread.
+EXPORT int kernels_pool_fork_check(int threads) {
+  ThreadPool pool(threads);
+  const auto is_complete = [&] {
+    std::vector<int> seen(threads, 0);
+    pool.run([&](int thread, int) {
+      pool.barrier(thread);
+      seen[thread] += 1;
+    });
+    for (int count : seen)
+      if (count != 1) return 0;
+    return 1;
+  };
+  int complete = is_complete();
+  const pid_t child = fork();
+  if (child == 0) _exit(is_complete());
+  int status = 0;
+  if (child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status)) complete += WEXITSTATUS(status);
+  return complete + is_complete();
 }

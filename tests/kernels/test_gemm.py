@@ -79,7 +79,9 @@ class Packed:
         self.kernels.kernels_unpack(address(self.shape), address(self.blob), address(out))
         return out
 
-    def apply(self, x, *, threads=2, store=STORE_F32, activation=SILU, row_ids=None, out=None, out_rows=None, weights=None):
+    def apply(
+        self, x, *, threads=2, store=STORE_F32, activation=SILU, row_ids=None, out=None, out_rows=None, weights=None
+    ):
         x = np.ascontiguousarray(x, np.float32)
         m = len(x) if row_ids is None else len(row_ids)
         if out is None:
@@ -94,13 +96,17 @@ class Packed:
 def pack(kernels, format_name, parts, *, group=32, gated=False, bias=None, source="f32", threads=2) -> Packed:
     stored = []
     for part in parts:
-        converted = {"f32": lambda p: p.astype(np.float32), "bf16": to_bf16, "f16": lambda p: p.astype(np.float16)}[source](part)
+        converted = {"f32": lambda p: p.astype(np.float32), "bf16": to_bf16, "f16": lambda p: p.astype(np.float16)}[
+            source
+        ](part)
         stored.append(np.ascontiguousarray(converted))
     n, k = sum(len(p) for p in parts), parts[0].shape[1]
     shape = np.array([FORMATS[format_name], n, k, group, gated, bias is not None], np.int64)
     blob = aligned(kernels.kernels_packed_bytes(address(shape)))
     table = np.array([[p.ctypes.data, SOURCES[source], len(p), p.shape[1]] for p in stored], np.int64)
-    kernels.kernels_pack(address(shape), address(table), ctypes.c_int64(len(stored)), address(bias), address(blob), threads)
+    kernels.kernels_pack(
+        address(shape), address(table), ctypes.c_int64(len(stored)), address(bias), address(blob), threads
+    )
     return Packed(kernels, shape, blob, bias)
 
 
@@ -131,7 +137,16 @@ def world(seed: int, m: int, n: int, k: int) -> tuple[np.ndarray, np.ndarray, np
     return x, w, rng.standard_normal(n).astype(np.float32)
 
 
-SHAPES = [(1, 64, 32), (3, 1, 1), (5, 70, 33), (6, 128, 96), (7, 65, 127), (13, 200, 300), (16, 96, 256), (50, 130, 160)]
+SHAPES = [
+    (1, 64, 32),
+    (3, 1, 1),
+    (5, 70, 33),
+    (6, 128, 96),
+    (7, 65, 127),
+    (13, 200, 300),
+    (16, 96, 256),
+    (50, 130, 160),
+]
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -210,7 +225,9 @@ def test_packing_reads_every_checkpoint_type(kernels, isa, format_name, source):
     _, w, _ = world(31, 1, 66, 130)
     w[3, 5], w[4, 6] = 0.0, 1e-7  # zero and an fp16 subnormal
     values = from_bf16(to_bf16(w)) if source == "bf16" else w.astype(np.float16).astype(np.float32)
-    assert np.array_equal(pack(kernels, format_name, [values], source=source).blob, pack(kernels, format_name, [values]).blob)
+    assert np.array_equal(
+        pack(kernels, format_name, [values], source=source).blob, pack(kernels, format_name, [values]).blob
+    )
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
@@ -328,3 +345,8 @@ def test_barriers_keep_every_thread_in_step(kernels, threads):
     counts = np.zeros(threads, np.int64)
     assert kernels.kernels_pool_check(threads, ctypes.c_int64(30), ctypes.c_int64(10), address(counts)) == 0
     assert counts.tolist() == [30] * threads
+
+
+def test_the_pool_works_in_a_forked_child(kernels):
+    """A server that forks workers after loading must not wait for ever on threads that stayed in the parent."""
+    assert kernels.kernels_pool_fork_check(3) == 3
