@@ -86,6 +86,7 @@ def check_modes(server: ServerProcess, *, examples: int) -> None:
     server.wait_idle()
 
 
+@pytest.mark.timeout(900)  # a minute alone; others may be using the cores
 def test_no_request_makes_a_server_error(server: ServerProcess) -> None:
     check_modes(server, examples=50)
 

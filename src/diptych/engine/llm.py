@@ -383,6 +383,11 @@ class AsyncLLM:
             handle.opened = self.engine.submit(handle.request, on_delta)
         except EngineError as error:
             loop.call_soon_threadsafe(_settle, accepted, None, error)
+        except BaseException as error:
+            # a bug of ours ends the engine; the client must not wait for it
+            answer = ExecutorError(f"the engine failed: {error}")
+            loop.call_soon_threadsafe(_settle, accepted, None, answer)
+            raise
         else:
             loop.call_soon_threadsafe(_settle, accepted, None, None)
 
