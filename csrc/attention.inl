@@ -327,6 +327,8 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     std::memcpy(scratch.value_scales + g * 16, head.value_scales + offset, 64);
     tile.keys[g] = wide_keys;
     tile.values[g] = wide_values;
+    tile.next_keys[g] = reinterpret_cast<const char*>(wide_values);
+    tile.next_values[g] = reinterpret_cast<const char*>(wide_keys);
     if (g + 1 < tile.end) walk.step();
   }
 }
