@@ -161,7 +161,7 @@ class Graph:
         product = ops.matmul(x, self._matrix(f"{name}.weight"), False, True)
         if not self._tensors.has(f"{name}.bias"):
             return product
-        return ops.add(product, ops.constant(self._tensors.float32(f"{name}.bias")))
+        return ops.add(product, ops.constant(self._tensors.float32(f"{name}.bias").reshape(1, 1, -1)))
 
     def _bf16(self, name: str) -> Any:
         bits = self._tensors.bits(name)

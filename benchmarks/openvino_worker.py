@@ -1,6 +1,6 @@
 """OpenVINO as a peer: one JSON request per line on standard input, one JSON answer per line on standard output.
 
-    {"op": "load", "checkpoint": DIR, "weights": "int8", "threads": 2}   -> {"engine", "version", "details"}
+    {"op": "load", "checkpoint": DIR, "weights": "int8", "threads": 2, "precision": "bf16"} -> {"engine", "version", "details"}
     {"op": "logits", "prompt": [ids], "probe": [ids]}                    -> {"logits": [one per probed id]}
     {"op": "run", "prompts": [[ids], ...], "new_tokens": N}              -> {"prefill_s", "decode_s", "decode_tokens"}
 
@@ -30,12 +30,12 @@ class Worker:
         self._compiled: Any = None
         self._request: Any = None
 
-    def load(self, checkpoint: str, weights: str, threads: int) -> dict[str, Any]:
+    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
         """Build and compile; says which ops the plugin really runs."""
         settings = {
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": threads,
-            "INFERENCE_PRECISION_HINT": "bf16",
+            "INFERENCE_PRECISION_HINT": precision,
         }
         self._graph = Graph(Path(checkpoint), weights)
         self._compiled = ov.Core().compile_model(self._graph.build(), "CPU", settings)

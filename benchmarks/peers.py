@@ -204,7 +204,9 @@ def correlation(model: Model, peer: Peer, prompt: Sequence[int], probe: Sequence
 class SideBySide:
     """One weight format of one checkpoint, loaded by both engines."""
 
-    def __init__(self, directory: Path, weights: str, *, peer: Peer, threads: int | None, seed: int) -> None:
+    def __init__(
+        self, directory: Path, weights: str, *, peer: Peer, precision: str, threads: int | None, seed: int
+    ) -> None:
         self._config = EngineConfig(compute=ComputeConfig(backend="cpu", weights=weights, threads=threads), seed=seed)
         self._model = load_model(directory, self._config.compute)
         self._peer = peer
@@ -212,7 +214,9 @@ class SideBySide:
         self._random = random.Random(seed)
         self._bench = StaticBench(self._model, name=directory.name, load_s=0.0, config=self._config)
         self.threads = self._model.threads
-        self.peer_facts = peer.ask("load", checkpoint=str(directory), weights=weights, threads=self.threads)
+        self.peer_facts = peer.ask(
+            "load", checkpoint=str(directory), weights=weights, threads=self.threads, precision=precision
+        )
 
     def check(self) -> float:
         """The correlation of the logits. ExecutorError when the engines do not run the same model."""
@@ -270,6 +274,7 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--checkpoints", type=Path, default=ROOT / "build" / "peers", help="where random weights are kept"
     )
     parser.add_argument("--peer-python", type=Path, default=ROOT / ".venv-peers" / "bin" / "python")
+    parser.add_argument("--peer-precision", default="bf16", choices=["bf16", "f32"], help="of the peer's activations")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     arguments = parser.parse_args(argv)
     if arguments.new_tokens < 2 or arguments.repeat < 1:
@@ -290,7 +295,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for weights in arguments.weights:
         peer = Peer([str(arguments.peer_python), str(ROOT / "benchmarks" / "openvino_worker.py")])
         try:
-            pair = SideBySide(directory, weights, peer=peer, threads=arguments.threads, seed=arguments.seed)
+            pair = SideBySide(
+                directory,
+                weights,
+                peer=peer,
+                precision=arguments.peer_precision,
+                threads=arguments.threads,
+                seed=arguments.seed,
+            )
             facts["threads"] = pair.threads
             facts["peers"][weights] = pair.peer_facts
             facts["logits_correlation"][weights] = pair.check()
