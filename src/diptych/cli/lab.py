@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from diptych.cli import options
 from diptych.cli.options import console, engine_config, loading_bar
 from diptych.compute.runner import random_model
 from diptych.compute.shapes import SHAPES
 from diptych.cost.profile import profile_path
-from diptych.engine.load import LoadedModel, load
+from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.lab.calibrate import calibrate as run_calibration
 from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
 from diptych.lab.experiments import EXPERIMENTS
+from diptych.lab.quality import measure_quality
 from diptych.lab.session import LabRun, choose
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
@@ -77,6 +80,42 @@ def calibrate(
             f"to {residual['high']:+.0%} over {residual['rows']} steps"
         )
     console.print(f"written to {out or profile_path()}")
+
+
+@app.command()
+def quality(
+    model: options.Model = "bundled",
+    text: Annotated[Path | None, typer.Option(help="held-out text (default: the bundled one)")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="how many tokens of it")] = 16384,
+    threads: options.Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON list on standard output")] = False,
+) -> None:
+    """Measure what each number format costs: perplexity and divergence from fp32."""
+    path = text or bundled_dir("heldout.txt")
+    try:
+        held_out = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text in {path}: {error}") from error
+    with console.status("") as status:
+        rows = measure_quality(
+            model, held_out, config=engine_config(threads=threads), n_tokens=tokens, progress=status.update
+        )
+    if as_json:
+        print(json.dumps([row.as_json() for row in rows]))
+        return
+    table = Table(title=f"{model} over {rows[0].tokens:,} tokens of {path.name}")
+    for column in ("backend", "weights", "KV", "perplexity", "over bf16", "KL to fp32, nats"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(
+            row.backend,
+            row.weights,
+            row.kv,
+            f"{row.perplexity:.4f}",
+            f"{row.perplexity_over_bf16:+.2%}",
+            f"{row.kl_nats:.6f}",
+        )
+    console.print(table)
 
 
 def _stage(
