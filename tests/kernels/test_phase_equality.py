@@ -1,4 +1,4 @@
-"""Phase equality on the native backend: not one bit depends on how the work was cut (DESIGN.md, section 4)."""
+"""Phase equality on the native backend: not one bit depends on how the work was cut (ARCHITECTURE.md)."""
 
 from __future__ import annotations
 

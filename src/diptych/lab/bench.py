@@ -116,6 +116,10 @@ class StaticBench:
         for length in prompt_tokens:
             for batch in batches:
                 progress(f"prompt {length} x batch {batch}")
+                # arithmetic does not change its speed, but a measurement of it may be disturbed: keep the best
+                again = machine_ceilings(self._model)
+                if again.flops_per_s > ceilings.flops_per_s:
+                    ceilings = again
                 points += self._point(length, batch, new_tokens, repeats, ceilings)
         return BenchReport(
             model=self._name,

@@ -148,8 +148,8 @@ class PackedSource:
 class CpuLoader:
     """Packs a checkpoint's tensors into a native program. `formats`: weights in config.weights, the head and router as below.
 
-    The head is kept in bf16 for bf16 weights and in int8 for int8 and int4: at 4 bits the head alone costs more perplexity
-    than all other layers' step from 8 to 4 bits saves in bytes. The router is always bf16 (it is tiny and picks experts).
+    The head is kept in bf16 for bf16 weights and in int8 for int8 and int4: every token's probabilities pass through it,
+    and LAB.md has the quality that results. The router is always bf16 (it is tiny and picks experts).
     """
 
     def __init__(self, config: ComputeConfig, packed: PackedSource | None = None) -> None:
@@ -544,7 +544,7 @@ def measure_read_bytes_per_s(n_bytes: int, threads: int, repeats: int) -> float:
     return float(_cpu.measure_read_bytes_per_s(n_bytes, threads, repeats))
 
 
-def measure_ops_per_s(dtype: str, threads: int, repeats: int = 5) -> float:
+def measure_ops_per_s(dtype: str, threads: int, repeats: int = 25) -> float:
     """The best rate of the instructions that multiply `dtype` (bf16 or int8) from registers, on `threads` threads."""
     burst = {"bf16": _cpu.measure_bf16_ops_per_s, "int8": _cpu.measure_int8_ops_per_s}[dtype]
     return float(burst(threads, repeats))
