@@ -41,7 +41,7 @@ double measure_bandwidth(ThreadPool& pool, const PageBuffer& buffer) {
     const double seconds = best_of(2, [&] {
       pool.run([&](int thread, int threads) {
         const Range part = share(buffer.bytes(), thread, threads, 4096);
-        read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
+        ceiling_loops_avx512().read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
       });
     });
     best = std::max(best, static_cast<double>(buffer.bytes()) / seconds);
@@ -61,7 +61,7 @@ double measure_burst(ThreadPool& pool, double (*burst)(int64_t)) {
 }
 
 Ceilings measure_ceilings(ThreadPool& pool, const PageBuffer& buffer) {
-  return {measure_bandwidth(pool, buffer), measure_burst(pool, bf16_burst), measure_burst(pool, int8_burst)};
+  return {measure_bandwidth(pool, buffer), measure_burst(pool, ceiling_loops_avx512().bf16_burst), measure_burst(pool, ceiling_loops_avx512().int8_burst)};
 }
 
 struct ModelShape {
@@ -186,7 +186,7 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
                double layer_bytes, double operations, int64_t layers, const PageBuffer& buffer) {
   const int64_t m = buffers.hidden.m;
   Sample sample;
-  sample.peak = measure_burst(pool, format == Format::bf16 ? bf16_burst : int8_burst);
+  sample.peak = measure_burst(pool, format == Format::bf16 ? ceiling_loops_avx512().bf16_burst : ceiling_loops_avx512().int8_burst);
   const double before = measure_bandwidth(pool, buffer);
   sample.seconds = pass_s(pool, shape, model, buffers, m, layers, 2) / static_cast<double>(layers);
   sample.bytes_per_s = 0.5 * (before + measure_bandwidth(pool, buffer));
