@@ -156,6 +156,19 @@ def test_impossible_sampling_is_refused_by_name() -> None:
         SamplingParams(temperature=float("nan"))
 
 
+def test_extreme_options_are_refused_or_harmless(llm: LLM) -> None:
+    """Found by fuzzing: a repetition penalty near 0 made a logit infinite and brought the whole engine down."""
+    with pytest.raises(BadSampling, match="repetition_penalty is 1e-30"):
+        SamplingParams(repetition_penalty=1e-30)
+    for params in (
+        SamplingParams(max_tokens=4, repetition_penalty=0.01, temperature=1e-4, seed=1),
+        SamplingParams(max_tokens=4, repetition_penalty=100.0, temperature=100.0, top_p=0.5, seed=1),
+        SamplingParams(max_tokens=4, temperature=1e-45, seed=1),
+        SamplingParams(max_tokens=4, min_p=1.0, frequency_penalty=-2.0, logit_bias={5: 100.0, 6: -100.0}, seed=1),
+    ):
+        assert llm.generate(PROMPTS[0], params)[0].usage.output_tokens >= 1
+
+
 def test_kv_memory_that_does_not_fit_names_the_largest_context(loaded: LoadedModel) -> None:
     """The refusal must say what would have worked."""
     block_bytes = loaded.model.kv_bytes_per_block(16)

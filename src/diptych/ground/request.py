@@ -18,6 +18,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: smaller ones could overflow
+GREEDY_BELOW_TEMPERATURE = 1e-5  # the likeliest token would be drawn anyway, and dividing by less could overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class StructuredSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. `temperature` 0 is greedy.
+    """How tokens are chosen and when to stop. `temperature` 0 (or below 1e-5) is greedy.
 
     Raises BadSampling on construction when a value is impossible; the error names the field, the value and the limit.
     """
@@ -66,7 +68,7 @@ class SamplingParams:
             _between("top_k", self.top_k, 1, 2**31 - 1)
         _between("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("n", self.n, 1, MAX_N)
@@ -91,7 +93,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the token is the arg-max of the (penalised, masked) logits."""
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW_TEMPERATURE
 
 
 def _between(
