@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Annotated
 
 import typer
@@ -154,7 +153,6 @@ def _print_static(report: BenchReport) -> None:
             point.phase, str(point.batch), str(point.prompt_tokens), str(point.context_tokens), f"{rate.median:.1f}",
             f"{rate.min:.1f}..{rate.max:.1f}", f"{point.fraction_of_ceiling:.0%}", f"{point.host_fraction:.1%}",
         )  # fmt: skip
-    sys.stdout.write("")
     console.print(table)
     console.print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")
 

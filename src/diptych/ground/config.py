@@ -109,16 +109,6 @@ def env_text(name: str) -> str | None:
     return os.environ.get(f"DIPTYCH_{name}") or None
 
 
-def env_int(name: str, *, low: int) -> int | None:
-    """DIPTYCH_<name> as a whole number of at least `low`; ConfigError when it is something else."""
-    text = env_text(name)
-    if text is None:
-        return None
-    if not text.lstrip("-").isdigit() or int(text) < low:
-        raise ConfigError(f"DIPTYCH_{name} is {text!r}; it must be a whole number of at least {low}")
-    return int(text)
-
-
 def profile_dir() -> Path:
     """Where measured hardware profiles live: DIPTYCH_HOME, else the user's cache folder."""
     home = env_text("HOME")
