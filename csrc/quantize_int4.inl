@@ -43,9 +43,9 @@ inline void keep_better(Fit& best, const Fit& other) {
 
 inline Lanes inverse_of(Lanes scale) { return scale > fill(0.0f) ? fill(1.0f) / (scale > fill(0.0f) ? scale : fill(1.0f)) : fill(0.0f); }
 
-// One group of 16 lanes: x [group][16] -> tail (16 bf16 scales, 16 bf16 minima) and words [group / 8][16]. The range is tried a
-// little narrower and wider, each time with the best line through its levels, then the best is refined; without the search
-// the squared error is 15 to 20 % higher.
+// One group of 16 lanes: x [group][16] -> tail (16 bf16 scales, 16 bf16 minima) and words [group / 8][16]. The range is tried as it
+// is and twice narrower, each time with the best line through its levels, then the best is refined. Without the search the squared
+// error is 9 % higher; with nine ranges it was 0.7 % lower and packing took 1.7 times as long.
 void quantize_group(const float* x, int64_t group, uint16_t* tail, uint32_t* words) {
   const Lanes* values = reinterpret_cast<const Lanes*>(x);
   Lanes low = values[0], high = values[0], y[kMaxGroup];
@@ -60,8 +60,8 @@ void quantize_group(const float* x, int64_t group, uint16_t* tail, uint32_t* wor
   }
   const Lanes range = high - low, per_range = inverse_of(range);
   Fit best = fit_levels(y, group, fill(0.0f), per_range * 15.0f, sum_y);
-  for (const float levels : {14.0f, 14.5f, 15.5f, 16.0f, 16.5f, 17.0f, 18.0f, 19.0f}) {
-    // `levels` steps across the range, centred on it: above 15 both ends are clipped.
+  for (const float levels : {16.0f, 17.5f}) {
+    // `levels` steps across the range, centred on it: both ends are clipped.
     const Lanes start = range * ((levels - 15.0f) * 0.5f / levels);
     keep_better(best, fit_levels(y, group, start, per_range * levels, sum_y));
   }
