@@ -1,5 +1,6 @@
 """Structured output: whatever the model prefers, a finished answer obeys its grammar."""
 
+import contextlib
 import json
 import random
 import re
@@ -15,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from diptych.compute import structured
 from diptych.compute.sampler import Sampler
 from diptych.compute.structured import GrammarCompiler
+from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import GrammarError, LoadError
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.ground.step import SequenceStart
@@ -39,7 +41,7 @@ def make_tokenizer() -> tokenizers.Tokenizer:
 
 
 TOKENIZER = make_tokenizer()
-COMPILER = GrammarCompiler(TOKENIZER.to_str(), WIDTH, EOS)
+COMPILER = GrammarCompiler(Tokenizer(TOKENIZER, {}, EOS), WIDTH)
 # A model that wanders would fill every string up to max_tokens, so ends are a little more likely than the rest.
 ENDS = torch.tensor([3.0 if set(TOKENIZER.id_to_token(i) or "") & set('"}]') else 0.0 for i in range(WIDTH)])
 ENDS[list(EOS)] = 4.0
@@ -273,17 +275,52 @@ BOMBS = [
 
 @pytest.mark.parametrize(("kind", "source"), BOMBS)
 def test_bombs_end_in_an_error_or_in_use(kind, source):
-    """Either refused, or compiled and then usable: no hang, and every step leaves some token to draw."""
-    try:
+    """Refused at the door or on the way, or usable: no hang, and every step leaves some token to draw."""
+    with contextlib.suppress(GrammarError):
         state = COMPILER.compile(spec(kind, source)).begin()
-    except GrammarError:
-        return
-    for _ in range(10):
-        allowed = np.flatnonzero(state.allowed())
-        assert len(allowed)
-        if state.is_complete:
+        for _ in range(10):
+            allowed = np.flatnonzero(state.allowed())
+            assert len(allowed)
+            if state.is_complete:
+                break
+            state.advance(int(allowed[0]))
+
+
+BLIND = [
+    spec("grammar", 'start: "one " X\nX: /a/ & /b/'),
+    spec("json_schema", {"properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]} | {
+        "type": "object", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("blind", BLIND, ids=["lark", "schema"])
+def test_grammar_that_leads_nowhere_is_an_error_and_no_short_answer(blind):
+    """It used to force the end of text: the client got half an answer that said it was finished."""
+    sampler = Sampler(WIDTH, grammars=COMPILER)
+    params = SamplingParams(structured=blind, max_tokens=99)
+    sampler.begin(SequenceStart(seq_id=1, prompt_token_ids=(9,), sampling=params, seed=0, eos_token_ids=EOS))
+    for position in range(1, 99):
+        token = sampler.sample(ENDS[None].clone(), [1], [position])[0]
+        if isinstance(token, GrammarError):
             break
-        state.advance(int(allowed[0]))
+        assert token.token_id not in EOS
+    assert isinstance(token, GrammarError)
+    assert "no token can come next" in token.message
+
+
+def test_grammar_without_any_output_is_refused_at_once():
+    """Better a 400 before the prompt is read than an error after."""
+    with pytest.raises(GrammarError, match="allows no output at all"):
+        COMPILER.compile(spec("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}))
+
+
+def test_grammar_in_use_is_not_compiled_again(monkeypatch):
+    """However many others come between: the second compilation would be on the thread that steps every sequence."""
+    held = COMPILER.compile(spec("regex", "held"))
+    monkeypatch.setattr(structured, "_MAX_CACHED", 2)
+    for number in range(4):
+        COMPILER.compile(spec("regex", f"other{number}"))
+    assert COMPILER.compile(spec("regex", "held")) is held
 
 
 def test_compile_time_is_bounded(monkeypatch):
@@ -293,14 +330,14 @@ def test_compile_time_is_bounded(monkeypatch):
     monkeypatch.setattr(structured, "_compile", lambda tokenizer, grammar: is_over.wait(60))
     try:
         with pytest.raises(GrammarError, match="took more than"):
-            GrammarCompiler(TOKENIZER.to_str(), WIDTH, EOS).compile(spec("regex", "slow"))
+            GrammarCompiler(Tokenizer(TOKENIZER, {}, EOS), WIDTH).compile(spec("regex", "slow"))
     finally:
         is_over.set()
 
 
 def test_tokenizer_that_does_not_fit_the_model_is_refused():
     """Fewer logits than tokens means the files do not belong together."""
-    compiler = GrammarCompiler(TOKENIZER.to_str(), 10, EOS)
+    compiler = GrammarCompiler(Tokenizer(TOKENIZER, {}, EOS), 10)
     with pytest.raises(LoadError, match="structured output"):
         compiler.compile(spec("regex", "a"))
     compiler.close()

@@ -3,7 +3,10 @@
 Owns the bounds on what a client may ask to compile, the cache of compiled grammars, and each sequence's matcher.
 Masks are filled by a worker thread as soon as a token is known, so that they are ready when the next logits are.
 
->>> compiler = GrammarCompiler(tokenizer.json_text, vocab_size, tokenizer.eos_token_ids)  # doctest: +SKIP
+Text in a grammar is text: a string "<think>" is spelled with ordinary tokens, and a regex never matches a special token.
+Only the name without quotes in a Lark grammar (`start: <think> "..." </think>`) means the token.
+
+>>> compiler = GrammarCompiler(tokenizer, vocab_size)  # doctest: +SKIP
 >>> state = compiler.compile(StructuredSpec(kind="regex", source="[0-9]+")).begin()  # doctest: +SKIP
 >>> state.mask(logits_V); state.advance(token_id)  # doctest: +SKIP
 """
@@ -17,10 +20,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import llguidance
 import numpy as np
+import tokenizers
 
 from diptych.ground.errors import GrammarError, InternalError, LoadError
 from diptych.ground.request import StructuredSpec
@@ -54,23 +59,77 @@ _SCHEMAS = ("items", "additionalProperties", "additionalItems", "if", "then", "e
 _FORBIDDEN = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("diptych.compute")
+
+
+class Vocabulary(Protocol):
+    """What a grammar needs to know of a tokenizer. mark_token_ids: tokens that no text spells (special tokens, tags)."""
+
+    json_text: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    mark_token_ids: frozenset[int]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for."""
+        ...
+
+
+class _Speller:
+    """The tokenizer in the form llguidance calls: bytes of every token, and text to tokens in the middle of a text.
+
+    Where the output is forced, llguidance asks how the tokenizer would cut the text. A tokenizer cuts "<think>" in it to
+    the special token, adds a space in front, or normalises; none of that spells the text asked for.
+    """
+
+    is_tokenizer_wrapper = True  # by which llguidance knows this form
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        self.tokens = [vocabulary.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(vocabulary.mark_token_ids)
+        self.eos_token_id = next(iter(vocabulary.eos_token_ids), 0)
+        self._marks = vocabulary.mark_token_ids
+        self._encode = tokenizers.Tokenizer.from_str(vocabulary.json_text).encode
+        self.cut: Callable[[str], list[int]] | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text, add_special_tokens=False).ids
+        is_plain = self._marks.isdisjoint(ids) and b"".join(self.tokens[i] for i in ids) == text.encode()
+        assert self.cut is not None
+        return ids if is_plain else self.cut(text)
+
+
+def _ll_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLTokenizer:
+    if vocabulary.vocab_size > vocab_size:
+        raise LoadError(
+            f"tokenizer cannot be used for structured output: it has {vocabulary.vocab_size} tokens and the model "
+            f"{vocab_size} logits"
+        )
+    try:
+        speller = _Speller(vocabulary, vocab_size)
+        made = llguidance.LLTokenizer(speller, eos_token=list(vocabulary.eos_token_ids) or None)
+    except Exception as error:  # the libraries raise what their Rust sides give
+        raise LoadError(f"tokenizer cannot be used for structured output: {error}") from error
+    speller.cut = made.greedy_tokenize
+    return made
 
 
 class GrammarCompiler:
     """Compiles and caches grammars for one tokenizer. Safe to use from several threads.
 
-    tokenizer_json: the text of tokenizer.json. vocab_size: width of the model's logits, at least the tokenizer's.
+    vocab_size: width of the model's logits, at least the tokenizer's.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer_json = tokenizer_json
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        self._vocabulary = vocabulary
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
         self._cache: OrderedDict[StructuredSpec, CompiledGrammar] = OrderedDict()
+        # grammars of open requests stay known however many others were compiled since
+        self._in_use: WeakValueDictionary[StructuredSpec, CompiledGrammar] = WeakValueDictionary()
         self._compile_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar-compile")
         self._mask_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-mask")
 
@@ -80,9 +139,9 @@ class GrammarCompiler:
         Raises GrammarError when it is over a bound, wrong, or not compiled within MAX_COMPILE_S.
         """
         with self._lock:
-            known = self._cache.get(spec)
+            known = self._in_use.get(spec)
             if known is not None:
-                self._cache.move_to_end(spec)
+                self._keep(spec, known)
                 return known
         grammar = _grammar_text(spec)
         tokenizer = self._ll_tokenizer()  # about a second for a large vocabulary, once; not the client's time
@@ -94,12 +153,17 @@ class GrammarCompiler:
             raise GrammarError(
                 f"{spec.kind} took more than {MAX_COMPILE_S:g} s to compile", hint="simplify it", param=spec.kind
             ) from None
-        compiled = CompiledGrammar(matcher, self._vocab_size, self._eos_token_ids, self._mask_pool.submit)
+        compiled = CompiledGrammar(matcher, self._vocab_size, self._vocabulary.eos_token_ids, self._mask_pool.submit)
         with self._lock:
-            self._cache[spec] = compiled
-            while len(self._cache) > _MAX_CACHED:
-                self._cache.popitem(last=False)
+            self._in_use[spec] = compiled
+            self._keep(spec, compiled)
         return compiled
+
+    def _keep(self, spec: StructuredSpec, compiled: CompiledGrammar) -> None:
+        self._cache[spec] = compiled
+        self._cache.move_to_end(spec)
+        while len(self._cache) > _MAX_CACHED:
+            self._cache.popitem(last=False)
 
     def close(self) -> None:
         """End the worker threads."""
@@ -109,12 +173,7 @@ class GrammarCompiler:
     def _ll_tokenizer(self) -> llguidance.LLTokenizer:
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                try:
-                    self._tokenizer = llguidance.LLTokenizer(
-                        self._tokenizer_json, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-                    )
-                except Exception as error:  # the library raises what its Rust side gives
-                    raise LoadError(f"tokenizer cannot be used for structured output: {error}") from error
+                self._tokenizer = _ll_tokenizer(self._vocabulary, self._vocab_size)
             return self._tokenizer
 
 
@@ -139,7 +198,11 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """Where one sequence stands in its grammar. Used by one thread; only the mask is filled by another."""
+    """Where one sequence stands in its grammar. Used by one thread; only the mask is filled by another.
+
+    A grammar can turn out too complex while it is followed (llguidance bounds the work per token). Then `advance`,
+    `mask` and `allowed` raise GrammarError: what was written until there is no whole sentence of it.
+    """
 
     def __init__(
         self,
@@ -157,13 +220,8 @@ class GrammarState:
         self._only_eos[list(eos_token_ids)] = True
         self._n_tokens = 0
         self._filling: Future[None] | None = None
+        self.is_complete = False  # nothing more can be accepted but an end of text
         self._begin_fill()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the grammar can accept nothing more but an end of text."""
-        self._settle()
-        return bool(self._matcher.is_stopped())
 
     @property
     def is_accepting(self) -> bool:
@@ -171,20 +229,12 @@ class GrammarState:
         self._settle()
         return bool(self._matcher.is_accepting())
 
-    @property
-    def error(self) -> str | None:
-        """Why the matcher gave up (a limit of the parser was reached), or None."""
-        self._settle()
-        return str(self._matcher.get_error()) if self._matcher.is_error() else None
-
     def advance(self, token_id: int) -> None:
         """Take one output token and begin to compute the mask after it, beside whatever runs next."""
         self._settle()
-        had_error = self._matcher.is_error()
         self._matcher.consume_token(token_id)
         self._n_tokens += 1
-        if self._matcher.is_error() and not had_error:
-            logger.warning("grammar gave up token=%d error=%s", token_id, self._matcher.get_error())
+        self._check()
         self._begin_fill()
 
     def rollback(self, n_tokens: int) -> None:
@@ -201,7 +251,7 @@ class GrammarState:
     def allowed(self) -> np.ndarray:
         """[V] bool: which tokens may come next. End-of-text only where the output may end."""
         self._settle()
-        if self._matcher.is_error():
+        if self.is_complete:
             return self._only_eos
         bits = np.unpackbits(self._words.view(np.uint8), count=self._vocab_size, bitorder="little")
         return bits.view(bool)
@@ -209,7 +259,7 @@ class GrammarState:
     def mask(self, logits_V: np.ndarray) -> None:
         """Set the logits (fp32) of tokens that may not come next to -inf, in place. Some token stays allowed."""
         self._settle()
-        if self._matcher.is_error():
+        if self.is_complete:
             logits_V[~self._only_eos] = -np.inf
             return
         # a table of eight flags per byte fills a buffer we keep; unpackbits would allocate a vocabulary each time
@@ -217,7 +267,8 @@ class GrammarState:
         np.putmask(logits_V, self._flags.reshape(-1)[: self._vocab_size], -np.inf)
 
     def _begin_fill(self) -> None:
-        self._filling = None if self._matcher.is_error() else self._submit(self._fill)
+        self.is_complete = bool(self._matcher.is_stopped())
+        self._filling = None if self.is_complete else self._submit(self._fill)
 
     def _fill(self) -> None:
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
@@ -227,13 +278,30 @@ class GrammarState:
         if self._filling is not None:
             self._filling.result()
             self._filling = None
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(
+                f"the grammar cannot be followed after {self._n_tokens} tokens: {_reason(self._matcher)}",
+                hint="simplify it: it is too complex, or nothing can follow what it allowed",
+            )
 
 
 def _compile(tokenizer: llguidance.LLTokenizer, grammar: Callable[[], str]) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(tokenizer, grammar(), log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise GrammarError(f"grammar cannot be compiled: {matcher.get_error().strip()}")
+    first = matcher.deep_copy()
+    first.compute_bitmask()
+    if first.is_error():
+        raise GrammarError(f"grammar allows no output at all, or none within the limits: {_reason(first)}")
     return matcher
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    text = str(matcher.get_error()).partition("\n")[0]
+    return "no token can come next" if text == "NoExtensionBias" else text
 
 
 def _grammar_text(spec: StructuredSpec) -> Callable[[], str]:

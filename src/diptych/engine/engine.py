@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from diptych.compute.structured import GrammarCompiler
+from diptych.compute.structured import CompiledGrammar, GrammarCompiler
 from diptych.control.loop import CoreStats, EngineCore
 from diptych.engine.text.detokenizer import TextDelta, TextStream
 from diptych.engine.text.template import RenderedPrompt
@@ -29,7 +29,7 @@ from diptych.ground.events import (
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams, Segment, StructuredSpec
+from diptych.ground.request import Request, SamplingParams, Segment
 from diptych.ground.step import Executor, StepPlan, TokenLogprobs
 from diptych.metrics import EventBook, PhaseTotals, RequestRecord
 
@@ -87,6 +87,7 @@ class OpenRequest:
             for _ in range(sampling.n)
         ]
         self.error: EngineError | None = None
+        self.grammar: CompiledGrammar | None = None  # held, so that the sampler finds it compiled whenever it starts
 
     @property
     def is_finished(self) -> bool:
@@ -175,7 +176,7 @@ class Engine:
         self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
         self._check_token_ids("logit_bias", tuple(sampling.logit_bias))
         if sampling.structured is not None:
-            self.compile_grammar(sampling.structured)  # here, off the engine's thread; the sampler finds it cached
+            self._grammars.compile(sampling.structured)  # here, off the engine's thread; `submit` finds it cached
         return Request(
             request_id=request_id or f"req-{next(self._numbers)}",
             prompt_token_ids=token_ids,
@@ -186,10 +187,6 @@ class Engine:
             cache_salt=cache_salt,
             segments=segments,
         )
-
-    def compile_grammar(self, spec: StructuredSpec) -> None:
-        """Compile a constraint, so that the sampler finds it ready. Safe on any thread. Raises GrammarError."""
-        self._grammars.compile(spec)
 
     def _check_token_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
         for position, token_id in enumerate(token_ids):
@@ -206,6 +203,8 @@ class Engine:
             raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
         # a chat answer begins a text of its own; anything else continues the prompt's
         opened = OpenRequest(request, tokenizer=self.tokenizer, on_delta=on_delta, follows_text=not request.segments)
+        if request.sampling.structured is not None:
+            opened.grammar = self._grammars.compile(request.sampling.structured)
         events = self.core.submit(request)
         self._open[request.request_id] = opened
         self._publish(events)
@@ -312,6 +311,9 @@ class Engine:
             stop_reason=choice.stop_string if stopped_by_text else event.stop_token_id,
             at_s=event.at_s,
         )
+        if event.error is not None:
+            opened.error = event.error
+            logger.warning("request failed id=%s index=%d error=%s", event.request_id, event.index, event.error)
         if opened.is_finished:
             self._forget(event.request_id)
         opened.on_delta(delta)

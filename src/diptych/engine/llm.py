@@ -22,7 +22,7 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, ExecutorError
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams, StructuredSpec
+from diptych.ground.request import Request, SamplingParams
 from diptych.ground.step import TokenLogprobs
 from diptych.metrics import RequestRecord
 
@@ -43,7 +43,10 @@ class CompletionChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A finished request with its account: tokens by source and time by phase."""
+    """A finished request with its account: tokens by source and time by phase.
+
+    error: why its choices ended with FinishReason.ERROR, when they did; other requests of the call are untouched.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -52,6 +55,7 @@ class Completion:
     timings: Timings
     prompt_logprobs: tuple[TokenLogprobs | None, ...]
     record: RequestRecord
+    error: EngineError | None = None
 
 
 class LLM:
@@ -169,6 +173,7 @@ def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion
         timings=record.timings(),
         prompt_logprobs=tuple(opened.prompt_logprobs),
         record=record,
+        error=opened.error,
     )
 
 
@@ -351,10 +356,6 @@ class AsyncLLM:
 
         self._post(run)
         return await future
-
-    def compile_grammar(self, spec: StructuredSpec) -> None:
-        """Compile a constraint ahead of `generate`, on any thread. Raises GrammarError."""
-        self.engine.compile_grammar(spec)
 
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks, as of the last step."""

@@ -160,7 +160,7 @@ def make_machinery(
 def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     """An engine over a loaded model."""
     tokenizer, vocab_size = loaded.tokenizer, loaded.model.spec.vocab_size
-    grammars = GrammarCompiler(tokenizer.json_text, vocab_size, tokenizer.eos_token_ids)
+    grammars = GrammarCompiler(tokenizer, vocab_size)
     machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars)
     return Engine(
         machinery.core,

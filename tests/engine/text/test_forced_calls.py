@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 
 from diptych.compute.structured import GrammarCompiler
+from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.tools import ToolFormat, parse_tool_calls, tool_call_spec
 from text.small_tokenizers import byte_level_json
 
@@ -40,7 +41,7 @@ def with_tags(kind: str) -> tokenizers.Tokenizer:
 
 
 def write(tokenizer: tokenizers.Tokenizer, spec, *, seed: int) -> str:
-    compiler = GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), EOS)
+    compiler = GrammarCompiler(Tokenizer(tokenizer, {}, EOS), tokenizer.get_vocab_size())
     state = compiler.compile(spec).begin()
     rng = np.random.default_rng(seed)
     ids: list[int] = []

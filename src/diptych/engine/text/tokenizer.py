@@ -48,6 +48,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # what text never spells; models write tags such as <tool_call> as one token whether it is flagged special or not
+        self.mark_token_ids = frozenset(
+            token_id for token_id, token in added.items() if token.special or _is_tag(token.content)
+        )
         shown = {token_id for token_id, token in added.items() if token.content in _SHOWN_TOKENS}
         self.hidden_token_ids = self.special_token_ids - shown
         self.piece_kind, self.stripped_spaces = _piece_kind(json.loads(self.json_text).get("decoder"))
@@ -163,6 +167,10 @@ class Tokenizer:
         if token_id in self.added_token_ids:
             return token.encode()
         return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _is_tag(text: str) -> bool:
+    return len(text) > 2 and text.startswith("<") and text.endswith(">")
 
 
 def fallback_byte(token: str) -> int | None:

@@ -1,0 +1,106 @@
+"""Text in a grammar is text, also where it looks like a special token; only a bare name means the token."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+
+from diptych.compute.structured import GrammarCompiler
+from diptych.engine.load import bundled_dir
+from diptych.engine.text.detokenizer import TextStream
+from diptych.engine.text.tokenizer import Tokenizer
+from diptych.ground.request import StructuredSpec
+from text.small_tokenizers import byte_level_json, sentencepiece_json
+
+
+def bundled() -> Tokenizer:
+    return Tokenizer.from_dir(bundled_dir())
+
+
+def byte_level() -> Tokenizer:
+    """Tags that are added but not flagged special, as Qwen has them."""
+    backend = tokenizers.Tokenizer.from_str(byte_level_json())
+    backend.add_tokens([tokenizers.AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>",)])
+    return Tokenizer(backend, {}, (0, 2))
+
+
+def normalising() -> Tokenizer:
+    """Composes accents as it reads: the decomposed text has no tokens of its own but bytes."""
+    backend = tokenizers.Tokenizer.from_str(byte_level_json())
+    backend.normalizer = tokenizers.normalizers.NFC()
+    return Tokenizer(backend, {}, (0, 2))
+
+
+def sentencepiece() -> Tokenizer:
+    """Puts a space before every text it encodes, which must not happen in the middle of an output."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(sentencepiece_json()), {}, (2,))
+
+
+TOKENIZERS = {one.__name__: one() for one in (bundled, byte_level, normalising, sentencepiece)}
+COMPILERS = {name: GrammarCompiler(one, one.vocab_size + 7) for name, one in TOKENIZERS.items()}
+TEXTS = [
+    "<think>",
+    "<|im_end|>",
+    "a<|endoftext|>b",
+    "</s> and <s>",
+    "say <|im_start|> now, <tool_call>{}</tool_call>",
+    "[INST] x [/INST]<0x41>",
+    " leading and  double spaces ",
+    "e\u0301 \u00e9 \u6771\u4eac \U0001f389",
+]
+
+
+def write(name: str, spec: StructuredSpec, *, prefers_marks: bool = False, seed: int = 0) -> tuple[list[int], str]:
+    """(ids, text as a client sees it) of random draws; with prefers_marks a special token wherever one is allowed."""
+    tokenizer, state = TOKENIZERS[name], COMPILERS[name].compile(spec).begin()
+    stream = TextStream(tokenizer, follows_text=True)
+    rng = np.random.default_rng(seed)
+    ids: list[int] = []
+    text = ""
+    while not state.is_complete and len(ids) < 200:
+        allowed = [int(i) for i in np.flatnonzero(state.allowed())]
+        marks = [i for i in allowed if i in tokenizer.mark_token_ids]
+        token_id = int(rng.choice(marks if prefers_marks and marks else allowed))
+        if token_id in tokenizer.eos_token_ids:
+            break
+        ids.append(token_id)
+        text += stream.push(token_id).text
+        state.advance(token_id)
+    return ids, text + stream.finish().text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_of_a_special_token_is_spelled_with_ordinary_tokens(name: str, text: str) -> None:
+    """It used to end the answer: the tokenizer cut the forced text to the special token, the grammar refused that."""
+    specs = [
+        StructuredSpec(kind="choice", source=json.dumps([text])),
+        StructuredSpec(kind="regex", source=re.escape(text)),
+        StructuredSpec(kind="grammar", source="start: " + json.dumps(text)),
+    ]
+    for spec in specs:
+        ids, written = write(name, spec, prefers_marks=True)
+        assert written == text, spec.kind
+        assert TOKENIZERS[name].mark_token_ids.isdisjoint(ids)
+    _, written = write(name, StructuredSpec(kind="json_schema", source=json.dumps({"const": {"k": text}})))
+    assert json.loads(written) == {"k": text}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_free_text_never_matches_a_special_token(name: str) -> None:
+    """A wildcard that takes a turn marker would let the model forge the next turn inside a JSON string."""
+    state = COMPILERS[name].compile(StructuredSpec(kind="regex", source="(.|\\n){5,40}")).begin()
+    allowed = state.allowed()
+    assert allowed.sum() > 100
+    assert not allowed[sorted(TOKENIZERS[name].mark_token_ids)].any()
+
+
+@pytest.mark.parametrize("name", ["bundled", "byte_level"])
+def test_bare_name_in_a_grammar_is_the_token_itself(name: str) -> None:
+    """How a grammar asks for reasoning or a tool call."""
+    tokenizer = TOKENIZERS[name]
+    ids, _ = write(name, StructuredSpec(kind="grammar", source='start: <think> "x" </think> "<think>"'))
+    begin, end = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+    assert (ids[0], ids.count(begin), ids.count(end)) == (begin, 1, 1)
