@@ -9,7 +9,7 @@ import pytest
 from diptych.control.loop import EngineCore
 from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
-from diptych.ground.errors import CapacityError, IllegalMove, PromptTooLong, RequestError
+from diptych.ground.errors import CapacityError, IllegalMove, PromptTooLong, RequestError, SequenceError
 from diptych.ground.events import FinishEvent, PreemptEvent, PromptLogprobsEvent, TokenEvent
 from diptych.ground.phase import FinishReason, Phase, Status
 from diptych.ground.step import ChunkResult, StepResult, TokenLogprobs
@@ -55,6 +55,51 @@ def test_requests_of_every_length_answer_as_if_alone():
     events = run(core, executor)
     assert texts(events) == {(f"r{i}", 0): greedy(tuple(range(100, 103 + 5 * i)), 4 + i) for i in range(10)}
     assert sum(isinstance(event, FinishEvent) for event in events) == 10
+
+
+@pytest.mark.parametrize("failing_step", [1, 2, 4])
+def test_a_failed_sequence_ends_its_request_and_nothing_else(failing_step):
+    """One bad row used to be the end of everybody: the neighbours' tokens must be those of a run without it."""
+    core, executor = make(n_blocks=24, max_step_tokens=16, max_context_tokens=80)
+    core.submit(request(prompt=20, max_tokens=8, request_id="bad", n=3))
+    for i in range(3):
+        core.submit(
+            request(prompt=range(200 + 9 * i, 209 + 9 * i), max_tokens=12, request_id=f"good{i}", arrival_s=0.1)
+        )
+    error = SequenceError("no token could be drawn")
+
+    class Failing:
+        def execute(self, plan):
+            result = executor.execute(plan)
+            results = tuple(
+                ChunkResult(seq_id=one.seq_id, error=error)
+                if plan.step_id >= failing_step and one.seq_id in (0, 1)
+                else one
+                for one in result.results
+            )
+            return replace(result, results=results)
+
+    events = run(core, Failing())
+    ends = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
+    assert len(ends) == 6
+    for index in range(3):
+        assert (ends["bad", index].reason, ends["bad", index].error) == (FinishReason.ERROR, error)
+    for i in range(3):
+        assert texts(events)[f"good{i}", 0] == greedy(tuple(range(200 + 9 * i, 209 + 9 * i)), 12)
+        assert ends[f"good{i}", 0].error is None
+    stats = core.stats()
+    assert (stats.blocks_in_use, stats.running, stats.waiting, stats.waiting_tokens) == (0, 0, 0, 0)
+
+
+def test_a_block_written_by_a_failed_step_is_not_shared():
+    """Its keys may be as broken as its logits were; the next request with this prompt must compute them itself."""
+    core, executor = make(n_blocks=24, max_step_tokens=64, max_context_tokens=80)
+    core.submit(request(prompt=16, max_tokens=4, request_id="bad"))
+    plan, _ = core.begin_step(1.0)
+    results = tuple(ChunkResult(seq_id=chunk.seq_id, error=SequenceError("nan")) for chunk in plan.chunks)
+    core.end_step(plan, replace(executor.execute(plan), results=results), 1.5)
+    assert core.prefix_match(tuple(range(100, 116))) == 0
+    core.check()
 
 
 def test_choices_share_the_prompt_and_answer_alike():

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from tests.engine.conftest import tiny_config
 
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import KVStore
+from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, size_pool
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import BadSampling, CapacityError, ConfigError, PromptTooLong, RequestError
+from diptych.ground.errors import (
+    BadSampling,
+    CapacityError,
+    ConfigError,
+    GrammarError,
+    PromptTooLong,
+    RequestError,
+    SequenceError,
+)
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import SamplingParams
+from diptych.ground.request import SamplingParams, StructuredSpec
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPTS = ["Once upon a time", "The capital of France is", "It was a dark and stormy night; " * 6, "a", "One two three"]
@@ -167,6 +180,73 @@ def test_extreme_options_are_refused_or_harmless(llm: LLM) -> None:
         SamplingParams(max_tokens=4, min_p=1.0, frequency_penalty=-2.0, logit_bias={5: 100.0, 6: -100.0}, seed=1),
     ):
         assert llm.generate(PROMPTS[0], params)[0].usage.output_tokens >= 1
+
+
+def break_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt_tokens: int) -> None:
+    """Make the logits of every sequence whose prompt has this length NaN once it decodes: one broken row among good ones."""
+    model = llm.loaded.model
+    forward = model.forward
+
+    def broken(batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
+        logits_RV = forward(batch, kv).clone()
+        sizes_S = np.diff(batch.query_start_S1)
+        for row, token in enumerate(batch.logits_rows_R):
+            s = int(np.searchsorted(batch.query_start_S1, token, side="right")) - 1
+            if sizes_S[s] == 1 and batch.context_tokens_S[s] == prompt_tokens + 3:
+                logits_RV[row] = torch.nan
+        return logits_RV
+
+    monkeypatch.setattr(model, "forward", broken)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}, {"n": 2, "logprobs": 1}])
+def test_broken_row_fails_its_request_and_leaves_the_others_bits(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    """NaN in one sequence's logits used to end the engine; now it ends that sequence's request, with the reason."""
+    bad = "zebra " * 9
+    expected = texts(llm.generate(PROMPTS, GREEDY))
+    n_bad = len(llm.loaded.tokenizer.encode(bad))
+    assert n_bad not in [len(llm.loaded.tokenizer.encode(prompt)) for prompt in PROMPTS]
+    break_logits(llm, monkeypatch, n_bad)
+    done = llm.generate([*PROMPTS, bad], [GREEDY] * len(PROMPTS) + [replace(GREEDY, **options)])  # type: ignore[arg-type]
+    assert texts(done[:-1]) == expected
+    assert [one.error for one in done[:-1]] == [None] * len(PROMPTS)
+    assert isinstance(done[-1].error, SequenceError)
+    assert "the largest logit is nan" in done[-1].error.message
+    for choice in done[-1].choices:
+        assert choice.finish_reason is FinishReason.ERROR
+        assert len(choice.token_ids) <= 3
+    assert len(done[-1].choices[0].token_ids) == 3
+    assert_account_adds_up(done[-1])
+    llm.engine.core.check()
+    assert llm.engine.stats().blocks_in_use == 0
+    monkeypatch.undo()
+    assert texts(llm.generate([*PROMPTS, bad], GREEDY))[:-1] == expected
+
+
+def test_grammar_that_leads_nowhere_fails_its_request_alone(llm: LLM) -> None:
+    """A real failing row: the grammar's mask forbids every token after "one "."""
+    blind = StructuredSpec(kind="grammar", source='start: "one " X\nX: /a/ & /b/')
+    expected = texts(llm.generate(PROMPTS, GREEDY))
+    done = llm.generate([*PROMPTS, "z"], [GREEDY] * len(PROMPTS) + [replace(GREEDY, structured=blind)])
+    assert texts(done[:-1]) == expected
+    assert isinstance(done[-1].error, GrammarError)
+    assert done[-1].choices[0].finish_reason is FinishReason.ERROR
+    assert llm.engine.stats().blocks_in_use == 0
+
+
+def test_options_the_sampler_refuses_fail_their_request_alone(llm: LLM) -> None:
+    """A sequence that cannot begin is answered, also while its prompt is still being read in chunks."""
+    request = llm.engine.make_request("word " * 100, GREEDY, arrival_s=0.0, request_id="bad")
+    outside = replace(request, sampling=replace(GREEDY, logit_bias={10**6: 1.0}))
+    deltas: list[OutputDelta] = []
+    opened = llm.engine.submit(outside, deltas.append)
+    done = llm.generate(PROMPTS, GREEDY)
+    assert isinstance(opened.error, BadSampling)
+    assert [delta.finish_reason for delta in deltas] == [FinishReason.ERROR]
+    assert all(len(one.choices[0].token_ids) == GREEDY.max_tokens for one in done)
+    assert llm.engine.n_open == 0
 
 
 def test_kv_memory_that_does_not_fit_names_the_largest_context(loaded: LoadedModel) -> None:

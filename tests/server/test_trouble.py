@@ -107,6 +107,38 @@ def test_grammar_bombs_end_in_a_400_or_a_bounded_answer(http: httpx.Client, extr
         assert answer.json()["error"]["message"]
 
 
+BLIND = {"grammar": 'start: "one " X\nX: /a/ & /b/'}
+
+
+@pytest.mark.usefixtures("answer_before")
+def test_a_request_that_fails_half_way_fails_alone(server: ServerProcess, http: httpx.Client) -> None:
+    """After "one " this grammar allows nothing: a real failing row in a batch. It used to end the process for everybody."""
+    others = [{"prompt": f"Story {i}:", "max_tokens": 60, "temperature": 0, "ignore_eos": True} for i in range(4)]
+    expected = [http.post("/v1/completions", json=body).json()["choices"][0]["text"] for body in others]
+    failing = {**PROMPT, "structured_outputs": BLIND, "n": 2, "temperature": 1.0}
+    chat = {"messages": [{"role": "user", "content": "x"}], "structured_outputs": BLIND, "max_tokens": 9}
+
+    async def all_at_once() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            sent = [client.post("/v1/completions", json=body) for body in others]
+            sent += [client.post("/v1/completions", json={**failing, "stream": stream}) for stream in (False, True)]
+            sent += [client.post("/v1/chat/completions", json={**chat, "stream": stream}) for stream in (False, True)]
+            return await asyncio.gather(*sent)
+
+    answers = asyncio.run(all_at_once())
+    assert [answer.json()["choices"][0]["text"] for answer in answers[:4]] == expected
+    for whole in (answers[4], answers[6]):
+        assert whole.status_code == 400
+        assert "no token can come next" in whole.json()["error"]["message"]
+    for streamed in (answers[5], answers[7]):
+        assert streamed.status_code == 200
+        last = streamed.content.rstrip().split(b"\n\n")[-1]
+        assert last.startswith(b"event: error\ndata: ")
+        assert b"[DONE]" not in streamed.content
+        assert "no token can come next" in json.loads(last.partition(b"data: ")[2])["error"]["message"]
+    assert http.get("/health").status_code == 200
+
+
 @pytest.mark.usefixtures("answer_before")
 def test_template_attacks_stay_text(http: httpx.Client) -> None:
     """What a user writes is data: it is printed by the template and never run as one."""

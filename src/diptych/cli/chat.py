@@ -125,6 +125,8 @@ class Conversation:
             prompt = self._llm.render(self._messages, kwargs={"enable_thinking": self._think})
             with interrupts() as is_interrupted:
                 done = self._llm.generate([prompt], self._sampling, on_delta=on_delta, is_cancelled=is_interrupted)[0]
+                if done.error is not None:
+                    raise done.error
         except EngineError as error:
             # the conversation goes on without the message that could not be answered
             self._messages.pop()

@@ -68,6 +68,8 @@ def generate(
     observer = PhaseObserver()
     llm.engine.listen(observer)
     done = llm.generate([asked], sampling, on_delta=_write_delta if streams else None)[0]
+    if done.error is not None:
+        raise done.error
     if as_json:
         _write(json.dumps(_as_json(done, _report(llm, observer, done)), ensure_ascii=False) + "\n")
         return

@@ -19,7 +19,7 @@ from diptych.control.policy import rank_of
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
-from diptych.ground.errors import CapacityError, PromptTooLong, RequestError
+from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
 from diptych.ground.events import ArrivalEvent, Event, FinishEvent, PromptLogprobsEvent, StepEndEvent, TokenEvent
 from diptych.ground.phase import FinishReason, Status
 from diptych.ground.request import Request
@@ -129,12 +129,19 @@ class EngineCore:
             )
         ]
 
-    def cancel(self, request_id: str, now_s: float, *, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
+    def cancel(
+        self,
+        request_id: str,
+        now_s: float,
+        *,
+        reason: FinishReason = FinishReason.ABORT,
+        error: EngineError | None = None,
+    ) -> list[Event]:
         """End every open choice of a request, in any state. An unknown or finished id gives no events."""
         events: list[Event] = []
         for seq in reversed(self._requests.get(request_id, ())):
             if seq.status is not Status.FINISHED:
-                events.append(self._end(seq, now_s, reason))
+                events.append(self._end(seq, now_s, reason, error=error))
         self._forget_if_over(request_id)
         return events
 
@@ -266,7 +273,13 @@ class EngineCore:
         return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
 
     def _commit(self, seq: Sequence, chunk: Chunk, result: ChunkResult, step_id: int, now_s: float) -> list[Event]:
-        """Move computed forward, hand out tokens, and stop where a token or a limit says so."""
+        """Move computed forward, hand out tokens, and stop where a token or a limit says so.
+
+        A sequence that failed takes its whole request with it and nothing else. What its chunk wrote stays out of the
+        prefix index.
+        """
+        if result.error is not None:
+            return self.cancel(seq.request.request_id, now_s, reason=FinishReason.ERROR, error=result.error)
         known_end = min(chunk.end_pos, seq.known_tokens)
         n_accepted = max(0, len(result.token_ids) - 1)  # drafted tokens of this chunk that hold
         assert bool(result.token_ids) == chunk.samples, chunk.seq_id
@@ -334,7 +347,15 @@ class EngineCore:
             return FinishReason.LENGTH, None
         return None, None
 
-    def _end(self, seq: Sequence, now_s: float, reason: FinishReason, *, stop_token_id: int | None = None) -> Event:
+    def _end(
+        self,
+        seq: Sequence,
+        now_s: float,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: EngineError | None = None,
+    ) -> Event:
         """Finish a sequence now; blocks that a step is still using go back when it ends."""
         seq.move(Status.FINISHED)
         seq.finish_reason = reason
@@ -357,6 +378,7 @@ class EngineCore:
             reason=reason,
             output_tokens=seq.output_tokens,
             stop_token_id=stop_token_id,
+            error=error,
         )
 
     def _bear(self, child: Sequence) -> None:

@@ -14,7 +14,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.runner import Model
-from diptych.compute.sampler import Sampler
+from diptych.compute.sampler import SampledToken, Sampler
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, ExecutorError
 from diptych.ground.phase import Phase
@@ -36,9 +36,13 @@ class ModelExecutor:
         self._free_rows = list(range(7, -1, -1))
         self._starts: dict[int, SequenceStart] = {}
         self._prompt_logprobs_done: dict[int, int] = {}  # seq_id -> prompt positions already reported
+        self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises ExecutorError, with the cause, when kernels or sampling fail."""
+        """Run one step. Raises ExecutorError, with the cause, when the model or the step as a whole fails.
+
+        What fails for one sequence alone (its options, its grammar, its logits) is the error of its own result.
+        """
         begin_s = self._clock.now_s()
         try:
             self._begin_and_end_sequences(plan)
@@ -64,10 +68,14 @@ class ModelExecutor:
             if self._starts.pop(seq_id, None) is not None:
                 self._sampler.end(seq_id)
             self._prompt_logprobs_done.pop(seq_id, None)
+            self._failed.pop(seq_id, None)
         for start in plan.starts:
             self._starts[start.seq_id] = start
-            self._sampler.begin(start)
             self._rows[start.seq_id] = self._take_row()
+            try:
+                self._sampler.begin(start)
+            except EngineError as error:
+                self._failed[start.seq_id] = error
         for chunk in plan.chunks:
             if chunk.new_block_ids:
                 first = chunk.first_new_block
@@ -132,30 +140,43 @@ class ModelExecutor:
         for chunk in plan.chunks:
             if self._wants_prompt_logprobs(chunk):
                 n_rows = len(chunk.token_ids)
-                prompt_logprobs[chunk.seq_id] = self._prompt_logprobs(chunk, logits_RV[row : row + n_rows])
+                try:
+                    prompt_logprobs[chunk.seq_id] = self._prompt_logprobs(chunk, logits_RV[row : row + n_rows])
+                except EngineError as error:
+                    self._failed[chunk.seq_id] = error
             else:
                 n_rows = 1 if chunk.samples else 0
             row += n_rows
-            if chunk.samples:
+            if chunk.samples and chunk.seq_id not in self._failed:
                 sampling_rows.append(row - 1)
                 seq_ids.append(chunk.seq_id)
                 positions.append(chunk.end_pos)
         if len(sampling_rows) != len(logits_RV):
             logits_RV = logits_RV[sampling_rows]
-        drawn = iter(self._sampler.sample(logits_RV, seq_ids, positions) if seq_ids else ())
-        results = []
-        for chunk in plan.chunks:
-            token = next(drawn) if chunk.samples else None
-            results.append(
-                ChunkResult(
-                    seq_id=chunk.seq_id,
-                    token_ids=() if token is None else (token.token_id,),
-                    logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
-                    prompt_logprobs=prompt_logprobs.get(chunk.seq_id, ()),
-                    is_complete=token is not None and token.is_complete,
-                )
-            )
-        return tuple(results)
+        drawn: dict[int, SampledToken] = {}
+        tokens = self._sampler.sample(logits_RV, seq_ids, positions) if seq_ids else []
+        for seq_id, token in zip(seq_ids, tokens, strict=True):
+            if isinstance(token, EngineError):
+                self._failed[seq_id] = token
+            else:
+                drawn[seq_id] = token
+        return tuple(
+            self._result(chunk.seq_id, drawn.get(chunk.seq_id), prompt_logprobs.get(chunk.seq_id, ()))
+            for chunk in plan.chunks
+        )
+
+    def _result(
+        self, seq_id: int, token: SampledToken | None, prompt_logprobs: tuple[TokenLogprobs | None, ...]
+    ) -> ChunkResult:
+        if seq_id in self._failed:
+            return ChunkResult(seq_id=seq_id, error=self._failed[seq_id])
+        return ChunkResult(
+            seq_id=seq_id,
+            token_ids=() if token is None else (token.token_id,),
+            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
+            prompt_logprobs=prompt_logprobs,
+            is_complete=token is not None and token.is_complete,
+        )
 
     def _prompt_logprobs(self, chunk: Chunk, logits_CV: torch.Tensor) -> tuple[TokenLogprobs | None, ...]:
         # The row at position p judges the prompt token at p + 1; token 0 has nothing before it.

@@ -61,6 +61,10 @@ class ExecutorError(EngineError):
     """The step failed below control; open requests are answered with this."""
 
 
+class SequenceError(EngineError):
+    """One sequence cannot go on; only its own request is answered with this (HTTP 500)."""
+
+
 class InternalError(EngineError):
     """A bug of ours."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.ground.errors import EngineError
 from diptych.ground.phase import FinishReason, Phase
 from diptych.ground.step import TokenLogprobs
 
@@ -98,7 +99,7 @@ class PromptLogprobsEvent:
 class FinishEvent:
     """One choice ended; after the last choice's, the request is over. Usage is final then.
 
-    stop_reason: the stop token id that ended it, when one did.
+    stop_token_id: the one that ended it, when one did. error: what it failed of, when it alone did.
     """
 
     request_id: str
@@ -107,6 +108,7 @@ class FinishEvent:
     reason: FinishReason
     output_tokens: int
     stop_token_id: int | None = None
+    error: EngineError | None = None
 
 
 Event = (

@@ -39,4 +39,4 @@ class FinishReason(Enum):
     STOP = "stop"  # an EOS id, a stop token id, a stop string, or a grammar that is complete
     LENGTH = "length"  # max_tokens or the model's context
     ABORT = "abort"  # the client left or asked for it
-    ERROR = "error"  # the engine failed while this request was open
+    ERROR = "error"  # the engine failed while this request was open, or one of its sequences could not go on

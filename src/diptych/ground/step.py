@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from diptych.ground.errors import EngineError
 from diptych.ground.phase import Phase
 from diptych.ground.request import SamplingParams
 
@@ -93,6 +94,7 @@ class ChunkResult:
 
     `is_complete`: the sequence's grammar can accept nothing more, so it must stop after these tokens.
     `prompt_logprobs` has one entry per prompt token of this chunk (None for the very first token of the prompt).
+    `error`: why this sequence cannot go on; the others of the step are untouched, and nothing else here counts.
     """
 
     seq_id: int
@@ -100,6 +102,7 @@ class ChunkResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     is_complete: bool = False
+    error: EngineError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,5 +119,5 @@ class Executor(Protocol):
     """Runs a step: real kernels in the engine, a cost model in the simulator."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run every chunk of the plan. Raises ExecutorError when the device fails."""
+        """Run every chunk of the plan. Raises ExecutorError when the device fails, which is the end of every request."""
         ...

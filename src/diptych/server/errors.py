@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
-from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
+from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError, SequenceError
 
 MAX_SHOWN_VALUE = 120  # characters of a refused value that are repeated in the message
 
@@ -85,6 +85,8 @@ def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> Ap
         return ApiError(400, str(error), param=error.param, code="invalid_value")
     if isinstance(error, CapacityError):
         return ApiError(503, str(error), param=error.param, code="overloaded", retry_after_s=retry_after_s)
+    if isinstance(error, SequenceError):
+        return ApiError(500, f"this request failed: {error.message}", code="request_failed")
     if isinstance(error, EngineError):
         return ApiError(500, f"the engine failed: {error.message}", code="engine_failed")
     return ApiError(500, "the server failed while answering; see its log", code="internal_error")
