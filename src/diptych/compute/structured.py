@@ -3,6 +3,8 @@
 Owns the bounds on what a client may ask to compile, the cache of compiled grammars, and each sequence's matcher.
 Masks are filled by a worker thread as soon as a token is known, so that they are ready when the next logits are.
 
+A model that thinks may do so first: the constraint holds for what comes behind the thinking tag.
+
 Text in a grammar is text: a string "<think>" is spelled with ordinary tokens, and a regex never matches a special token.
 Only the name without quotes in a Lark grammar (`start: <think> "..." </think>`) means the token.
 
@@ -15,11 +17,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -28,7 +32,7 @@ import numpy as np
 import tokenizers
 
 from diptych.ground.errors import GrammarError, InternalError, LoadError
-from diptych.ground.request import StructuredSpec
+from diptych.ground.request import FreeReasoning, StructuredSpec
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
@@ -65,10 +69,18 @@ logger = logging.getLogger("diptych.compute")
 class Vocabulary(Protocol):
     """What a grammar needs to know of a tokenizer. mark_token_ids: tokens that no text spells (special tokens, tags)."""
 
-    json_text: str
-    vocab_size: int
     eos_token_ids: tuple[int, ...]
     mark_token_ids: frozenset[int]
+
+    @property
+    def json_text(self) -> str:
+        """The whole tokenizer.json."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for."""
@@ -76,13 +88,12 @@ class Vocabulary(Protocol):
 
 
 class _Speller:
-    """The tokenizer in the form llguidance calls: bytes of every token, and text to tokens in the middle of a text.
+    """The tokenizer as llguidance wants to call it: bytes of every token, and text to tokens in the middle of a text.
 
     Where the output is forced, llguidance asks how the tokenizer would cut the text. A tokenizer cuts "<think>" in it to
     the special token, adds a space in front, or normalises; none of that spells the text asked for.
     """
 
-    is_tokenizer_wrapper = True  # by which llguidance knows this form
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
@@ -108,7 +119,7 @@ def _ll_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLToken
         )
     try:
         speller = _Speller(vocabulary, vocab_size)
-        made = llguidance.LLTokenizer(speller, eos_token=list(vocabulary.eos_token_ids) or None)
+        made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(speller), eos_token=list(vocabulary.eos_token_ids) or None)
     except Exception as error:  # the libraries raise what their Rust sides give
         raise LoadError(f"tokenizer cannot be used for structured output: {error}") from error
     speller.cut = made.greedy_tokenize
@@ -144,6 +155,8 @@ class GrammarCompiler:
                 self._keep(spec, known)
                 return known
         grammar = _grammar_text(spec)
+        if spec.reasoning is not None:
+            grammar = partial(_after_reasoning, grammar, spec.reasoning, self._vocabulary)
         tokenizer = self._ll_tokenizer()  # about a second for a large vocabulary, once; not the client's time
         job = self._compile_pool.submit(_compile, tokenizer, grammar)
         try:
@@ -323,6 +336,26 @@ def _grammar_text(spec: StructuredSpec) -> Callable[[], str]:
         schema = _json_schema(source)
         return lambda: llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     raise GrammarError(f"structured output kind is {spec.kind!r}; it must be one of {', '.join(KINDS)}")
+
+
+def _after_reasoning(answer: Callable[[], str], reasoning: FreeReasoning, vocabulary: Vocabulary) -> str:
+    """The grammar of `answer` behind free text that ends with a tag."""
+    text = answer()
+    grammars = json.loads(text)["grammars"] if text.lstrip().startswith("{") else [{"lark_grammar": text}]
+    name = grammars[0].setdefault("name", "answer")
+    marks = {vocabulary.token_bytes(token_id): token_id for token_id in vocabulary.mark_token_ids}
+    end_id = marks.get(reasoning.end.encode())
+    if end_id is not None:
+        thought = f"thought: TEXT <[{end_id}]>\nTEXT: /(?s:.*)/"
+    else:
+        thought = f"thought[lazy]: /(?s:.*){re.escape(reasoning.end).replace('/', chr(92) + '/')}/"
+    if reasoning.begin is None:
+        start = "thought BLANK"
+    else:
+        begin_id = marks.get(reasoning.begin.encode())
+        start = f"({json.dumps(reasoning.begin) if begin_id is None else f'<[{begin_id}]>'} thought BLANK)?"
+    lark = f"start: {start} @{name}\n{thought}\nBLANK: /[ \\n\\r\\t]{{0,8}}/"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
 
 
 def _grammar_from_lark(source: str) -> str:
