@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import mmap
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -182,7 +185,7 @@ def test_offline_hub_name_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*args: object, **kwargs: object) -> str:
         raise weights.LocalEntryNotFoundError("cannot reach the hub")
 
-    monkeypatch.setattr(weights, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(LoadError) as caught:
         resolve_model_dir("someone/some-model")
     assert "someone/some-model" in str(caught.value)
@@ -196,7 +199,7 @@ def test_hub_download_takes_no_code_and_no_pickles(monkeypatch: pytest.MonkeyPat
         asked[name] = allow_patterns
         return str(original)
 
-    monkeypatch.setattr(weights, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model_dir("someone/some-model") == original
     patterns = asked["someone/some-model"]
     assert "*.safetensors" in patterns
@@ -210,6 +213,28 @@ def test_progress_rises_to_the_total(original: Path) -> None:
     assert done == sorted(done)
     assert len(seen) > 10
     assert seen[-1][0] == seen[-1][1] == (original / "model.safetensors").stat().st_size
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="this system cannot drop mapped pages")
+def test_reading_a_checkpoint_keeps_few_of_its_pages(tmp_path: Path) -> None:
+    """Packed weights grow while the file is read; pages of both at once would be twice the model."""
+    n, per_tensor = 24, 2**22
+    save_file(
+        {f"{i}": torch.full((per_tensor,), float(i), dtype=torch.bfloat16) for i in range(n)},
+        tmp_path / "model.safetensors",
+    )
+    checkpoint = Checkpoint(tmp_path)
+    tensors = [checkpoint.tensor(f"{i}", per_tensor) for i in range(n)]
+    shared_before = psutil.Process().memory_info().shared
+    highest = 0
+    for i, tensor in enumerate(tensors):
+        assert float(tensor.read().amax()) == i
+        highest = max(highest, psutil.Process().memory_info().shared - shared_before)
+    assert highest < 2 * weights.RESIDENT_BYTES < n * per_tensor * 2 / 2
+    checkpoint.finish()
+    assert psutil.Process().memory_info().shared - shared_before < weights.RESIDENT_BYTES / 2
+    assert float(tensors[0].read().amax()) == 0.0  # dropped pages come back from the file
+    assert float(tensors[7].read().amin()) == 7.0
 
 
 def test_tensor_of_the_compute_dtype_is_not_copied(tmp_path: Path) -> None:

@@ -10,15 +10,17 @@ Never runs code from a checkpoint, never unpickles.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import huggingface_hub
 import torch
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
@@ -32,6 +34,8 @@ INDEX_FILE = "model.safetensors.index.json"
 SAMPLE_BYTES = 256  # of the end of each file, into the revision: tells two fine-tunes of one shape apart
 # random tensors repeat a block of this many values (a prime, so that rows differ): a 7B shape in seconds, not minutes
 RANDOM_BLOCK = 1_048_573
+# mapped pages of tensors already read are given back whenever this much has been read since the last time
+RESIDENT_BYTES = 32 * 2**20
 Progress = Callable[[int, int], None]
 
 
@@ -48,7 +52,7 @@ def resolve_model_dir(name: str | Path) -> Path:
     if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")):
         raise LoadError(f"no such folder: {path}")
     try:
-        return Path(snapshot_download(str(name), allow_patterns=list(HUB_PATTERNS)))
+        return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=list(HUB_PATTERNS)))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise LoadError(f"{name} is neither a folder nor a model on the hub: {_first_line(error)}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
@@ -114,7 +118,11 @@ class SlicedTensor:
 
 
 class Checkpoint:
-    """The safetensors files of one folder. Keeps them mapped while it, or a tensor read from it, lives."""
+    """The safetensors files of one folder. Keeps them mapped while it, or a tensor read from it, lives.
+
+    Loading holds the pages of one tensor, not of the file: those of tensors read before go back to the page cache, from
+    where they return should anyone read them again.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -124,6 +132,7 @@ class Checkpoint:
         self._read: set[str] = set()
         self._read_bytes = 0
         self._file_bytes = 0
+        self._resident: list[torch.Tensor] = []  # read since pages were last given back
         self.progress: Progress | None = None
         for file_name in self._file_names():
             self._open(file_name)
@@ -159,10 +168,13 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """The values of a checked tensor as a view of the mapped file; counts towards progress once."""
+        if sum(tensor.nbytes for tensor in self._resident) >= RESIDENT_BYTES:
+            self._give_pages_back()
         try:
             tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read tensor {name} in {self.directory}: {_first_line(error)}") from error
+        self._resident.append(tensor)
         if name not in self._read:
             self._read.add(name)
             self._read_bytes += tensor.nbytes
@@ -171,9 +183,15 @@ class Checkpoint:
         return tensor
 
     def finish(self) -> None:
-        """Report that all is loaded: a file may hold tensors that nobody reads."""
+        """All is loaded: the pages go back, and progress is complete even if the files hold tensors that nobody reads."""
+        self._give_pages_back()
         if self.progress is not None:
             self.progress(self._file_bytes, self._file_bytes)
+
+    def _give_pages_back(self) -> None:
+        for tensor in self._resident:
+            give_pages_back(tensor)
+        self._resident.clear()
 
     def refuse_unused(self, ignored: Callable[[str], bool]) -> None:
         """LoadError when the files hold tensors that nobody asked for and `ignored` does not excuse."""
@@ -316,6 +334,15 @@ class RandomSource:
     def fingerprint(self) -> str:
         """The seed and the shapes."""
         return hashlib.sha256(f"random {self._seed} {sorted(self._shapes.items())}".encode()).hexdigest()
+
+
+def give_pages_back(tensor: torch.Tensor) -> None:
+    """Drop the pages of a view of a mapped file from this process; they are read again when touched. Only for such views."""
+    if not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE  # a neighbour's bytes on the same page come back too
+    nbytes = tensor.data_ptr() + tensor.nbytes - begin
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
 def _first_line(error: BaseException) -> str:
