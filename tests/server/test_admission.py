@@ -1,67 +1,167 @@
+"""Admission: what is predicted, who is refused, and that a flood leaves the wait of the admitted short. No real time."""
+
 from __future__ import annotations
+
+import math
+import random
 
 import pytest
 
-from diptych.server.admission import Admission, Backlog
+from diptych.server.admission import BURST_S, MAX_RETRY_S, MIN_QUEUE_S, OVERLOAD_S, Admission, Backlog
 from diptych.server.errors import ApiError
 
 
 def backlog(**changes: float) -> Backlog:
-    values = {"waiting": 5, "waiting_prompt_tokens": 1000, "oldest_s": 0.0, "running": 64, "max_running": 64}
-    return Backlog(**{**values, **changes})  # type: ignore[arg-type]
+    return Backlog(**{"max_running": 64, **changes})  # type: ignore[arg-type]
 
 
-def test_an_idle_or_unmeasured_engine_refuses_nothing() -> None:
-    """A burst on a fresh server must not be refused by a guess."""
-    admission = Admission(max_queue_s=1.0, max_open_requests=8)
-    admission.check(backlog())
-    admission.observe(10_000, 10.0)
-    admission.check(backlog(waiting=0, waiting_prompt_tokens=0))
+def admission(**changes: float) -> Admission:
+    made = Admission(**{"max_queue_s": None, "max_open_requests": 1000, **changes})  # type: ignore[arg-type]
+    made.observe(10_000, 10.0)  # a millisecond per prompt token
+    return made
 
 
-def test_wait_is_the_prompts_before_it_and_the_places_that_must_become_free() -> None:
-    admission = Admission(max_queue_s=1.0, max_open_requests=8)
-    admission.observe(10_000, 5.0)  # half a millisecond per token
-    assert admission.predicted_wait_s(backlog()) == pytest.approx(0.5)
-    admission.opened()
-    admission.closed(service_s=6.4)
-    assert admission.predicted_wait_s(backlog(running=59)) == pytest.approx(0.5)
-    assert admission.predicted_wait_s(backlog(running=64)) == pytest.approx(0.6)
-    assert admission.predicted_wait_s(backlog(oldest_s=7.0)) == 7.0
+def takes(one: Admission, stands: Backlog, *, now_s: float, prompt_tokens: int = 10) -> bool:
+    try:
+        one.check(stands, prompt_tokens=prompt_tokens, now_s=now_s)
+    except ApiError:
+        return False
+    return True
 
 
-def test_a_refusal_tells_when_to_come_back() -> None:
-    admission = Admission(max_queue_s=1.0, max_open_requests=8)
-    admission.observe(10_000, 50.0)
-    with pytest.raises(ApiError, match=r"about 5\.0 s .* allows 1 s") as caught:
-        admission.check(backlog())
-    assert caught.value.status == 503
-    assert caught.value.retry_after_s == pytest.approx(5.0)
-    Admission(max_queue_s=None, max_open_requests=8).check(backlog(oldest_s=100.0))
-
-
-def test_open_requests_are_bounded() -> None:
-    admission = Admission(max_queue_s=None, max_open_requests=2)
-    admission.opened()
-    admission.check(backlog())
-    admission.opened()
-    with pytest.raises(ApiError, match="2 requests are open"):
-        admission.check(backlog())
-    admission.closed(service_s=None)
-    admission.check(backlog())
-
-
-def test_no_more_clients_than_places_are_never_refused() -> None:
-    """64 clients that start together wait for each other's prompts; that is what the places are for."""
-    admission = Admission(max_queue_s=1.0, max_open_requests=80)
-    admission.observe(10_000, 50.0)
-    admission.check(backlog(running=1, waiting=62, waiting_prompt_tokens=60_000, oldest_s=20.0))
-    with pytest.raises(ApiError):
-        admission.check(backlog(running=1, waiting=63, waiting_prompt_tokens=60_000, oldest_s=20.0))
+def test_wait_is_the_running_step_the_prompts_before_it_and_the_places_that_must_become_free() -> None:
+    one = admission()
+    assert one.predicted_wait_s(backlog(unread_tokens=300, step_left_s=0.2)) == pytest.approx(0.5)
+    one.opened()
+    one.closed(service_s=6.4)
+    assert one.predicted_wait_s(backlog(unread_tokens=50, sequences=63)) == pytest.approx(0.05)
+    assert one.predicted_wait_s(backlog(unread_tokens=50, sequences=65)) == pytest.approx(0.2)
+    assert one.predicted_wait_s(backlog(oldest_s=7.0)) == 7.0
 
 
 def test_few_prefill_tokens_say_nothing_about_the_rate() -> None:
     """One short prompt takes a whole step; its time per token would predict minutes for a long one."""
-    admission = Admission(max_queue_s=1.0, max_open_requests=8)
-    admission.observe(5, 0.1)
-    assert admission.predicted_wait_s(backlog()) == 0.0
+    one = Admission(max_queue_s=None, max_open_requests=8)
+    one.observe(5, 0.1)
+    assert one.predicted_wait_s(backlog(unread_tokens=10_000)) == 0.0
+
+
+def test_the_bound_is_two_usual_prompts_or_the_own_one() -> None:
+    """A fixed number of seconds would refuse everybody on a slow model and nobody on a fast one."""
+    one = admission()
+    assert one.bound_s(backlog(), 10) == pytest.approx(MIN_QUEUE_S)
+    for _ in range(3):
+        one.check(backlog(), prompt_tokens=200, now_s=0.0)
+    assert one.bound_s(backlog(), 10) == pytest.approx(0.4)
+    assert one.bound_s(backlog(decode_step_s=0.1), 3000) == pytest.approx(3.1)
+    assert admission(max_queue_s=0.7).bound_s(backlog(decode_step_s=0.1), 3000) == 0.7
+
+
+def test_clients_that_start_together_all_get_in_and_may_come_again() -> None:
+    """A closed loop of as many clients as places is no overload, however long its prompts take."""
+    one = admission()
+    for number in range(64):
+        assert takes(one, backlog(sequences=number, unread_tokens=100 * number), now_s=BURST_S * number / 64)
+    for round_s in (5.0, 10.0, 100.0):
+        assert takes(one, backlog(sequences=63, unread_tokens=5000), now_s=round_s)
+    assert not takes(one, backlog(sequences=64, unread_tokens=5000), now_s=101.0)
+
+
+def test_a_line_that_stands_is_refused_until_nobody_was_for_a_while() -> None:
+    one = admission()
+    assert takes(one, backlog(sequences=3, unread_tokens=500), now_s=0.0)
+    late_s = 2 * BURST_S
+    assert not takes(one, backlog(sequences=4, unread_tokens=500), now_s=late_s)
+    assert one.outlook(backlog(), now_s=late_s).is_overloaded
+    # now neither a burst nor a place that may become free is trusted, but a short line is
+    assert not takes(one, backlog(sequences=3, unread_tokens=500), now_s=late_s + OVERLOAD_S / 2)
+    assert not takes(one, backlog(sequences=64), now_s=late_s + OVERLOAD_S)
+    assert takes(one, backlog(sequences=5), now_s=late_s + OVERLOAD_S)
+    after_s = late_s + 3 * OVERLOAD_S
+    assert not one.outlook(backlog(), now_s=after_s).is_overloaded
+    assert takes(one, backlog(sequences=5, unread_tokens=500), now_s=after_s)
+
+
+def test_those_sent_away_are_told_different_times() -> None:
+    """All coming again in the same second would be the next overload."""
+    one = admission(max_queue_s=0.1)
+    full = backlog(sequences=64, unread_tokens=500)
+    told_s = []
+    for _ in range(100):
+        with pytest.raises(ApiError, match=r"about 0\.50 s .* allows 0\.10 s") as caught:
+            one.check(full, prompt_tokens=1000, now_s=50.0)
+        told_s.append(caught.value.retry_after_s)
+    assert told_s[:3] == pytest.approx([1.5, 2.5, 3.5])
+    assert told_s[-1] == pytest.approx(MAX_RETRY_S)
+
+
+def test_never_refusing_still_bounds_open_requests() -> None:
+    one = admission(max_queue_s=math.inf, max_open_requests=2)
+    one.opened()
+    assert takes(one, backlog(sequences=500, oldest_s=100.0), now_s=0.0)
+    one.opened()
+    with pytest.raises(ApiError, match="2 requests are open; this server takes at most 2"):
+        one.check(backlog(), prompt_tokens=1, now_s=0.0)
+    one.closed(service_s=None)
+    assert takes(one, backlog(), now_s=0.0)
+
+
+def test_a_request_that_the_engine_refuses_is_not_counted_for_ever() -> None:
+    one = admission()
+    with one.entering(30):
+        assert (one.admitted_requests, one.admitted_tokens) == (1, 30)
+    with pytest.raises(KeyError), one.entering(50):
+        raise KeyError
+    assert (one.admitted_requests, one.admitted_tokens) == (1, 30)
+
+
+class World:
+    """An engine that reads one prompt after the other, `tokens_per_s` of them, and then holds a place for `service_s`."""
+
+    def __init__(self, one: Admission, *, prompt_tokens: int, tokens_per_s: float, service_s: float) -> None:
+        self.one, self.prompt_tokens = one, prompt_tokens
+        self.read_s, self.service_s = prompt_tokens / tokens_per_s, service_s
+        self.ends_s: list[float] = []
+        self.free_s = 0.0
+        self.waits_s: list[float] = []
+        one.observe(10_000, 10_000 / tokens_per_s)
+
+    def arrive(self, now_s: float) -> bool:
+        running = [end_s for end_s in self.ends_s if end_s > now_s]
+        line_s = max(0.0, self.free_s - now_s)
+        stands = backlog(sequences=len(running), unread_tokens=int(line_s / self.read_s * self.prompt_tokens))
+        if not takes(self.one, stands, now_s=now_s, prompt_tokens=self.prompt_tokens):
+            return False
+        begin_s = max(now_s, self.free_s)
+        if len(running) >= 64:
+            begin_s = max(begin_s, sorted(running)[-64])
+        self.free_s = begin_s + self.read_s
+        self.ends_s = [*running, self.free_s + self.service_s]
+        self.waits_s.append(begin_s - now_s)
+        return True
+
+
+@pytest.mark.parametrize("tokens_per_s", [900.0, 20_000.0], ids=["slow", "fast"])
+@pytest.mark.parametrize("service_reads", [2.0, 200.0], ids=["prompts bind", "places bind"])
+def test_a_flood_costs_one_burst_and_then_the_admitted_wait_as_at_normal_load(
+    tokens_per_s: float, service_reads: float
+) -> None:
+    """The promise of the contract, on an engine of arithmetic: within twice the p99 of half load, and the engine is busy."""
+    read_s = 128 / tokens_per_s
+    capacity_per_s = 1.0 / max(read_s, (1 + service_reads) * read_s / 64)
+
+    def run(share: float, n_requests: int) -> tuple[list[float], float]:
+        """(waits of the admitted until their prompt is read, seconds)"""
+        world = World(admission(), prompt_tokens=128, tokens_per_s=tokens_per_s, service_s=service_reads * read_s)
+        noise, now_s = random.Random(7), 0.0
+        for _ in range(n_requests):
+            now_s += noise.expovariate(share * capacity_per_s)
+            world.arrive(now_s)
+        return sorted(wait_s + read_s for wait_s in world.waits_s), now_s
+
+    normal_s, _ = run(0.5, 4000)
+    assert len(normal_s) >= 3980
+    flooded_s, lasted_s = run(5.0, 20_000)
+    assert 0.8 * lasted_s * capacity_per_s <= len(flooded_s) <= 10_000
+    limit_s = max(2.0 * normal_s[len(normal_s) * 99 // 100], MIN_QUEUE_S + read_s)
+    assert sum(wait_s > limit_s for wait_s in flooded_s) <= 64 + BURST_S * capacity_per_s

@@ -17,6 +17,7 @@ from diptych.ground.events import (
     Usage,
 )
 from diptych.ground.phase import FinishReason, Phase
+from diptych.server.admission import Outlook
 from diptych.server.metrics_export import MetricsCollector, ServedModel, exposition
 from diptych.server.telemetry import Distribution, RequestLog, Telemetry
 
@@ -45,6 +46,7 @@ COUNTS = CoreStats(
     prefix_hits_tokens=32,
     preemptions=1,
 )
+OUTLOOK = Outlook(wait_s=0.02, bound_s=0.05, is_overloaded=False)
 
 
 def told() -> Telemetry:
@@ -94,12 +96,12 @@ def told() -> Telemetry:
 
 def test_the_exposition_is_the_golden_text() -> None:
     """Dashboards and gateways read these names, types and labels; a change here breaks them."""
-    text = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=True), COUNTS).decode()
+    text = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=True), COUNTS, OUTLOOK).decode()
     assert text == GOLDEN.read_text()
 
 
 def test_names_that_vllm_dashboards_read_are_there_with_their_types() -> None:
-    text = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=True), COUNTS).decode()
+    text = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=True), COUNTS, OUTLOOK).decode()
     types = {family.name: family.type for family in text_string_to_metric_families(text)}
     gauges = "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info"
     counters = (
@@ -116,7 +118,7 @@ def test_names_that_vllm_dashboards_read_are_there_with_their_types() -> None:
     for names, kind in ((gauges, "gauge"), (counters, "counter"), (histograms, "histogram")):
         for name in names.split():
             assert types[f"vllm:{name}"] == kind
-    bare = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=False), COUNTS).decode()
+    bare = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=False), COUNTS, OUTLOOK).decode()
     assert "vllm:" not in bare
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from typing import Annotated
 
@@ -29,8 +30,9 @@ def serve(
     insecure: Annotated[bool, typer.Option("--insecure", help="listen beyond this machine without a key")] = False,
     served_model_name: Annotated[str | None, typer.Option(help="name of the model in answers")] = None,
     max_queue_s: Annotated[
-        float, typer.Option(help="refuse requests (503) that would wait longer for their first step; 0: never")
-    ] = 0.5,
+        float | None,
+        typer.Option(help="in overload, refuse (503) what would wait longer for its first step; 0: never refuse"),
+    ] = None,
     max_waiting_tokens: Annotated[
         int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
     ] = None,
@@ -62,7 +64,7 @@ def serve(
         api_key=api_key or env_text("API_KEY"),
         is_insecure=insecure,
         served_model_name=served_model_name,
-        max_queue_s=max_queue_s or None,
+        max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
         max_open_requests=max_open_requests,
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,

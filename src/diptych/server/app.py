@@ -46,7 +46,6 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
-RATE_SAMPLE_S = 0.5
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -55,11 +54,9 @@ def create_app(state: ServerState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.engine.subscribe(state.telemetry.on_events)
-        sampling = asyncio.ensure_future(_sample_rate(state))
         try:
             yield
         finally:
-            sampling.cancel()
             state.live.close()
             state.workers.close()
 
@@ -81,12 +78,6 @@ def create_app(state: ServerState) -> FastAPI:
     _add_page(app, state)
     install_openapi(app, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TemplateBody)
     return app
-
-
-async def _sample_rate(state: ServerState) -> None:
-    while True:
-        state.observe_rate()
-        await asyncio.sleep(RATE_SAMPLE_S)
 
 
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
@@ -265,7 +256,8 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
     async def metrics() -> Response:
         """Prometheus text."""
         return Response(
-            exposition(state.collector, state.engine.stats()), media_type="text/plain; version=0.0.4; charset=utf-8"
+            exposition(state.collector, state.engine.stats(), state.outlook()),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
 

@@ -15,7 +15,8 @@ METRICS_COMPAT = ("vllm", "none")
 class ServerConfig:
     """How the server listens, whom it lets in, and when it refuses.
 
-    max_queue_s: a request that would wait longer than this for its first step is refused with 503; None: never.
+    max_queue_s: a request that would wait longer than this for its first step is refused with 503, bursts excepted (see
+    `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
     """
 
@@ -24,7 +25,7 @@ class ServerConfig:
     api_key: str | None = None
     is_insecure: bool = False
     served_model_name: str | None = None
-    max_queue_s: float | None = 0.5
+    max_queue_s: float | None = None
     max_open_requests: int = 1024
     drain_timeout_s: float = 30.0
     metrics_compat: str = "vllm"

@@ -141,16 +141,17 @@ async def open_requests(
     opened: list[OpenedRequest] = []
     try:
         for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            state.admission.check(state.backlog())
             suffix = f"-{number}" if len(prompts) > 1 else ""
-            handle = await state.engine.generate(
-                prompt,
-                params,
-                request_id=asked.response_id + suffix,
-                priority=asked.priority,
-                cache_salt=asked.cache_salt,
-                arrival_s=asked.arrival_s,
-            )
+            tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
+            with state.admit(tokens):
+                handle = await state.engine.generate(
+                    prompt,
+                    params,
+                    request_id=asked.response_id + suffix,
+                    priority=asked.priority,
+                    cache_salt=asked.cache_salt,
+                    arrival_s=asked.arrival_s,
+                )
             opened.append(OpenedRequest(state, handle, number=number))
     except BaseException:
         close_all(opened)

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diptych.control.loop import CoreStats
+from diptych.server.admission import Outlook
 from diptych.server.telemetry import Distribution, Telemetry
 
 
@@ -43,6 +44,7 @@ class MetricsCollector(Collector):
         self._model = model
         self._is_vllm_compatible = is_vllm_compatible
         self.counts: CoreStats | None = None
+        self.outlook: Outlook | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Every family, in a fixed order."""
@@ -74,6 +76,16 @@ class MetricsCollector(Collector):
         for state, number in _blocks(counts).items():
             blocks.add_metric([state], number)
         yield blocks
+        outlook = self.outlook
+        if outlook is None:
+            return
+        yield _gauge(
+            "diptych_admission_wait_seconds", "predicted wait of a new request for its first step", outlook.wait_s
+        )
+        yield _gauge("diptych_admission_bound_seconds", "longest wait at which overload admits", outlook.bound_s)
+        yield _gauge(
+            "diptych_admission_overloaded", "1 while requests are refused for their wait", outlook.is_overloaded
+        )
 
     def _own_counters(self) -> Iterator[Metric]:
         telemetry = self._telemetry
@@ -178,9 +190,9 @@ class MetricsCollector(Collector):
             yield _histogram(f"vllm:{name}", text, distribution, labels)
 
 
-def exposition(collector: MetricsCollector, counts: CoreStats) -> bytes:
+def exposition(collector: MetricsCollector, counts: CoreStats, outlook: Outlook) -> bytes:
     """The text of one scrape."""
-    collector.counts = counts
+    collector.counts, collector.outlook = counts, outlook
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return generate_latest(registry)

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Coroutine
+from contextlib import AbstractContextManager
 from typing import Any
 
 from diptych import __version__
@@ -17,7 +18,7 @@ from diptych.engine.cost_view import CostView
 from diptych.engine.llm import AsyncLLM, RequestHandle
 from diptych.ground.errors import EngineError
 from diptych.server.accounting import Account, Accountant, Thinking
-from diptych.server.admission import Admission, Backlog
+from diptych.server.admission import Admission, Backlog, Outlook
 from diptych.server.config import ServerConfig
 from diptych.server.door import Workers
 from diptych.server.errors import ApiError
@@ -114,29 +115,38 @@ class ServerState:
             request=handle.request, usage=record.usage(), timings=record.timings(), log=log, thinking=tuple(thinking)
         )
 
-    def observe_rate(self) -> None:
-        """Tell admission how fast prompts are read."""
-        telemetry = self.telemetry
-        tokens = telemetry.computed_tokens + telemetry.recomputed_tokens
-        self.admission.observe(tokens, telemetry.step_s["prefill"].total + telemetry.step_s["mixed"].total)
-
     def backlog(self) -> Backlog:
         """What stands before a request that arrives now."""
+        telemetry, admission, now_s = self.telemetry, self.admission, self.now_s()
+        # in this order: a request that the engine takes in between is missed for once, and not counted twice
         counts = self.engine.stats()
+        entering = admission.admitted_requests - telemetry.arrivals
         # list() of a dict's values is one C call, so the engine's thread cannot change it half-way
-        waiting = [log for log in list(self.telemetry.logs.values()) if not log.chunks]
-        oldest_s = min((log.arrival_s for log in waiting), default=None)
+        oldest = next((log for log in list(telemetry.logs.values()) if not log.chunks), None)
         return Backlog(
-            waiting=counts.waiting,
-            waiting_prompt_tokens=sum(log.prompt_tokens for log in waiting),
-            oldest_s=0.0 if oldest_s is None else self.now_s() - oldest_s,
-            running=counts.running,
+            unread_tokens=telemetry.unread_tokens + admission.admitted_tokens - telemetry.prompt_tokens,
+            step_left_s=max(0.0, (telemetry.step_end_s or now_s) - now_s),
+            oldest_s=0.0 if oldest is None else now_s - oldest.arrival_s,
+            decode_step_s=telemetry.step_s["decode"].mean,
+            sequences=counts.running + counts.waiting + max(0, entering),
             max_running=self.engine.config.scheduler.max_running_sequences,
         )
 
+    def admit(self, prompt_tokens: int) -> AbstractContextManager[None]:
+        """Raise ApiError 503 when a request must not be taken now; else count it until the context ends."""
+        telemetry, admission = self.telemetry, self.admission
+        read_tokens = telemetry.computed_tokens + telemetry.cached_tokens + telemetry.recomputed_tokens
+        admission.observe(read_tokens, telemetry.step_s["prefill"].total + telemetry.step_s["mixed"].total)
+        admission.check(self.backlog(), prompt_tokens=prompt_tokens, now_s=self.now_s())
+        return admission.entering(prompt_tokens)
+
+    def outlook(self) -> Outlook:
+        """What a request that arrives now would meet."""
+        return self.admission.outlook(self.backlog(), now_s=self.now_s())
+
     def retry_after_s(self) -> float:
         """When it may make sense to try again."""
-        return max(1.0, self.admission.predicted_wait_s(self.backlog()))
+        return max(1.0, self.outlook().wait_s)
 
 
 def served_model(engine: AsyncLLM, config: ServerConfig) -> ServedModel:

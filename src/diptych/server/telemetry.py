@@ -64,6 +64,12 @@ class Distribution:
         """How many values were added."""
         return sum(self.counts)
 
+    @property
+    def mean(self) -> float:
+        """Average of the values; 0 for none."""
+        n_values = self.n_values
+        return self.total / n_values if n_values else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class StepNote:
@@ -102,6 +108,7 @@ class RequestLog:
     decode_predicted_s: float = 0.0
     last_step_id: int = -1
     end_s: float | None = None
+    planned_tokens: int = 0  # of the prompt: cached, or in a step at least once
 
 
 class Telemetry:
@@ -114,6 +121,7 @@ class Telemetry:
         self.computed_tokens = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0
+        self.arrivals = 0
         self.preemptions = 0
         self.steps = 0
         self.step_device_s = 0.0
@@ -122,6 +130,8 @@ class Telemetry:
         self.step_s = {kind: Distribution(ITL_EDGES_S) for kind in ("prefill", "decode", "mixed")}
         self.ttft_s = Distribution(TTFT_EDGES_S)
         self.itl_s = Distribution(ITL_EDGES_S)
+        self.unread_tokens = 0  # of open requests' prompts: not cached and not yet in any step
+        self.step_end_s: float | None = None  # when the running step should end
         self.logs: dict[str, RequestLog] = {}
         self.on_log: list[Callable[[RequestLog], None]] = []  # called on the engine's thread with each finished log
         self._step = StepNote(-1, 0.0, None, 0, 0)
@@ -188,7 +198,9 @@ class Telemetry:
 
     def _on_arrival(self, event: ArrivalEvent) -> None:
         self.logs[event.request_id] = RequestLog(event.request_id, event.at_s, event.prompt_tokens, event.n)
+        self.arrivals += 1
         self.prompt_tokens += event.prompt_tokens
+        self.unread_tokens += event.prompt_tokens
 
     def _on_scheduled(self, event: ScheduledEvent) -> None:
         if event.phase is Phase.DECODE:
@@ -199,6 +211,8 @@ class Telemetry:
         if log is not None and event.index == 0:
             end = min(event.context_tokens + event.chunk_tokens, log.prompt_tokens)
             if end > event.context_tokens:
+                self.unread_tokens -= max(0, end - log.planned_tokens)
+                log.planned_tokens = max(end, log.planned_tokens)
                 log.chunks.append(ChunkNote(step, event.context_tokens, end, event.is_recompute))
         if event.is_recompute:
             self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
@@ -210,9 +224,11 @@ class Telemetry:
         self.steps += 1
         self._step = StepNote(event.step_id, event.at_s, event.predicted_s, event.prefill_tokens, event.decode_tokens)
         self.step_tokens.add(event.prefill_tokens + event.decode_tokens)
+        self.step_end_s = None if event.predicted_s is None else event.at_s + event.predicted_s
 
     def _on_step_end(self, event: StepEndEvent) -> None:
         step = self._step
+        self.step_end_s = None
         self.step_device_s += event.device_s
         self.step_host_s += event.host_s
         kind = "decode" if not step.prefill_tokens else "mixed" if step.decode_tokens else "prefill"
@@ -252,5 +268,6 @@ class Telemetry:
         log.end_s = event.at_s
         if log.open_choices == 0:
             del self.logs[event.request_id]
+            self.unread_tokens -= log.prompt_tokens - log.planned_tokens
             for listener in self.on_log:
                 listener(log)
