@@ -319,6 +319,56 @@ def test_thinking_goes_to_reasoning_content_and_is_counted_apart(http: httpx.Cli
     check_account(events[-1])
 
 
+def test_a_schema_holds_behind_the_thinking_and_takes_none_of_it_away(http: httpx.Client) -> None:
+    """The bundled model thinks before sums when told to; a response_format used to switch that off."""
+    schema = closed(sum={"type": "integer"})
+    body = {
+        "messages": [{"role": "user", "content": "What is 3 + 4?"}],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "max_tokens": 200,
+        "temperature": 0,
+    }
+    free = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert free["reasoning_content"]
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
+    answer = http.post("/v1/chat/completions", json={**body, "response_format": form}).json()
+    message = answer["choices"][0]["message"]
+    assert message["reasoning_content"] == free["reasoning_content"]
+    assert set(json.loads(message["content"])) == {"sum"}
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 3
+    check_account(answer)
+    events = events_of(
+        http.post("/v1/chat/completions", json={**body, "response_format": form, "stream": True}).content
+    )
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
+    check_account(events[-1])
+    quick = {**body, "response_format": form, "chat_template_kwargs": {"enable_thinking": False}}
+    answer = http.post("/v1/chat/completions", json=quick).json()
+    assert "reasoning_content" not in answer["choices"][0]["message"]
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    assert set(json.loads(answer["choices"][0]["message"]["content"])) == {"sum"}
+
+
+def test_a_forced_tool_call_may_be_thought_over(http: httpx.Client) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "What is 3 + 4?"}],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "max_tokens": 300,
+        "temperature": 0,
+        "logit_bias": {str(http.post("/tokenize", json={"prompt": "<think>"}).json()["tokens"][0]): 100},
+    }
+    answer = http.post("/v1/chat/completions", json=body).json()
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"]
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    check_account(answer)
+
+
 def closed(**properties: object) -> dict[str, object]:
     """An object with exactly these properties."""
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}

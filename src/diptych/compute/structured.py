@@ -119,7 +119,9 @@ def _ll_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLToken
         )
     try:
         speller = _Speller(vocabulary, vocab_size)
-        made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(speller), eos_token=list(vocabulary.eos_token_ids) or None)
+        made = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(speller), eos_token=list(vocabulary.eos_token_ids) or None
+        )
     except Exception as error:  # the libraries raise what their Rust sides give
         raise LoadError(f"tokenizer cannot be used for structured output: {error}") from error
     speller.cut = made.greedy_tokenize

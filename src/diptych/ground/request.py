@@ -23,14 +23,28 @@ GREEDY_BELOW_TEMPERATURE = 1e-5  # the likeliest token would be drawn anyway, an
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FreeReasoning:
+    """Free text that ends with the tag `end` and stands before a constrained output.
+
+    It may be left out, and begins with the tag `begin`; where the prompt has opened it already, `begin` is None and the
+    output starts inside.
+    """
+
+    begin: str | None
+    end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredSpec:
     """A constraint on the output text. `kind` is json_object | json_schema | regex | choice | grammar.
 
-    `source` is the schema as JSON text, the regex, the choices as a JSON array, or the Lark grammar.
+    `source` is the schema as JSON text, the regex, the choices as a JSON array, or the Lark grammar. It holds for what
+    comes after `reasoning`, where there may be any.
     """
 
     kind: str
     source: str
+    reasoning: FreeReasoning | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from diptych.engine.text.reasoning import Opening, opening_of_prompt, tags_of_template
 from diptych.engine.text.template import RenderedPrompt
 from diptych.engine.text.tools import HERMES_BEGIN, HERMES_END, tool_call_spec
 from diptych.ground.clock import wall_time_s
-from diptych.ground.request import StructuredSpec
+from diptych.ground.request import FreeReasoning, StructuredSpec
 from diptych.ground.step import TokenLogprobs
 from diptych.server.chat_parts import ChatChoice, PartDelta, tool_format
 from diptych.server.completions import finite
@@ -98,6 +100,8 @@ class Chat:
         self._asked = asked(body, prefix="chatcmpl", arrival_s=arrival_s)
         self._created = int(wall_time_s())
         self._choices: list[ChatChoice] = []
+        self._tags = tags_of_template(state.template.source)
+        self._opening = Opening.BEHIND
         self.opened: list[OpenedRequest] = []
 
     async def start(self) -> None:
@@ -107,6 +111,10 @@ class Chat:
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
         rendered = await render_messages(state, body, documents=body.documents, has_tools=body.tool_choice != "none")
+        if self._tags is not None:
+            self._opening = opening_of_prompt(rendered.text, self._tags)
+            if body.continue_final_message and self._opening is Opening.FREE:
+                self._opening = Opening.BEHIND
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         sampling = sampling_params(
             body,
@@ -114,9 +122,9 @@ class Chat:
                 limit, default=None, prompt_tokens=len(rendered.token_ids), context_tokens=state.context_tokens
             ),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured=self._constraint(),
+            structured=self._behind_reasoning(self._constraint()),
         )
-        self._choices = self._new_choices(rendered.text)
+        self._choices = [self._new_choice() for _ in range(body.n or 1)]
         self.opened = await open_requests(state, [rendered], [sampling], self._asked)
 
     def _constraint(self) -> StructuredSpec | None:
@@ -139,18 +147,26 @@ class Chat:
             ],
         )
 
-    def _new_choices(self, prompt: str) -> list[ChatChoice]:
+    def _behind_reasoning(self, spec: StructuredSpec | None) -> StructuredSpec | None:
+        """Let a model that thinks do so before the constraint holds; a grammar that names the tags rules over both."""
+        tags = self._tags
+        if spec is None or tags is None or self._opening is Opening.BEHIND:
+            return spec
+        if spec.kind == "grammar" and (tags[0] in spec.source or tags[1] in spec.source):
+            return spec
+        begin = None if self._opening is Opening.INSIDE else tags[0]
+        return replace(spec, reasoning=FreeReasoning(begin=begin, end=tags[1]))
+
+    def _new_choice(self) -> ChatChoice:
         body = self._body
         tools = body.tools if body.tool_choice != "none" else None
-        return [
-            ChatChoice(
-                template_source=self._state.template.source,
-                prompt=prompt,
-                tool_names=[tool.function.name for tool in tools or ()],
-                has_tools=bool(tools),
-            )
-            for _ in range(body.n or 1)
-        ]
+        return ChatChoice(
+            tags=self._tags,
+            opening=self._opening,
+            tool_format=tool_format(self._state.template.source),
+            tool_names=[tool.function.name for tool in tools or ()],
+            has_tools=bool(tools),
+        )
 
     def close(self) -> None:
         """Abort what still runs."""

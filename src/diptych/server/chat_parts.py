@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych.engine.text.reasoning import ReasoningSplitter, is_opened_by_prompt, tags_of_template
+from diptych.engine.text.reasoning import Opening, ReasoningSplitter
 from diptych.engine.text.tools import ToolCallDelta, ToolCallParser, ToolFormat, tool_format_of_template
 from diptych.ground.phase import FinishReason
 from diptych.ground.step import TokenLogprobs
@@ -35,10 +35,20 @@ class PartDelta:
 
 
 class ChatChoice:
-    """One choice of one chat answer. Fed with steps, in order."""
+    """One choice of one chat answer. Fed with steps, in order.
 
-    def __init__(self, *, template_source: str, prompt: str, tool_names: Sequence[str], has_tools: bool) -> None:
-        tags = tags_of_template(template_source)
+    tags: the model's thinking tags, None for a model that does not think.
+    """
+
+    def __init__(
+        self,
+        *,
+        tags: tuple[str, str] | None,
+        opening: Opening,
+        tool_format: ToolFormat,
+        tool_names: Sequence[str],
+        has_tools: bool,
+    ) -> None:
         self.thinking = Thinking()
         self.has_begun = False
         self.token_ids: list[int] = []
@@ -48,10 +58,10 @@ class ChatChoice:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
-        self._splitter = ReasoningSplitter(tags, is_open=is_opened_by_prompt(prompt, tags)) if tags else None
+        self._splitter = ReasoningSplitter(tags, opening=opening) if tags else None
         self._parser: ToolCallParser | None = None
         if has_tools:
-            self._parser = ToolCallParser(tool_format(template_source), tool_names=tool_names)
+            self._parser = ToolCallParser(tool_format, tool_names=tool_names)
 
     def push(self, step: StepDelta) -> PartDelta:
         """Take a step; returns what it adds to the answer."""

@@ -4,29 +4,32 @@ import random
 
 import pytest
 
-from diptych.engine.text.reasoning import ReasoningSplitter, is_opened_by_prompt, tags_of_template
+from diptych.engine.text.reasoning import Opening, ReasoningSplitter, opening_of_prompt, tags_of_template
 
+FREE, INSIDE, BEHIND = Opening.FREE, Opening.INSIDE, Opening.BEHIND
 CASES = [
-    # (output, prompt opened the tag, reasoning, answer)
-    ("<think>\n2 + 2\n is 4\n</think>\n\nFour.\n", False, "2 + 2\n is 4", "Four.\n"),
-    ("2 + 2</think>Four", True, "2 + 2", "Four"),
-    ("\n\n<think></think>Four", False, "", "Four"),
-    ("Four", False, "", "Four"),
-    ("  Four <think>is</think> it", False, "", "  Four <think>is</think> it"),
-    ("<think>never ends </thi", False, "never ends </thi", ""),
-    ("<thin", False, "", "<thin"),
-    ("<think>a < b </think> x </think> y", False, "a < b", "x </think> y"),
-    ("", False, "", ""),
-    ("", True, "", ""),
+    # (output, where the prompt leaves the model, reasoning, answer)
+    ("<think>\n2 + 2\n is 4\n</think>\n\nFour.\n", FREE, "2 + 2\n is 4", "Four.\n"),
+    ("2 + 2</think>Four", INSIDE, "2 + 2", "Four"),
+    ("\n\n<think></think>Four", FREE, "", "Four"),
+    ("Four", FREE, "", "Four"),
+    ("  Four <think>is</think> it", FREE, "", "  Four <think>is</think> it"),
+    ("<think>never ends </thi", FREE, "never ends </thi", ""),
+    ("<thin", FREE, "", "<thin"),
+    ("<think>a < b </think> x </think> y", FREE, "a < b", "x </think> y"),
+    ("", FREE, "", ""),
+    ("", INSIDE, "", ""),
+    ("<think>is a tag</think>", BEHIND, "", "<think>is a tag</think>"),
+    (" \n Four", BEHIND, "", " \n Four"),
 ]
 
 
-@pytest.mark.parametrize(("output", "is_open", "reasoning", "answer"), CASES)
-def test_parts_do_not_depend_on_how_the_text_is_cut(output, is_open, reasoning, answer):
+@pytest.mark.parametrize(("output", "opening", "reasoning", "answer"), CASES)
+def test_parts_do_not_depend_on_how_the_text_is_cut(output, opening, reasoning, answer):
     """Tokens cut tags anywhere; a half tag shown to the user cannot be taken back."""
     for seed in range(30):
         cuts = random.Random(seed)
-        splitter = ReasoningSplitter(is_open=is_open)
+        splitter = ReasoningSplitter(opening=opening)
         got = ["", ""]
         rest, pushes = output, 0
         while rest:
@@ -57,5 +60,6 @@ def test_other_tags_and_the_template_say_which():
     assert tags_of_template("{{ messages }}") is None
     delta = ReasoningSplitter(tags).push("[THINK]a[/THINK]b")
     assert (delta.reasoning, delta.answer) == ("a", "b")
-    assert is_opened_by_prompt("<|im_start|>assistant\n<think>\n")
-    assert not is_opened_by_prompt("<think>\n\n</think>\n\n")
+    assert opening_of_prompt("<|im_start|>assistant\n<think>\n") is INSIDE
+    assert opening_of_prompt("<think>\n\n</think>\n\n") is BEHIND
+    assert opening_of_prompt("<|im_start|>assistant\n") is FREE

@@ -1,7 +1,8 @@
-"""Text in a grammar is text, also where it looks like a special token; only a bare name means the token."""
+"""Text in a grammar is text, also where it looks like a special token; reasoning may stand before it."""
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from diptych.compute.structured import GrammarCompiler
 from diptych.engine.load import bundled_dir
 from diptych.engine.text.detokenizer import TextStream
 from diptych.engine.text.tokenizer import Tokenizer
-from diptych.ground.request import StructuredSpec
+from diptych.ground.request import FreeReasoning, StructuredSpec
 from text.small_tokenizers import byte_level_json, sentencepiece_json
 
 
@@ -38,7 +39,12 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer.from_str(sentencepiece_json()), {}, (2,))
 
 
-TOKENIZERS = {one.__name__: one() for one in (bundled, byte_level, normalising, sentencepiece)}
+def without_tags() -> Tokenizer:
+    """Adds no space, and knows no thinking tag as a token."""
+    return Tokenizer(tokenizers.Tokenizer.from_str(sentencepiece_json(strips_space=False)), {}, (2,))
+
+
+TOKENIZERS = {one.__name__: one() for one in (bundled, byte_level, normalising, sentencepiece, without_tags)}
 COMPILERS = {name: GrammarCompiler(one, one.vocab_size + 7) for name, one in TOKENIZERS.items()}
 TEXTS = [
     "<think>",
@@ -104,3 +110,44 @@ def test_bare_name_in_a_grammar_is_the_token_itself(name: str) -> None:
     ids, _ = write(name, StructuredSpec(kind="grammar", source='start: <think> "x" </think> "<think>"'))
     begin, end = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
     assert (ids[0], ids.count(begin), ids.count(end)) == (begin, 1, 1)
+
+
+ANSWERS = [
+    StructuredSpec(kind="json_schema", source=json.dumps({"enum": [{"a": 1}, "b"]})),
+    StructuredSpec(kind="json_object", source=""),
+    StructuredSpec(kind="regex", source="[ab]/[0-9]{2}"),
+    StructuredSpec(kind="choice", source='["yes", "no"]'),
+    StructuredSpec(kind="grammar", source='start: "x" y\ny: /[0-9]/'),
+    StructuredSpec(kind="grammar", source='root ::= "x" [0-9]'),
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda spec: spec.kind)
+@pytest.mark.parametrize("begin", ["<think>", None])
+@pytest.mark.parametrize(
+    ("name", "tags"), [("bundled", "</think>"), ("byte_level", "</think>"), ("without_tags", "</think>")]
+)
+def test_constraint_holds_behind_reasoning(answer: StructuredSpec, begin: str | None, name: str, tags: str) -> None:
+    """A grammar used to take the thinking away from a model that needs it; tags may be tokens or plain text."""
+    tokenizer = TOKENIZERS[name]
+    state = COMPILERS[name].compile(replace(answer, reasoning=FreeReasoning(begin=begin, end=tags))).begin()
+
+    def says(text: str) -> bool:
+        for token_id in tokenizer.encode(text, add_special_tokens=False):
+            if not state.allowed()[token_id]:
+                return False
+            state.advance(token_id)
+        return True
+
+    sample = {"json_schema": '{"a":1}', "json_object": "{}", "regex": "a/12", "choice": "yes", "grammar": "x7"}[
+        answer.kind
+    ]
+    assert not state.allowed()[list(tokenizer.eos_token_ids)].any()
+    assert says(f"{begin or ''}The answer, {{ that is")
+    assert not state.allowed()[list(tokenizer.eos_token_ids)].any(), "the end of text would cut the answer off"
+    assert says(f" }} it.{tags}\n\n{sample}")
+    assert state.is_accepting
+    if begin is not None:
+        state = COMPILERS[name].compile(replace(answer, reasoning=FreeReasoning(begin=begin, end=tags))).begin()
+        assert says(sample), "a model may also leave the thinking out"
+        assert state.is_accepting

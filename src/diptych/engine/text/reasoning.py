@@ -1,7 +1,8 @@
 r"""Splits an answer into what the model thought and what it says, while the text is still coming.
 
 Owns the tags. A begin tag counts only at the very start of the output (the word may occur in an answer later), or when
-the template has already opened it in the prompt. Blank space next to the tags belongs to neither part.
+the template has already opened it in the prompt; behind a prompt that has closed it, all output is answer. Blank space
+next to the tags belongs to neither part.
 
 >>> splitter = ReasoningSplitter(("<think>", "</think>"))
 >>> splitter.push("<think>2 + 2 is 4</th"), splitter.push("ink>\n\nFour.")
@@ -38,20 +39,34 @@ def tags_of_template(source: str) -> tuple[str, str] | None:
     return next((tags for tags in KNOWN_TAGS if tags[0] in source or tags[1] in source), None)
 
 
-def is_opened_by_prompt(prompt: str, tags: tuple[str, str] = DEFAULT_TAGS) -> bool:
-    """Whether the prompt ends inside the tags, so that the output begins with reasoning."""
-    return prompt.rstrip().endswith(tags[0])
+class Opening(Enum):
+    """Where a prompt leaves the model that goes on from it."""
+
+    FREE = "free"  # it may open the tags itself, or not think at all
+    INSIDE = "inside"  # the prompt ends with the begin tag: the output starts as reasoning
+    BEHIND = "behind"  # the prompt ends with the end tag (thinking is switched off), or within an answer
+
+
+def opening_of_prompt(prompt: str, tags: tuple[str, str] = DEFAULT_TAGS) -> Opening:
+    """Read off the end of a rendered prompt."""
+    end = prompt.rstrip()
+    if end.endswith(tags[0]):
+        return Opening.INSIDE
+    return Opening.BEHIND if end.endswith(tags[1]) else Opening.FREE
+
+
+_FIRST_PLACE = {Opening.FREE: _Place.START, Opening.INSIDE: _Place.REASONING, Opening.BEHIND: _Place.ANSWER}
 
 
 class ReasoningSplitter:
-    """One output, piece by piece. `is_open`: the prompt has already opened the tag (see is_opened_by_prompt).
+    """One output, piece by piece.
 
     reasoning_tokens and answer_tokens count the pushed tokens, those of one push together; tags count as reasoning.
     """
 
-    def __init__(self, tags: tuple[str, str] = DEFAULT_TAGS, *, is_open: bool = False) -> None:
+    def __init__(self, tags: tuple[str, str] = DEFAULT_TAGS, *, opening: Opening = Opening.FREE) -> None:
         self._begin, self._end = tags
-        self._place = _Place.REASONING if is_open else _Place.START
+        self._place = _FIRST_PLACE[opening]
         self._held = ""
         self._has_reasoning = False  # something of it is out, so blanks now stand inside it
         self._waiting_tokens = 0  # pushed while it was open where they belong
