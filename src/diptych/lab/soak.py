@@ -1,6 +1,6 @@
 """An hour of mixed load with random aborts: memory flat, no lost block, no lost request.
 
-    python -m diptych.lab.soak --url http://127.0.0.1:8000 --minutes 60 [--pid PID]
+    python -m diptych.lab.soak --url http://127.0.0.1:8000 --minutes 60 [--pid PID] [--think-s 4]
 
 Every request sent must get exactly one final answer or one error. Prints one line a minute and exits 1 when a promise broke.
 """
@@ -14,7 +14,7 @@ import random
 import sys
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,19 @@ def random_body(noise: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 async def run_soak(
-    url: str, *, seconds: float, clients: int, seed: int, api_key: str | None, pid: int | None
+    url: str,
+    *,
+    seconds: float,
+    clients: int,
+    seed: int,
+    api_key: str | None,
+    pid: int | None,
+    think_s: float = 0.0,
 ) -> SoakResult:
-    """Keep `clients` requests in flight for `seconds`; a fifth of the streams are left half-way."""
+    """Send for `seconds`, one request after the other from each client; a fifth of the streams are left half-way.
+
+    think_s: how long a client pauses between two requests on average (0: not at all).
+    """
     result = SoakResult()
     client = HttpClient(url, api_key=api_key)
     end_s = CLOCK.now_s() + seconds
@@ -77,6 +87,8 @@ async def run_soak(
             leaves_after = noise.randint(1, 30) if noise.random() < 0.2 else None
             result.sent += 1
             result.outcomes[await _one(client, path, body, leaves_after)] += 1
+            if think_s > 0.0:
+                await asyncio.sleep(noise.expovariate(1.0 / think_s))
 
     async def watch() -> None:
         while CLOCK.now_s() < end_s:
@@ -147,6 +159,7 @@ def main() -> None:
     parser.add_argument("--api-key")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--think-s", type=float, default=0.0, help="average pause between a client's requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pid", type=int, help="the server's process, to watch its memory")
     given = parser.parse_args()
@@ -158,9 +171,10 @@ def main() -> None:
             seed=given.seed,
             api_key=given.api_key,
             pid=given.pid,
+            think_s=given.think_s,
         )
     )
-    print(json.dumps({"sent": result.sent, "outcomes": dict(result.outcomes), "problems": result.problems}))
+    print(json.dumps(asdict(result)))
     sys.exit(1 if result.problems else 0)
 
 

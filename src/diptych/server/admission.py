@@ -76,8 +76,9 @@ class Admission:
         self._max_queue_s = max_queue_s
         self._max_open_requests = max_open_requests
         self.n_open = 0
-        self.admitted_requests = 0  # since the start, of which the engine learns a little later
-        self.admitted_tokens = 0
+        self.entering: dict[
+            str, int
+        ] = {}  # prompt tokens of requests that were let in and may not be in the engine yet
         self._prefill_token_s = 0.0  # per prompt token, cached ones included
         self._prompt_tokens = 0.0  # of a usual request
         self._service_s = 0.0  # first step to last token, smoothed
@@ -126,7 +127,7 @@ class Admission:
         """Raise ApiError 503 when a new request would wait too long (see the module) or too many are open."""
         wait_s = self.predicted_wait_s(backlog)
         retry_s = partial(self._turn_s, backlog, wait_s, prompt_tokens=prompt_tokens, now_s=now_s)
-        if self.n_open >= self._max_open_requests:
+        if self.n_open + len(self.entering) >= self._max_open_requests:
             raise ApiError(
                 503,
                 f"{self.n_open} requests are open; this server takes at most {self._max_open_requests} at one time",
@@ -165,16 +166,13 @@ class Admission:
         return self._next_turn_s - now_s
 
     @contextmanager
-    def entering(self, prompt_tokens: int) -> Iterator[None]:
-        """Count a request that was let in; not if the engine refuses it."""
-        self.admitted_requests += 1
-        self.admitted_tokens += prompt_tokens
+    def enter(self, request_id: str, prompt_tokens: int) -> Iterator[None]:
+        """Keep a request that was let in under `entering` until the engine has taken or refused it."""
+        self.entering[request_id] = prompt_tokens
         try:
             yield
-        except BaseException:
-            self.admitted_requests -= 1
-            self.admitted_tokens -= prompt_tokens
-            raise
+        finally:
+            self.entering.pop(request_id, None)
 
     def opened(self) -> None:
         """A request was submitted."""

@@ -141,13 +141,13 @@ async def open_requests(
     opened: list[OpenedRequest] = []
     try:
         for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            suffix = f"-{number}" if len(prompts) > 1 else ""
+            request_id = asked.response_id + (f"-{number}" if len(prompts) > 1 else "")
             tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
-            with state.admit(tokens):
+            with state.admit(request_id, tokens):
                 handle = await state.engine.generate(
                     prompt,
                     params,
-                    request_id=asked.response_id + suffix,
+                    request_id=request_id,
                     priority=asked.priority,
                     cache_salt=asked.cache_salt,
                     arrival_s=asked.arrival_s,

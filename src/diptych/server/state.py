@@ -117,28 +117,28 @@ class ServerState:
 
     def backlog(self) -> Backlog:
         """What stands before a request that arrives now."""
-        telemetry, admission, now_s = self.telemetry, self.admission, self.now_s()
+        telemetry, now_s = self.telemetry, self.now_s()
         # in this order: a request that the engine takes in between is missed for once, and not counted twice
-        counts = self.engine.stats()
-        entering = admission.admitted_requests - telemetry.arrivals
+        counts, unread_tokens = self.engine.stats(), telemetry.unread_tokens
+        entering = [tokens for name, tokens in self.admission.entering.items() if name not in telemetry.logs]
         # list() of a dict's values is one C call, so the engine's thread cannot change it half-way
         oldest = next((log for log in list(telemetry.logs.values()) if not log.chunks), None)
         return Backlog(
-            unread_tokens=telemetry.unread_tokens + admission.admitted_tokens - telemetry.prompt_tokens,
+            unread_tokens=unread_tokens + sum(entering),
             step_left_s=max(0.0, (telemetry.step_end_s or now_s) - now_s),
             oldest_s=0.0 if oldest is None else now_s - oldest.arrival_s,
             decode_step_s=telemetry.step_s["decode"].mean,
-            sequences=counts.running + counts.waiting + max(0, entering),
+            sequences=counts.running + counts.waiting + len(entering),
             max_running=self.engine.config.scheduler.max_running_sequences,
         )
 
-    def admit(self, prompt_tokens: int) -> AbstractContextManager[None]:
+    def admit(self, request_id: str, prompt_tokens: int) -> AbstractContextManager[None]:
         """Raise ApiError 503 when a request must not be taken now; else count it until the context ends."""
         telemetry, admission = self.telemetry, self.admission
         read_tokens = telemetry.computed_tokens + telemetry.cached_tokens + telemetry.recomputed_tokens
         admission.observe(read_tokens, telemetry.step_s["prefill"].total + telemetry.step_s["mixed"].total)
         admission.check(self.backlog(), prompt_tokens=prompt_tokens, now_s=self.now_s())
-        return admission.entering(prompt_tokens)
+        return admission.enter(request_id, prompt_tokens)
 
     def outlook(self) -> Outlook:
         """What a request that arrives now would meet."""

@@ -121,7 +121,6 @@ class Telemetry:
         self.computed_tokens = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0
-        self.arrivals = 0
         self.preemptions = 0
         self.steps = 0
         self.step_device_s = 0.0
@@ -198,7 +197,6 @@ class Telemetry:
 
     def _on_arrival(self, event: ArrivalEvent) -> None:
         self.logs[event.request_id] = RequestLog(event.request_id, event.at_s, event.prompt_tokens, event.n)
-        self.arrivals += 1
         self.prompt_tokens += event.prompt_tokens
         self.unread_tokens += event.prompt_tokens
 
