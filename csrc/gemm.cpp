@@ -23,7 +23,7 @@ constexpr int64_t kAheadBytes = 4096;
 struct KBlocks {
   int64_t units;            // of the whole K: steps (bf16, int8) or groups (int4)
   int64_t units_per_block;
-  int64_t unit_bytes;       // of a strip
+  int64_t unit_bytes;       // of a strip; int4 tiles have one block and need none
   int64_t unit_words;       // of a row of x
 };
 
@@ -36,39 +36,39 @@ struct Job {
   KBlocks cut;
   const TileShape& shape;
   int64_t m;
-  uint8_t* acc;    // [kBlockRows][64]
-  uint8_t* words;  // interleaved shapes: the tiles of the current block of rows, one after the other
+  uint8_t* acc;       // [kBlockRows][64]
+  uint8_t* words;     // interleaved shapes: the tiles of the current block of rows, one after the other
+  uint8_t* expanded;  // int4 met by int8 tiles: one block of the shape's strips, else null
   int64_t row_of(int64_t i) const { return x_rows != nullptr ? x_rows[i] : i; }
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
 };
 
-KBlocks cut_inputs(const PackedLinear& w, bool is_single_tile) {
-  KBlocks cut;
-  if (w.shape.format == Format::int4) {
-    cut.units = w.k_padded / w.shape.group;
-    cut.unit_bytes = w.shape.group / 8 * kStepBytes + kGroupTailBytes;
-    cut.unit_words = w.shape.group / 4;
-  } else {
-    cut.units = w.k_padded / inputs_per_step(w.shape.format);
-    cut.unit_bytes = kStepBytes;
-    cut.unit_words = 1;
+KBlocks cut_inputs(const PackedLinear& w, Format tile_format, bool is_single_tile) {
+  if (tile_format == Format::int4) {
+    const int64_t groups = w.k_padded / w.shape.group;
+    return {groups, groups, 0, w.shape.group / 4};
   }
-  int64_t blocks = is_single_tile ? 1 : (w.panel_bytes + kBlockPanelBytes - 1) / kBlockPanelBytes;
-  blocks = std::max<int64_t>(blocks, 1);
-  // Whole unrolled rounds of the kernels (8 steps); an int4 group is a unit of its own.
-  cut.units_per_block = round_up((cut.units + blocks - 1) / blocks, w.shape.format == Format::int4 ? 1 : 8);
-  return cut;
+  const int64_t units = w.k_padded / inputs_per_step(tile_format), panel_bytes = kPanelStrips * units * kStepBytes;
+  const int64_t blocks = is_single_tile ? 1 : std::max<int64_t>(1, (panel_bytes + kBlockPanelBytes - 1) / kBlockPanelBytes);
+  // Whole unrolled rounds of the kernels (8 steps), and whole pairs of groups where int4 is expanded.
+  const int64_t round = w.shape.format == Format::int4 ? w.shape.group / 2 : 8;
+  return {units, round_up((units + blocks - 1) / blocks, round), kStepBytes, 1};
 }
 
-// Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two.
-const TileShape& choose_shape(const KernelTable& kernels, Format format, int64_t m) {
+// Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two. The format becomes int8
+// where the tiles meet int4 expanded.
+const TileShape& choose_shape(const KernelTable& kernels, int64_t m, Format& format) {
   const TileShape* highest = kernels.narrow[static_cast<int>(format)];
   for (const TileShape* shape = highest; shape->rows != 0; ++shape) {
     if (shape->rows >= m) return *shape;
     highest = shape;
   }
+  if (format == Format::int4) {
+    format = Format::int8;
+    return choose_shape(kernels, m, format);
+  }
   if (m > 2 * highest->rows) return kernels.wide[static_cast<int>(format)];
-  return choose_shape(kernels, format, (m + 1) / 2);
+  return choose_shape(kernels, (m + 1) / 2, format);
 }
 
 int64_t count_tiles(const Job& job, int64_t rows) { return (rows + job.shape.rows - 1) / job.shape.rows; }
@@ -112,31 +112,40 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
 
 // Points args at the rows of one tile and at one block of K from `unit` on.
 void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int64_t unit) {
-  const int64_t groups = job.x.k_padded / job.x.group, height = rows.end - rows.begin;
+  const int64_t height = rows.end - rows.begin;
   for (int64_t i = 0; i < job.shape.rows; ++i) {
     const int64_t row = job.row_of(rows.begin + std::min(i, height - 1));  // the shape's spare rows repeat the last one
     args.x[i] = job.x.data + row * job.x.stride_bytes + unit * job.cut.unit_words * 4;
-    args.group_sums[i] = job.x.group_sums + row * groups + unit;
   }
   args.words = job.words + (tile * job.words_per_row() + unit * job.cut.unit_words) * job.shape.rows * 4;
 }
 
+// Block [unit, unit + units) of the shape's strips of one int4 panel, from `strip` on, as int8.
+void expand_block(const Job& job, const uint8_t* strip, int64_t unit, int64_t units) {
+  const int64_t group = job.w.shape.group, steps = group / 4, strip_bytes = job.w.panel_bytes / kPanelStrips;
+  for (int64_t i = 0; i < job.shape.strips; ++i)
+    job.kernels.expand_int4(strip + i * strip_bytes, group, unit / steps, units / steps,
+                            job.expanded + i * job.cut.units_per_block * kStepBytes);
+}
+
 // One panel against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then tiles.
 void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin, int64_t end) {
-  const int64_t tiles = count_tiles(job, end - begin), strips = job.shape.strips;
+  const int64_t tiles = count_tiles(job, end - begin), strips = job.shape.strips, strip_bytes = job.w.panel_bytes / kPanelStrips;
+  const bool is_expanded = job.expanded != nullptr;
   TileArgs args;
-  args.strip_bytes = job.w.panel_bytes / kPanelStrips;
+  args.strip_bytes = is_expanded ? job.cut.units_per_block * kStepBytes : strip_bytes;
   args.group = job.w.shape.group;
-  args.ahead_bytes = tiles == 1 ? kAheadBytes : 0;
+  args.ahead_bytes = tiles == 1 && !is_expanded ? kAheadBytes : 0;
   for (int64_t strip = 0; strip < kPanelStrips; strip += strips) {
-    const uint8_t* base = job.w.panels + panel * job.w.panel_bytes + strip * args.strip_bytes;
+    const uint8_t* base = job.w.panels + panel * job.w.panel_bytes + strip * strip_bytes;
     const bool is_last = strip + strips == kPanelStrips;
-    args.next = args.next_strip = is_last ? job.w.panels + next_panel * job.w.panel_bytes : base + strips * args.strip_bytes;
+    args.next = args.next_strip = is_last ? job.w.panels + next_panel * job.w.panel_bytes : base + strips * strip_bytes;
     for (int64_t unit = 0; unit < job.cut.units; unit += job.cut.units_per_block) {
       args.units = std::min(job.cut.units_per_block, job.cut.units - unit);
-      args.strip = base + unit * job.cut.unit_bytes;
+      args.strip = is_expanded ? job.expanded : base + unit * job.cut.unit_bytes;
       args.resume = unit != 0;
-      args.next_bytes = args.units * job.cut.unit_bytes * strips / tiles;
+      args.next_bytes = args.units * strip_bytes * strips / (job.cut.units * tiles);
+      if (is_expanded) expand_block(job, base, unit, args.units);
       for (int64_t tile = 0; tile < tiles; ++tile) {
         args.acc = job.acc + (tile * job.shape.rows * kPanelLanes + strip * kStripLanes) * 4;
         if (strip == 0 || tiles > 1 || job.cut.units > args.units)  // one tile and one block: once for all strips
@@ -222,15 +231,18 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
             int thread, int threads) {
   if (m <= 0) return;
   const KernelTable& kernels = active_kernels();
-  const TileShape& shape = choose_shape(kernels, w.shape.format, m);
+  Format tile_format = w.shape.format;
+  const TileShape& shape = choose_shape(kernels, m, tile_format);
   const int64_t tiles = (m + shape.rows - 1) / shape.rows;
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows;
   const int64_t block_rows = (tiles + blocks - 1) / blocks * shape.rows;
-  const KBlocks cut = cut_inputs(w, tiles == 1);
+  const KBlocks cut = cut_inputs(w, tile_format, tiles == 1);
   const int64_t acc_bytes = block_rows * kPanelLanes * 4;
   const int64_t words_bytes = shape.interleaved ? block_rows * cut.units * cut.unit_words * 4 : 0;
-  uint8_t* memory = scratch(acc_bytes + words_bytes);
-  const Job job{kernels, w, x, x_rows, epilogue, cut, shape, m, memory, memory + acc_bytes};
+  const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
+  uint8_t* memory = scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
+  uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
+  const Job job{kernels, w, x, x_rows, epilogue, cut, shape, m, memory, memory + acc_bytes, expanded};
   int64_t ready = -1;
   for (Tasks tasks(blocks * w.n_panels, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / w.n_panels, begin = block * block_rows, end = std::min(m, begin + block_rows);
@@ -259,26 +271,23 @@ int64_t row_stride(RowsKind kind, int64_t k) {
 
 }  // namespace
 
-int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k, int64_t group) {
+int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k) {
   const int64_t data = m * row_stride(kind, k);
-  if (kind == RowsKind::bf16) return data;
-  return data + 2 * round_up(m * 4, 64) + round_up(m * (round_up(k, kInputPad) / group) * 4, 64);
+  return kind == RowsKind::bf16 ? data : data + 2 * round_up(m * 4, 64);
 }
 
-Rows view_rows(RowsKind kind, int64_t m, int64_t k, int64_t group, void* memory) {
+Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
   Rows rows;
   rows.kind = kind;
   rows.m = m;
   rows.k = k;
   rows.k_padded = round_up(k, kInputPad);
-  rows.group = group;
   rows.stride_bytes = row_stride(kind, k);
   rows.data = static_cast<uint8_t*>(memory);
   if (kind == RowsKind::bf16) return rows;
   uint8_t* next = rows.data + m * rows.stride_bytes;
   rows.scales = reinterpret_cast<float*>(next);
   rows.sums = reinterpret_cast<int32_t*>(next + round_up(m * 4, 64));
-  rows.group_sums = reinterpret_cast<float*>(next + 2 * round_up(m * 4, 64));
   return rows;
 }
 
@@ -297,15 +306,8 @@ void prepare_row(const Rows& rows, int64_t row, const float* x) {
   const float inverse = highest > 0.0f ? 127.0f / highest : 0.0f;
   kernels.quantize_int8(x, rows.k, inverse, out);
   std::memset(out + rows.k, 0, rows.k_padded - rows.k);
-  const int64_t groups = rows.k_padded / rows.group;
-  int32_t total = 0;
-  for (int64_t group = 0; group < groups; ++group) {
-    const int32_t sum = kernels.sum_int8(out + group * rows.group, rows.group);
-    rows.group_sums[row * groups + group] = static_cast<float>(sum);
-    total += sum;
-  }
   rows.scales[row] = scale;
-  rows.sums[row] = total;
+  rows.sums[row] = kernels.sum_int8(out, rows.k_padded);
 }
 
 void prepare_rows(const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end) {

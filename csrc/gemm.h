@@ -2,15 +2,14 @@
 //
 // The promise: output (row, lane) depends on that row of x and that lane of W alone. Not one bit changes with the number
 // of rows, the other rows, the thread count or the way the work is cut, because every output lane adds its products
-// over K in one fixed order (bf16: fp32 in ascending pairs; int8: exact int32; int4: exact int32 per group, then fp32 fma
-// over groups in ascending order). Holds within one instruction set.
+// over K in one fixed order (bf16: fp32 in ascending pairs) or exactly (int8 and int4: int32). Holds within one instruction set.
 //
 // Life of a layer, all functions called inside a ThreadPool region by every thread unless noted:
 //   LinearShape shape{Format::int8, n, k};                       // once, at load
 //   blob = allocate 64-byte aligned packed_bytes(shape)          //   (PageBuffer gives huge pages)
 //   pack_linear(shape, parts, n_parts, bias, blob, thread, threads)
 //   PackedLinear w = view_packed(shape, blob);                   // a view; the blob can also come from a mapped file
-//   Rows x = view_rows(rows_kind(format), m, k, group, memory);  // once per step and distinct input
+//   Rows x = view_rows(rows_kind(format), m, k, memory);         // once per step and distinct input
 //   prepare_rows(x, f32 input, stride, begin, end);              // each thread a part of the rows
 //   pool.barrier(thread)
 //   linear(w, x, {}, m, epilogue, thread, threads);              // no barrier inside; the caller puts one after
@@ -32,7 +31,7 @@ struct LinearShape {
   Format format = Format::bf16;
   int64_t n = 0;         // output lanes of W as the checkpoint counts them (gated: gate and up together)
   int64_t k = 0;         // inputs
-  int64_t group = 32;    // int4: inputs per scale: 32, 64 or 128; ignored otherwise
+  int64_t group = 64;    // int4: inputs that share a grid of 16 levels: 32, 64 or 128; ignored otherwise
   bool gated = false;    // W = gate rows then up rows, n even; the epilogue gives act(gate) * up, n / 2 outputs
   bool has_bias = false;
 };
@@ -68,10 +67,10 @@ struct PackedLinear {
   LinearShape shape;
   int64_t n_outputs = 0;    // n, or n / 2 when gated
   int64_t n_panels = 0;     // panels of 64 lanes, the last one padded with zeros
-  int64_t k_padded = 0;     // k rounded up to 64 (int4: to the group or 64)
+  int64_t k_padded = 0;     // k rounded up to 32 (int4: to the group)
   int64_t panel_bytes = 0;  // of one panel, a multiple of 64; panels follow one another
   const uint8_t* panels = nullptr;
-  const float* scales = nullptr;  // [n_panels * 64], int8 only
+  const float* scales = nullptr;  // [n_panels * 64], int8 and int4
   const float* bias = nullptr;    // [n_panels * 64] or null
   std::shared_ptr<Balance> balance;
 };
@@ -94,18 +93,16 @@ struct Rows {
   RowsKind kind = RowsKind::bf16;
   int64_t m = 0, k = 0;
   int64_t k_padded = 0;         // k rounded up to 128; [k, k_padded) is zero
-  int64_t group = 32;           // int8: inputs per group sum; equal to the group of the int4 weights that use it
   int64_t stride_bytes = 0;     // from row to row
   uint8_t* data = nullptr;      // [m, stride_bytes]: bf16 or s8
   float* scales = nullptr;      // [m]     int8: x ~ scale * q, q in [-127, 127], scale = max|x| / 127
   int32_t* sums = nullptr;      // [m]     int8: sum of q over the row
-  float* group_sums = nullptr;  // [m, k_padded / group]  int8: sum of q over each group, exact in fp32
 };
 
-int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k, int64_t group = 32);  // a multiple of 64
+int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k);  // a multiple of 64
 
 // memory: rows_bytes(...) bytes, 64-byte aligned.
-Rows view_rows(RowsKind kind, int64_t m, int64_t k, int64_t group, void* memory);
+Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory);
 
 // Row `row` from x [k] fp32 (a fused norm calls this with its result while that is still in L1). bf16 rounds to nearest even.
 void prepare_row(const Rows& rows, int64_t row, const float* x);

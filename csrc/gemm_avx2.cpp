@@ -83,56 +83,14 @@ void tile_int8(const TileArgs& args) {
       _mm256_store_si256(reinterpret_cast<__m256i*>(acc + row * kPanelLanes + half * 8), sums[row][half]);
 }
 
-// 32 inputs of one row and half strip: 8 products of two nibbles stay below 2^15 (8 * 2 * 15 * 127), so they add in 16 bits.
-inline __m256i dot_nibbles(const uint8_t* w, int half, const uint8_t* x) {
-  const __m256i low_nibbles = _mm256_set1_epi8(15);
-  __m256i sum = _mm256_setzero_si256();
-  for (int step = 0; step < 4; ++step) {
-    const __m256i words = load_words(w + step * kStepBytes, half);
-    const __m256i low = _mm256_and_si256(words, low_nibbles), high = _mm256_and_si256(_mm256_srli_epi16(words, 4), low_nibbles);
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(low, broadcast_word(x + step * 8)));
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(high, broadcast_word(x + step * 8 + 4)));
-  }
-  return _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
-}
-
-inline __m256 widen_bf16(const uint8_t* bits) {
-  const __m128i half = _mm_load_si128(reinterpret_cast<const __m128i*>(bits));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
-
-template <int kRows>
-void tile_int4(const TileArgs& args) {
-  float* acc = static_cast<float*>(args.acc);
-  if (!args.resume)
-    for (int row = 0; row < kRows; ++row) std::memset(acc + row * kPanelLanes, 0, sizeof(float) * kStripLanes);
-  const int64_t scales_at = args.group / 8 * kStepBytes, group_bytes = scales_at + kGroupTailBytes;
-  for (int64_t group = 0; group < args.units; ++group) {
-    const uint8_t* w = args.strip + group * group_bytes;
-    for (int half = 0; half < kHalves; ++half) {
-      __m256i sums[kRows];
-      for (int row = 0; row < kRows; ++row) sums[row] = _mm256_setzero_si256();
-      for (int64_t at = 0; at < args.group; at += 32)
-        for (int row = 0; row < kRows; ++row)
-          sums[row] = _mm256_add_epi32(sums[row], dot_nibbles(w + at / 8 * kStepBytes, half, args.x[row] + group * args.group + at));
-      const __m256 scale = widen_bf16(w + scales_at + half * 16), minimum = widen_bf16(w + scales_at + kStripLanes * 2 + half * 16);
-      for (int row = 0; row < kRows; ++row) {
-        float* total = acc + row * kPanelLanes + half * 8;
-        const __m256 scaled = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[row]), scale, _mm256_load_ps(total));
-        _mm256_store_ps(total, _mm256_fmadd_ps(_mm256_set1_ps(args.group_sums[row][group]), minimum, scaled));
-      }
-    }
-  }
-}
-
 }  // namespace
 
 const KernelTable& avx2_kernels() {
   static const KernelTable table{
       {{{1, 1, false, tile_bf16<1>}, {2, 1, false, tile_bf16<2>}, {3, 1, false, tile_bf16<3>}, {4, 1, false, tile_bf16<4>}},
        {{1, 1, false, tile_int8<1>}, {2, 1, false, tile_int8<2>}, {3, 1, false, tile_int8<3>}, {4, 1, false, tile_int8<4>}},
-       {{1, 1, false, tile_int4<1>}, {2, 1, false, tile_int4<2>}, {3, 1, false, tile_int4<3>}, {4, 1, false, tile_int4<4>}}},
-      {{4, 1, false, tile_bf16<4>}, {4, 1, false, tile_int8<4>}, {4, 1, false, tile_int4<4>}},
+       {}},
+      {{4, 1, false, tile_bf16<4>}, {4, 1, false, tile_int8<4>}},
       nullptr,  // no interleaved shape
       finish,
       transpose_words,
@@ -142,6 +100,7 @@ const KernelTable& avx2_kernels() {
       quantize_int8,
       sum_int8,
       quantize_group,
+      expand_int4,
   };
   return table;
 }

@@ -34,6 +34,10 @@ struct Ahead {
         lines((args.next_bytes / kCacheLine + turns - 1) / turns),
         turns_left(turns - turns * args.ahead_bytes / block_bytes),
         is_stream(args.ahead_bytes != 0) {}
+  inline void line() {
+    prefetch(next);
+    next += kCacheLine;
+  }
   inline void turn() {
     if (is_stream) {
       if (turns_left-- == 0) next = next_strip;
@@ -100,82 +104,74 @@ void tile_dot(const TileArgs& args) {
     for (int v = 0; v < kStrips; ++v) acc[row * kVectors + v] = sums[row][v];
 }
 
-// Integer sums may be cut at will: few rows keep those of the high nibbles apart, so that no sum waits for itself.
-template <int kRows, int kStrips>
-struct NibbleSums {
-  static constexpr int kChains = kRows * kStrips <= 8 ? 2 : 1;
-  __m512i chain[kChains][kRows][kStrips];
-  inline void clear() {
-#pragma GCC unroll 2
-    for (int c = 0; c < kChains; ++c)
-#pragma GCC unroll 24
-      for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-        for (int v = 0; v < kStrips; ++v) chain[c][row][v] = _mm512_setzero_si512();
+// The heads of one int4 group, spread over the bytes of each lane's word.
+struct Grid {
+  __m512i unit, zero;  // unit: twice as 16 bits, so that one multiplication serves two nibbles: 15 * 17 fits a byte
+  explicit Grid(const uint8_t* head) {
+    const __m512i both = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(head)));
+    unit = _mm512_or_si512(_mm512_and_si512(both, _mm512_set1_epi32(0xff)),
+                           _mm512_and_si512(_mm512_slli_epi32(both, 16), _mm512_set1_epi32(0xff0000)));
+    zero = _mm512_shuffle_epi8(both, _mm512_set4_epi32(0x0d0d0d0d, 0x09090909, 0x05050505, 0x01010101));
   }
-  inline __m512i sum(int row, int v) const {
-    return kChains == 1 ? chain[0][row][v] : _mm512_add_epi32(chain[0][row][v], chain[kChains - 1][row][v]);
+  inline __m512i low(__m512i nibbles) const { return spread(_mm512_and_si512(nibbles, _mm512_set1_epi8(15))); }
+  inline __m512i high(__m512i nibbles) const {
+    return spread(_mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15)));
   }
+
+ private:
+  inline __m512i spread(__m512i q) const { return _mm512_add_epi8(_mm512_mullo_epi16(q, unit), zero); }
 };
 
-// One step of int4: 8 inputs per lane, the low nibbles first.
-template <int kRows, int kStrips, bool kInterleaved>
-inline void step_int4(NibbleSums<kRows, kStrips>& sums, const Words<kRows, kInterleaved>& x, int64_t at, const uint8_t* w,
-                      int64_t strip_bytes) {
-  const __m512i low_nibbles = _mm512_set1_epi8(15);
-  __m512i lanes[kStrips];
-#pragma GCC unroll 4
-  for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_and_si512(_mm512_load_si512(w + v * strip_bytes), low_nibbles);
-#pragma GCC unroll 24
-  for (int row = 0; row < kRows; ++row) {
-    const __m512i word = x.get(row, at);
-#pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) add_dot_int8(sums.chain[0][row][v], lanes[v], word);
-  }
-#pragma GCC unroll 4
-  for (int v = 0; v < kStrips; ++v)
-    lanes[v] = _mm512_and_si512(_mm512_srli_epi16(_mm512_load_si512(w + v * strip_bytes), 4), low_nibbles);
-#pragma GCC unroll 24
-  for (int row = 0; row < kRows; ++row) {
-    const __m512i word = x.get(row, at + 1);
-#pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) add_dot_int8(sums.chain[sums.kChains - 1][row][v], lanes[v], word);
-  }
-}
-
-// The fp32 totals stay in memory (L1): the registers hold the integer sums of the group.
+// int4, the whole K: each step becomes two vectors of int8 in registers. Sums of whole numbers may be cut at will: few rows keep
+// those of the high nibbles apart, so that no sum waits for itself.
 template <int kRows, int kStrips, bool kInterleaved>
 void tile_int4(const TileArgs& args) {
-  __m512* totals = static_cast<__m512*>(args.acc);
-  if (!args.resume)
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kStrips; ++v) totals[row * kVectors + v] = _mm512_setzero_ps();
+  static_assert(kStrips == 1);
+  constexpr int kChains = kRows <= 8 ? 2 : 1;
+  __m512i sums[kChains][kRows];
+#pragma GCC unroll 2
+  for (int c = 0; c < kChains; ++c)
+#pragma GCC unroll 24
+    for (int row = 0; row < kRows; ++row) sums[c][row] = _mm512_setzero_si512();
   const Words<kRows, kInterleaved> x(args);
-  const uint8_t* w = args.strip;
-  const int64_t strip_bytes = args.strip_bytes, words = args.group / 4;
-  Ahead<kStrips> ahead(args, args.units * (words / 8), args.units * (args.group / 8 * kStepBytes + kGroupTailBytes));
+  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
+  const uint8_t *w = args.strip, *heads = w;
+  Ahead<1> ahead(args, args.units * (words / 8), args.units * step_bytes);
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
-    __asm__ volatile("" ::: "memory");  // the totals are not to be carried in registers: they would push the sums out
-    NibbleSums<kRows, kStrips> sums;
-    sums.clear();
-    for (const int64_t end = at + words; at < end; at += 8) {
+    if (group % 2 == 0) {
+      heads = w;
+      w += 2 * kHeadBytes;
+      ahead.line();
+    }
+    const Grid grid(heads + group % 2 * kHeadBytes);
+    for (const int64_t end = at + words; at < end;) {
       ahead.turn();
 #pragma GCC unroll 4
-      for (int step = 0; step < 4; ++step, w += kStepBytes) step_int4(sums, x, at + 2 * step, w, strip_bytes);
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) {
-      const __m256i* tail = reinterpret_cast<const __m256i*>(w + v * strip_bytes);
-      const __m512 scale = widen_bf16(_mm256_load_si256(tail)), minimum = widen_bf16(_mm256_load_si256(tail + 1));
+      for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
+        const __m512i nibbles = _mm512_load_si512(w), low = grid.low(nibbles), high = grid.high(nibbles);
 #pragma GCC unroll 24
-      for (int row = 0; row < kRows; ++row) {
-        __m512& total = totals[row * kVectors + v];
-        const __m512 scaled = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.sum(row, v)), scale, total);
-        total = _mm512_fmadd_ps(_mm512_set1_ps(args.group_sums[row][group]), minimum, scaled);
+        for (int row = 0; row < kRows; ++row) add_dot_int8(sums[0][row], low, x.get(row, at));
+#pragma GCC unroll 24
+        for (int row = 0; row < kRows; ++row) add_dot_int8(sums[kChains - 1][row], high, x.get(row, at + 1));
       }
     }
-    w += kGroupTailBytes;
+  }
+  __m512i* acc = static_cast<__m512i*>(args.acc);
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row)
+    acc[row * kVectors] = kChains == 1 ? sums[0][row] : _mm512_add_epi32(sums[0][row], sums[kChains - 1][row]);
+}
+
+void expand_int4(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out) {
+  for (int64_t g = first; g < first + count; ++g) {
+    const Grid grid(strip + head_of_group(group, g));
+    const uint8_t* w = strip + steps_of_group(group, g);
+    for (int64_t step = 0; step < group / 8; ++step, w += kStepBytes, out += 2 * kStepBytes) {
+      const __m512i nibbles = _mm512_load_si512(w);
+      _mm512_store_si512(out, grid.low(nibbles));
+      _mm512_store_si512(out + kStepBytes, grid.high(nibbles));
+    }
   }
 }
 
@@ -223,33 +219,30 @@ inline void put(const FinishArgs& args, int64_t row, int64_t output, __m512 y) {
   }
 }
 
-template <Format kFormat>
+template <bool kWhole>
 inline __m512 scaled(const FinishArgs& args, int64_t row, int v, __m512 lane_scale) {
   const int64_t at = row * kPanelLanes + v * 16;
-  if constexpr (kFormat == Format::int8) {
-    const __m512i offset = _mm512_set1_epi32(128 * *args.row_sums[row]);
-    const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(static_cast<const int32_t*>(args.acc) + at), offset);
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(_mm512_set1_ps(*args.row_scales[row]), lane_scale));
-  } else {
-    const __m512 sum = _mm512_load_ps(static_cast<const float*>(args.acc) + at);
-    return kFormat == Format::int4 ? _mm512_mul_ps(sum, _mm512_set1_ps(*args.row_scales[row])) : sum;
-  }
+  if constexpr (!kWhole) return _mm512_load_ps(static_cast<const float*>(args.acc) + at);
+  const __m512i offset = _mm512_set1_epi32(128 * *args.row_sums[row]);
+  const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(static_cast<const int32_t*>(args.acc) + at), offset);
+  return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(_mm512_set1_ps(*args.row_scales[row]), lane_scale));
 }
 
-template <Format kFormat, bool kGated, Store kStore>
+// kWhole: the sums are whole numbers (int8, int4).
+template <bool kWhole, bool kGated, Store kStore>
 void finish_as(const FinishArgs& args) {
   const PackedLinear& w = *args.w;
   const int64_t first_lane = args.panel * kPanelLanes;
   __m512 scales[kVectors], bias[kVectors];
   for (int v = 0; v < kVectors; ++v) {
-    scales[v] = kFormat == Format::int8 ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
+    scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
     bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
   }
   const bool has_bias = w.bias != nullptr;
   for (int64_t row = 0; row < args.rows; ++row) {
     __m512 y[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      y[v] = scaled<kFormat>(args, row, v, scales[v]);
+      y[v] = scaled<kWhole>(args, row, v, scales[v]);
       if (has_bias) y[v] = _mm512_add_ps(y[v], bias[v]);
     }
     if constexpr (kGated) {
@@ -261,26 +254,22 @@ void finish_as(const FinishArgs& args) {
   }
 }
 
-template <Format kFormat, bool kGated>
+template <bool kWhole, bool kGated>
 void finish_store(const FinishArgs& args) {
   switch (args.store) {
-    case Store::f32: return finish_as<kFormat, kGated, Store::f32>(args);
-    case Store::bf16: return finish_as<kFormat, kGated, Store::bf16>(args);
-    case Store::add_f32: return finish_as<kFormat, kGated, Store::add_f32>(args);
+    case Store::f32: return finish_as<kWhole, kGated, Store::f32>(args);
+    case Store::bf16: return finish_as<kWhole, kGated, Store::bf16>(args);
+    case Store::add_f32: return finish_as<kWhole, kGated, Store::add_f32>(args);
   }
 }
 
-template <Format kFormat>
+template <bool kWhole>
 void finish_gate(const FinishArgs& args) {
-  args.w->shape.gated ? finish_store<kFormat, true>(args) : finish_store<kFormat, false>(args);
+  args.w->shape.gated ? finish_store<kWhole, true>(args) : finish_store<kWhole, false>(args);
 }
 
 void finish(const FinishArgs& args) {
-  switch (args.w->shape.format) {
-    case Format::bf16: return finish_gate<Format::bf16>(args);
-    case Format::int8: return finish_gate<Format::int8>(args);
-    case Format::int4: return finish_gate<Format::int4>(args);
-  }
+  args.w->shape.format == Format::bf16 ? finish_gate<false>(args) : finish_gate<true>(args);
 }
 
 // ---- activations and packing -------------------------------------------------------------------------------------
@@ -352,7 +341,7 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 
 #include "quantize_int4.inl"
 
-// A few rows by their pointers, more interleaved. int4 is short of address registers from 3 rows on, the others from 7.
+// A few rows by their pointers, more interleaved. From 7 rows on the address registers run short.
 #define DIPTYCH_NARROW(kFew, ...)                                                                          \
   {                                                                                                        \
     {1, 1, (1 > kFew), __VA_ARGS__ 1, 1, (1 > kFew)>}, {2, 1, (2 > kFew), __VA_ARGS__ 2, 1, (2 > kFew)>},  \
@@ -368,8 +357,8 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 
 const KernelTable& avx512_kernels() {
   static const KernelTable table{
-      {DIPTYCH_NARROW(6, tile_dot<__m512, ), DIPTYCH_NARROW(6, tile_dot<__m512i, ), DIPTYCH_NARROW(2, tile_int4<)},
-      {{6, 4, false, tile_dot<__m512, 6, 4, false>}, {6, 4, false, tile_dot<__m512i, 6, 4, false>}, {8, 2, true, tile_int4<8, 2, true>}},
+      {DIPTYCH_NARROW(6, tile_dot<__m512, ), DIPTYCH_NARROW(6, tile_dot<__m512i, ), DIPTYCH_NARROW(6, tile_int4<)},
+      {{6, 4, false, tile_dot<__m512, 6, 4, false>}, {6, 4, false, tile_dot<__m512i, 6, 4, false>}},
       interleave_rows,
       finish,
       transpose_words,
@@ -379,6 +368,7 @@ const KernelTable& avx512_kernels() {
       quantize_int8,
       sum_int8,
       quantize_group,
+      expand_int4,
   };
   return table;
 }

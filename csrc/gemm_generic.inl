@@ -75,12 +75,11 @@ Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
   const PackedLinear& w = *args.w;
   const int64_t at = row * kPanelStrips + strip, lane = args.panel * kPanelLanes + strip * kStripLanes;
   Lanes y;
-  if (w.shape.format == Format::int8) {
+  if (w.shape.format == Format::bf16) {
+    y = static_cast<const Lanes*>(args.acc)[at];
+  } else {
     const Whole sum = static_cast<const Whole*>(args.acc)[at] - 128 * *args.row_sums[row];
     y = __builtin_convertvector(sum, Lanes) * (*args.row_scales[row] * *reinterpret_cast<const Lanes*>(w.scales + lane));
-  } else {
-    y = static_cast<const Lanes*>(args.acc)[at];
-    if (w.shape.format == Format::int4) y = y * *args.row_scales[row];
   }
   return w.bias == nullptr ? y : y + *reinterpret_cast<const Lanes*>(w.bias + lane);
 }
@@ -148,6 +147,20 @@ int32_t sum_int8(const int8_t* x, int64_t count) {
   int32_t sum = 0;
   for (int64_t i = 0; i < count; ++i) sum += x[i];
   return sum;
+}
+
+// One multiplication serves the four nibbles of a word: 15 * unit + zero fits a byte.
+void expand_int4(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out) {
+  for (int64_t g = first; g < first + count; ++g) {
+    const uint8_t* head = strip + head_of_group(group, g);
+    Bits unit, zero;
+    for (int64_t lane = 0; lane < kStripLanes; ++lane) unit[lane] = head[2 * lane], zero[lane] = head[2 * lane + 1] * 0x01010101u;
+    const Bits* words = reinterpret_cast<const Bits*>(strip + steps_of_group(group, g));
+    for (int64_t step = 0; step < group / 8; ++step, out += 2 * kStepBytes) {
+      reinterpret_cast<Bits*>(out)[0] = (words[step] & 0x0f0f0f0fu) * unit + zero;
+      reinterpret_cast<Bits*>(out)[1] = ((words[step] >> 4) & 0x0f0f0f0fu) * unit + zero;
+    }
+  }
 }
 
 #include "quantize_int4.inl"

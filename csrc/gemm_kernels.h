@@ -5,7 +5,8 @@
 //   bf16  word = inputs k, k+1                               step = 2 inputs
 //   int8  word = 4 inputs, u8 = q + 128, q in [-127, 127]    step = 4 inputs
 //   int4  word = 8 inputs q in [0, 15]: byte j holds input k+j in its low and k+4+j in its high nibble; step = 8 inputs.
-//         After the steps of one group come 16 bf16 scales and 16 bf16 minima: w = scale * q + minimum.
+//         int4 is int8 written shorter: the u8 of int8 is unit * q + zero, whole numbers, one unit and zero per lane and group.
+//         Groups come in pairs: a line of heads (16 lanes of {u8 unit, u8 zero} for each of the two), then their steps.
 // Gated weights interleave 16 gate lanes with the 16 up lanes of the same features.
 #pragma once
 
@@ -16,19 +17,18 @@ namespace diptych {
 constexpr int64_t kStripLanes = 16;
 constexpr int64_t kPanelStrips = kPanelLanes / kStripLanes;
 constexpr int64_t kStepBytes = kStripLanes * 4;       // of one strip
-constexpr int64_t kGroupTailBytes = kStripLanes * 4;  // bf16 scales and minima of one int4 group of a strip
+constexpr int64_t kHeadBytes = kStripLanes * 2;       // unit and zero of one int4 group of a strip
 constexpr int64_t kMaxGroup = 128;                    // the largest int4 group
 constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
 // One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
-// (bf16, int4) or int32 (int8), 64-byte aligned; with resume it holds the partial sums of the earlier blocks of K, otherwise
-// it is only written.
+// (bf16) or int32 (int8, int4), 64-byte aligned; with resume it holds the partial sums of the earlier blocks of K, otherwise
+// it is only written. int4 tiles take the whole K.
 struct TileArgs {
   const uint8_t* strip;                   // first step of the block in the tile's first strip
   int64_t strip_bytes;                    // from strip to strip
   const uint8_t* x[kMaxTileRows];         // rows of x at the block's first input; unused when the shape is interleaved
   const uint8_t* words;                   // interleaved shapes: [words of the block][rows] of x
-  const float* group_sums[kMaxTileRows];  // int4: sums of the block's groups
   int64_t units;                          // steps (bf16, int8) or groups (int4) in the block
   int64_t group;                          // int4
   void* acc;
@@ -60,7 +60,7 @@ struct FinishArgs {
   int64_t rows;
   const void* acc;                       // as TileArgs
   const float* row_scales[kMaxTileRows];  // int8 and int4: one value each
-  const int32_t* row_sums[kMaxTileRows];  // int8: one value each
+  const int32_t* row_sums[kMaxTileRows];  // int8 and int4: one value each
   void* out[kMaxTileRows];                // row starts in the output, fp32 or bf16
   float row_weights[kMaxTileRows];        // add_f32
   Store store;
@@ -74,14 +74,17 @@ using LoadInputs = void (*)(const void* row, Source source, int64_t begin, int64
 using RoundInputs = void (*)(const float* x, int64_t count, uint16_t* out);  // to bf16, nearest even
 using AbsMax = float (*)(const float* x, int64_t count);
 using QuantizeInt8 = void (*)(const float* x, int64_t count, float inverse_scale, int8_t* out);
-// One int4 group of a strip: x [group][16] -> tail (16 bf16 scales, 16 bf16 minima) and words [group / 8][16]. All 64-byte aligned.
-using QuantizeGroup = void (*)(const float* x, int64_t group, uint16_t* tail, uint32_t* words);
+// One int4 group of a strip: x [group][16] in units of the lanes' scales, within +-127 -> head (16 {unit, zero}) and words
+// [group / 8][16]. x and words are 64-byte aligned.
+using QuantizeGroup = void (*)(const float* x, int64_t group, uint8_t* head, uint32_t* words);
+// Groups [first, first + count) of a strip of int4 -> the steps [count * group / 4] of the same weights as int8.
+using ExpandInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
 using SumInt8 = int32_t (*)(const int8_t* x, int64_t count);
 
 struct KernelTable {
-  // By Format. Every shape of a set and format gives the same bits.
+  // By Format. Every shape of a set and format gives the same bits. int4 without a shape of its own is expanded to int8 first.
   TileShape narrow[3][kMaxShapes];  // one strip wide, ascending rows, ended by rows == 0: W passes once, as one stream
-  TileShape wide[3];                // for many rows: the best reuse of W from cache
+  TileShape wide[2];                // bf16, int8; for many rows: the best reuse of W from cache
   InterleaveRows interleave_rows;
   FinishKernel finish;
   TransposeWords transpose_words;
@@ -91,6 +94,7 @@ struct KernelTable {
   QuantizeInt8 quantize_int8;
   SumInt8 sum_int8;
   QuantizeGroup quantize_group;
+  ExpandInt4 expand_int4;
 };
 
 const KernelTable& scalar_kernels();
@@ -128,7 +132,14 @@ inline int64_t padded_inputs(const LinearShape& shape) {
 inline int64_t bytes_of_strip(const LinearShape& shape) {
   const int64_t k = padded_inputs(shape);
   const int64_t steps = k / inputs_per_step(shape.format) * kStepBytes;
-  return shape.format == Format::int4 ? steps + k / shape.group * kGroupTailBytes : steps;
+  return shape.format == Format::int4 ? steps + (k / shape.group + 1) / 2 * 2 * kHeadBytes : steps;
+}
+// Where the head and the first step of one int4 group lie in its strip.
+inline int64_t head_of_group(int64_t group_inputs, int64_t group) {
+  return group / 2 * 2 * (group_inputs / 8 * kStepBytes + kHeadBytes) + group % 2 * kHeadBytes;
+}
+inline int64_t steps_of_group(int64_t group_inputs, int64_t group) {
+  return group * (group_inputs / 8 * kStepBytes) + (group / 2 + 1) * 2 * kHeadBytes;
 }
 inline int64_t bytes_of_panel(const LinearShape& shape) { return kPanelStrips * bytes_of_strip(shape); }
 

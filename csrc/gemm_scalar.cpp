@@ -36,33 +36,12 @@ void tile_int8(const TileArgs& args) {
   }
 }
 
-void tile_int4(const TileArgs& args) {
-  float* totals = static_cast<float*>(args.acc);
-  if (!args.resume) std::memset(totals, 0, sizeof(float) * kStripLanes);
-  const int64_t steps = args.group / 8, group_bytes = steps * kStepBytes + kGroupTailBytes;
-  for (int64_t group = 0; group < args.units; ++group) {
-    const uint8_t* w = args.strip + group * group_bytes;
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(w + steps * kStepBytes);
-    const int8_t* x = reinterpret_cast<const int8_t*>(args.x[0]) + group * args.group;
-    for (int lane = 0; lane < kStripLanes; ++lane) {
-      int32_t sum = 0;
-      for (int64_t step = 0; step < steps; ++step)
-        for (int j = 0; j < 4; ++j) {
-          const uint8_t pair = w[step * kStepBytes + lane * 4 + j];
-          sum += (pair & 15) * x[step * 8 + j] + (pair >> 4) * x[step * 8 + 4 + j];
-        }
-      totals[lane] = std::fma(static_cast<float>(sum), from_bf16(scales[lane]), totals[lane]);
-      totals[lane] = std::fma(args.group_sums[0][group], from_bf16(scales[kStripLanes + lane]), totals[lane]);
-    }
-  }
-}
-
 }  // namespace
 
 const KernelTable& scalar_kernels() {
   static const KernelTable table{
-      {{{1, 1, false, tile_bf16}}, {{1, 1, false, tile_int8}}, {{1, 1, false, tile_int4}}},
-      {{1, 1, false, tile_bf16}, {1, 1, false, tile_int8}, {1, 1, false, tile_int4}},
+      {{{1, 1, false, tile_bf16}}, {{1, 1, false, tile_int8}}, {}},
+      {{1, 1, false, tile_bf16}, {1, 1, false, tile_int8}},
       nullptr,  // no interleaved shape
       finish,
       transpose_words,
@@ -72,6 +51,7 @@ const KernelTable& scalar_kernels() {
       quantize_int8,
       sum_int8,
       quantize_group,
+      expand_int4,
   };
   return table;
 }

@@ -91,11 +91,10 @@ int add_table(Program& program, AnyArray array) {
                             static_cast<int64_t>(array.shape(1))});
 }
 
-int add_rows(Program& program, const std::string& format, int64_t width, int64_t group, int64_t rows_per_token) {
+int add_rows(Program& program, const std::string& format, int64_t width, int64_t rows_per_token) {
   Buffer buffer;
   buffer.kind = BufferKind::rows;
   buffer.width = width;
-  buffer.group = group;
   buffer.rows_kind = rows_kind(format_of(format));
   buffer.rows_per_token = rows_per_token;
   return program.add_buffer(buffer);
@@ -219,7 +218,7 @@ void bind_shapes(nb::module_& m) {
   nb::class_<LinearShape>(m, "LinearShape")
       .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias) {
         new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias};
-      }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 32, nb::arg("is_gated") = false, nb::arg("has_bias") = false)
+      }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false)
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
@@ -298,7 +297,7 @@ void bind_program(nb::module_& m) {
       .def("add_rope", &Program::add_rope, nb::arg("inverse_frequency"), nb::arg("attention_factor"))
       .def("add_f32", [](Program& p, int64_t width, int64_t rows) { return add_plain(p, BufferKind::f32, width, rows); }, nb::arg("width"), nb::arg("rows_per_token") = 1)
       .def("add_bf16", [](Program& p, int64_t width) { return add_plain(p, BufferKind::bf16, width, 1); }, nb::arg("width"))
-      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("group") = 32, nb::arg("rows_per_token") = 1)
+      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1)
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("query_start"), nb::arg("context_tokens"),
            nb::arg("block_table"), nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"))
       .def("argmax", &argmax)

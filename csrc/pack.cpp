@@ -70,21 +70,26 @@ void pack_bf16(const KernelTable& kernels, const LinearShape& shape, const Sourc
   }
 }
 
-// Symmetric, one scale per lane: scale = max |w| / 127.
-void pack_int8(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
-               float* scales) {
-  const int64_t k = padded_inputs(shape), stride = kBlockInputs / 4;
-  float inverse[kPanelLanes];
+// Symmetric, one scale per lane: scale = max |w| / 127. inverse is 0 for a lane of zeros.
+void find_scales(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, float* scales,
+                 float* inverse) {
   for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
     float highest = 0.0f;
-    for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
-      const int64_t count = std::min(kBlockInputs, k - begin);
+    for (int64_t begin = 0; begin < shape.k; begin += kBlockInputs) {
+      const int64_t count = std::min(kBlockInputs, shape.k - begin);
       load_row(kernels, rows[lane], shape.k, begin, count, scratch.inputs);
       highest = std::max(highest, kernels.abs_max(scratch.inputs, count));
     }
     scales[lane] = highest / 127.0f;
     inverse[lane] = highest > 0.0f ? 127.0f / highest : 0.0f;
   }
+}
+
+void pack_int8(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
+               float* scales) {
+  const int64_t k = padded_inputs(shape), stride = kBlockInputs / 4;
+  float inverse[kPanelLanes];
+  find_scales(kernels, shape, rows, scratch, scales, inverse);
   for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
     const int64_t count = std::min(kBlockInputs, k - begin);
     for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
@@ -97,24 +102,31 @@ void pack_int8(const KernelTable& kernels, const LinearShape& shape, const Sourc
   }
 }
 
-void pack_int4(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel) {
-  const int64_t k = padded_inputs(shape), group = shape.group, steps = group / 8;
+// The grid of int8, of which each group uses 16 levels.
+void pack_int4(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
+               float* scales) {
+  const int64_t group = shape.group, groups = padded_inputs(shape) / group;
+  float inverse[kPanelLanes];
+  find_scales(kernels, shape, rows, scratch, scales, inverse);
   float* by_lane = scratch.inputs;                  // [16][group]
   float* by_input = by_lane + kStripLanes * group;  // [group][16]
   for (int64_t strip = 0; strip < kPanelStrips; ++strip) {
     uint8_t* out = panel + strip * bytes_of_strip(shape);
-    for (int64_t begin = 0; begin < k; begin += group, out += steps * kStepBytes + kGroupTailBytes) {
+    if (groups % 2 != 0) std::memset(out + head_of_group(group, groups), 0, kHeadBytes);  // the last pair has one group
+    for (int64_t g = 0; g < groups; ++g) {
       for (int64_t lane = 0; lane < kStripLanes; ++lane)
-        load_row(kernels, rows[strip * kStripLanes + lane], shape.k, begin, group, by_lane + lane * group);
+        load_row(kernels, rows[strip * kStripLanes + lane], shape.k, g * group, group, by_lane + lane * group);
       kernels.transpose_words(reinterpret_cast<const uint32_t*>(by_lane), group, group, reinterpret_cast<uint8_t*>(by_input));
-      kernels.quantize_group(by_input, group, reinterpret_cast<uint16_t*>(out + steps * kStepBytes), reinterpret_cast<uint32_t*>(out));
+      for (int64_t i = 0; i < group; ++i)
+        for (int64_t lane = 0; lane < kStripLanes; ++lane) by_input[i * kStripLanes + lane] *= inverse[strip * kStripLanes + lane];
+      kernels.quantize_group(by_input, group, out + head_of_group(group, g), reinterpret_cast<uint32_t*>(out + steps_of_group(group, g)));
     }
   }
 }
 
 struct Blob {
   uint8_t* panels;
-  float* scales;  // null unless int8
+  float* scales;  // null for bf16
   float* bias;    // null without
 };
 
@@ -123,7 +135,7 @@ Blob lay_out(const LinearShape& shape, void* blob) {
   const int64_t lanes = packed_lanes(shape);
   parts.panels = static_cast<uint8_t*>(blob);
   uint8_t* next = parts.panels + lanes / kPanelLanes * bytes_of_panel(shape);
-  parts.scales = shape.format == Format::int8 ? reinterpret_cast<float*>(next) : nullptr;
+  parts.scales = shape.format != Format::bf16 ? reinterpret_cast<float*>(next) : nullptr;
   if (parts.scales != nullptr) next += lanes * 4;
   parts.bias = shape.has_bias ? reinterpret_cast<float*>(next) : nullptr;
   return parts;
@@ -140,10 +152,11 @@ uint64_t mix(uint64_t value) {
 void pack_panel(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, const Blob& blob,
                 int64_t panel) {
   uint8_t* out = blob.panels + panel * bytes_of_panel(shape);
+  float* scales = blob.scales + panel * kPanelLanes;
   switch (shape.format) {
     case Format::bf16: pack_bf16(kernels, shape, rows, scratch, out); break;
-    case Format::int8: pack_int8(kernels, shape, rows, scratch, out, blob.scales + panel * kPanelLanes); break;
-    case Format::int4: pack_int4(kernels, shape, rows, scratch, out); break;
+    case Format::int8: pack_int8(kernels, shape, rows, scratch, out, scales); break;
+    case Format::int4: pack_int4(kernels, shape, rows, scratch, out, scales); break;
   }
 }
 
@@ -151,7 +164,7 @@ void pack_panel(const KernelTable& kernels, const LinearShape& shape, const Sour
 
 int64_t packed_bytes(const LinearShape& shape) {
   const int64_t lanes = packed_lanes(shape);
-  return lanes / kPanelLanes * bytes_of_panel(shape) + (shape.format == Format::int8 ? lanes * 4 : 0) +
+  return lanes / kPanelLanes * bytes_of_panel(shape) + (shape.format != Format::bf16 ? lanes * 4 : 0) +
          (shape.has_bias ? lanes * 4 : 0);
 }
 
@@ -227,14 +240,16 @@ float weight_at(const PackedLinear& w, int64_t lane, int64_t k) {
     const uint16_t* pairs = reinterpret_cast<const uint16_t*>(strip + k / 2 * kStepBytes);
     return bf16_value(pairs[within * 2 + k % 2]);
   }
-  if (w.shape.format == Format::int8)
-    return w.scales[lane] * static_cast<float>(strip[k / 4 * kStepBytes + within * 4 + k % 4] - 128);
-  const int64_t steps = w.shape.group / 8, group = k / w.shape.group, inside = k % w.shape.group;
-  const uint8_t* start = strip + group * (steps * kStepBytes + kGroupTailBytes);
-  const uint16_t* tail = reinterpret_cast<const uint16_t*>(start + steps * kStepBytes);
-  const uint8_t pair = start[inside / 8 * kStepBytes + within * 4 + inside % 4];
-  const int q = inside % 8 < 4 ? pair & 15 : pair >> 4;
-  return bf16_value(tail[within]) * static_cast<float>(q) + bf16_value(tail[kStripLanes + within]);
+  int level = 0;  // of int8
+  if (w.shape.format == Format::int8) {
+    level = strip[k / 4 * kStepBytes + within * 4 + k % 4];
+  } else {
+    const int64_t group = k / w.shape.group, inside = k % w.shape.group;
+    const uint8_t* head = strip + head_of_group(w.shape.group, group) + within * 2;
+    const uint8_t pair = strip[steps_of_group(w.shape.group, group) + inside / 8 * kStepBytes + within * 4 + inside % 4];
+    level = head[1] + head[0] * (inside % 8 < 4 ? pair & 15 : pair >> 4);
+  }
+  return w.scales[lane] * static_cast<float>(level - 128);
 }
 
 }  // namespace

@@ -127,7 +127,7 @@ int64_t buffer_bytes(const Buffer& buffer, int64_t tokens) {
   switch (buffer.kind) {
     case BufferKind::f32: bytes = rows * buffer.width * 4; break;
     case BufferKind::bf16: bytes = rows * buffer.width * 2; break;
-    case BufferKind::rows: bytes = rows_bytes(buffer.rows_kind, rows, buffer.width, buffer.group); break;
+    case BufferKind::rows: bytes = rows_bytes(buffer.rows_kind, rows, buffer.width); break;
   }
   return (bytes + 127) / 64 * 64;  // one line of slack for whole-vector reads at the end of a row
 }
@@ -146,7 +146,7 @@ void Program::reserve(int64_t tokens) {
     for (Buffer& buffer : buffers_) {
       buffer.data = at;
       if (buffer.kind == BufferKind::rows)
-        buffer.rows = view_rows(buffer.rows_kind, wanted * buffer.rows_per_token, buffer.width, buffer.group, at);
+        buffer.rows = view_rows(buffer.rows_kind, wanted * buffer.rows_per_token, buffer.width, at);
       at += buffer_bytes(buffer, wanted);
     }
     arena_tokens_ = wanted;

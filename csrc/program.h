@@ -48,7 +48,6 @@ struct Buffer {
   int64_t width = 0;
   int64_t rows_per_token = 1;
   RowsKind rows_kind = RowsKind::bf16;
-  int64_t group = 32;
   uint8_t* data = nullptr;  // set by the arena
   Rows rows;                // the view of `data`, kind rows only
 

@@ -109,11 +109,11 @@ struct Buffers {
   float *f32_hidden, *f32_out, *residual;
 };
 
-Buffers make_buffers(const ModelShape& shape, Format format, int64_t group, int64_t m) {
+Buffers make_buffers(const ModelShape& shape, Format format, int64_t m) {
   Buffers buffers;
   const RowsKind kind = rows_kind(format);
   const int64_t wide = std::max(shape.qkv, shape.ffn);
-  const int64_t sizes[] = {rows_bytes(kind, m, shape.hidden, group), rows_bytes(kind, m, shape.ffn, group), m * shape.hidden * 4,
+  const int64_t sizes[] = {rows_bytes(kind, m, shape.hidden), rows_bytes(kind, m, shape.ffn), m * shape.hidden * 4,
                            m * wide * 4, m * shape.hidden * 4};
   int64_t total = 0;
   for (int64_t size : sizes) total += (size + 4095) / 4096 * 4096;
@@ -124,8 +124,8 @@ Buffers make_buffers(const ModelShape& shape, Format format, int64_t group, int6
     starts.push_back(at);
     at += (size + 4095) / 4096 * 4096;
   }
-  buffers.hidden = view_rows(kind, m, shape.hidden, group, starts[0]);
-  buffers.ffn = view_rows(kind, m, shape.ffn, group, starts[1]);
+  buffers.hidden = view_rows(kind, m, shape.hidden, starts[0]);
+  buffers.ffn = view_rows(kind, m, shape.ffn, starts[1]);
   buffers.f32_hidden = reinterpret_cast<float*>(starts[2]);
   buffers.f32_out = reinterpret_cast<float*>(starts[3]);
   buffers.residual = reinterpret_cast<float*>(starts[4]);
@@ -200,7 +200,7 @@ void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& na
   const double layer_bytes = static_cast<double>(model.bytes) / model.layers.size();
   const double layer_weights = static_cast<double>(model.weights) / model.layers.size();
   for (int64_t m : options.rows) {
-    const Buffers buffers = make_buffers(shape, format, options.group, m);
+    const Buffers buffers = make_buffers(shape, format, m);
     const double operations = 2.0 * static_cast<double>(m) * layer_weights;
     const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(2.5e11 / operations));
     const int64_t layers = std::min<int64_t>(wanted, model.layers.size());

@@ -43,8 +43,8 @@ EXPORT void kernels_unpack(const int64_t* shape, const void* blob, float* out) {
 
 // x [x_rows_count, k] fp32 -> what the int8 or bf16 rows stand for, fp32, and the raw bytes of the int8 rows.
 EXPORT void kernels_prepare(int kind, int64_t m, int64_t k, const float* x, int8_t* q, float* scales) {
-  PageBuffer memory(rows_bytes(static_cast<RowsKind>(kind), m, k, 32));
-  const Rows rows = view_rows(static_cast<RowsKind>(kind), m, k, 32, memory.data());
+  PageBuffer memory(rows_bytes(static_cast<RowsKind>(kind), m, k));
+  const Rows rows = view_rows(static_cast<RowsKind>(kind), m, k, memory.data());
   prepare_rows(rows, x, k, 0, m);
   const int64_t element = rows.kind == RowsKind::bf16 ? 2 : 1;
   for (int64_t row = 0; row < m; ++row) std::memcpy(q + row * k * element, rows.data + row * rows.stride_bytes, k * element);
@@ -57,8 +57,8 @@ EXPORT void kernels_linear(const int64_t* shape, const void* blob, const float* 
                            const float* weights, int threads) {
   const PackedLinear w = view_packed(make_shape(shape), blob);
   const RowsKind kind = rows_kind(w.shape.format);
-  PageBuffer memory(rows_bytes(kind, x_count, w.shape.k, w.shape.group));
-  const Rows rows = view_rows(kind, x_count, w.shape.k, w.shape.group, memory.data());
+  PageBuffer memory(rows_bytes(kind, x_count, w.shape.k));
+  const Rows rows = view_rows(kind, x_count, w.shape.k, memory.data());
   const Epilogue epilogue{static_cast<Store>(store), static_cast<Activation>(activation), out, out_stride, out_rows, weights};
   ThreadPool pool(threads);
   pool.run([&](int thread, int count) {

@@ -156,8 +156,8 @@ def test_linear_equals_the_exact_product_of_its_rounded_operands(kernels, isa, f
     x, w, bias = world(m * 7919 + n, m, n, k)
     packed = pack(kernels, format_name, [w], bias=bias)
     exact, scale = reference(packed, format_name, x)
-    # bf16 and int4 add in fp32 (k or k/group roundings); int8 sums are exact and only the last scaling rounds.
-    steps = 8 if format_name == "int8" else 8 + k
+    # bf16 adds in fp32 (k roundings); int8 and int4 sums are exact and only the last scaling rounds.
+    steps = 8 + k if format_name == "bf16" else 8
     assert np.all(np.abs(packed.apply(x) - exact) <= scale * steps * 2.0**-24)
 
 

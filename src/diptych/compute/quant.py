@@ -31,7 +31,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 
 METHOD = "diptych"
-PACKED_LAYOUT = 1  # raised when the packed form of csrc/pack.cpp changes
+PACKED_LAYOUT = 2  # raised when the packed form of csrc/pack.cpp changes
 PREFIX = "packed:"
 ALIGNMENT = 64
 TENSOR_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -12,8 +12,8 @@ from diptych.cost.tables import kv_spec
 from diptych.cost.workload import Workload
 from diptych.ground.specs import QuantSpec
 
-# bytes per parameter and dtype of the multiplication, by weight format; int4: a 16-bit scale and minimum per 64
-WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5625}
+# bytes per parameter and dtype of the multiplication, by weight format; int4: a unit and a zero of 8 bits per 64
+WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.53125}
 COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}
 
 

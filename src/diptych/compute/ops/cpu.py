@@ -39,7 +39,7 @@ except ImportError as error:
 
 # What a projection is, by what it reads (its time is counted under this name).
 CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
-INT4_GROUP = 64  # inputs per scale and minimum: 4.5 bits; faster than 32 in both phases, quality in LAB.md
+INT4_GROUP = 64  # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 
 
 def is_available() -> tuple[bool, str]:
@@ -60,15 +60,14 @@ class LinearHandle:
 
     index: int
     format: str
-    group: int
     n_inputs: int
     n_outputs: int
     activation: Activation | None = None
 
     @property
-    def rows_key(self) -> tuple[str, int]:
-        """What rows it needs: int8 and int4 weights share one kind, told apart by their group."""
-        return ("bf16", 0) if self.format == "bf16" else ("int8", self.group)
+    def rows_format(self) -> str:
+        """The form of the rows it multiplies: int8 and int4 weights share one."""
+        return "bf16" if self.format == "bf16" else "int8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +126,7 @@ class Value:
     buffer: int | None = None  # fp32, where it lies already
     emit_rows: Callable[[int], None] | None = None
     emit_f32: Callable[[int], None] | None = None
-    rows: dict[tuple[str, int], int] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
     norm: tuple[int, float] | None = None  # (vector, eps) of a norm of `buffer`
 
 
@@ -248,7 +247,6 @@ class CpuLoader:
         return LinearHandle(
             index=index,
             format=weights_format,
-            group=INT4_GROUP,
             n_inputs=k,
             n_outputs=n if activation is None else n // 2,
             activation=activation,
@@ -385,24 +383,23 @@ class CpuOps:
         return self._buffer(role, width, lambda width: self.program.add_f32(width))
 
     def _rows_buffer(self, role: str, width: int, weight: LinearHandle, rows_per_token: int = 1) -> int:
-        kind, group = weight.rows_key
+        kind = weight.rows_format
         return self._buffer(
             f"{role} rows",
             width,
-            lambda width: self.program.add_rows(kind, width, group or INT4_GROUP, rows_per_token),
+            lambda width: self.program.add_rows(kind, width, rows_per_token),
             kind,
-            group,
             rows_per_token,
         )
 
     def _rows(self, h: Value, weight: LinearHandle) -> int:
         """The rows buffer of h in the form the weight reads; recorded on first use, again if another took the buffer."""
-        key = weight.rows_key
+        key = weight.rows_format
         rows = self._rows_buffer(h.kind, h.width, weight)
         if h.rows.get(key) == rows and self._owner.get(rows) is h:
             return rows
         assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
-        if h.emit_rows is not None and (h.kind == "norm" or key[0] == "bf16"):
+        if h.emit_rows is not None and (h.kind == "norm" or key == "bf16"):
             h.emit_rows(rows)
         else:
             self.program.prepare(self._materialised(h), rows)
