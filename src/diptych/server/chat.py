@@ -13,7 +13,7 @@ from typing import Any
 
 from diptych.engine.text.reasoning import Opening, opening_of_prompt, tags_of_template
 from diptych.engine.text.template import RenderedPrompt
-from diptych.engine.text.tools import HERMES_BEGIN, HERMES_END, tool_call_spec
+from diptych.engine.text.tools import CALL_TAGS, tool_call_spec
 from diptych.ground.clock import wall_time_s
 from diptych.ground.request import FreeReasoning, StructuredSpec
 from diptych.ground.step import TokenLogprobs
@@ -137,14 +137,13 @@ class Chat:
                 400, "a forced tool_choice and another constraint on the output exclude each other", param="tool_choice"
             )
         tokenizer = self._state.tokenizer
+        tag_ids = [(tag, tokenizer.token_id(tag)) for tag in CALL_TAGS]
         return tool_call_spec(
             tool_dicts(body.tools) or [],
             tool_format(self._state.template.source),
             name=body.tool_choice.function.name if isinstance(body.tool_choice, NamedToolChoice) else None,
             is_parallel=body.parallel_tool_calls is not False,
-            special_tags=[
-                tag for tag in (HERMES_BEGIN, HERMES_END) if tokenizer.token_id(tag) in tokenizer.added_token_ids
-            ],
+            tag_ids={tag: token_id for tag, token_id in tag_ids if token_id in tokenizer.mark_token_ids},
         )
 
     def _behind_reasoning(self, spec: StructuredSpec | None) -> StructuredSpec | None:

@@ -27,7 +27,7 @@ TOOLS = [
     for name in ("weather", "time")
 ]
 EOS = (0, 2)
-TAGS = ("<tool_call>", "</tool_call>")
+TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
 
 
 def with_tags(kind: str) -> tokenizers.Tokenizer:
@@ -63,7 +63,8 @@ def write(tokenizer: tokenizers.Tokenizer, spec, *, seed: int) -> str:
 def test_forced_output_is_always_a_call(tool_format, name, kind):
     """required and named must never give prose; tags that are tokens of their own are written as such."""
     tokenizer = with_tags(kind)
-    spec = tool_call_spec(TOOLS, tool_format, name=name, special_tags=() if kind == "letters" else TAGS)
+    tag_ids = {} if kind == "letters" else {tag: tokenizer.token_to_id(tag) for tag in TAGS}
+    spec = tool_call_spec(TOOLS, tool_format, name=name, tag_ids=tag_ids)
     names = set()
     for seed in range(8):
         output = write(tokenizer, spec, seed=seed)

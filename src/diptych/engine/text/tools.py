@@ -1,21 +1,28 @@
 """Tool calls in the output text: found while it streams, and the grammar that forces them.
 
-Two formats: Hermes / Qwen (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, anywhere) and Llama 3
-(the whole message is `{"name": ..., "parameters": {...}}`, several separated by `;`, after `<|python_tag|>` or not).
-A call comes out only when it is whole and valid JSON; anything else stays content, to the last character.
+Three formats: Hermes / Qwen (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, anywhere), Llama 3
+(the whole message is `{"name": ..., "parameters": {...}}`, several separated by `;`, after `<|python_tag|>` or not) and
+Mistral (`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`).
+
+A call is one as soon as its name and the opening brace of its arguments are there. From then on the arguments come out as
+the model writes them, to the letter: cut off where the output is, and broken where the model broke them. What never gets
+so far stays content, to the last character.
 
 >>> parser = ToolCallParser(ToolFormat.HERMES, new_id=lambda: "call_1")
->>> parser.push('Let me look. <tool_call>{"name": "time", "arguments": {}}').calls[0].name
-'time'
+>>> [call.arguments for call in parser.push('Let me look. <tool_call>{"name": "time", "arguments": {"ci').calls]
+['', '{"ci']
 """
 
 from __future__ import annotations
 
 import json
+import re
+import string
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from random import SystemRandom
 from typing import Any
 
 from diptych.engine.text.reasoning import partial_end
@@ -24,8 +31,16 @@ from diptych.ground.request import StructuredSpec
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+MISTRAL_BEGIN = "[TOOL_CALLS]"
+CALL_TAGS = (HERMES_BEGIN, HERMES_END, MISTRAL_BEGIN)
 _JSON_BLANKS = " \t\r\n"
 _JSON_PLAIN = frozenset(_JSON_BLANKS + ":,+-.0123456789truefalsnE")
+# a call up to the brace that opens its arguments, its keys in the order in which models write them
+_HEAD = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"')
+_CALL_KEYS = ("name", "type", "id", "arguments", "parameters")
 
 
 class ToolFormat(Enum):
@@ -33,6 +48,7 @@ class ToolFormat(Enum):
 
     HERMES = "hermes"
     LLAMA3 = "llama3"
+    MISTRAL = "mistral"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +82,8 @@ def tool_format_of_template(source: str) -> ToolFormat | None:
     """The format a chat template teaches its model, or None when it does not know tools."""
     if HERMES_BEGIN in source:
         return ToolFormat.HERMES
+    if MISTRAL_BEGIN in source:
+        return ToolFormat.MISTRAL
     if PYTHON_TAG in source or ("tools" in source and '"parameters": ' in source):
         return ToolFormat.LLAMA3
     return None
@@ -88,14 +106,20 @@ def parse_tool_calls(
     return "".join(one.content for one in deltas), tuple(calls.values())
 
 
-def _new_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+def _id_maker(tool_format: ToolFormat) -> Callable[[], str]:
+    """Mistral's templates refuse ids other than nine letters and digits; everybody else reads OpenAI's form."""
+    if tool_format is ToolFormat.MISTRAL:
+        return lambda: "".join(SystemRandom().choices(string.ascii_letters + string.digits, k=9))
+    return lambda: f"call_{uuid.uuid4().hex[:24]}"
 
 
 class _Place(Enum):
     START = "start"  # Llama 3 only: nothing but blanks so far, so the message may be a call
     CONTENT = "content"
-    CALL = "call"  # inside the JSON of a call, or before it
+    HEAD = "head"  # inside what may be a call, before its arguments
+    ARGUMENTS = "arguments"
+    BROKEN = "broken"  # arguments that cannot become JSON any more
+    TAIL = "tail"  # behind the arguments, inside the call
     AFTER = "after"  # behind a call
 
 
@@ -115,12 +139,14 @@ class ToolCallParser:
     ) -> None:
         self._format = tool_format
         self._names = None if tool_names is None else frozenset(tool_names)
-        self._new_id = new_id or _new_id
+        self._new_id = new_id or _id_maker(tool_format)
+        self._begin = MISTRAL_BEGIN if tool_format is ToolFormat.MISTRAL else HERMES_BEGIN
         self._place = _Place.START if tool_format is ToolFormat.LLAMA3 else _Place.CONTENT
         self._held = ""
-        self._raw = ""  # what the call is made of so far, tags included, should it turn out to be none
-        self._n_before = 0  # characters of _raw that are tag and blanks
+        self._tag = ""  # what stands before the JSON of a possible call, should it turn out to be none
+        self._raw = ""  # that JSON, as far as it was read
         self._json = JsonEnd()
+        self._is_list_open = False  # Mistral: inside the brackets around the calls
         self.n_calls = 0
 
     def push(self, text: str) -> ToolDelta:
@@ -129,99 +155,167 @@ class ToolCallParser:
         return self._advance(is_last=False)
 
     def finish(self) -> ToolDelta:
-        """The output is over; a call that is not whole comes back as content."""
+        """The output is over; what did not become a call comes back as content."""
         delta = self._advance(is_last=True)
-        rest, self._raw, self._held = self._raw + self._held, "", ""
-        if self._place is _Place.AFTER:
+        rest, self._tag, self._raw, self._held = self._tag + self._raw + self._held, "", "", ""
+        if self._place in (_Place.TAIL, _Place.AFTER):
             rest = "" if not rest.strip() else rest
         return ToolDelta(content=delta.content + rest, calls=delta.calls)
 
     def _advance(self, *, is_last: bool) -> ToolDelta:
-        content = ""
+        content: list[str] = []
         calls: list[ToolCallDelta] = []
         moves = True
         while moves and self._held:
-            if self._place is _Place.START:
-                moves = self._at_start(is_last=is_last)
-            elif self._place is _Place.CONTENT:
-                piece, moves = self._at_content(is_last=is_last)
-                content += piece
-            elif self._place is _Place.AFTER:
-                moves = self._after_call(is_last=is_last)
-            else:
-                piece, new_calls, moves = self._in_call()
-                content += piece
-                calls += new_calls
-        return ToolDelta(content=content, calls=tuple(calls))
+            match self._place:
+                case _Place.START:
+                    moves = self._at_start(is_last=is_last)
+                case _Place.CONTENT:
+                    moves = self._at_content(content, is_last=is_last)
+                case _Place.HEAD:
+                    moves = self._in_head(content, calls)
+                case _Place.ARGUMENTS:
+                    moves = self._in_arguments(calls)
+                case _Place.BROKEN:
+                    moves = self._in_broken(calls, is_last=is_last)
+                case _Place.TAIL:
+                    moves = self._in_tail()
+                case _Place.AFTER:
+                    moves = self._after_call(is_last=is_last)
+        return ToolDelta(content="".join(content), calls=_joined(calls))
 
     def _at_start(self, *, is_last: bool) -> bool:
         """Llama 3: a call begins with `{` or the python tag, and nothing may stand before it."""
         text = self._held.lstrip()
         if text.startswith(("{", PYTHON_TAG)):
-            n_before = len(self._held) - len(text) + (0 if text.startswith("{") else len(PYTHON_TAG))
-            self._begin_call(n_before)
+            self._begin_call(len(self._held) - len(text) + (0 if text.startswith("{") else len(PYTHON_TAG)))
             return True
         if not is_last and PYTHON_TAG.startswith(text):
             return False
         self._place = _Place.CONTENT
         return True
 
-    def _at_content(self, *, is_last: bool) -> tuple[str, bool]:
-        if self._format is ToolFormat.LLAMA3:
-            piece, self._held = self._held, ""
-            return piece, False
-        at = self._held.find(HERMES_BEGIN)
+    def _at_content(self, content: list[str], *, is_last: bool) -> bool:
+        at = -1 if self._format is ToolFormat.LLAMA3 else self._held.find(self._begin)
         if at >= 0:
             piece = self._held[:at].rstrip()
-            n_before = at - len(piece) + len(HERMES_BEGIN)
             self._held = self._held[len(piece) :]
-            self._begin_call(n_before)
-            return piece, True
-        keep = 0 if is_last else partial_end(self._held, HERMES_BEGIN)
+            content.append(piece)
+            self._is_list_open = False
+            self._begin_call(at - len(piece) + len(self._begin))
+            return True
+        keep = 0 if is_last or self._format is ToolFormat.LLAMA3 else partial_end(self._held, self._begin)
         # blanks before a call are dropped with its tag, so they wait
-        piece = self._held if is_last else self._held[: len(self._held) - keep].rstrip()
+        is_plain = is_last or self._format is ToolFormat.LLAMA3
+        piece = self._held if is_plain else self._held[: len(self._held) - keep].rstrip()
         self._held = self._held[len(piece) :]
-        return piece, False
+        content.append(piece)
+        return False
 
     def _begin_call(self, n_before: int) -> None:
         """The first `n_before` characters held are the call's tag."""
-        self._raw, self._held = self._held[:n_before], self._held[n_before:]
-        self._n_before = n_before
+        self._tag, self._held = self._held[:n_before], self._held[n_before:]
+        self._raw = ""
         self._json = JsonEnd()
-        self._place = _Place.CALL
+        self._place = _Place.HEAD
 
-    def _in_call(self) -> tuple[str, list[ToolCallDelta], bool]:
+    def _in_head(self, content: list[str], calls: list[ToolCallDelta]) -> bool:
+        if self._format is ToolFormat.MISTRAL and not self._raw and not self._is_list_open and not self._open_list():
+            return False
+        end = self._json.feed(self._held)
+        n_read = len(self._held) if end is None else end
+        self._raw, self._held = self._raw + self._held[:n_read], self._held[n_read:]
+        head = _HEAD.match(self._raw)
+        name = _string(head[1]) if head is not None else None
+        if head is not None and name is not None and self._is_known(name):
+            calls.append(self._new_call(name))
+            self._held, self._tag, self._raw = self._raw[head.end() :] + self._held, "", ""
+            self._json = JsonEnd()
+            self._place = _Place.ARGUMENTS
+            return True
+        if end is None and not self._json.is_broken and not self._is_other_object():
+            return False
+        call = self._whole_call(self._raw) if end is not None else None
+        if call is not None:
+            calls += [self._new_call(call[0]), ToolCallDelta(index=self.n_calls - 1, arguments=call[1])]
+            self._tag = self._raw = ""
+            self._place = _Place.AFTER
+            return True
+        # no call after all: its tag is content, and the search goes on behind that
+        content.append(self._tag)
+        self._held, self._tag, self._raw = self._raw + self._held, "", ""
+        self._place = _Place.CONTENT
+        return True
+
+    def _open_list(self) -> bool:
+        """Mistral: the bracket before the first call belongs to its tag. False when it may still come."""
+        text = self._held.lstrip(_JSON_BLANKS)
+        if not text:
+            return False
+        self._is_list_open = True
+        n_before = len(self._held) - len(text) + text.startswith("[")
+        self._tag, self._held = self._tag + self._held[:n_before], self._held[n_before:]
+        return bool(self._held)
+
+    def _is_other_object(self) -> bool:
+        """Llama 3: a plain JSON answer shows itself by its first key, and need not wait for its end."""
+        first = _FIRST_KEY.match(self._raw) if self._format is ToolFormat.LLAMA3 else None
+        return first is not None and first[1] not in _CALL_KEYS
+
+    def _is_known(self, name: str) -> bool:
+        return self._format is not ToolFormat.LLAMA3 or self._names is None or name in self._names
+
+    def _in_arguments(self, calls: list[ToolCallDelta]) -> bool:
+        end = self._json.feed(self._held)
+        if self._json.is_broken:
+            self._hand_out(self._json.n_read, calls)
+            self._place = _Place.BROKEN
+            return True
+        n_read = len(self._held) if end is None else end
+        self._hand_out(n_read, calls)
+        if end is not None:
+            self._json = JsonEnd(is_inside=True)
+            self._place = _Place.TAIL
+        return True
+
+    def _in_broken(self, calls: list[ToolCallDelta], *, is_last: bool) -> bool:
+        """The client gets what the model wrote, up to the end tag where the format has one."""
+        has_end = self._format is ToolFormat.HERMES
+        at = self._held.find(HERMES_END) if has_end else -1
+        if at >= 0:
+            self._hand_out(at, calls)
+            self._place = _Place.AFTER
+            return True
+        keep = partial_end(self._held, HERMES_END) if has_end and not is_last else 0
+        self._hand_out(len(self._held) - keep, calls)
+        return False
+
+    def _hand_out(self, n_chars: int, calls: list[ToolCallDelta]) -> None:
+        if n_chars:
+            calls.append(ToolCallDelta(index=self.n_calls - 1, arguments=self._held[:n_chars]))
+            self._held = self._held[n_chars:]
+
+    def _in_tail(self) -> bool:
+        """Up to the brace that closes the call; a model that forgets it is understood all the same."""
         end = self._json.feed(self._held)
         if end is None and not self._json.is_broken:
-            self._raw, self._held = self._raw + self._held, ""
-            return "", [], False
-        if end is not None:
-            self._raw, self._held = self._raw + self._held[:end], self._held[end:]
-            call = self._valid_call(self._raw[self._raw.index("{") :])
-            if call is not None:
-                self._raw = ""
-                self._place = _Place.AFTER
-                return "", self._call_deltas(*call), True
-        # no call after all: its tag is content, and the search goes on behind that
-        piece, self._held, self._raw = self._raw[: self._n_before], self._raw[self._n_before :] + self._held, ""
-        self._place = _Place.CONTENT
-        return piece, [], True
+            self._held = ""
+            return False
+        self._held = self._held[self._json.n_read if end is None else end :]
+        self._place = _Place.AFTER
+        return True
 
     def _after_call(self, *, is_last: bool) -> bool:
         """Skip the end tag or separator and blanks; anything else is content or the next call."""
         text = self._held.lstrip()
         if self._format is ToolFormat.HERMES:
-            if text.startswith(HERMES_END):
-                self._held = text[len(HERMES_END) :]
-                return True
-            if text.startswith(HERMES_BEGIN):
+            return self._skip_end(text, HERMES_END, is_last=is_last)
+        if self._format is ToolFormat.MISTRAL:
+            if text.startswith(","):
                 self._held = text
-                self._place = _Place.CONTENT
+                self._begin_call(1)
                 return True
-            if not is_last and (HERMES_END.startswith(text) or HERMES_BEGIN.startswith(text)):
-                return False
-            self._place = _Place.CONTENT if text else self._place
-            return bool(text)
+            return self._skip_end(text, "]", is_last=is_last)
         rest = text.lstrip(";,").lstrip()
         if rest.startswith(("{", PYTHON_TAG)):
             self._held = rest
@@ -232,8 +326,22 @@ class ToolCallParser:
         self._place = _Place.CONTENT if text else self._place
         return bool(text)
 
-    def _valid_call(self, source: str) -> tuple[str, str] | None:
-        """(name, arguments as JSON text), or None when `source` is not a call."""
+    def _skip_end(self, text: str, end: str, *, is_last: bool) -> bool:
+        """Behind a call stand blanks and `text`."""
+        if text.startswith(end):
+            self._held = text[len(end) :]
+            return True
+        if text.startswith(self._begin):
+            self._held = text
+            self._place = _Place.CONTENT
+            return True
+        if not is_last and (end.startswith(text) or self._begin.startswith(text)):
+            return False
+        self._place = _Place.CONTENT if text else self._place
+        return bool(text)
+
+    def _whole_call(self, source: str) -> tuple[str, str] | None:
+        """(name, arguments as JSON text) of a call in any other order of keys, or None when `source` is none."""
         try:
             value = json.loads(source)
         except (ValueError, RecursionError):
@@ -245,32 +353,47 @@ class ToolCallParser:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError):
                 return None
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-            return None
-        if self._format is ToolFormat.LLAMA3 and self._names is not None and name not in self._names:
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict) or not self._is_known(name):
             return None
         return name, json.dumps(arguments, ensure_ascii=False)
 
-    def _call_deltas(self, name: str, arguments: str) -> list[ToolCallDelta]:
-        index = self.n_calls
+    def _new_call(self, name: str) -> ToolCallDelta:
         self.n_calls += 1
-        return [
-            ToolCallDelta(index=index, id=self._new_id(), name=name),
-            ToolCallDelta(index=index, arguments=arguments),
-        ]
+        return ToolCallDelta(index=self.n_calls - 1, id=self._new_id(), name=name)
+
+
+def _joined(calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Neighbouring pieces of one call's arguments as one piece; the piece that names the call stands alone."""
+    joined: list[ToolCallDelta] = []
+    for call in calls:
+        if joined and call.id is None and joined[-1].id is None and joined[-1].index == call.index:
+            joined[-1] = ToolCallDelta(index=call.index, arguments=joined[-1].arguments + call.arguments)
+        else:
+            joined.append(call)
+    return tuple(joined)
+
+
+def _string(source: str) -> str | None:
+    """A JSON string's value, None when it is no valid one."""
+    try:
+        return str(json.loads(source))
+    except ValueError:
+        return None
 
 
 class JsonEnd:
     """Finds where one JSON object ends, reading it piece by piece; constant work per character.
 
-    `is_broken`: this cannot become a JSON object any more.
+    is_inside: the object's brace has been read already. `is_broken`: this cannot become a JSON object any more, from
+    character `n_read` of the last text on.
     """
 
-    def __init__(self) -> None:
-        self._closers: list[str] = []
+    def __init__(self, *, is_inside: bool = False) -> None:
+        self._closers: list[str] = ["}"] if is_inside else []
         self._is_in_string = False
         self._is_escaped = False
         self.is_broken = False
+        self.n_read = 0
 
     def feed(self, text: str) -> int | None:
         """One past the object's last character in `text`, or None when it is not there yet (or broken)."""
@@ -292,6 +415,7 @@ class JsonEnd:
                 self._is_in_string = True
             elif char not in (_JSON_PLAIN if self._closers else _JSON_BLANKS):
                 self.is_broken = True
+                self.n_read = i
                 return None
         return None
 
@@ -305,12 +429,12 @@ def tool_call_spec(
     *,
     name: str | None = None,
     is_parallel: bool = True,
-    special_tags: Collection[str] = (),
+    tag_ids: Mapping[str, int] | None = None,
 ) -> StructuredSpec:
     """The grammar for tool_choice "required" (name None) or a named function.
 
-    tools: OpenAI tool objects. is_parallel: several calls may follow each other. special_tags: tags that the tokenizer
-    has as added tokens; they are written as those tokens, not letter by letter. Raises RequestError for an unknown name.
+    tools: OpenAI tool objects. is_parallel: several calls may follow each other. tag_ids: those of CALL_TAGS that are
+    tokens of their own; they are written as such, not letter by letter. Raises RequestError for an unknown name.
     """
     functions = [_function(tool, i) for i, tool in enumerate(tools)]
     if name is not None:
@@ -318,16 +442,19 @@ def tool_call_spec(
     if not functions:
         known = ", ".join(str(_function(tool, i)["name"]) for i, tool in enumerate(tools)) or "none"
         raise RequestError(f"tool_choice names {name!r}; the tools are: {known}", param="tool_choice")
-    key = "arguments" if tool_format is ToolFormat.HERMES else "parameters"
+    key = "parameters" if tool_format is ToolFormat.LLAMA3 else "arguments"
     calls = [_call_schema(function, key) for function in functions]
     schema: dict[str, Any] = {"anyOf": calls} if len(calls) > 1 else calls[0]
     schema["x-guidance"] = {"whitespace_pattern": r"[ \n\t]{0,8}"}
-    several = "+" if is_parallel and name is None else ""
+    is_several = is_parallel and name is None
+    tags = {tag: json.dumps(tag) for tag in CALL_TAGS} | {tag: f"<[{id_}]>" for tag, id_ in (tag_ids or {}).items()}
     if tool_format is ToolFormat.HERMES:
-        begin, end = (tag if tag in special_tags else json.dumps(tag) for tag in (HERMES_BEGIN, HERMES_END))
-        lines = [f"start: one{several}", f'one: {begin} "\\n" call "\\n" {end} /\\n?/']
+        lines = [f"start: one{'+' if is_several else ''}"]
+        lines.append(f'one: {tags[HERMES_BEGIN]} "\\n" call "\\n" {tags[HERMES_END]} /\\n?/')
+    elif tool_format is ToolFormat.MISTRAL:
+        lines = [f'start: {tags[MISTRAL_BEGIN]} "[" call{" (/, ?/ call)*" if is_several else ""} "]"']
     else:
-        lines = [f"start: call{' (/; ?/ call)*' if several else ''}"]
+        lines = [f"start: call{' (/; ?/ call)*' if is_several else ''}"]
     return StructuredSpec(kind="grammar", source="\n".join([*lines, f"call: %json {json.dumps(schema)}"]))
 
 

@@ -1,0 +1,212 @@
+"""Tool calls as the `openai` client sees them: every tool_choice, whole and streamed, in two models' formats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from openai import OpenAI
+from openai.types.chat.chat_completion import Choice
+
+from diptych.engine.load import bundled_dir
+from engine.text import templates
+from server_process import ServerProcess, check_account
+
+
+def tool(name: str, **properties: object) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+TOOLS = [
+    tool("get_time", city={"enum": ["Rome", "Oslo"]}),
+    tool(
+        "note",
+        text={"type": "string", "maxLength": 24},
+        tags={"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    ),
+]
+ASK: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "What time is it in Rome?"}],
+    "tools": TOOLS,
+    "max_tokens": 150,
+    "temperature": 0,
+}
+
+
+def with_template(folder: Path, template: str) -> Path:
+    """The bundled model under another model's chat template."""
+    shutil.copytree(bundled_dir(), folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server and the way its model writes calls."""
+
+    client: OpenAI
+    is_llama: bool
+
+    def writes(self, *calls: tuple[str, str], before: str = "") -> dict[str, object]:
+        """The constraint that makes the model write exactly these calls (name, arguments), as if it had chosen to."""
+        if self.is_llama:
+            text = "; ".join(f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in calls)
+            parts = [json.dumps(before + text)]
+        else:
+            parts = [json.dumps(before)] if before else []
+            for name, arguments in calls:
+                text = f'\n{{"name": "{name}", "arguments": {arguments}}}\n'
+                parts += ["<tool_call>", json.dumps(text), "</tool_call>"]
+        return {"structured_outputs": {"grammar": "start: " + " ".join(parts)}}
+
+
+@pytest.fixture(scope="module", params=["hermes", "llama3"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = str(bundled_dir())
+    is_llama = request.param == "llama3"
+    if is_llama:
+        model = str(with_template(tmp_path_factory.mktemp("models") / "llama3", templates.LLAMA3))
+    with ServerProcess(model, "--served-model-name", "m", "--kv-memory-bytes", "33554432") as process:
+        yield Served(process.openai(), is_llama)
+        code, errors = process.stop()
+        assert code == 0, errors
+        assert "Traceback" not in errors, errors
+
+
+def whole(served: Served, **options: Any) -> Choice:
+    return served.client.chat.completions.create(**{**ASK, **options}).choices[0]
+
+
+def streamed(served: Served, **options: Any) -> tuple[str, list[tuple[str, str]], str | None, int]:
+    """(content, calls, finish_reason, fragments of arguments), the shape of every delta checked on the way."""
+    content, calls, reason, n_fragments = "", [], None, 0
+    for chunk in served.client.chat.completions.create(**{**ASK, **options}, stream=True):
+        (choice,) = chunk.choices
+        assert reason is None, "something came behind the finish_reason"
+        reason = choice.finish_reason
+        content += choice.delta.content or ""
+        for part in choice.delta.tool_calls or ():
+            if part.index == len(calls):
+                assert part.id
+                assert part.type == "function"
+                assert part.function.arguments == ""
+                calls.append([part.function.name, ""])
+            else:
+                assert (part.id, part.type, part.function.name) == (None, None, None)
+                assert part.index == len(calls) - 1
+                n_fragments += 1
+            calls[part.index][1] += part.function.arguments
+    return content, [tuple(call) for call in calls], reason, n_fragments
+
+
+def calls_of(choice: Choice) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+
+
+NOTE = '{"text": "a \\"b\\" {é} </tool_call>, and so on", "tags": ["a", "b"]}'
+
+
+def test_auto_streams_the_arguments_as_they_are_written(served: Served) -> None:
+    """They used to come as one piece at the end; a client that shows them sees nothing for seconds."""
+    options = {"tool_choice": "auto", "extra_body": served.writes(("note", NOTE))}
+    choice = whole(served, **options)
+    assert calls_of(choice) == [("note", NOTE)]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    content, calls, reason, n_fragments = streamed(served, **options)
+    assert (content, calls, reason) == ("", [("note", NOTE)], "tool_calls")
+    assert n_fragments > 10
+
+
+def test_several_calls_and_text_before_them(served: Served) -> None:
+    before = "" if served.is_llama else "Let me look."
+    written = served.writes(("get_time", '{"city": "Rome"}'), ("note", '{"text":"x","tags":[]}'), before=before)
+    choice = whole(served, extra_body=written)
+    assert calls_of(choice) == [("get_time", '{"city": "Rome"}'), ("note", '{"text":"x","tags":[]}')]
+    assert (choice.message.content or "") == before
+    assert len({call.id for call in choice.message.tool_calls or ()}) == 2
+    assert streamed(served, extra_body=written)[:3] == (before, calls_of(choice), "tool_calls")
+
+
+def test_arguments_cut_off_by_max_tokens_are_what_was_written(served: Served) -> None:
+    """OpenAI's behaviour: the call is there, its arguments end where the output did, and the reason says length."""
+    options = {"extra_body": served.writes(("note", NOTE)), "max_tokens": 30}
+    choice = whole(served, **options)
+    ((name, arguments),) = calls_of(choice)
+    assert (name, choice.finish_reason) == ("note", "length")
+    assert NOTE.startswith(arguments)
+    assert 0 < len(arguments) < len(NOTE)
+    assert streamed(served, **options)[:3] == ("", [(name, arguments)], "length")
+
+
+def test_none_leaves_a_call_as_text(served: Served) -> None:
+    """The tools are not shown to the model, and what looks like a call is no call."""
+    options = {"tool_choice": "none", "extra_body": served.writes(("get_time", '{"city": "Rome"}'))}
+    choice = whole(served, **options)
+    assert choice.message.tool_calls is None
+    assert "get_time" in (choice.message.content or "")
+    content, calls, reason, _ = streamed(served, **options)
+    assert (content, calls, reason) == (choice.message.content, [], "stop")
+    with_tools = served.client.chat.completions.create(**ASK).usage
+    without = served.client.chat.completions.create(**{**ASK, "tool_choice": "none"}).usage
+    assert with_tools is not None
+    assert without is not None
+    assert without.prompt_tokens < with_tools.prompt_tokens
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_required_is_a_valid_call_of_some_tool(served: Served, is_parallel: bool, seed: int) -> None:
+    """Drawn hot, so that the model alone would not; `max_tokens` may still cut the last of several."""
+    options = {"tool_choice": "required", "parallel_tool_calls": is_parallel, "temperature": 1.0, "seed": seed}
+    choice = whole(served, **options, max_tokens=600)
+    calls = calls_of(choice)
+    assert calls
+    assert is_parallel or len(calls) == 1
+    for name, arguments in calls if choice.finish_reason == "tool_calls" else calls[:-1]:
+        schema = next(one["function"]["parameters"] for one in TOOLS if one["function"]["name"] == name)
+        jsonschema_rs.validate(schema, json.loads(arguments))
+    assert streamed(served, **options, max_tokens=600)[:3] == ("", calls, choice.finish_reason)
+
+
+@pytest.mark.parametrize("name", ["get_time", "note"])
+def test_named_is_that_tool_once(served: Served, name: str) -> None:
+    options = {"tool_choice": {"type": "function", "function": {"name": name}}, "temperature": 1.0, "seed": 4}
+    choice = whole(served, **options)
+    assert [called for called, _ in calls_of(choice)] == [name]
+    assert choice.finish_reason == "tool_calls"
+    assert streamed(served, **options)[:3] == ("", calls_of(choice), "tool_calls")
+
+
+def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
+    """What the client got is what it sends back."""
+    choice = whole(served, tool_choice="required", parallel_tool_calls=False)
+    (call,) = choice.message.tool_calls or ()
+    history = [
+        *ASK["messages"],
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "12:00"},
+    ]
+    after = whole(served, messages=history, max_tokens=5, tool_choice="auto")
+    assert after.finish_reason in ("length", "stop")
+
+
+def test_the_account_counts_every_token_of_a_call(served: Served) -> None:
+    answer = served.client.chat.completions.with_raw_response.create(
+        **ASK, tool_choice="required", extra_body={"return_token_ids": True}
+    )
+    body = json.loads(answer.content)
+    check_account(body)
+    assert len(body["choices"][0]["token_ids"]) == body["usage"]["completion_tokens"]
