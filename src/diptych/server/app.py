@@ -234,6 +234,7 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
             "object": "model",
             "created": created,
             "owned_by": "diptych",
+            "root": state.engine.loaded.name,  # where clients look for the tokenizer
             "max_model_len": state.context_tokens,
             "backend": state.model.backend,
             "weights": state.model.weights,
