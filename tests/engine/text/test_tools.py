@@ -29,7 +29,7 @@ CASES = [
     (H, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
     (H, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
     (H, '<tool_call>{"arguments": {"a": "é"}, "name": "f"}</tool_call>', "", [("f", '{"a": "é"}')]),
-    (H, '<tool_call>{"name": "caf\\u00e9 \\"", "arguments": {}}</tool_call>', "", [('café "', "{}")]),
+    (H, '<tool_call>{"name": "x\\u00e9 \\"", "arguments": {}}</tool_call>', "", [('xé "', "{}")]),
     # what a model breaks inside the arguments reaches the client as it is, as OpenAI's own stream would
     (H, '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call> x', "x", [("f", '{"a": }')]),
     (H, '<tool_call>{"name": "f", "arguments": {"a": x}}\n</tool_call>y', "y", [("f", '{"a": x}}\n')]),
