@@ -17,13 +17,17 @@ from diptych.cost.profile import profile_path
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
+from diptych.lab.calibrate import BUDGET_S
 from diptych.lab.calibrate import calibrate as run_calibration
 from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
 from diptych.lab.experiments import EXPERIMENTS
 from diptych.lab.quality import measure_quality
+from diptych.lab.report import prediction_text
+from diptych.lab.rounds import Effort
 from diptych.lab.session import LabRun, choose
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
+MOST_ANSWER_TOKENS = 256  # written after the longest prompt
 COLOUR = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.WITHHELD: "yellow"}
 
 
@@ -38,7 +42,12 @@ def lab(
     only: Annotated[list[str] | None, typer.Option("--only", help="run only this experiment (may be repeated)")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="name the experiments and their claims")] = False,
     longest_tokens: Annotated[int, typer.Option(min=64, help="longest context to go to")] = 10_000,
-    repeat: Annotated[int, typer.Option(min=1, help="timings per point")] = 5,
+    repeat: Annotated[
+        int, typer.Option(min=2, help="rounds at least: each times every point of an experiment once")
+    ] = 5,
+    budget: Annotated[
+        float, typer.Option(min=0, help="seconds for which an experiment goes on until its medians are settled")
+    ] = 10.0,
     backend: options.Backend = "auto",
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",
@@ -54,7 +63,10 @@ def lab(
     experiments = choose(only or [])
     config = engine_config(backend=backend, weights=weights, kv=kv, threads=threads)
     with console.status("") as status:
-        stage = _stage(model, shape, config, longest_tokens, repeat, lambda text: status.update(text))
+        effort = Effort(rounds=repeat, budget_s=budget)
+        stage = _stage(model, shape, config, longest_tokens, effort, status.update)
+        if stage.cut:
+            console.print(stage.cut, style="dim")
         page = LabRun(stage, out).run(experiments, on_result=_print)
     console.print(f"report: {page}")
 
@@ -63,7 +75,7 @@ def lab(
 def calibrate(
     backend: options.Backend = "auto",
     threads: options.Threads = None,
-    repeat: Annotated[int, typer.Option(min=1, help="timings per point")] = 5,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds at least: each times every step once")] = 5,
     out: Annotated[
         Path | None, typer.Option(help="write the profile here instead of where the planner reads it")
     ] = None,
@@ -71,7 +83,9 @@ def calibrate(
     """Measure this machine in under a minute; the planner, the reports and the scheduler then use the profile."""
     compute = ComputeConfig(backend=backend, threads=threads)
     with console.status("") as status:
-        profile = run_calibration(compute, progress=status.update, repeats=repeat, path=out)
+        profile = run_calibration(
+            compute, progress=status.update, effort=Effort(rounds=repeat, budget_s=BUDGET_S), path=out
+        )
     rates = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in profile["flops_per_s"].items())
     console.print(f"{profile['device']}: {profile['memory_bytes_per_s'] / 1e9:.1f} GB/s read, {rates}")
     for phase, residual in profile["residuals"].items():
@@ -119,7 +133,7 @@ def quality(
 
 
 def _stage(
-    model: str, shape: str | None, config: EngineConfig, longest_tokens: int, repeat: int, progress: options.Say
+    model: str, shape: str | None, config: EngineConfig, longest_tokens: int, effort: Effort, progress: options.Say
 ) -> Stage:
     loaded: LoadedModel | None = None
     if shape is None:
@@ -128,7 +142,10 @@ def _stage(
         name, built = loaded.name, loaded.model
     elif shape in SHAPES:
         progress(f"packing random weights of {shape}")
-        name, built = shape, random_model(SHAPES[shape], config.compute, seed=0)
+        # random weights know no positions, so the table of rotations may be as long as the sweep with its answers
+        positions = max(longest_tokens + MOST_ANSWER_TOKENS, SHAPES[shape]["max_position_embeddings"])
+        raised = SHAPES[shape] | {"max_position_embeddings": positions}
+        name, built = shape, random_model(raised, config.compute, seed=0)
     else:
         raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join(SHAPES)}")
     return Stage(
@@ -137,7 +154,7 @@ def _stage(
         config=config,
         loaded=loaded,
         longest_tokens=longest_tokens,
-        repeats=repeat,
+        effort=effort,
         progress=progress,
     )
 
@@ -145,5 +162,7 @@ def _stage(
 def _print(experiment: Experiment, outcome: Outcome) -> None:
     verdict = f"[{COLOUR[outcome.verdict]}]{outcome.verdict.value}[/]"
     console.print(f"[bold]{experiment.title}[/bold] · {verdict}\n  {outcome.finding}", highlight=False, soft_wrap=True)
-    if outcome.is_noisy:
-        console.print(f"  {outcome.notes[-1]}", style="dim")
+    agreement = " · ".join(filter(None, (prediction_text(experiment, outcome), outcome.noise)))
+    for line in (agreement, outcome.notes[-1] if outcome.is_noisy else ""):
+        if line:
+            console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)

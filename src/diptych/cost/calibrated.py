@@ -137,6 +137,16 @@ class CalibratedModel:
         self._prefill = self._terms(calibration.prefill)
         self._decode = self._terms(calibration.decode)
 
+    @property
+    def weights_are_cached(self) -> bool:
+        """Whether all weights fit the last-level cache that was measured on this machine, so that memory is never asked."""
+        cache = self.calibration.cache
+        if cache is None:
+            return False
+        units = _units_of(self.model, self.quant, self.kv, self.tp)
+        n_experts = 0 if self.model.moe is None else self.model.moe.n_experts
+        return units.dense_bytes + n_experts * units.expert_bytes + units.head_bytes <= cache.bytes
+
     @classmethod
     def from_profile(
         cls, profile: Mapping[str, Any], model: ModelSpec, quant: QuantSpec, *, kv: KVSpec | None = None
@@ -156,15 +166,21 @@ class CalibratedModel:
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_ef
         kv_s = units.kv_bytes / (bandwidth * c.kv_eb)
         link = link_rate(hardware, self.tp) * c.link_fraction
+
+        def weights_s(n_bytes: float, weights: str) -> float:
+            if self.weights_are_cached and self.calibration.cache is not None:
+                return n_bytes / self.calibration.cache.weights_rate(weights)
+            return n_bytes / (bandwidth * _fraction(c, weights, is_unpacked=is_unpacked))
+
         return _Terms(
             base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,
             sequence_s=c.sequence_s,
             p=c.p,
-            dense_weights_s=units.dense_bytes / (bandwidth * _fraction(c, units.dense_class, is_unpacked=is_unpacked)),
-            expert_s=units.expert_bytes / (bandwidth * _fraction(c, units.expert_class, is_unpacked=is_unpacked)),
+            dense_weights_s=weights_s(units.dense_bytes, units.dense_class),
+            expert_s=weights_s(units.expert_bytes, units.expert_class),
             row_s=units.row_flops / rate,
             expert_row_s=units.expert_row_flops / expert_rate,
-            head_weights_s=units.head_bytes / (bandwidth * _fraction(c, units.head_class, is_unpacked=is_unpacked)),
+            head_weights_s=weights_s(units.head_bytes, units.head_class),
             head_row_s=units.head_row_flops / rate,
             windows=tuple(
                 (

@@ -73,8 +73,24 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """The last-level cache: models whose weights fit in `bytes` read them at bytes_per_s, of which eb is achieved."""
+
+    bytes: float
+    bytes_per_s: float
+    eb: Mapping[str, float]
+
+    def weights_rate(self, weight_format: str) -> float:
+        """Achieved bytes per second when reading weights of this format."""
+        return self.bytes_per_s * _pick(self.eb, weight_format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Constants of both phases with their residuals and where they come from. Coverage None: measured locally."""
+    """Constants of both phases with their residuals and where they come from. Coverage None: measured locally.
+
+    cache: None where nobody measured one (every published row is of a model far larger than any cache).
+    """
 
     name: str
     prefill: Constants
@@ -85,6 +101,7 @@ class Calibration:
     prefill_coverage: Coverage | None = None
     decode_coverage: Coverage | None = None
     is_local: bool = False
+    cache: Cache | None = None
 
 
 def _pick(fractions: Mapping[str, float], key: str) -> float:

@@ -5,9 +5,11 @@
      "t0_s": 1e-4, "layer_s": 2e-5, "sequence_s": 5e-6, "p": 3.0,
      "eb": {"bf16": 0.95, "int8": 0.9}, "ef": {"bf16": 0.9},
      "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3},
+     "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}},
      "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
 
 Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
+`cache` may be absent; it holds for models whose weights all fit in its bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from diptych.cost.calibration import Calibration, Constants, Residual
+from diptych.cost.calibration import Cache, Calibration, Constants, Residual
 from diptych.ground.config import profile_dir
 from diptych.ground.errors import ConfigError
 from diptych.ground.specs import Flag, HardwareSpec, Provenance
@@ -81,6 +83,7 @@ def read_profile(profile: Mapping[str, Any]) -> tuple[HardwareSpec, Calibration]
         decode_residual=_residual(profile, "decode"),
         source=source,
         is_local=True,
+        cache=_cache(profile),
     )
     return hardware, calibration
 
@@ -95,6 +98,19 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
         p=_positive(profile, "p"),
         kv_eb=_positive(attention, "kv_eb"),
         attention_ef=_positive(attention, attention_key),
+    )
+
+
+def _cache(profile: Mapping[str, Any]) -> Cache | None:
+    entry = profile.get("cache")
+    if entry is None:
+        return None
+    if not isinstance(entry, Mapping):
+        raise ConfigError("hardware profile: cache is not an object", hint=_HINT)
+    return Cache(
+        bytes=_positive(entry, "bytes"),
+        bytes_per_s=_positive(entry, "bytes_per_s"),
+        eb=MappingProxyType(_rates(entry, "eb")),
     )
 
 

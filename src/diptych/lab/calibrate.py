@@ -1,7 +1,8 @@
 """Measures this machine in under a minute and writes its hardware profile (the JSON of `diptych.cost.profile`).
 
 What is timed: the two ceilings; steps of a small random model in each weight format over rows (1 to 1024) and contexts,
-which hold the GEMM, attention of both phases and the head; and steps so small that only launch is left.
+which hold the GEMM, attention of both phases and the head; steps so small that only launch is left; and
+where the last-level cache ends, with steps of a model that fits in it.
 What is fitted: launch constants, achieved fractions of both ceilings, the sharpness of the roofline's knee.
 """
 
@@ -19,6 +20,7 @@ import psutil
 
 from diptych import __version__
 from diptych.compute.ceilings import Ceilings, machine_ceilings
+from diptych.compute.ops.cpu import measure_read_bytes_per_s
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.fit import residual_of
@@ -29,7 +31,8 @@ from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
 from diptych.ground.phase import Phase
 from diptych.lab.fingerprint import fingerprint
-from diptych.lab.probe import Measured, StepProbe
+from diptych.lab.probe import StepProbe
+from diptych.lab.rounds import Effort, Estimate, measure
 
 Progress = Callable[[str], None]
 
@@ -50,6 +53,14 @@ PROBE_MODEL: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
+# Weights that fit a last-level cache in every format: what small models, the bundled one among them, are read from.
+SMALL_MODEL: dict[str, Any] = PROBE_MODEL | {
+    "hidden_size": 320,
+    "intermediate_size": 896,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "vocab_size": 4096,
+}
 # Hardly any arithmetic: what is left of a step is launch and bookkeeping.
 EMPTY_MODEL: dict[str, Any] = PROBE_MODEL | {
     "hidden_size": 64,
@@ -69,6 +80,9 @@ DECODE_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in
                 ((1, 64), (1, 2048), (1, 8000), (4, 256), (8, 1024), (16, 256), (32, 256))]  # fmt: skip
 PREFILL_STEPS = [_rows(n) for n in (8, 32, 64, 128, 256, 512, 1024, 2048)] + [_rows(256, 1792), _rows(512, 6144)]
 EMPTY_STEPS = [Workload.decode(batch=1, context_tokens=16), Workload.decode(batch=16, context_tokens=16)]
+SMALL_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
+CACHE_MIB = (8, 12, 16, 24, 32, 48, 64)  # sizes whose read rate shows where the last-level cache ends
+BUDGET_S = 5.0  # of rounds for each model, so that all of it takes less than a minute
 FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 
 
@@ -78,7 +92,7 @@ class Sample:
 
     view: CostView
     work: Workload
-    measured: Measured
+    measured: Estimate
 
     @property
     def phase(self) -> Phase:
@@ -87,11 +101,16 @@ class Sample:
 
 
 def calibrate(
-    compute: ComputeConfig, *, progress: Progress, repeats: int = 5, path: Path | None = None
+    compute: ComputeConfig, *, progress: Progress, effort: Effort | None = None, path: Path | None = None
 ) -> dict[str, Any]:
-    """Measure, fit, write the profile and return it. `path` None: the place the engine and the planner read."""
+    """Measure, fit, write the profile and return it. `path` None: the place the engine and the planner read.
+
+    effort: for each of the models timed; without it five rounds or BUDGET_S.
+    """
+    effort = effort or Effort(budget_s=BUDGET_S)
     samples: list[Sample] = []
     ceilings: dict[str, Ceilings] = {}
+    cache: dict[str, float] | None = None
     backend = ""
     for weights in ("bf16", "int8", "int4", "fp32"):
         config = replace(compute, weights=weights)
@@ -101,14 +120,22 @@ def calibrate(
         model = random_model(PROBE_MODEL, config, seed=0)
         backend = model.backend_name
         ceilings[weights] = machine_ceilings(model)
-        samples += _sample(model, DECODE_STEPS + PREFILL_STEPS, repeats)
+        if backend == "cpu" and cache is None:
+            cache = _cache(model.threads, ceilings[weights].read_bytes_per_s)
+        samples += _sample(model, DECODE_STEPS + PREFILL_STEPS, effort)
         model.close()
+        if backend == "cpu":
+            small = random_model(SMALL_MODEL, config, seed=0)
+            samples += _sample(small, SMALL_STEPS, effort)
+            small.close()
         if weights == "bf16":
             empty = random_model(EMPTY_MODEL, config, seed=0)
-            samples += _sample(empty, EMPTY_STEPS, repeats)
+            samples += _sample(empty, EMPTY_STEPS, effort)
             empty.close()
     progress("fitting")
     profile = _profile(ceilings, backend)
+    if cache is not None:
+        profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
     profile = _fit(profile, samples)
     profile["fingerprint"] = fingerprint()
     target = path or profile_path()
@@ -117,10 +144,22 @@ def calibrate(
     return profile
 
 
-def _sample(model: Model, steps: Sequence[Workload], repeats: int) -> list[Sample]:
+def _sample(model: Model, steps: Sequence[Workload], effort: Effort) -> list[Sample]:
     longest = max(sum((s.start_pos + s.new_tokens + 32) * s.count for s in work.shapes) for work in steps)
     probe, view = StepProbe(model, max_tokens=longest), CostView(model)
-    return [Sample(view=view, work=work, measured=probe.time(work, repeats=repeats)) for work in steps]
+    # in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others
+    rounds = measure([probe.sampler(work) for work in steps], effort)
+    return [Sample(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+
+
+def _cache(threads: int, memory_bytes_per_s: float) -> dict[str, float] | None:
+    """The largest size that is read at twice the memory's rate or more, and the rate at half of it; None without any."""
+    rates = {mib: measure_read_bytes_per_s(mib * 2**20, threads, 20) for mib in CACHE_MIB}
+    held = [mib for mib in CACHE_MIB if rates[mib] >= 2.0 * memory_bytes_per_s]
+    if not held:
+        return None
+    nearest = min(CACHE_MIB, key=lambda mib: abs(mib - held[-1] / 2))
+    return {"bytes": float(held[-1] * 2**20), "bytes_per_s": rates[nearest]}
 
 
 def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
@@ -158,7 +197,7 @@ def _fit(profile: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
     def residuals(values: np.ndarray) -> np.ndarray:
         for (table, key), value in zip(_cells(profile, places), np.exp(values), strict=True):
             table[key] = float(value)
-        ratios = [_predicted_s(profile, sample) / sample.measured.median_s for sample in samples]
+        ratios = [_predicted_s(profile, sample) / sample.measured.value for sample in samples]
         return np.concatenate([np.log(ratios), 0.02 * (values - start)])
 
     damping, current = 1e-2, residuals(logs)
@@ -175,7 +214,7 @@ def _fit(profile: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
             damping *= 8.0
     residuals(logs)
     for phase in Phase:
-        ratios = [s.measured.median_s / _predicted_s(profile, s) for s in samples if s.phase is phase]
+        ratios = [s.measured.value / _predicted_s(profile, s) for s in samples if s.phase is phase]
         summary = residual_of(ratios)
         profile["residuals"][phase.value] = {
             "low": summary.low, "high": summary.high, "median_error": summary.median_error, "rows": summary.rows
@@ -184,12 +223,19 @@ def _fit(profile: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _places(profile: dict[str, Any]) -> list[tuple[str, ...]]:
-    tables = [(name, key) for name in ("eb", "ef", "attention") for key in profile[name]]
+    tables: list[tuple[str, ...]] = [(name, key) for name in ("eb", "ef", "attention") for key in profile[name]]
+    tables += [("cache", "eb", key) for key in profile.get("cache", {}).get("eb", ())]
     return [("t0_s",), ("layer_s",), ("sequence_s",), ("p",), *tables]
 
 
 def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[tuple[dict[str, float], str]]:
-    return [(profile if len(place) == 1 else profile[place[0]], place[-1]) for place in places]
+    cells = []
+    for *parents, key in places:
+        table: dict[str, Any] = profile
+        for name in parents:
+            table = table[name]
+        cells.append((table, key))
+    return cells
 
 
 def _predicted_s(profile: dict[str, Any], sample: Sample) -> float:

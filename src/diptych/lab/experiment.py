@@ -1,7 +1,8 @@
 """What an experiment is: a claim about the two phases, a way to test it, and an honest verdict.
 
-An experiment gets a `Stage` (the model, a probe, a predictor) and returns an `Outcome`: points with a prediction beside
-each measurement, and a verdict. When the machine was too unsteady the verdict is withheld, whatever the points say.
+An experiment gets a `Stage` (the model, its cost, a predictor) and returns an `Outcome`: points with a prediction beside
+each measurement, and a verdict. The verdict rests on `Check`s: inequalities over estimates with intervals. An interval
+that straddles its limit, or too many points that never settled, withhold it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ import numpy as np
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.profile import load_profile
 from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, local_predictor, size_pool
 from diptych.ground.config import EngineConfig
-from diptych.lab.probe import Measured, StepProbe
+from diptych.lab.drive import Engines
+from diptych.lab.fingerprint import last_level_cache_bytes
+from diptych.lab.probe import StepProbe, prompt_works
+from diptych.lab.rounds import Effort, Estimate, Rounds, Sampler, measure
 
 Progress = Callable[[str], None]
+
+ROOF = "the roof"  # what `Experiment.predicts` says when predictions are a bound
+UNSETTLED = 0.15  # half the 95 % interval over the median, beyond which a point proves nothing
 
 
 class Verdict(Enum):
@@ -35,39 +43,125 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One measurement with its range, and what the cost model said before it."""
+    """One measurement: median, its 95 % interval, the spread of the samples, and what the cost model said before it.
+
+    unit: of measured, low, high and predicted; points of different units are drawn in panels of their own.
+    """
 
     series: str
     x: float
     measured: float
     low: float
     high: float
+    spread: float
+    samples: int
+    unit: str = "ms"
     predicted: float | None = None
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether the machine was too unsteady to conclude anything from this point."""
+        return (self.high - self.low) / (2.0 * self.measured) > UNSETTLED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One inequality that a claim stands on: the estimate of `what` lies above `limit`."""
+
+    what: str
+    estimate: Estimate
+    limit: float
+    pattern: str = "{:.2f}"
+
+    @property
+    def verdict(self) -> Verdict:
+        """WITHHELD when the interval straddles the limit."""
+        if self.estimate.low > self.limit:
+            return Verdict.HOLDS
+        return Verdict.FAILS if self.estimate.high <= self.limit else Verdict.WITHHELD
+
+    def text(self) -> str:
+        """The inequality in words."""
+        return (
+            f"{self.what}: {self.estimate.text(self.pattern)}, to be above {self.limit:g}: "
+            f"{'undecided' if self.verdict is Verdict.WITHHELD else self.verdict.value}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of an experiment. `finding` says in a sentence or two what the numbers mean; notes are further facts."""
+    """What came of an experiment. `finding` says in a sentence or two what the numbers mean; notes are further facts.
+
+    x_names: words for x = 0, 1, ... when x is no quantity. noise: how steady the machine was, in words.
+    """
 
     points: tuple[Point, ...]
     verdict: Verdict
     finding: str
+    checks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_noisy: bool = False
+    x_names: tuple[str, ...] = ()
+    noise: str = ""
 
-    def withheld_if_noisy(self, measurements: Sequence[Measured]) -> Outcome:
-        """The same outcome, its verdict withheld when more than a quarter of the measurements were unsteady."""
-        noisy = sum(one.is_noisy for one in measurements)
-        if 4 * noisy <= len(measurements):
-            return self
-        worst = max(one.spread for one in measurements)
-        note = f"{noisy} of {len(measurements)} points spread too much (up to {worst:.0%}): the machine was not quiet"
-        return replace(self, verdict=Verdict.WITHHELD, is_noisy=True, notes=(*self.notes, note))
+    @property
+    def prediction_errors(self) -> list[float]:
+        """Measured over predicted minus 1, for the points that have a prediction."""
+        return [point.measured / point.predicted - 1.0 for point in self.points if point.predicted]
+
+
+def conclude(
+    points: Sequence[Point],
+    checks: Sequence[Check],
+    rounds: Rounds,
+    *,
+    finding: str,
+    notes: Sequence[str] = (),
+    x_names: Sequence[str] = (),
+) -> Outcome:
+    """The outcome with its verdict: fails when a check fails, holds when all hold, else withheld.
+
+    Withheld, too, when more than half of the points never settled.
+    """
+    unsettled = sum(point.is_unsettled for point in points)
+    verdicts = {check.verdict for check in checks}
+    outcome = Outcome(
+        points=tuple(points),
+        verdict=Verdict.FAILS if Verdict.FAILS in verdicts else Verdict.HOLDS,
+        finding=finding,
+        checks=tuple(check.text() for check in checks),
+        notes=tuple(notes),
+        x_names=tuple(x_names),
+        noise=_noise(points, rounds),
+    )
+    if 2 * unsettled > len(points):
+        reason = f"{unsettled} of {len(points)} medians are known to no better than {UNSETTLED:.0%}: the machine was not quiet"
+    elif Verdict.WITHHELD in verdicts and Verdict.FAILS not in verdicts:
+        reason = "the interval of a check straddles its limit: more rounds or a quieter machine would settle it"
+    else:
+        return outcome
+    return replace(outcome, verdict=Verdict.WITHHELD, is_noisy=True, notes=(*outcome.notes, reason))
+
+
+def _noise(points: Sequence[Point], rounds: Rounds) -> str:
+    """How far repeated samples lay apart and what else ran, in words."""
+    spreads = sorted(point.spread for point in points)
+    text = (
+        f"spread median {spreads[len(spreads) // 2]:.0%}, widest {spreads[-1]:.0%} over {len(rounds.times_RN)} rounds"
+    )
+    if rounds.set_aside:
+        text += f" ({rounds.set_aside} more set aside as disturbed)"
+    return f"{text}; others took {rounds.others:.0%} of the cores"
+
+
+def cannot(reason: str) -> Outcome:
+    """The outcome of an experiment that this model or machine does not allow."""
+    return Outcome(points=(), verdict=Verdict.WITHHELD, finding=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A named claim and the function that tests it."""
+    """A named claim and the function that tests it. predicts: what `Point.predicted` holds, for the reader."""
 
     name: str
     title: str
@@ -77,6 +171,7 @@ class Experiment:
     run: Callable[[Stage], Outcome]
     is_log_x: bool = False
     is_log_y: bool = False
+    predicts: str = "predicted"
 
 
 @dataclass(slots=True)
@@ -84,7 +179,7 @@ class Stage:
     """What experiments work with. Built once per lab run; experiments share the weights, never a KV pool.
 
     loaded: None for a named shape with random weights (experiments about text then withhold their verdict).
-    longest_tokens: the longest context to go to; repeats: timings per point.
+    longest_tokens: the longest context to go to; effort: how long to measure.
     """
 
     model: Model
@@ -92,27 +187,70 @@ class Stage:
     config: EngineConfig
     loaded: LoadedModel | None
     longest_tokens: int
-    repeats: int
+    effort: Effort
     progress: Progress
     view: CostView = field(init=False)
     ceilings: Ceilings = field(init=False)
     predictor: CalibratedModel | None = field(init=False)
+    context_tokens: int = field(init=False)  # prompt and answer together
+    cut: str | None = field(init=False, default=None)  # why longest_tokens is less than was asked
 
     def __post_init__(self) -> None:
         """Measure the ceilings once; the longest context is cut to what the model and the memory hold."""
         context, _ = size_pool(self.model, self.config)
-        self.longest_tokens = min(self.longest_tokens, context)
+        self.context_tokens = context
+        if context < self.longest_tokens:
+            positions = self.model.spec.max_positions
+            limit = "the memory free for KV" if context < positions else f"the model's {positions:,} positions"
+            self.cut = f"lengths end at {context:,} tokens, not {self.longest_tokens:,}: {limit} are the limit"
+            self.longest_tokens = context
         self.view = CostView(self.model)
         self.ceilings = machine_ceilings(self.model)
         self.predictor = local_predictor(self.model)
+
+    @property
+    def predictions(self) -> str:
+        """Where the predictions come from."""
+        if self.predictor is None:
+            return "none: run `diptych lab calibrate`"
+        return f"this machine's measured profile of {load_profile()['date']}"
+
+    @property
+    def cached_weights(self) -> str:
+        """A warning for decode's pace when the last-level cache could hold the weights, else nothing."""
+        cache_bytes = last_level_cache_bytes()
+        if cache_bytes is None or self.model.weight_bytes > cache_bytes or self.model.device.type != "cpu":
+            return ""
+        return (
+            f"; but this model's weights fit the last-level cache of {cache_bytes / 2**20:.0f} MiB, so decode may outrun the "
+            "memory"
+        )
 
     def probe(self, max_tokens: int) -> StepProbe:
         """A probe with its own KV pool."""
         return StepProbe(self.model, max_tokens=max_tokens)
 
-    def predicted_s(self, work: Workload) -> float | None:
-        """What the calibrated model of this machine says; None when it was never calibrated."""
-        return None if self.predictor is None else self.predictor.predict(work).total_s
+    def engines(self, *, context_tokens: int, n_tokens: int) -> Engines:
+        """Schedulers over a KV pool of their own."""
+        return Engines(
+            self.model, self.config, predictor=self.predictor, context_tokens=context_tokens, n_tokens=n_tokens
+        )
+
+    def measure(self, samplers: Sequence[Sampler]) -> Rounds:
+        """Time points in turns, as long as this run's effort says."""
+        return measure(samplers, self.effort, progress=self.progress)
+
+    def predicted_s(self, work: Workload, model: Model | None = None) -> float | None:
+        """What the calibrated model of this machine says of a step; None when it was never calibrated."""
+        predictor = self.predictor if model is None else local_predictor(model)
+        return None if predictor is None else predictor.predict(work).total_s
+
+    def predicted_prompt_s(self, n_tokens: int, *, cached_tokens: int = 0) -> float | None:
+        """The predicted time of a prompt, chunk by chunk as the engine reads it."""
+        if self.predictor is None:
+            return None
+        works = prompt_works(n_tokens, cached_tokens=cached_tokens)
+        return sum(self.predictor.predict(work).total_s for work in works)
 
     def other(self, *, changes: dict[str, Any] | None = None, weights: str | None = None) -> Model:
         """A random model of the same shape with some settings changed. The caller closes it."""
@@ -122,24 +260,35 @@ class Stage:
     def lengths(self, wanted: Sequence[int]) -> list[int]:
         """Those of the wanted lengths that fit, and the longest possible one in place of those that do not."""
         fitting = [n for n in wanted if n <= self.longest_tokens]
-        if len(fitting) < len(wanted) and self.longest_tokens not in fitting:
+        if len(fitting) < len(wanted) and (not fitting or self.longest_tokens > 1.1 * fitting[-1]):
             fitting.append(self.longest_tokens)
         return fitting
 
 
-def point(series: str, x: float, measured: Measured, predicted_s: float | None = None) -> Point:
-    """A point in milliseconds from a timing."""
+def point(series: str, x: float, estimate: Estimate, predicted_s: float | None = None) -> Point:
+    """A point in milliseconds from an estimate in seconds."""
+    return quantity(series, x, estimate, "ms", scale=1e3, predicted=predicted_s)
+
+
+def quantity(
+    series: str, x: float, estimate: Estimate, unit: str, *, scale: float = 1.0, predicted: float | None = None
+) -> Point:
+    """A point of any unit; estimate and prediction are multiplied by `scale`."""
+    scaled = estimate.times(scale)
     return Point(
         series=series,
         x=x,
-        measured=1e3 * measured.median_s,
-        low=1e3 * measured.low_s,
-        high=1e3 * measured.high_s,
-        predicted=None if predicted_s is None else 1e3 * predicted_s,
+        measured=scaled.value,
+        low=scaled.low,
+        high=scaled.high,
+        spread=estimate.spread,
+        samples=estimate.samples,
+        unit=unit,
+        predicted=None if predicted is None else scale * predicted,
     )
 
 
-def polynomial(x: Sequence[float], y: Sequence[float], degree: int) -> np.ndarray:
+def polynomial(x: Sequence[float], y: Sequence[float] | np.ndarray, degree: int) -> np.ndarray:
     """Coefficients, lowest power first, fitted in relative error (small and large points count alike)."""
     xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     powers = np.stack([xs**k for k in range(degree + 1)], axis=1)

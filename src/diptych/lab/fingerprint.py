@@ -25,9 +25,25 @@ def fingerprint() -> dict[str, str]:
         "diptych": __version__,
         "date": datetime.fromtimestamp(wall_time_s(), UTC).isoformat(timespec="seconds"),
     }
+    cache_bytes = last_level_cache_bytes()
+    if cache_bytes is not None:
+        info["last-level cache"] = f"{cache_bytes / 2**20:.0f} MiB"
     if torch.cuda.is_available():
         info["gpu"] = torch.cuda.get_device_name()
     return info
+
+
+def last_level_cache_bytes() -> int | None:
+    """Size of the largest cache the first core sees; None where the system does not tell."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.endswith("K") and text[:-1].isdigit():
+            sizes.append(1024 * int(text[:-1]))
+    return max(sizes, default=None)
 
 
 def _cpu_name() -> str:

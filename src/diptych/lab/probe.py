@@ -1,4 +1,4 @@
-"""Times single steps of a model, of any shape, without a scheduler: the lab's instrument.
+"""Steps of a model, of any shape, without a scheduler: the lab's instrument.
 
 A step is a list of `ChunkShape`s, as the cost model describes it, so that what is measured and what is predicted are the
 same object. KV of positions before a chunk is whatever the pool holds: times do not depend on the values.
@@ -6,63 +6,28 @@ same object. KV of positions before a chunk is whatever the pool holds: times do
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.ops.cpu_model import CpuModel
 from diptych.compute.runner import Model
 from diptych.cost.workload import ChunkShape, Workload
-from diptych.ground.clock import MonotonicClock
-from diptych.ground.errors import CapacityError
+from diptych.ground.errors import CapacityError, ConfigError
+from diptych.lab.rounds import Sampler, burst
 
-NOISY_SPREAD = 0.15  # (third quartile - first) / median beyond which a point proves nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Repeated timings of one thing. spread: interquartile range over the median."""
-
-    median_s: float
-    low_s: float
-    high_s: float
-    spread: float
-    repeats: int
-
-    @classmethod
-    def of(cls, times_s: Sequence[float]) -> Measured:
-        """Summary of at least one timing."""
-        ordered = sorted(times_s)
-        median = statistics.median(ordered)
-        n = len(ordered)
-        return cls(
-            median_s=median,
-            low_s=ordered[0],
-            high_s=ordered[-1],
-            spread=(ordered[(3 * (n - 1)) // 4] - ordered[(n - 1) // 4]) / median if median else 0.0,
-            repeats=n,
-        )
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the machine was too unsteady to conclude anything from this."""
-        return self.spread > NOISY_SPREAD
+CHUNK_TOKENS = 2048  # a prompt is read in chunks of at most this many tokens, as the engine does
 
 
-def measure(work: Callable[[], object], *, repeats: int, warm_ups: int = 1) -> Measured:
-    """Time `work` `repeats` times after `warm_ups` untimed runs."""
-    clock = MonotonicClock()
-    for _ in range(warm_ups):
-        work()
-    times_s = []
-    for _ in range(repeats):
-        begin_s = clock.now_s()
-        work()
-        times_s.append(clock.now_s() - begin_s)
-    return Measured.of(times_s)
+def prompt_works(n_tokens: int, *, cached_tokens: int = 0) -> list[Workload]:
+    """The steps in which the engine reads a prompt whose first `cached_tokens` are there already."""
+    shapes = []
+    for start in range(cached_tokens, n_tokens, CHUNK_TOKENS):
+        size = min(CHUNK_TOKENS, n_tokens - start)
+        shapes.append(ChunkShape(new_tokens=size, start_pos=start, samples=start + size == n_tokens))
+    return [Workload(shapes=(shape,)) for shape in shapes]
 
 
 class StepProbe:
@@ -79,18 +44,14 @@ class StepProbe:
         batch = self._batch([shape for shape in work.shapes for _ in range(shape.count)])
         return lambda: self.model.forward(batch, self._kv)
 
-    def time(self, work: Workload, *, repeats: int) -> Measured:
-        """Wall time of one forward step, logits included."""
-        return measure(self._synced(self.step(work)), repeats=repeats)
+    def sampler(self, work: Workload) -> Sampler:
+        """Seconds of one forward step, logits included."""
+        return burst(self._synced(self.step(work)))
 
-    def time_prompt(self, n_tokens: int, *, chunk_tokens: int, repeats: int) -> Measured:
-        """Wall time of a whole prompt, read in chunks of at most `chunk_tokens`."""
-        steps = []
-        for start in range(0, n_tokens, chunk_tokens):
-            size = min(chunk_tokens, n_tokens - start)
-            shape = ChunkShape(new_tokens=size, start_pos=start, samples=start + size == n_tokens)
-            steps.append(self._synced(self.step(Workload(shapes=(shape,)))))
-        return measure(lambda: [step() for step in steps], repeats=repeats)
+    def prompt_sampler(self, n_tokens: int) -> Sampler:
+        """Seconds of a whole prompt, read in chunks as the engine does."""
+        steps = [self._synced(self.step(work)) for work in prompt_works(n_tokens)]
+        return burst(lambda: [step() for step in steps])
 
     def _synced(self, step: Callable[[], torch.Tensor]) -> Callable[[], None]:
         def run() -> None:
@@ -127,3 +88,33 @@ class StepProbe:
                 dtype=np.int32,
             ),
         )
+
+
+class StepParts:
+    """The time of one step split by kind of operation, from the counters of the cpu backend.
+
+    Sample the whole step with `total`; right after it, `part(...)` gives the share of the kinds named.
+    """
+
+    def __init__(self, probe: StepProbe, work: Workload) -> None:
+        if not isinstance(probe.model, CpuModel):
+            raise ConfigError("the time of a step's parts is counted by the cpu backend only")
+        self._program = probe.model.program
+        self._step = probe.step(work)
+        self._seen: list[dict[str, int]] = []
+        self._sampler = burst(self._run)
+
+    def _run(self) -> None:
+        self._step()
+        self._seen.append(self._program.nanoseconds())
+
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        self._seen.clear()
+        return self._sampler()
+
+    def part(self, kinds: Sequence[str]) -> float:
+        """Seconds of these kinds of operations in the quickest of the runs of the last `total`."""
+        counted = self._seen[1:] or self._seen  # the first run of several was dropped there too
+        quickest = min(counted, key=lambda one: sum(one.values()))
+        return 1e-9 * sum(quickest.get(kind, 0) for kind in kinds)

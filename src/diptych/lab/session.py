@@ -1,5 +1,5 @@
 """One run of the lab: the chosen experiments in order, each result saved as soon as it is there, so that a long sweep
-can be resumed after an interruption.
+can be resumed after an interruption, or measured in parts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import ConfigError, EngineError
-from diptych.lab.experiment import Experiment, Outcome, Point, Stage, Verdict, outcome_json
+from diptych.lab.experiment import Experiment, Outcome, Point, Stage, Verdict, cannot, outcome_json
 from diptych.lab.experiments import EXPERIMENTS
 from diptych.lab.fingerprint import fingerprint
 from diptych.lab.report import write_report
+
+FORMAT = 2  # of the saved files; results of another format are measured again
 
 
 def choose(names: Sequence[str]) -> list[Experiment]:
@@ -26,7 +28,9 @@ def choose(names: Sequence[str]) -> list[Experiment]:
 
 
 class LabRun:
-    """Runs experiments into a folder. A result of the same model and settings found there is kept, not repeated."""
+    """Runs experiments into a folder. A result of the same model and settings found there is kept, not repeated,
+    unless its verdict was withheld for noise. The report holds every result of the folder that belongs to this run.
+    """
 
     def __init__(self, stage: Stage, folder: Path) -> None:
         self._stage = stage
@@ -37,24 +41,31 @@ class LabRun:
             "backend": f"{model.backend_name}, {model.weights_format} weights, {model.kv_format} KV, {model.threads} threads",
             "ceilings": f"{stage.ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, "
             f"{stage.ceilings.flops_per_s / 1e9:.0f} Gop/s {stage.ceilings.compute_dtype}",
-            "predictions": "this machine's measured profile"
-            if stage.predictor
-            else "none: run `diptych lab calibrate`",
+            "predictions": stage.predictions,
         }
+        if stage.cut:
+            self._facts["lengths"] = stage.cut
         # what a saved result must agree with to be kept; dates and ceilings differ from run to run
-        self._key = {name: self._facts[name] for name in ("model", "backend", "cpu", "diptych")} | {
-            "longest_tokens": stage.longest_tokens
+        self._key = {name: self._facts[name] for name in ("model", "backend", "cpu", "diptych", "predictions")} | {
+            "format": FORMAT,
+            "longest_tokens": stage.longest_tokens,
         }
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, experiments: Sequence[Experiment], *, on_result: Callable[[Experiment, Outcome], None]) -> Path:
         """Run (or take over) each experiment, rewrite the report after each, and return the page's path."""
-        results: list[tuple[Experiment, Outcome]] = []
+        results: dict[str, tuple[Experiment, Outcome]] = {}
+        for one in EXPERIMENTS:
+            earlier = self._saved(one)
+            if earlier is not None:
+                results[one.name] = one, earlier
         page = self._folder / "report.html"
         for experiment in experiments:
-            outcome = self._saved(experiment) or self._fresh(experiment)
-            results.append((experiment, outcome))
-            page = write_report(self._folder, results, title="The two phases, measured", facts=self._facts)
+            kept = results.get(experiment.name)
+            outcome = kept[1] if kept is not None and not kept[1].is_noisy else self._fresh(experiment)
+            results[experiment.name] = experiment, outcome
+            in_order = [results[one.name] for one in EXPERIMENTS if one.name in results]
+            page = write_report(self._folder, in_order, title="The two phases, measured", facts=self._facts)
             on_result(experiment, outcome)
         return page
 
@@ -66,7 +77,7 @@ class LabRun:
             outcome = experiment.run(self._stage)
         except EngineError as error:
             # one experiment that this model or machine cannot do must not take the others with it
-            return Outcome(points=(), verdict=Verdict.WITHHELD, finding=f"could not be run: {error.message}")
+            return cannot(f"could not be run: {error.message}")
         saved = {"key": self._key, "outcome": outcome_json(outcome)}
         self._path(experiment).write_text(json.dumps(saved) + "\n", encoding="utf-8")
         return outcome
@@ -82,10 +93,12 @@ class LabRun:
         if saved.get("key") != self._key:
             return None
         fields = saved["outcome"]
+        lists = {name: tuple(fields[name]) for name in ("checks", "notes", "x_names")}
         return Outcome(
             points=tuple(Point(**point) for point in fields["points"]),
             verdict=Verdict(fields["verdict"]),
             finding=fields["finding"],
-            notes=tuple(fields["notes"]),
             is_noisy=fields["is_noisy"],
+            noise=fields["noise"],
+            **lists,
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from diptych.lab.experiment import Experiment
 from diptych.lab.experiments.batching import BATCH_SIZE, CHUNKED_PREFILL, CONTINUOUS_BATCHING
 from diptych.lab.experiments.lengths import DECODE_POSITION, KV_CACHE, PHASE_SHARES, PREFILL_LENGTH
-from diptych.lab.experiments.models import HEAD_SHARING, ROOFLINE, WEIGHT_FORMATS
+from diptych.lab.experiments.models import HEAD_SHARING, WEIGHT_FORMATS
 from diptych.lab.experiments.prompts import COLD_START, PREFIX_CACHE, PROMPT_SHAPE, THINKING
+from diptych.lab.experiments.roofline import ROOFLINE
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     PREFILL_LENGTH,

@@ -3,219 +3,217 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from diptych.cost.workload import Workload
-from diptych.engine.load import Machinery, make_machinery
-from diptych.ground.clock import MonotonicClock
-from diptych.ground.events import Event, FinishEvent, TokenEvent
-from diptych.ground.request import Request, SamplingParams
-from diptych.lab.experiment import Experiment, Outcome, Point, Stage, Verdict, point
-from diptych.lab.probe import Measured
+from diptych.lab.drive import Driver
+from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, quantity
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128
 PROMPT = 64
+STREAMS = 8
+SLOTS = 8
 
 
 def _batch_size(stage: Stage) -> Outcome:
     probe = stage.probe(max(BATCHES) * (CONTEXT + 32))
-    points, times = [], []
-    rates: dict[str, list[float]] = {"decode": [], "prefill": []}
-    for batch in BATCHES:
-        stage.progress(f"batch {batch}")
-        for name, work in (
-            ("decode", Workload.decode(batch=batch, context_tokens=CONTEXT)),
-            ("prefill", Workload.prefill(batch=batch, new_tokens=PROMPT)),
-        ):
-            measured = probe.time(work, repeats=2 * stage.repeats)
-            times.append(measured)
-            points.append(point(name, batch, measured, stage.predicted_s(work)))
-            rates[name].append(work.n_tokens / measured.median_s)
-    decode_gain, prefill_gain = (rates[name][-1] / rates[name][0] for name in ("decode", "prefill"))
-    crossing = next(
-        (b for b, rate in zip(BATCHES, rates["decode"], strict=True) if rate > 0.5 * max(rates["prefill"])), None
-    )
-    reached = (
-        f"decode passes half of prefill's rate at batch {crossing}" if crossing else "decode stays below half of it"
-    )
-    return Outcome(
-        points=tuple(points),
-        verdict=Verdict.HOLDS if decode_gain > 2 * prefill_gain else Verdict.FAILS,
+    works = [("decode", b, Workload.decode(batch=b, context_tokens=CONTEXT)) for b in BATCHES]
+    works += [("prefill", b, Workload.prefill(batch=b, new_tokens=PROMPT)) for b in BATCHES]
+    rounds = stage.measure([probe.sampler(work) for _, _, work in works])
+    m = len(BATCHES)
+    points: list[Point] = []
+    predicted_rates: list[float | None] = []
+    for i, (phase, batch, work) in enumerate(works):
+        predicted_s = stage.predicted_s(work)
+        predicted_rate = None if predicted_s is None else work.n_tokens / predicted_s
+        rate = rounds.rate(i, work.n_tokens)
+        predicted_rates.append(predicted_rate)
+        points.append(point(f"{phase} step", batch, rounds.point(i), predicted_s))
+        points.append(quantity(phase, batch, rate, "tokens per second", predicted=predicted_rate))
+    rates = [p.measured for p in points if p.unit != "ms"]
+    decode_gain = rounds.of(lambda t: BATCHES[-1] * t[0] / t[m - 1])
+    prefill_gain = rounds.of(lambda t: BATCHES[-1] * t[m] / t[2 * m - 1])
+    advantage = rounds.of(lambda t: (t[0] / t[m - 1]) / (t[m] / t[2 * m - 1]))
+    balance = stage.ceilings.flops_per_s * stage.view.quant.weight_bytes / (2 * stage.ceilings.read_bytes_per_s)
+    notes = [
+        f"decode at a context of {CONTEXT}, prompts of {PROMPT} tokens",
+        f"measured crossover: {_crossing(rates[:m], rates[m:])}",
+        f"by the two ceilings the linear layers turn from memory to arithmetic at {balance:.0f} rows"
+        + stage.cached_weights,
+    ]
+    if stage.predictor is not None:
+        decode, prefill = ([rate or 0.0 for rate in part] for part in (predicted_rates[:m], predicted_rates[m:]))
+        notes.insert(2, f"predicted crossover: {_crossing(decode, prefill)}")
+    return conclude(
+        points,
+        [
+            Check(what="decode's gain over prefill's", estimate=advantage, limit=2.0),
+            Check(what=f"decode's gain from batch 1 to {BATCHES[-1]}", estimate=decode_gain, limit=2.0),
+        ],
+        rounds,
         finding=(
-            f"from batch 1 to {BATCHES[-1]} decode goes from {rates['decode'][0]:,.0f} to {rates['decode'][-1]:,.0f} tok/s "
-            f"({decode_gain:.1f}x), prefill from {rates['prefill'][0]:,.0f} to {rates['prefill'][-1]:,.0f} "
-            f"({prefill_gain:.1f}x); {reached}"
+            f"from batch 1 to {BATCHES[-1]} decode goes from {rates[0]:,.0f} to {rates[m - 1]:,.0f} tok/s "
+            f"({decode_gain.value:.1f}x) while its step grows from {1e3 * rounds.point(0).value:.2f} to "
+            f"{1e3 * rounds.point(m - 1).value:.2f} ms; prefill goes from {rates[m]:,.0f} to {rates[-1]:,.0f} "
+            f"({prefill_gain.value:.1f}x)"
         ),
-        notes=(f"decode at a context of {CONTEXT}, prompts of {PROMPT} tokens",),
-    ).withheld_if_noisy(times)
-
-
-class _Driver:
-    """Steps a scheduler and executor by hand and keeps every token's time."""
-
-    def __init__(self, machinery: Machinery) -> None:
-        self.machinery = machinery
-        self.clock = MonotonicClock()
-        self.token_s: dict[str, list[float]] = {}
-        self.n_open = 0
-        self._random = random.Random(1)
-
-    def submit(self, name: str, *, prompt_tokens: int, new_tokens: int, vocab: int) -> None:
-        """Put a request with a random prompt in line."""
-        request = Request(
-            request_id=name,
-            prompt_token_ids=tuple(self._random.randrange(vocab) for _ in range(prompt_tokens)),
-            sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
-            arrival_s=self.clock.now_s(),
-        )
-        self.token_s[name] = []
-        self.n_open += 1
-        self.machinery.core.submit(request)
-
-    def step(self) -> None:
-        """One step; times of its tokens are noted."""
-        plan, _ = self.machinery.core.begin_step(self.clock.now_s())
-        assert plan is not None, "nothing to do with requests open"
-        result = self.machinery.executor.execute(plan)
-        self.machinery.step_time.observe(plan, result.device_s + result.host_s)
-        events: list[Event] = self.machinery.core.end_step(plan, result, self.clock.now_s())
-        for event in events:
-            if isinstance(event, TokenEvent):
-                self.token_s[event.request_id].append(event.at_s)
-            self.n_open -= isinstance(event, FinishEvent)
-
-    def run(self) -> None:
-        """Step until everything has finished."""
-        while self.n_open:
-            self.step()
-
-
-def _machinery(
-    stage: Stage, *, max_step_tokens: int, stall_budget_s: float | None, context: int, slots: int = 16
-) -> Machinery:
-    scheduler = replace(
-        stage.config.scheduler,
-        max_step_tokens=max_step_tokens,
-        stall_budget_s=stall_budget_s,
-        max_running_sequences=slots,
-        enable_prefix_cache=False,
+        notes=notes,
     )
-    config = replace(stage.config, scheduler=scheduler, max_context_tokens=context)
-    return make_machinery(stage.model, config, clock=MonotonicClock())
 
 
-def _gaps_during_prompt(stage: Stage, machinery: Machinery, prompt: int) -> tuple[list[float], float]:
-    """Eight streams decode; a long prompt arrives. Their gaps until it has its first token, and its TTFT."""
-    driver, vocab = _Driver(machinery), stage.model.spec.vocab_size
-    for i in range(8):
-        driver.submit(f"stream-{i}", prompt_tokens=16, new_tokens=stage.longest_tokens // 2, vocab=vocab)
-    for _ in range(16):  # all streams run, and the step times have been learnt
-        driver.step()
-    arrival_s = driver.clock.now_s()
-    driver.submit("long", prompt_tokens=prompt, new_tokens=1, vocab=vocab)
-    while not driver.token_s["long"]:
-        driver.step()
-    ttft_s = driver.token_s["long"][0] - arrival_s
-    gaps = []
-    for i in range(8):
-        times = driver.token_s[f"stream-{i}"]
-        gaps += [b - a for a, b in pairwise(times) if b >= arrival_s]
-    for i in range(8):
-        machinery.core.cancel(f"stream-{i}", driver.clock.now_s())
-    return gaps, ttft_s
+def _crossing(decode: Sequence[float], prefill: Sequence[float]) -> str:
+    reached = next((b for b, rate in zip(BATCHES, decode, strict=True) if rate > 0.5 * max(prefill)), None)
+    if reached is None:
+        return f"decode stays below half of prefill's rate up to batch {BATCHES[-1]}"
+    return f"decode passes half of prefill's rate at batch {reached}"
+
+
+class _Intrusion:
+    """Streams decode; a long prompt arrives. Their longest gap until it has its first token, and its TTFT."""
+
+    def __init__(self, driver: Driver, *, prompt_tokens: int, new_tokens: int) -> None:
+        self._driver = driver
+        self._prompt_tokens = prompt_tokens
+        self._new_tokens = new_tokens
+        self.gaps_s: list[float] = []
+        self._ttft_s = 0.0
+
+    def longest_gap_s(self) -> float:
+        """Run it once."""
+        driver = self._driver
+        names = [f"stream-{i}" for i in range(STREAMS)]
+        for name in names:
+            driver.submit(name, driver.prompt(16), new_tokens=self._new_tokens)
+        for _ in range(16):  # all streams run, and the step times have been learnt
+            driver.step()
+        arrival_s = driver.submit("long", driver.prompt(self._prompt_tokens), new_tokens=1)
+        while not driver.token_s["long"]:
+            driver.step()
+        self._ttft_s = driver.token_s["long"][0] - arrival_s
+        self.gaps_s = []
+        for name in names:
+            self.gaps_s += [b - a for a, b in pairwise(driver.token_s[name]) if b >= arrival_s]
+            driver.cancel(name)
+        return max(self.gaps_s)
+
+    def share_over(self, limit_s: float) -> float:
+        """Share of the gaps longer than this, in the same run."""
+        return sum(gap_s > limit_s for gap_s in self.gaps_s) / len(self.gaps_s)
+
+    def ttft_s(self) -> float:
+        """Of the long prompt, in the same run."""
+        return self._ttft_s
 
 
 def _chunked_prefill(stage: Stage) -> Outcome:
-    prompt = min(3000, stage.longest_tokens // 2)
-    points, lines = [], []
-    worst: dict[str, float] = {}
-    sizes = [n for n in (64, 128, 256, 512, 1024) if n < prompt] + [prompt + 64]
-    for size in sizes:
-        stage.progress(f"chunks of {size}")
-        gaps, ttft_s = _gaps_during_prompt(
-            stage, _machinery(stage, max_step_tokens=size, stall_budget_s=None, context=stage.longest_tokens), prompt
-        )
-        points += _gap_points("longest gap of a stream", "TTFT of the long prompt", size, gaps, ttft_s)
-        worst[str(size)] = max(gaps)
-    largest, smallest = worst[str(sizes[-1])], worst[str(sizes[0])]
-    budget_s = 0.5 * (largest + smallest)
-    machinery = _machinery(stage, max_step_tokens=prompt + 64, stall_budget_s=budget_s, context=stage.longest_tokens)
-    gaps, ttft_s = _gaps_during_prompt(stage, machinery, prompt)
-    over = sum(gap > 1.15 * budget_s for gap in gaps)
-    lines.append(
-        f"with a stall budget of {1e3 * budget_s:.1f} ms the longest gap was {1e3 * max(gaps):.1f} ms "
-        f"({over} of {len(gaps)} gaps more than 15 % over) and TTFT {1e3 * ttft_s:.0f} ms"
-    )
-    return Outcome(
-        points=tuple(points),
-        verdict=Verdict.HOLDS if largest > 1.5 * smallest else Verdict.FAILS,
+    prompt = min(3000, stage.context_tokens // 2)
+    sizes = [n for n in (64, 128, 256, 512, 1024) if n < prompt] + [prompt + STREAMS]
+    # a stream writes one token per step, and the smallest chunks take the most steps
+    new_tokens = min(stage.context_tokens - 16, 32 + 2 * prompt // max(1, sizes[0] - STREAMS))
+    context = max(prompt + 2, 16 + new_tokens)
+    engines = stage.engines(context_tokens=context, n_tokens=prompt + 2 + STREAMS * (16 + new_tokens))
+
+    def intrusion(driver: Driver) -> _Intrusion:
+        return _Intrusion(driver, prompt_tokens=prompt, new_tokens=new_tokens)
+
+    def settings(rows: int, stall_budget_s: float | None = None) -> dict[str, Any]:
+        return {"max_step_tokens": rows, "stall_budget_s": stall_budget_s, "enable_prefix_cache": False}
+
+    runs = [intrusion(engines.driver(**settings(size))) for size in sizes]
+    samplers: list[Callable[[], float]] = []
+    for run in runs:
+        samplers += [run.longest_gap_s, run.ttft_s]
+    rounds = stage.measure(samplers)
+    points: list[Point] = []
+    for i, size in enumerate(sizes):
+        rehearsal = engines.rehearsal(**settings(size))
+        gap_s = ttft_s = None
+        if rehearsal is not None:
+            rehearsed = intrusion(rehearsal)
+            gap_s, ttft_s = rehearsed.longest_gap_s(), rehearsed.ttft_s()
+        points.append(point("longest gap of a running stream", size, rounds.point(2 * i), gap_s))
+        points.append(point("TTFT of the long prompt", size, rounds.point(2 * i + 1), ttft_s))
+    whole, small = rounds.point(2 * len(sizes) - 2), rounds.point(0)
+    budget_s = 0.5 * (whole.value + small.value)
+    kept = intrusion(engines.driver(**settings(prompt + STREAMS, budget_s)))
+    budgeted = stage.measure([kept.longest_gap_s, kept.ttft_s, lambda: kept.share_over(1.15 * budget_s)])
+    return conclude(
+        points,
+        [
+            Check(
+                what="longest gap with the prompt read at once, over that with the smallest chunks",
+                estimate=rounds.of(lambda t: t[-2] / t[0]),
+                limit=1.5,
+            ),
+            Check(
+                what="TTFT of the long prompt with the smallest chunks, over that at once",
+                estimate=rounds.of(lambda t: t[1] / t[-1]),
+                limit=1.0,
+            ),
+        ],
+        rounds,
         finding=(
-            f"a prompt of {prompt:,} tokens read at once stalls running streams for {1e3 * largest:.0f} ms; in chunks of "
-            f"{sizes[0]} for {1e3 * smallest:.0f} ms; " + lines[0]
+            f"a prompt of {prompt:,} tokens read at once stalls {STREAMS} running streams for {1e3 * whole.value:.0f} ms; in "
+            f"steps of {sizes[0]} rows for {1e3 * small.value:.0f} ms; with a stall budget of {1e3 * budget_s:.1f} ms the "
+            f"longest gap is {1e3 * budgeted.point(0).value:.1f} ms ({budgeted.times_RN[:, 2].mean():.1%} of all gaps are more "
+            f"than 15 % over) and TTFT {1e3 * budgeted.point(1).value:.0f} ms"
         ),
-        notes=("eight streams decode while the prompt arrives; a step's time is what the engine has learnt so far",),
+        notes=["a chunk shares its step with one row of each stream"],
     )
-
-
-def _gap_points(gap_name: str, ttft_name: str, x: float, gaps: Sequence[float], ttft_s: float) -> list[Point]:
-    ordered = sorted(gaps)
-    middle = ordered[len(ordered) // 2]
-    return [
-        Point(series=gap_name, x=x, measured=1e3 * ordered[-1], low=1e3 * middle, high=1e3 * ordered[-1]),
-        Point(series=ttft_name, x=x, measured=1e3 * ttft_s, low=1e3 * ttft_s, high=1e3 * ttft_s),
-    ]
 
 
 def _continuous_batching(stage: Stage) -> Outcome:
-    slots, n_requests = 8, 32
+    n_requests = 32
     lengths = random.Random(4)
+    context = min(256, stage.context_tokens)
     sizes = [(lengths.randint(8, 64), lengths.choice((8, 16, 32, 128))) for _ in range(n_requests)]
-    context = 256 if stage.longest_tokens >= 256 else stage.longest_tokens
-    times: dict[str, list[float]] = {"continuous": [], "static": []}
-    for repeat in range(stage.repeats):
-        stage.progress(f"repeat {repeat + 1}: continuous, then static")
-        times["continuous"].append(_serve(stage, [sizes], slots, context))
-        groups = [sizes[i : i + slots] for i in range(0, n_requests, slots)]
-        times["static"].append(_serve(stage, groups, slots, context))
-    measured = {name: Measured.of(values) for name, values in times.items()}
-    gain = measured["static"].median_s / measured["continuous"].median_s
-    return Outcome(
-        points=tuple(point(name, i, one) for i, (name, one) in enumerate(measured.items())),
-        verdict=Verdict.HOLDS if gain > 1.1 else Verdict.FAILS,
+    sizes = [(prompt, min(new, context - prompt)) for prompt, new in sizes]
+    groups = [sizes[i : i + SLOTS] for i in range(0, n_requests, SLOTS)]
+    engines = stage.engines(context_tokens=context, n_tokens=SLOTS * context)
+    settings = {"max_running_sequences": SLOTS, "enable_prefix_cache": False}
+    driver, rehearsal = engines.driver(**settings), engines.rehearsal(**settings)
+    rounds = stage.measure([lambda: _serve(driver, [sizes]), lambda: _serve(driver, groups)])
+    gain = rounds.of(lambda t: t[1] / t[0])
+    n_steps = sum(max(new for _, new in group) for group in groups)
+    points = [
+        point(name, i, rounds.point(i), None if rehearsal is None else _serve(rehearsal, work))
+        for i, (name, work) in enumerate((("continuous", [sizes]), ("static", groups)))
+    ]
+    return conclude(
+        points,
+        [Check(what="static over continuous", estimate=gain, limit=1.1)],
+        rounds,
         finding=(
-            f"{n_requests} requests of uneven length on {slots} slots: continuous batching takes "
-            f"{measured['continuous'].median_s:.2f} s, waiting for each batch to finish {measured['static'].median_s:.2f} s "
-            f"({gain:.2f}x)"
+            f"{n_requests} requests of uneven length on {SLOTS} slots: continuous batching takes "
+            f"{rounds.point(0).value:.2f} s, waiting for each batch to finish {rounds.point(1).value:.2f} s ({gain.value:.2f}x)"
         ),
-    ).withheld_if_noisy(list(measured.values()))
+        notes=[
+            f"{sum(new for _, new in sizes):,} tokens; static batches need {n_steps} steps, {SLOTS} full slots would need "
+            f"{sum(new for _, new in sizes) // SLOTS}"
+        ],
+        x_names=("continuous", "static"),
+    )
 
 
-def _serve(stage: Stage, groups: Sequence[Sequence[tuple[int, int]]], slots: int, context: int) -> float:
+def _serve(driver: Driver, groups: Sequence[Sequence[tuple[int, int]]]) -> float:
     """Seconds to answer the groups one after another, each continuously batched within itself."""
-    machinery = _machinery(stage, max_step_tokens=2048, stall_budget_s=None, context=context, slots=slots)
-    driver = _Driver(machinery)
     begin_s = driver.clock.now_s()
     for number, group in enumerate(groups):
         for i, (prompt_tokens, new_tokens) in enumerate(group):
-            driver.submit(
-                f"{number}-{i}",
-                prompt_tokens=prompt_tokens,
-                new_tokens=min(new_tokens, context - prompt_tokens),
-                vocab=stage.model.spec.vocab_size,
-            )
+            driver.submit(f"{number}-{i}", driver.prompt(prompt_tokens), new_tokens=new_tokens)
         driver.run()
     return driver.clock.now_s() - begin_s
 
 
 BATCH_SIZE = Experiment(
     name="batch-size",
-    title="Batch size against throughput in each phase",
+    title="Batch size against throughput and latency in each phase",
     claim="batching multiplies decode's rate, which shares the weights' traffic, and hardly prefill's",
     x_label="sequences in the batch",
-    y_label="one step, ms",
+    y_label="one step; rate",
     run=_batch_size,
     is_log_x=True,
     is_log_y=True,
@@ -224,8 +222,8 @@ CHUNKED_PREFILL = Experiment(
     name="chunked-prefill",
     title="Chunked prefill beside running streams",
     claim="small chunks keep running streams smooth and cost the long prompt time",
-    x_label="chunk, tokens",
-    y_label="ms",
+    x_label="most rows of a step",
+    y_label="gap, TTFT",
     run=_chunked_prefill,
     is_log_x=True,
     is_log_y=True,
@@ -234,7 +232,7 @@ CONTINUOUS_BATCHING = Experiment(
     name="continuous-batching",
     title="Continuous against static batching",
     claim="filling a slot as soon as it is free beats waiting for the slowest of a batch",
-    x_label="0: continuous, 1: static",
-    y_label="all requests, ms",
+    x_label="",
+    y_label="all requests",
     run=_continuous_batching,
 )

@@ -2,61 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from diptych.cost.workload import ChunkShape, Workload
-from diptych.lab.experiment import Experiment, Outcome, Point, Stage, Verdict, point, polynomial
-from diptych.lab.probe import Measured
+from diptych.cost.workload import Workload
+from diptych.lab.drive import Driver
+from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, polynomial
 
 LENGTHS = (10, 30, 100, 300, 1000, 2000, 4000, 10_000)
-CHUNK_TOKENS = 2048
+POSITIONS = (64, 256, 512, 1024, 2048, 4096, 8192)
 
 
-def _prompt_works(n_tokens: int) -> list[Workload]:
-    shapes = []
-    for start in range(0, n_tokens, CHUNK_TOKENS):
-        size = min(CHUNK_TOKENS, n_tokens - start)
-        shapes.append(ChunkShape(new_tokens=size, start_pos=start, samples=start + size == n_tokens))
-    return [Workload(shapes=(shape,)) for shape in shapes]
+def _cut(stage: Stage) -> list[str]:
+    return [stage.cut] if stage.cut else []
 
 
-def predicted_prompt_s(stage: Stage, n_tokens: int) -> float | None:
-    """The predicted time of a whole prompt, chunk by chunk as the engine reads it."""
-    times = [stage.predicted_s(work) for work in _prompt_works(n_tokens)]
-    return None if None in times else sum(time for time in times if time is not None)
+def _closeness(fitted: np.ndarray, times: np.ndarray) -> float:
+    """1 for a perfect fit; 0.8 when the worst point is missed by a fifth."""
+    ratio = fitted / times
+    return float(np.min(np.minimum(ratio, 1.0 / ratio))) if np.all(fitted > 0) else 0.0
 
 
 def _prefill_length(stage: Stage) -> Outcome:
     lengths = stage.lengths(LENGTHS)
     probe = stage.probe(max(lengths))
-    points, times = [], []
-    for n in lengths:
-        stage.progress(f"prompt of {n} tokens")
-        measured = probe.time_prompt(n, chunk_tokens=CHUNK_TOKENS, repeats=stage.repeats)
-        times.append(measured)
-        points.append(point("prefill", n, measured, predicted_prompt_s(stage, n)))
-    a, b, c = polynomial(lengths, [one.median_s for one in times], 2)
-    knee = b / c if c > 0 else float("inf")
-    spec = stage.view.spec
-    linear_flops = stage.view.cost(Workload.prefill(batch=1, new_tokens=1)).component("mlp").flops or 1.0
+    rounds = stage.measure([probe.prompt_sampler(n) for n in lengths])
+    points = [point("prefill", n, rounds.point(i), stage.predicted_prompt_s(n)) for i, n in enumerate(lengths)]
+    powers_3N = np.array([np.ones(len(lengths)), lengths, np.square(lengths, dtype=float)])
+    fits = rounds.each(lambda t: polynomial(lengths, t, 2))
+    close = rounds.of(lambda t: _closeness(polynomial(lengths, t, 2) @ powers_3N, t))
+    a, b, c = (fit.value for fit in fits)
     longest = lengths[-1]
-    share = max(c, 0.0) * longest**2 / (a + b * longest + max(c, 0.0) * longest**2)
-    residual = float(np.max(np.abs((a + b * np.array(lengths) + c * np.array(lengths) ** 2)
-                                   / [one.median_s for one in times] - 1.0)))  # fmt: skip
-    return Outcome(
-        points=tuple(points),
-        verdict=Verdict.HOLDS if residual < 0.3 and b > 0 else Verdict.FAILS,
+    squared_share = max(c, 0.0) * longest**2 / (a + b * longest + max(c, 0.0) * longest**2)
+    knee = f"until about {b / c:,.0f} tokens, where attention has become as long as the rest" if c > 0 else "throughout"
+    return conclude(
+        points,
+        [
+            Check(what="closeness of a + b n + c n^2 to every length", estimate=close, limit=0.7),
+            Check(what="us per token", estimate=fits[1].times(1e6), limit=0.0, pattern="{:.3g}"),
+            Check(what="ns per token squared", estimate=fits[2].times(1e9), limit=0.0, pattern="{:.3g}"),
+        ],
+        rounds,
         finding=(
             f"prefill takes {1e3 * a:.2f} ms + {1e6 * b:.2f} us per token + {1e9 * c:.3f} ns per token squared: "
-            f"linear until about {knee:,.0f} tokens, where attention has become as long as everything else; "
-            f"at {longest:,} tokens the squared part is {share:.0%} of the time"
+            f"linear {knee}; at {longest:,} tokens the squared part is {squared_share:.0%} of the time"
         ),
-        notes=(
-            f"the fit misses no point by more than {residual:.0%}",
-            f"by arithmetic alone the parts would be equal at about {_equal_work_tokens(stage):,.0f} tokens",
-            f"{spec.n_layers} layers, {linear_flops / 1e6:.2f} MFLOP per token in the MLPs",
-        ),
-    ).withheld_if_noisy(times)
+        notes=[
+            *_cut(stage),
+            f"by arithmetic alone the two parts would be equal at about {_equal_work_tokens(stage):,.0f} tokens",
+        ],
+    )
 
 
 def _equal_work_tokens(stage: Stage) -> float:
@@ -68,96 +64,139 @@ def _equal_work_tokens(stage: Stage) -> float:
 
 
 def _decode_position(stage: Stage) -> Outcome:
-    positions = stage.lengths((64, 256, 512, 1024, 2048, 4096, 8192))
+    positions = stage.lengths(POSITIONS)
     probe = stage.probe(max(positions))
-    points, times = [], []
-    for position in positions:
-        stage.progress(f"one token at position {position}")
-        work = Workload.decode(batch=1, context_tokens=position)
-        measured = probe.time(work, repeats=4 * stage.repeats)
-        times.append(measured)
-        points.append(point("decode", position, measured, stage.predicted_s(work)))
-    intercept, slope = polynomial(positions, [one.median_s for one in times], 1)
+    works = [Workload.decode(batch=1, context_tokens=n) for n in positions]
+    rounds = stage.measure([probe.sampler(work) for work in works])
+    points = [
+        point("decode", n, rounds.point(i), stage.predicted_s(work))
+        for i, (n, work) in enumerate(zip(positions, works, strict=True))
+    ]
+    ones_2N = np.array([np.ones(len(positions)), positions])
+    intercept, slope = rounds.each(lambda t: polynomial(positions, t, 1))
+    close = rounds.of(lambda t: _closeness(polynomial(positions, t, 1) @ ones_2N, t))
     one, far = (stage.view.cost(Workload.decode(batch=1, context_tokens=n)) for n in (1, 1001))
     kv_bytes_per_token = (far.kv_bytes - one.kv_bytes) / 1000
-    notes = [f"the weights read per token, {one.weight_bytes / 1e6:.1f} MB, need "
-             f"{1e3 * one.weight_bytes / stage.ceilings.read_bytes_per_s:.3f} ms at the measured ceiling"]  # fmt: skip
-    if slope > 0:
-        kv_rate = kv_bytes_per_token / slope
-        notes.append(
-            f"the slope means KV is read at {kv_rate / 1e9:.1f} GB/s, {kv_rate / stage.ceilings.read_bytes_per_s:.0%} of it"
-        )
-    fitted = intercept + slope * np.array(positions)
-    residual = float(np.max(np.abs(fitted / [one.median_s for one in times] - 1.0)))
-    return Outcome(
-        points=tuple(points),
-        verdict=Verdict.HOLDS if slope > 0 and residual < 0.2 else Verdict.FAILS,
+    ceiling = stage.ceilings.read_bytes_per_s
+    notes = [
+        *_cut(stage),
+        f"the weights read per token, {one.weight_bytes / 1e6:.1f} MB, need {1e3 * one.weight_bytes / ceiling:.3f} ms at the "
+        f"measured ceiling of {ceiling / 1e9:.1f} GB/s" + stage.cached_weights,
+    ]
+    if slope.value > 0:
+        rate = kv_bytes_per_token / slope.value
+        notes.append(f"the slope means that KV is read at {rate / 1e9:.1f} GB/s, {rate / ceiling:.0%} of the ceiling")
+    return conclude(
+        points,
+        [
+            Check(what="ns per token of context", estimate=slope.times(1e9), limit=0.0, pattern="{:.1f}"),
+            Check(what="closeness of the straight line to every position", estimate=close, limit=0.8),
+        ],
+        rounds,
         finding=(
-            f"a token costs {1e3 * intercept:.3f} ms (weights and launch) + {1e9 * slope:.1f} ns per token of context (KV): "
-            f"a straight line within {residual:.0%}"
+            f"a token costs {1e3 * intercept.value:.3f} ms (weights and launch) + {1e9 * slope.value:.1f} ns per token of "
+            f"context (KV): a straight line that misses no position by more than {1 - close.value:.0%}"
         ),
-        notes=tuple(notes),
-    ).withheld_if_noisy(times)
+        notes=notes,
+    )
 
 
 def _phase_shares(stage: Stage) -> Outcome:
-    points, times, lines = [], [], []
-    new_tokens = min(200, stage.longest_tokens // 4)
-    for prompt in stage.lengths((10, 1000, 10_000)):
-        prompt = min(prompt, stage.longest_tokens - new_tokens)
-        stage.progress(f"{prompt} in, {new_tokens} out")
-        probe = stage.probe(prompt + new_tokens)
-        prefill = probe.time_prompt(prompt, chunk_tokens=CHUNK_TOKENS, repeats=stage.repeats)
-        step = Workload.decode(batch=1, context_tokens=prompt + new_tokens // 2)
-        decode = probe.time(step, repeats=4 * stage.repeats)
-        times += [prefill, decode]
-        whole = _scaled(decode, new_tokens)
-        predicted = stage.predicted_s(step)
-        points.append(point("prefill", prompt, prefill, predicted_prompt_s(stage, prompt)))
-        points.append(point("decode", prompt, whole, None if predicted is None else predicted * new_tokens))
-        share = whole.median_s / (whole.median_s + prefill.median_s)
-        lines.append(f"{prompt:,} in / {new_tokens} out: decode is {share:.0%} of the time")
-    ordered = [p.measured for p in points if p.series == "prefill"]
-    return Outcome(
-        points=tuple(points),
-        verdict=Verdict.HOLDS if ordered == sorted(ordered) else Verdict.FAILS,
+    """Whole requests through the scheduler and the sampler, one at a time."""
+    new_tokens = min(200, stage.context_tokens // 4)
+    most = stage.context_tokens - new_tokens
+    wanted = (10, 1000, 10_000)
+    prompts = [n for n in wanted if n < most] + ([] if most >= wanted[-1] else [most])
+    engines = stage.engines(context_tokens=stage.context_tokens, n_tokens=prompts[-1] + new_tokens)
+    settings = {"max_running_sequences": 1, "enable_prefix_cache": False}
+    driver = engines.driver(**settings)
+    samplers: list[Callable[[], float]] = []
+    points: list[Point] = []
+    for n in prompts:
+        request = _Request(driver, n, new_tokens)
+        samplers += [request.prefill_s, request.decode_s]
+    rounds = stage.measure(samplers)
+    rehearsal = engines.rehearsal(**settings)
+    shares = rounds.each(lambda t: t[1::2] / (t[0::2] + t[1::2]))
+    lines = []
+    for i, n in enumerate(prompts):
+        prefill_s = decode_s = None
+        if rehearsal is not None:
+            request = _Request(rehearsal, n, new_tokens)
+            prefill_s, decode_s = request.prefill_s(), request.decode_s()
+        points.append(point("prefill", n, rounds.point(2 * i), prefill_s))
+        points.append(point("decode", n, rounds.point(2 * i + 1), decode_s))
+        lines.append(f"{n:,} in / {new_tokens} out: decode is {shares[i].value:.0%} of the time")
+    cut = [] if prompts[-1] == wanted[-1] else [f"the longest prompt is {prompts[-1]:,} tokens, not {wanted[-1]:,}"]
+    return conclude(
+        points,
+        [
+            Check(
+                what="decode's share of the shortest prompt's time",
+                estimate=shares[0],
+                limit=0.5,
+            ),
+            Check(
+                what="prefill's share of the longest prompt's time",
+                estimate=rounds.of(lambda t: t[-2] / (t[-2] + t[-1])),
+                limit=0.5,
+            ),
+        ],
+        rounds,
         finding="; ".join(lines),
-        notes=("decode is the time of its middle step times the number of steps",),
-    ).withheld_if_noisy(times)
-
-
-def _scaled(one: Measured, factor: int) -> Measured:
-    return Measured(
-        median_s=one.median_s * factor,
-        low_s=one.low_s * factor,
-        high_s=one.high_s * factor,
-        spread=one.spread,
-        repeats=one.repeats,
+        notes=[*cut, *_cut(stage), "whole requests: scheduler, sampler and kernels"],
     )
+
+
+class _Request:
+    """One request on an otherwise idle engine: the time to its first token, and from there to its last."""
+
+    def __init__(self, driver: Driver, prompt_tokens: int, new_tokens: int) -> None:
+        self._driver = driver
+        self._prompt_tokens = prompt_tokens
+        self._new_tokens = new_tokens
+        self._last_decode_s = 0.0
+
+    def prefill_s(self) -> float:
+        """Run it; seconds to the first token."""
+        driver = self._driver
+        arrival_s = driver.submit("one", driver.prompt(self._prompt_tokens), new_tokens=self._new_tokens)
+        driver.run()
+        times_s = driver.token_s["one"]
+        self._last_decode_s = times_s[-1] - times_s[0]
+        return times_s[0] - arrival_s
+
+    def decode_s(self) -> float:
+        """Seconds from the first token to the last, of the same run."""
+        return self._last_decode_s
 
 
 def _kv_cache(stage: Stage) -> Outcome:
     lengths = stage.lengths((16, 64, 256, 1024, 2048))
     probe = stage.probe(max(lengths))
+    works = [Workload.decode(batch=1, context_tokens=n) for n in lengths]
+    rounds = stage.measure([probe.sampler(work) for work in works] + [probe.prompt_sampler(n) for n in lengths])
     points: list[Point] = []
-    times: list[Measured] = []
-    for n in lengths:
-        stage.progress(f"token {n} with and without the cache")
-        work = Workload.decode(batch=1, context_tokens=n)
-        cached = probe.time(work, repeats=2 * stage.repeats)
-        naive = probe.time_prompt(n, chunk_tokens=CHUNK_TOKENS, repeats=stage.repeats)
-        times += [cached, naive]
-        points.append(point("with the cache", n, cached, stage.predicted_s(work)))
-        points.append(point("recomputing everything", n, naive, predicted_prompt_s(stage, n)))
-    first, last = times[1].median_s / times[0].median_s, times[-1].median_s / times[-2].median_s
-    return Outcome(
-        points=tuple(points),
-        verdict=Verdict.HOLDS if last > 4 * max(1.0, first / 4) else Verdict.FAILS,
+    m = len(lengths)
+    for i, (n, work) in enumerate(zip(lengths, works, strict=True)):
+        points.append(point("with the cache", n, rounds.point(i), stage.predicted_s(work)))
+        points.append(point("recomputing everything", n, rounds.point(m + i), stage.predicted_prompt_s(n)))
+    first, last = rounds.of(lambda t: t[m] / t[0]), rounds.of(lambda t: t[2 * m - 1] / t[m - 1])
+    growth = rounds.of(lambda t: (t[2 * m - 1] / t[m - 1]) / (t[m] / t[0]))
+    return conclude(
+        points,
+        [
+            Check(what=f"times as long without the cache at {lengths[-1]:,} tokens", estimate=last, limit=4.0),
+            Check(what=f"growth of that factor from {lengths[0]} tokens on", estimate=growth, limit=2.0),
+        ],
+        rounds,
         finding=(
-            f"at {lengths[-1]:,} tokens a token from the cache costs {1e3 * times[-2].median_s:.2f} ms, recomputing the "
-            f"sequence {1e3 * times[-1].median_s:.1f} ms: {last:.0f} times as much ({first:.1f} times at {lengths[0]})"
+            f"at {lengths[-1]:,} tokens a token from the cache costs {1e3 * rounds.point(m - 1).value:.2f} ms, recomputing the "
+            f"sequence {1e3 * rounds.point(2 * m - 1).value:.1f} ms: {last.value:.0f} times as much "
+            f"({first.value:.1f} times at {lengths[0]})"
         ),
-    ).withheld_if_noisy(times)
+        notes=_cut(stage),
+    )
 
 
 PREFILL_LENGTH = Experiment(
@@ -165,7 +204,7 @@ PREFILL_LENGTH = Experiment(
     title="Prefill time against prompt length",
     claim="prefill is linear in the prompt until attention's squared part catches up",
     x_label="prompt tokens",
-    y_label="prefill, ms",
+    y_label="prefill",
     run=_prefill_length,
     is_log_x=True,
     is_log_y=True,
@@ -175,15 +214,15 @@ DECODE_POSITION = Experiment(
     title="Time per token against position",
     claim="a decode step reads all weights once and the KV of its context: a straight line",
     x_label="position of the token",
-    y_label="one token, ms",
+    y_label="one token",
     run=_decode_position,
 )
 PHASE_SHARES = Experiment(
     name="phase-shares",
     title="Short prompt, long answer; long prompt, short answer",
-    claim="which phase dominates depends on the shape of the request, not on the model",
+    claim="the shape of the request decides which phase one waits for: decode for a short prompt, prefill for a long one",
     x_label="prompt tokens",
-    y_label="time of the phase, ms",
+    y_label="time of the phase",
     run=_phase_shares,
     is_log_x=True,
     is_log_y=True,
@@ -193,7 +232,7 @@ KV_CACHE = Experiment(
     title="With and without the KV cache",
     claim="without a cache each token costs a whole prefill",
     x_label="tokens so far",
-    y_label="next token, ms",
+    y_label="next token",
     run=_kv_cache,
     is_log_x=True,
     is_log_y=True,

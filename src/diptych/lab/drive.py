@@ -1,0 +1,151 @@
+"""The serving scheduler stepped by hand, on the real model or on the cost model.
+
+`Engines.driver` runs real kernels on the wall clock; `Engines.rehearsal` runs the very same scheduler with an executor that
+takes as long as the cost model predicts, on a clock of its own: the prediction beside every measurement of whole requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from diptych.compute.runner import Model
+from diptych.compute.sampler import Sampler
+from diptych.control.loop import EngineCore
+from diptych.control.step_time import StepTimeModel
+from diptych.cost.calibrated import CalibratedModel
+from diptych.engine.executor import ModelExecutor
+from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
+from diptych.ground.config import BlockConfig, EngineConfig, SchedulerConfig
+from diptych.ground.events import FinishEvent, TokenEvent
+from diptych.ground.request import Request, SamplingParams
+from diptych.ground.step import ChunkResult, Executor, StepPlan, StepResult
+
+
+class PredictedExecutor:
+    """Takes as long as the cost model says, on a virtual clock; every token it draws is 0."""
+
+    def __init__(self, predict_s: Callable[[StepPlan], float], clock: VirtualClock) -> None:
+        self._predict_s = predict_s
+        self._clock = clock
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Move the clock by the plan's predicted time."""
+        step_s = self._predict_s(plan)
+        self._clock.advance(step_s)
+        results = tuple(
+            ChunkResult(seq_id=chunk.seq_id, token_ids=(0,) if chunk.samples else ()) for chunk in plan.chunks
+        )
+        return StepResult(step_id=plan.step_id, results=results, device_s=step_s, host_s=0.0)
+
+
+class Driver:
+    """Submits requests with random prompts, steps, and keeps the time of every token."""
+
+    def __init__(
+        self, core: EngineCore, executor: Executor, clock: Clock, *, vocab: int, step_time: StepTimeModel | None = None
+    ) -> None:
+        self.core = core
+        self.clock = clock
+        self.token_s: dict[str, list[float]] = {}
+        self.n_open = 0
+        self._executor = executor
+        self._step_time = step_time
+        self._vocab = vocab
+        self._random = random.Random(1)
+
+    def prompt(self, n_tokens: int) -> tuple[int, ...]:
+        """Random token ids, new with every call."""
+        return tuple(self._random.choices(range(self._vocab), k=n_tokens))
+
+    def submit(self, name: str, prompt: tuple[int, ...], *, new_tokens: int) -> float:
+        """Put a request in line that writes exactly `new_tokens` tokens; returns its arrival."""
+        request = Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
+            arrival_s=self.clock.now_s(),
+        )
+        self.token_s[name] = []
+        self.n_open += 1
+        self.core.submit(request)
+        return request.arrival_s
+
+    def step(self) -> None:
+        """One step; times of its tokens are noted."""
+        plan, _ = self.core.begin_step(self.clock.now_s())
+        assert plan is not None, "nothing to do with requests open"
+        result = self._executor.execute(plan)
+        if self._step_time is not None:
+            self._step_time.observe(plan, result.device_s + result.host_s)
+        for event in self.core.end_step(plan, result, self.clock.now_s()):
+            if isinstance(event, TokenEvent):
+                self.token_s[event.request_id].append(event.at_s)
+            self.n_open -= isinstance(event, FinishEvent)
+
+    def run(self) -> None:
+        """Step until everything has finished."""
+        while self.n_open:
+            self.step()
+
+    def cancel(self, name: str) -> None:
+        """End a request early."""
+        self.n_open -= sum(isinstance(e, FinishEvent) for e in self.core.cancel(name, self.clock.now_s()))
+
+
+class Engines:
+    """Schedulers of different settings over one KV pool. The pool holds `n_tokens` tokens, a sequence context_tokens.
+
+    Drivers take turns: one runs while no other has a request open. Only one of them may cache prefixes, as the others
+    write over its blocks.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        predictor: CalibratedModel | None,
+        context_tokens: int,
+        n_tokens: int,
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._predictor = predictor
+        self._context_tokens = context_tokens
+        block_tokens = config.block_tokens
+        # every sequence may leave its last block partly empty
+        n_blocks = -(-n_tokens // block_tokens) + config.scheduler.max_running_sequences
+        self._blocks = BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)
+        self._kv = model.make_kv(n_blocks, block_tokens)
+
+    def driver(self, **settings: Any) -> Driver:
+        """The real thing with these `SchedulerConfig` settings."""
+        clock, step_time = MonotonicClock(), StepTimeModel()
+        # the measured profile where there is one; until then the scheduler learns from its own steps, as the engine's does
+        predict_s = step_time.predict_s if self._predictor is None else self._predictor.predict_s
+        model = self._model
+        sampler = Sampler(model.spec.vocab_size, model.device, argmax=model.argmax)
+        executor = ModelExecutor(model, self._kv, sampler, clock=clock, max_context_tokens=self._context_tokens)
+        return Driver(
+            self._core(predict_s, settings), executor, clock, vocab=model.spec.vocab_size, step_time=step_time
+        )
+
+    def rehearsal(self, **settings: Any) -> Driver | None:
+        """The same scheduler on predicted step times; None when this machine was never calibrated."""
+        if self._predictor is None:
+            return None
+        clock = VirtualClock()
+        executor = PredictedExecutor(self._predictor.predict_s, clock)
+        core = self._core(self._predictor.predict_s, settings)
+        return Driver(core, executor, clock, vocab=self._model.spec.vocab_size)
+
+    def _core(self, predict_s: Callable[[StepPlan], float], settings: dict[str, Any]) -> EngineCore:
+        scheduler: SchedulerConfig = replace(
+            self._config.scheduler, max_context_tokens=self._context_tokens, **settings
+        )
+        return EngineCore(
+            scheduler, self._blocks, model_revision=self._model.revision, predict_s=predict_s, seed=self._config.seed
+        )

@@ -1,0 +1,204 @@
+"""Timings that a shared machine cannot quietly spoil.
+
+Points that will be compared are timed in turns, one sample each per round, so that a slow spell of the machine falls on all
+of them; ratios and fits are taken within each round, where the machine was the same for both sides. A round in which other
+processes used the cores is set aside, judged by their processor time and never by what was measured. Rounds go on until
+every median is settled or the time is up. What is reported is the median over rounds with its 95 % interval.
+
+    rounds = measure([lambda: seconds_of_a(), lambda: seconds_of_b()], Effort())
+    rounds.point(0), rounds.of(lambda times_N: times_N[1] / times_N[0])
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import psutil
+
+from diptych.ground.clock import Clock, MonotonicClock
+
+Sampler = Callable[[], float]  # takes one sample, in seconds
+
+BURST_S = (
+    0.02  # a shorter step is repeated for this long, and its first run, with other work's data in the caches, dropped
+)
+BURST_RUNS = 15
+MOST_ROUNDS = 60
+TAIL = 0.025
+DISTURBED = 0.05  # share of all cores' time that others take in a round, beyond which it is set aside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A quantity seen once per round: its median, the 95 % interval of that median, and how far the values lie apart.
+
+    The interval is free of any assumption on the distribution (order statistics), and holds the medians of the first and
+    of the second half of the rounds: a machine that drifts makes it wide. With five values it is their range.
+    spread: third quartile minus first, over the median.
+    """
+
+    value: float
+    low: float
+    high: float
+    spread: float
+    samples: int
+
+    @classmethod
+    def of(cls, seen: Sequence[float]) -> Estimate:
+        """The estimate from at least one value, in the order in which they were seen."""
+        ordered = sorted(seen)
+        n, median = len(ordered), statistics.median(ordered)
+        rank = _interval_rank(n)
+        halves = [statistics.median(seen[: n // 2]), statistics.median(seen[n // 2 :])] if n >= 6 else []
+        quartiles = ordered[(n - 1) // 4], ordered[(3 * (n - 1)) // 4]
+        return cls(
+            value=median,
+            low=min(ordered[rank], *halves) if halves else ordered[rank],
+            high=max(ordered[n - 1 - rank], *halves) if halves else ordered[n - 1 - rank],
+            spread=(quartiles[1] - quartiles[0]) / abs(median) if median else 0.0,
+            samples=n,
+        )
+
+    @property
+    def uncertainty(self) -> float:
+        """Half the interval over the median: how far the median itself may be off."""
+        return (self.high - self.low) / (2.0 * abs(self.value)) if self.value else 0.0
+
+    def times(self, factor: float) -> Estimate:
+        """The same in another unit."""
+        return replace(self, value=factor * self.value, low=factor * self.low, high=factor * self.high)
+
+    def text(self, pattern: str = "{:.2f}") -> str:
+        """'2.31 (2.28 to 2.40)'."""
+        return f"{pattern.format(self.value)} ({pattern.format(self.low)} to {pattern.format(self.high)})"
+
+
+def _interval_rank(n: int) -> int:
+    """Index of the order statistic that bounds the median from below: at most TAIL of the chance lies under it."""
+    below, rank = 0.0, 0
+    while rank < n // 2:
+        below += math.comb(n, rank) / 2.0**n
+        if below > TAIL:
+            break
+        rank += 1
+    return max(0, rank - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long to measure: at least `rounds` rounds, more until every median is settled or budget_s has gone by.
+
+    For quiet rounds, when the first were disturbed, it goes on for twice budget_s.
+    """
+
+    rounds: int = 5
+    budget_s: float = 10.0
+    settled: float = 0.015
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """times_RN[r, n]: seconds of point n in round r. others: share of the cores' time that other processes took, on average
+    over all rounds; set_aside: rounds that were left out because of them.
+    """
+
+    times_RN: np.ndarray
+    others: float = 0.0
+    set_aside: int = 0
+
+    def point(self, n: int) -> Estimate:
+        """The time of one point."""
+        return Estimate.of(self.times_RN[:, n].tolist())
+
+    def of(self, statistic: Callable[[np.ndarray], float]) -> Estimate:
+        """A quantity computed from the times [N] of each round."""
+        return Estimate.of([float(statistic(times_N)) for times_N in self.times_RN])
+
+    def each(self, statistics_K: Callable[[np.ndarray], np.ndarray]) -> list[Estimate]:
+        """Several quantities [K] computed from the times [N] of each round."""
+        values_RK = np.array([statistics_K(times_N) for times_N in self.times_RN])
+        return [Estimate.of(column.tolist()) for column in values_RK.T]
+
+    def rate(self, n: int, amount: float) -> Estimate:
+        """`amount` per second at point n."""
+        return Estimate.of((amount / self.times_RN[:, n]).tolist())
+
+
+class Others:
+    """Watches how much of the cores' time is taken by anything but this process and its children, steal included."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._last = self._now()
+
+    def share(self) -> float:
+        """Their share since the last call, 0 to 1. Times come in hundredths of a second: a short span is coarse."""
+        before, self._last = self._last, self._now()
+        total, busy, own = (now - then for now, then in zip(self._last, before, strict=True))
+        return min(1.0, max(0.0, busy - own) / total) if total > 0.0 else 0.0
+
+    def _now(self) -> tuple[float, float, float]:
+        system, own = psutil.cpu_times(), self._process.cpu_times()
+        # guest time is part of user time already
+        fields = system._asdict()
+        total = sum(seconds for name, seconds in fields.items() if not name.startswith("guest"))
+        idle = system.idle + getattr(system, "iowait", 0.0)
+        return total, total - idle, own.user + own.system + own.children_user + own.children_system
+
+
+def measure(samplers: Sequence[Sampler], effort: Effort, *, progress: Callable[[str], None] | None = None) -> Rounds:
+    """Time the points in turns. Each is sampled once, uncounted, before the first round."""
+    clock = MonotonicClock()
+    for take in samplers:
+        take()
+    others = Others()
+    begin_s = clock.now_s()
+    quiet: list[list[float]] = []
+    disturbed: list[list[float]] = []
+    shares: list[float] = []
+    while len(shares) < MOST_ROUNDS:
+        n, spent_s = len(shares), clock.now_s() - begin_s
+        if n >= effort.rounds:
+            is_enough = len(quiet) >= effort.rounds
+            limit_s = effort.budget_s if is_enough else 2.0 * effort.budget_s
+            if spent_s + spent_s / n > limit_s or (is_enough and _is_settled(quiet, effort.settled)):
+                break
+        if progress is not None:
+            progress(f"round {n + 1}" + (f", {len(disturbed)} of them disturbed" if disturbed else ""))
+        row = [take() for take in samplers]
+        shares.append(others.share())
+        (disturbed if shares[-1] > DISTURBED else quiet).append(row)
+    kept = quiet if len(quiet) >= effort.rounds else quiet + disturbed
+    return Rounds(np.array(kept), others=float(np.mean(shares)), set_aside=len(shares) - len(kept))
+
+
+def _is_settled(rows: Sequence[Sequence[float]], settled: float) -> bool:
+    return all(Estimate.of(column).uncertainty <= settled for column in zip(*rows, strict=True))
+
+
+def burst(run: Callable[[], object], clock: Clock | None = None) -> Sampler:
+    """A sampler of something that does the same work every time: a long run is timed once, a short one several times.
+
+    Of several the quickest counts: what another run of equal work takes longer is not its own time.
+    """
+    clock = clock or MonotonicClock()
+
+    def timed() -> float:
+        begin_s = clock.now_s()
+        run()
+        return clock.now_s() - begin_s
+
+    def sample() -> float:
+        first_s = timed()
+        if first_s >= BURST_S:
+            return first_s
+        times_s: list[float] = []
+        while sum(times_s) < BURST_S and len(times_s) < BURST_RUNS:
+            times_s.append(timed())
+        return min(times_s)
+
+    return sample
