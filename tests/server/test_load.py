@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.bench_serve import app
+from diptych.lab.http_client import HttpClient
 from diptych.lab.load import LoadConfig, Outcome, arrivals, bodies, carries_output, run_load, summarize
 from server_process import ServerProcess
 
@@ -127,3 +128,27 @@ def test_the_command_writes_json_and_a_picture(server: ServerProcess, tmp_path: 
     assert "time to first token: from when the request was due" in result.output
     assert len(json.loads(out.read_text())["outcomes"]) == 4
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_connection_closed_while_idle_costs_no_request() -> None:
+    """Servers close idle connections at any moment; the request that crosses the closing was never read."""
+    n_answered = 0
+
+    async def one_answer_per_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal n_answered
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        n_answered += 1
+        await reader.read(1)  # the next request arrives and is dropped with the connection
+        writer.close()
+
+    async def run() -> int:
+        async with await asyncio.start_server(one_answer_per_connection, "127.0.0.1", 0) as listener:
+            host, port = listener.sockets[0].getsockname()
+            client = HttpClient(f"http://{host}:{port}")
+            assert [await client.get("/") for _ in range(3)] == [b"ok"] * 3
+            await client.close()
+            return client.n_stale
+
+    assert asyncio.run(run()) == 2
+    assert n_answered == 3

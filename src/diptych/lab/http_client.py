@@ -56,6 +56,7 @@ class HttpClient:
         if api_key:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
         self._idle: list[_Connection] = []
+        self.n_stale = 0  # kept connections that turned out to be closed
 
     async def close(self) -> None:
         """Close the idle connections."""
@@ -92,27 +93,36 @@ class HttpClient:
         if not is_done:
             raise HttpFailure("the stream ended without [DONE]")
 
-    async def _connect(self) -> _Connection:
+    async def _begin(self, request: bytes) -> tuple[_Connection, _Head]:
+        """Send, and read the head of the answer.
+
+        A kept connection may have been closed by the server for being idle just when this request went out; where not a
+        byte came back the request goes out again on another one, as in every HTTP client that keeps connections.
+        """
         while self._idle:
             connection = self._idle.pop()
-            if not connection.reader.at_eof() and not connection.writer.is_closing():
-                return connection
-            connection.writer.close()
-        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=1 << 20)
-        return _Connection(reader, writer)
-
-    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
+            try:
+                return connection, await _ask(connection, request)
+            except ConnectionError:
+                self.n_stale += 1
+            except asyncio.IncompleteReadError as error:
+                if error.partial:
+                    raise
+                self.n_stale += 1
         try:
-            connection = await self._connect()
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=1 << 20)
         except OSError as error:
             raise HttpFailure(f"no connection to {self._host}:{self._port}: {error}") from error
+        connection = _Connection(reader, writer)
+        return connection, await _ask(connection, request)
+
+    async def _exchange(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
+        kind = "Content-Type: application/json\r\n" if body else ""
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{kind}Content-Length: {len(body)}\r\n\r\n"
+        connection: _Connection | None = None
         is_reusable = False
         try:
-            kind = "Content-Type: application/json\r\n" if body else ""
-            head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{kind}Content-Length: {len(body)}\r\n\r\n"
-            connection.writer.write(head.encode() + body)
-            await connection.writer.drain()
-            answer = await _read_head(connection.reader)
+            connection, answer = await self._begin(head.encode() + body)
             if answer.status != 200:
                 text = b"".join([part async for part in _read_body(connection.reader, answer)])
                 raise _failure(answer, text)
@@ -122,10 +132,20 @@ class HttpClient:
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
             raise HttpFailure(f"connection broke: {type(error).__name__}: {error}") from error
         finally:
-            if is_reusable:
+            if connection is not None and is_reusable:
                 self._idle.append(connection)
-            else:
+            elif connection is not None:
                 connection.writer.close()
+
+
+async def _ask(connection: _Connection, request: bytes) -> _Head:
+    try:
+        connection.writer.write(request)
+        await connection.writer.drain()
+        return await _read_head(connection.reader)
+    except BaseException:
+        connection.writer.close()
+        raise
 
 
 def _event_data(block: bytes) -> bytes:

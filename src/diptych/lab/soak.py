@@ -36,6 +36,7 @@ class SoakResult:
     outcomes: Counter[str] = field(default_factory=Counter)
     rss_bytes: list[int] = field(default_factory=list)
     blocks_left: int = 0
+    stale_connections: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -100,6 +101,7 @@ async def run_soak(
 
     await asyncio.gather(watch(), *(worker(number) for number in range(clients)))
     await _check(client, result)
+    result.stale_connections = client.n_stale
     await client.close()
     return result
 
