@@ -23,9 +23,11 @@ from diptych.lab.http_client import HttpClient, HttpFailure
 
 CLOCK = MonotonicClock()
 REPORT_S = 60.0
-# after warming up (allocator pools, caches), resident memory may grow by this much over the whole run
+# after warming up, resident memory may grow by this much over the whole run
 MAX_GROWTH_SHARE = 0.10
 WARM_SHARE = 0.2
+# in the first minutes the KV pool is written for the first time and allocators fill their own pools
+MIN_MEMORY_RUN_S = 600.0
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ async def run_soak(
             print(f"sent={result.sent} {dict(result.outcomes)}{rss}", flush=True)
 
     await asyncio.gather(watch(), *(worker(number) for number in range(clients)))
-    await _check(client, result)
+    await _check(client, result, judges_memory=seconds >= MIN_MEMORY_RUN_S)
     result.stale_connections = client.n_stale
     await client.close()
     return result
@@ -125,7 +127,7 @@ async def _one(client: HttpClient, path: str, body: dict[str, Any], leaves_after
     return "answered" if len(finished) == body["n"] else "lost choice"
 
 
-async def _check(client: HttpClient, result: SoakResult) -> None:
+async def _check(client: HttpClient, result: SoakResult, *, judges_memory: bool) -> None:
     for _ in range(200):
         text = (await client.get("/metrics")).decode()
         result.blocks_left = _sample(text, 'diptych_kv_blocks{state="in_use"}')
@@ -140,7 +142,7 @@ async def _check(client: HttpClient, result: SoakResult) -> None:
     allowed = {"answered", "left", "error 503"}
     result.problems += [f"{number} x {name}" for name, number in result.outcomes.items() if name not in allowed]
     warm = result.rss_bytes[int(len(result.rss_bytes) * WARM_SHARE) :]
-    if len(warm) >= 3 and warm[-1] > warm[0] * (1 + MAX_GROWTH_SHARE):
+    if judges_memory and len(warm) >= 3 and warm[-1] > warm[0] * (1 + MAX_GROWTH_SHARE):
         result.problems.append(f"memory grew from {warm[0]} to {warm[-1]} bytes")
 
 
