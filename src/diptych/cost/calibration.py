@@ -86,10 +86,23 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Time of the scheduler, the executor and the sampler around the kernels of a step."""
+
+    step_s: float = 0.0
+    sequence_s: float = 0.0
+
+    def time_s(self, n_sequences: int) -> float:
+        """Of one step."""
+        return self.step_s + n_sequences * self.sequence_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Constants of both phases with their residuals and where they come from. Coverage None: measured locally.
 
     cache: None where nobody measured one (every published row is of a model far larger than any cache).
+    host: the part of step_s and sequence_s that is not the kernels', where it was measured apart.
     """
 
     name: str
@@ -102,6 +115,7 @@ class Calibration:
     decode_coverage: Coverage | None = None
     is_local: bool = False
     cache: Cache | None = None
+    host: Host = Host()
 
 
 def _pick(fractions: Mapping[str, float], key: str) -> float:

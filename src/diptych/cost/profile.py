@@ -5,11 +5,13 @@
      "t0_s": 1e-4, "layer_s": 2e-5, "sequence_s": 5e-6, "p": 3.0,
      "eb": {"bf16": 0.95, "int8": 0.9}, "ef": {"bf16": 0.9},
      "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3},
+     "host": {"step_s": 1e-4, "sequence_s": 1e-5},
      "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}},
      "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
 
 Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
-`cache` may be absent; it holds for models whose weights all fit in its bytes.
+t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the sampler around them; a predicted step has
+both. `host` and `cache` may be absent; `cache` holds for models whose weights all fit in its bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from diptych.cost.calibration import Cache, Calibration, Constants, Residual
+from diptych.cost.calibration import Cache, Calibration, Constants, Host, Residual
 from diptych.ground.config import profile_dir
 from diptych.ground.errors import ConfigError
 from diptych.ground.specs import Flag, HardwareSpec, Provenance
@@ -75,30 +77,39 @@ def read_profile(profile: Mapping[str, Any]) -> tuple[HardwareSpec, Calibration]
     attention = profile.get("attention", {})
     if not isinstance(attention, Mapping):
         raise ConfigError("hardware profile: attention is not an object", hint=_HINT)
+    host = _host(profile)
     calibration = Calibration(
         name="local",
-        prefill=_constants(profile, attention, "prefill_ef"),
-        decode=_constants(profile, attention, "decode_ef"),
+        prefill=_constants(profile, attention, "prefill_ef", host),
+        decode=_constants(profile, attention, "decode_ef", host),
         prefill_residual=_residual(profile, "prefill"),
         decode_residual=_residual(profile, "decode"),
         source=source,
         is_local=True,
         cache=_cache(profile),
+        host=host,
     )
     return hardware, calibration
 
 
-def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attention_key: str) -> Constants:
+def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attention_key: str, host: Host) -> Constants:
     return Constants(
-        step_s=_at_least_zero(profile, "t0_s"),
+        step_s=_at_least_zero(profile, "t0_s") + host.step_s,
         layer_s=_at_least_zero(profile, "layer_s"),
-        sequence_s=_at_least_zero(profile, "sequence_s"),
+        sequence_s=_at_least_zero(profile, "sequence_s") + host.sequence_s,
         eb=MappingProxyType(_rates(profile, "eb")),
         ef=MappingProxyType(_rates(profile, "ef")),
         p=_positive(profile, "p"),
         kv_eb=_positive(attention, "kv_eb"),
         attention_ef=_positive(attention, attention_key),
     )
+
+
+def _host(profile: Mapping[str, Any]) -> Host:
+    entry = profile.get("host", {})
+    if not isinstance(entry, Mapping):
+        raise ConfigError("hardware profile: host is not an object", hint=_HINT)
+    return Host(step_s=_at_least_zero(entry, "step_s"), sequence_s=_at_least_zero(entry, "sequence_s"))
 
 
 def _cache(profile: Mapping[str, Any]) -> Cache | None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from diptych.cost.profile import SCHEMA, profile_path
 from diptych.cost.workload import ChunkShape, Workload
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
-from diptych.ground.config import ComputeConfig
+from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.phase import Phase
+from diptych.lab.drive import Engines
 from diptych.lab.fingerprint import fingerprint
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Effort, Estimate, measure
@@ -82,7 +84,7 @@ PREFILL_STEPS = [_rows(n) for n in (8, 32, 64, 128, 256, 512, 1024, 2048)] + [_r
 EMPTY_STEPS = [Workload.decode(batch=1, context_tokens=16), Workload.decode(batch=16, context_tokens=16)]
 SMALL_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
 CACHE_MIB = (8, 12, 16, 24, 32, 48, 64)  # sizes whose read rate shows where the last-level cache ends
-BUDGET_S = 5.0  # of rounds for each model, so that all of it takes less than a minute
+BUDGET_S = 4.0  # of rounds for each model, so that all of it takes less than a minute
 FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 
 
@@ -111,6 +113,7 @@ def calibrate(
     samples: list[Sample] = []
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
+    host: dict[str, float] = {}
     backend = ""
     for weights in ("bf16", "int8", "int4", "fp32"):
         config = replace(compute, weights=weights)
@@ -131,12 +134,13 @@ def calibrate(
         if weights == "bf16":
             empty = random_model(EMPTY_MODEL, config, seed=0)
             samples += _sample(empty, EMPTY_STEPS, effort)
+            host = _host(empty, effort)
             empty.close()
     progress("fitting")
     profile = _profile(ceilings, backend)
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
-    profile = _fit(profile, samples)
+    profile = _fit(profile, samples) | {"host": host}
     profile["fingerprint"] = fingerprint()
     target = path or profile_path()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +154,26 @@ def _sample(model: Model, steps: Sequence[Workload], effort: Effort) -> list[Sam
     # in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others
     rounds = measure([probe.sampler(work) for work in steps], effort)
     return [Sample(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+
+
+def _host(model: Model, effort: Effort) -> dict[str, float]:
+    """What the scheduler, the executor and the sampler add to a step, from decode steps of one and of many sequences."""
+    batches, new_tokens = (1, 16), 32
+    engines = Engines(model, EngineConfig(), predictor=None, context_tokens=64, n_tokens=64 * max(batches))
+    driver = engines.driver(enable_prefix_cache=False)
+
+    def host_s(batch: int) -> float:
+        for i in range(batch):
+            driver.submit(f"{i}", driver.prompt(8), new_tokens=new_tokens)
+        driver.step()  # the prompts
+        begin_s, device_s = driver.clock.now_s(), driver.device_s
+        driver.run()
+        return (driver.clock.now_s() - begin_s - (driver.device_s - device_s)) / (new_tokens - 1)
+
+    rounds = measure([partial(host_s, batch) for batch in batches], effort)
+    one_s, many_s = (rounds.point(i).value for i in range(2))
+    sequence_s = max(0.0, many_s - one_s) / (batches[1] - batches[0])
+    return {"step_s": max(0.0, one_s - sequence_s), "sequence_s": sequence_s}
 
 
 def _cache(threads: int, memory_bytes_per_s: float) -> dict[str, float] | None:

@@ -51,6 +51,7 @@ class Driver:
         self.clock = clock
         self.token_s: dict[str, list[float]] = {}
         self.n_open = 0
+        self.device_s = 0.0  # inside the kernels, over all steps
         self._executor = executor
         self._step_time = step_time
         self._vocab = vocab
@@ -78,6 +79,7 @@ class Driver:
         plan, _ = self.core.begin_step(self.clock.now_s())
         assert plan is not None, "nothing to do with requests open"
         result = self._executor.execute(plan)
+        self.device_s += result.device_s
         if self._step_time is not None:
             self._step_time.observe(plan, result.device_s + result.host_s)
         for event in self.core.end_step(plan, result, self.clock.now_s()):

@@ -241,16 +241,23 @@ class Stage:
         return measure(samplers, self.effort, progress=self.progress)
 
     def predicted_s(self, work: Workload, model: Model | None = None) -> float | None:
-        """What the calibrated model of this machine says of a step; None when it was never calibrated."""
+        """What the calibrated model of this machine says of a step's kernels; None when it was never calibrated."""
         predictor = self.predictor if model is None else local_predictor(model)
-        return None if predictor is None else predictor.predict(work).total_s
+        return None if predictor is None else _kernels_s(predictor, work)
 
-    def predicted_prompt_s(self, n_tokens: int, *, cached_tokens: int = 0) -> float | None:
-        """The predicted time of a prompt, chunk by chunk as the engine reads it."""
+    def predicted_prompt_s(self, n_tokens: int) -> float | None:
+        """The same of a prompt, chunk by chunk as the engine reads it."""
         if self.predictor is None:
             return None
-        works = prompt_works(n_tokens, cached_tokens=cached_tokens)
-        return sum(self.predictor.predict(work).total_s for work in works)
+        return sum(_kernels_s(self.predictor, work) for work in prompt_works(n_tokens))
+
+    def predicted_request_s(self, prompt_tokens: int, new_tokens: int) -> tuple[float, float] | None:
+        """Of a request alone on the engine, scheduler and sampler included: to its first token, from there to its last."""
+        if self.predictor is None:
+            return None
+        first_s = sum(self.predictor.predict(work).total_s for work in prompt_works(prompt_tokens))
+        steps = [Workload.decode(batch=1, context_tokens=prompt_tokens + 1 + i) for i in range(new_tokens - 1)]
+        return first_s, sum(self.predictor.predict(work).total_s for work in steps)
 
     def other(self, *, changes: dict[str, Any] | None = None, weights: str | None = None) -> Model:
         """A random model of the same shape with some settings changed. The caller closes it."""
@@ -263,6 +270,10 @@ class Stage:
         if len(fitting) < len(wanted) and (not fitting or self.longest_tokens > 1.1 * fitting[-1]):
             fitting.append(self.longest_tokens)
         return fitting
+
+
+def _kernels_s(predictor: CalibratedModel, work: Workload) -> float:
+    return predictor.predict(work).total_s - predictor.calibration.host.time_s(work.n_sequences)
 
 
 def point(series: str, x: float, estimate: Estimate, predicted_s: float | None = None) -> Point:
@@ -288,7 +299,7 @@ def quantity(
     )
 
 
-def polynomial(x: Sequence[float], y: Sequence[float] | np.ndarray, degree: int) -> np.ndarray:
+def polynomial(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray, degree: int) -> np.ndarray:
     """Coefficients, lowest power first, fitted in relative error (small and large points count alike)."""
     xs, ys = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     powers = np.stack([xs**k for k in range(degree + 1)], axis=1)

@@ -21,10 +21,10 @@ from diptych.lab.rounds import Sampler, burst
 CHUNK_TOKENS = 2048  # a prompt is read in chunks of at most this many tokens, as the engine does
 
 
-def prompt_works(n_tokens: int, *, cached_tokens: int = 0) -> list[Workload]:
-    """The steps in which the engine reads a prompt whose first `cached_tokens` are there already."""
+def prompt_works(n_tokens: int) -> list[Workload]:
+    """The steps in which the engine reads a prompt."""
     shapes = []
-    for start in range(cached_tokens, n_tokens, CHUNK_TOKENS):
+    for start in range(0, n_tokens, CHUNK_TOKENS):
         size = min(CHUNK_TOKENS, n_tokens - start)
         shapes.append(ChunkShape(new_tokens=size, start_pos=start, samples=start + size == n_tokens))
     return [Workload(shapes=(shape,)) for shape in shapes]

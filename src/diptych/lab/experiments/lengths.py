@@ -11,6 +11,7 @@ from diptych.lab.drive import Driver
 from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, polynomial
 
 LENGTHS = (10, 30, 100, 300, 1000, 2000, 4000, 10_000)
+FIT_FROM = 100
 POSITIONS = (64, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -29,9 +30,12 @@ def _prefill_length(stage: Stage) -> Outcome:
     probe = stage.probe(max(lengths))
     rounds = stage.measure([probe.prompt_sampler(n) for n in lengths])
     points = [point("prefill", n, rounds.point(i), stage.predicted_prompt_s(n)) for i, n in enumerate(lengths)]
-    powers_3N = np.array([np.ones(len(lengths)), lengths, np.square(lengths, dtype=float)])
-    fits = rounds.each(lambda t: polynomial(lengths, t, 2))
-    close = rounds.of(lambda t: _closeness(polynomial(lengths, t, 2) @ powers_3N, t))
+    # below some hundred tokens reading the weights sets the pace, as in decode
+    n_floor = sum(n < FIT_FROM for n in lengths[:-3])
+    fitted = np.array(lengths[n_floor:], dtype=float)
+    powers_3N = np.array([np.ones(len(fitted)), fitted, fitted**2])
+    fits = rounds.each(lambda t: polynomial(fitted, t[n_floor:], 2))
+    close = rounds.of(lambda t: _closeness(polynomial(fitted, t[n_floor:], 2) @ powers_3N, t[n_floor:]))
     a, b, c = (fit.value for fit in fits)
     longest = lengths[-1]
     squared_share = max(c, 0.0) * longest**2 / (a + b * longest + max(c, 0.0) * longest**2)
@@ -39,7 +43,11 @@ def _prefill_length(stage: Stage) -> Outcome:
     return conclude(
         points,
         [
-            Check(what="closeness of a + b n + c n^2 to every length", estimate=close, limit=0.7),
+            Check(
+                what=f"closeness of a + b n + c n^2 to every length from {fitted[0]:.0f} tokens on",
+                estimate=close,
+                limit=0.7,
+            ),
             Check(what="us per token", estimate=fits[1].times(1e6), limit=0.0, pattern="{:.3g}"),
             Check(what="ns per token squared", estimate=fits[2].times(1e9), limit=0.0, pattern="{:.3g}"),
         ],

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from diptych.cost.workload import Workload
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM
 from diptych.engine.load import load
@@ -96,6 +95,11 @@ def _ttft_sampler(llm: LLM, prompt: RenderedPrompt) -> Sampler:
     return sample
 
 
+def _predicted_ttft_s(stage: Stage, prompt_tokens: int) -> float | None:
+    predicted = stage.predicted_request_s(prompt_tokens, 1)
+    return None if predicted is None else predicted[0]
+
+
 def _prompt_shape(stage: Stage) -> Outcome:
     llm = _llm(stage)
     if llm is None:
@@ -118,7 +122,7 @@ def _prompt_shape(stage: Stage) -> Outcome:
     names = ("question alone", "with scaffolding")
     ratio = rounds.of(lambda t: t[1] / t[0])
     return conclude(
-        [point(name, i, rounds.point(i), stage.predicted_prompt_s(sizes[i])) for i, name in enumerate(names)],
+        [point(name, i, rounds.point(i), _predicted_ttft_s(stage, sizes[i])) for i, name in enumerate(names)],
         [Check(what="TTFT with scaffolding over that of the question alone", estimate=ratio, limit=2.0)],
         rounds,
         finding=(
@@ -178,11 +182,10 @@ def _thinking(stage: Stage) -> Outcome:
     share = rounds.of(lambda t: t[0] / (t[0] + t[1]))
     by_count = (n_thinking - 1) / (n_thinking - 1 + n_answer)  # the first token is prefill's
     closeness = rounds.of(lambda t: min(t[0] / (t[0] + t[1]), by_count) / max(t[0] / (t[0] + t[1]), by_count))
-    predicted = []
-    for tokens, before in ((n_thinking - 1, 0), (n_answer, n_thinking)):
-        middle = thought.n_prompt + before + tokens // 2 + 1
-        step_s = stage.predicted_s(Workload.decode(batch=1, context_tokens=middle))
-        predicted.append(None if step_s is None else tokens * step_s)
+    # the first token ends prefill, so the thinking has one step less than tokens
+    thinking = stage.predicted_request_s(thought.n_prompt, n_thinking)
+    whole = stage.predicted_request_s(thought.n_prompt, n_thinking + n_answer)
+    predicted = (None, None) if thinking is None or whole is None else (thinking[1], whole[1] - thinking[1])
     return conclude(
         [
             point("thinking", 0, rounds.point(0), predicted[0]),
@@ -238,11 +241,9 @@ def _cold_start(stage: Stage) -> Outcome:
     samplers: list[Callable[[], float]] = [process_s, load_s, warm_s]
     rounds = stage.measure(samplers)
     n_prompt = len(stage.loaded.tokenizer.encode(COLD_PROMPT))
-    # the least a load can take: every weight is read once and written once, packed
-    read_s = 2 * stage.model.weight_bytes / stage.ceilings.read_bytes_per_s
-    first_s = stage.predicted_prompt_s(n_prompt)
     names = ("a new process", "load and first answer", "loaded: time to first token")
-    predicted = (None, None if first_s is None else read_s + first_s, first_s)
+    # the cost model knows steps, not starts
+    predicted = (None, None, _predicted_ttft_s(stage, n_prompt))
     points: list[Point] = [point(name, i, rounds.point(i), predicted[i]) for i, name in enumerate(names)]
     gain = rounds.of(lambda t: t[1] / t[2])
     return conclude(
@@ -257,7 +258,7 @@ def _cold_start(stage: Stage) -> Outcome:
         notes=[
             "a new process pays for the interpreter and its libraries first",
             "the files were in the page cache already; from a disk the load takes their bytes over its rate longer",
-            "predicted for a load: the weights read and written once at the measured bandwidth, which is a bound",
+            "the cost model predicts steps, not starts",
         ],
         x_names=names,
     )
