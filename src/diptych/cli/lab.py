@@ -47,7 +47,7 @@ def lab(
     ] = 5,
     budget: Annotated[
         float, typer.Option(min=0, help="seconds for which an experiment goes on until its medians are settled")
-    ] = 10.0,
+    ] = 12.0,
     backend: options.Backend = "auto",
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",

@@ -30,7 +30,7 @@ from diptych.lab.rounds import Effort, Estimate, Rounds, Sampler, measure
 Progress = Callable[[str], None]
 
 ROOF = "the roof"  # what `Experiment.predicts` says when predictions are a bound
-UNSETTLED = 0.15  # half the 95 % interval over the median, beyond which a point proves nothing
+UNSETTLED = 0.15  # spread, and half the 95 % interval over the median, beyond which a point proves nothing
 
 
 class Verdict(Enum):
@@ -61,7 +61,8 @@ class Point:
     @property
     def is_unsettled(self) -> bool:
         """Whether the machine was too unsteady to conclude anything from this point."""
-        return (self.high - self.low) / (2.0 * self.measured) > UNSETTLED
+        # with few rounds the interval is the range, which one odd sample can stretch: the middle half must be wide, too
+        return self.spread > UNSETTLED and (self.high - self.low) / (2.0 * self.measured) > UNSETTLED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
