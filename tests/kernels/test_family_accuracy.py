@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not cpu_backend.is_available()[0], reason=cpu_backend.is_available()[1]),
 ]
 
-# |ours - fp32| / |fp32| over all logits. A router in bf16 may pick another expert of nearly equal weight, hence the second.
+# |ours - fp32| / |fp32| over all logits. With bf16 activations a router sometimes picks another of two nearly equal experts: in
+# 1 to 2 % of the choices here, with the router's product in bf16 or in fp32 alike, and in transformers' own bf16 too (up to 0.18).
 DENSE_TOLERANCE = 0.04
 MIXTURE_TOLERANCE = 0.2
 MIXTURES = ("mixtral", "qwen3_moe")
