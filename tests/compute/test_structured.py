@@ -20,6 +20,7 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import GrammarError, LoadError
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.ground.step import SequenceStart
+from schemas import random_object_schema
 
 WIDTH = 640  # of the logits; the tokenizer is smaller, as in padded models
 EOS = (0, 1)
@@ -69,50 +70,11 @@ def spec(kind: str, source: object) -> StructuredSpec:
     return StructuredSpec(kind=kind, source=source if isinstance(source, str) else json.dumps(source))
 
 
-def random_schema(rng: random.Random, depth: int = 0) -> dict:
-    """Objects, arrays, unions, enums, references, bounded numbers and strings, patterns and formats."""
-    leaves = [
-        lambda: {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(1, 500)},
-        lambda: {"type": "number", "exclusiveMinimum": 0, "maximum": 10},
-        lambda: {"type": "string", "maxLength": rng.randint(1, 12)},
-        lambda: {"type": "string", "minLength": 2, "maxLength": 9},
-        lambda: {"type": "string", "pattern": rng.choice(["^[a-z]{2,5}$", "^(ab|cd)+[0-9]$", "^é[^x]?$"])},
-        lambda: {"type": "string", "format": rng.choice(["date", "time", "date-time", "email", "uuid", "ipv4"])},
-        lambda: {"enum": rng.sample(["alpha", "beta", 3, None, True, "γ", 2.5], k=rng.randint(1, 4))},
-        lambda: {"const": rng.choice(["yes", 0, {"a": [1]}])},
-        lambda: {"type": rng.choice(["boolean", "null", ["integer", "null"]])},
-        lambda: {"type": "integer", "multipleOf": rng.choice([2, 5])},
-        lambda: {"$ref": "#/$defs/point"},
-    ]
-    if depth >= 3 or rng.random() < 0.4:
-        return rng.choice(leaves)()
-    kind = rng.choice(["object", "object", "array", "tuple", "anyOf"])
-    if kind == "object":
-        names = rng.sample(["name", "kind", "a b", "ü", "items", 'q"'], k=rng.randint(1, 4))
-        required = rng.sample(names, k=rng.randint(0, len(names)))
-        properties = {name: random_schema(rng, depth + 1) for name in names}
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-    if kind == "array":
-        return {"type": "array", "items": random_schema(rng, depth + 1), "minItems": rng.randint(0, 2), "maxItems": 3}
-    if kind == "tuple":
-        return {"type": "array", "prefixItems": [random_schema(rng, depth + 1)] * 2, "minItems": 2, "items": False}
-    return {"anyOf": [random_schema(rng, depth + 1), random_schema(rng, depth + 1)]}
-
-
-POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
-
-
 def test_answers_to_200_schemas_parse_and_validate():
     """The promise of json_schema: no retry loop in the client. Every finished answer is checked by another library."""
     finished = 0
     for number in range(200):
-        rng = random.Random(number)
-        schema = random_schema(rng)
-        while schema.get("type") != "object":
-            schema = {"type": "object", "properties": {"value": schema}, "required": ["value"]} | {
-                "additionalProperties": False
-            }
-        schema["$defs"] = {"point": POINT}
+        schema = random_object_schema(number)
         text, is_finished = write(spec("json_schema", schema), seed=number, max_tokens=300)
         if not is_finished:
             continue

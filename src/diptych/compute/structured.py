@@ -43,17 +43,19 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 _MAX_CACHED = 256
 # Whitespace between JSON tokens is free but bounded: an unbounded run is where weak models get lost.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,32}"}
-# llguidance's own forms of these allow what validators refuse: second 60 at any time, a local part of any length.
+# llguidance's own forms of these allow what validators refuse: second 60 at any time, a local part of any length, a label
+# with two hyphens in a row (reserved, RFC 5891).
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _DAY = (
     r"([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
     r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)"
 )
-_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,40}[A-Za-z0-9])?"
+_LABEL = r"[A-Za-z0-9]{1,20}(-[A-Za-z0-9]{1,20}){0,2}"
 _WORD = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,30}"
 _FORMATS = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DAY}[Tt]{_TIME}$",
+    "hostname": rf"^({_LABEL}\.){{0,3}}{_LABEL}$",
     "email": rf"^{_WORD}(\.{_WORD})?@({_LABEL}\.){{1,4}}[A-Za-z]{{2,20}}$",
 }
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
