@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 # |ours - fp32| / |fp32| over all logits. With bf16 activations a router sometimes picks another of two nearly equal experts: in
-# 1 to 2 % of the choices here, with the router's product in bf16 or in fp32 alike, and in transformers' own bf16 too (up to 0.18).
+# 1 to 2 % of the choices here, with the router's product in bf16 or in fp32 alike, and in transformers' bf16 too (up to 0.18).
 DENSE_TOLERANCE = 0.04
 MIXTURE_TOLERANCE = 0.2
 MIXTURES = ("mixtral", "qwen3_moe")
