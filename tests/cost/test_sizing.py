@@ -25,7 +25,7 @@ def with_spread(setup, low: float, high: float):
 def test_ask_is_read_with_units():
     """The documented form, and other units."""
     assert parse_ask("ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200") == ASK
-    other = parse_ask("ttft=0.5s, tpot=0.05, rate=180/min, in=1500, out=200")
+    other = parse_ask("ttft=0.5s, tpot=50000us, rate=180/min, in=1500, out=200")
     assert (other.ttft_s, other.tpot_s) == (0.5, 0.05)
     assert other.requests_per_s == pytest.approx(3.0)
 
@@ -35,6 +35,7 @@ def test_ask_is_read_with_units():
     [
         ("ttft=500ms", "does not say tpot, rate, in, out"),
         ("ttft=fast,tpot=50ms,rate=3/s,in=1500,out=200", "ttft is 'fast'"),
+        ("ttft=500,tpot=50ms,rate=3/s,in=1500,out=200", "with its unit"),
         ("ttft=500ms,tpot=0ms,rate=3/s,in=1500,out=200", "tpot is '0ms'"),
         ("ttft=500ms,tpot=50ms,rate=0/s,in=1500,out=200", "rate is '0/s'"),
         ("ttft=500ms,tpot=50ms,rate=3/s,in=1.5,out=200", "in is '1.5'"),

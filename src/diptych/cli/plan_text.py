@@ -196,10 +196,11 @@ def _limits(console: Console, plan: Plan) -> None:
 
 
 def _what_ifs(console: Console, entries: Sequence[WhatIf]) -> None:
-    table = _table("what if", "change", "TTFT", "TPOT", "tok/s all streams", "largest batch", "weights", "")
+    table = _table("what if", "change", "TTFT", "TPOT", "tok/s all streams", "largest batch", "weights", "fits")
+    impossible: dict[str, list[str]] = {}
     for entry in entries:
         if entry.ttft_s is None or entry.tokens_per_s is None or entry.weight_bytes is None:
-            table.add_row(entry.change, "-", "-", "-", "-", "-", entry.obstacle or "")
+            impossible.setdefault(entry.obstacle or "not possible", []).append(entry.change)
             continue
         table.add_row(
             entry.change,
@@ -208,9 +209,11 @@ def _what_ifs(console: Console, entries: Sequence[WhatIf]) -> None:
             f"{entry.tokens_per_s:,.0f}",
             f"{entry.max_batch:,}",
             f"{amount(entry.weight_bytes)}B",
-            entry.obstacle or "",
+            "no" if entry.obstacle else "yes",
         )
     console.print(table)
+    for reason, changes in impossible.items():
+        console.print(f"not possible: {', '.join(changes)}: {reason}")
 
 
 def _speculation_words(entry: Speculation) -> str:

@@ -169,8 +169,8 @@ class CalibratedModel:
 
         def weights_s(n_bytes: float, weights: str) -> float:
             if self.weights_are_cached and self.calibration.cache is not None:
-                return n_bytes / self.calibration.cache.weights_rate(weights)
-            return n_bytes / (bandwidth * _fraction(c, weights, is_unpacked=is_unpacked))
+                return n_bytes / self.calibration.cache.weights_rate(_read_as(weights, is_unpacked=is_unpacked))
+            return n_bytes / (bandwidth * c.weight_fraction(_read_as(weights, is_unpacked=is_unpacked)))
 
         return _Terms(
             base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,
@@ -350,9 +350,9 @@ def weight_class(weight_bytes: float, name: str) -> str:
     return "int8" if weight_bytes >= 0.9 else "int4"
 
 
-def _fraction(c: Constants, weights: str, *, is_unpacked: bool) -> float:
-    """Achieved bandwidth of a format; one the device cannot multiply is unpacked on the way, like int8."""
-    return c.weight_fraction("int8" if is_unpacked and weights == "fp8" else weights)
+def _read_as(weights: str, *, is_unpacked: bool) -> str:
+    """The format whose achieved bandwidth applies: one the device cannot multiply is unpacked on the way, like int8."""
+    return "int8" if is_unpacked and weights == "fp8" else weights
 
 
 def phase_of(work: Workload) -> Phase:

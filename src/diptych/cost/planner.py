@@ -315,4 +315,7 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
 def _check_context(setup: Setup, tokens: int) -> None:
     limit = setup.model.max_context_tokens
     if limit is not None and tokens > limit:
-        raise ConfigError(f"the context is {tokens} tokens; {setup.model.name} accepts at most {limit}")
+        raise ConfigError(
+            f"the context is {tokens} tokens; {setup.model.name} accepts at most {limit}",
+            hint="lower --prompt, --output or --context",
+        )

@@ -88,5 +88,8 @@ def roofline(cost: PhaseCost, hardware: HardwareSpec, quant: QuantSpec) -> StepC
 
 def longest(*, compute_s: float, memory_s: float, link_s: float, host_s: float) -> Bound:
     """Which of the four a step waits for most."""
-    times = {Bound.COMPUTE: compute_s, Bound.MEMORY: memory_s, Bound.LINK: link_s, Bound.LAUNCH: host_s}
-    return max(times, key=lambda bound: times[bound])
+    if compute_s >= max(memory_s, link_s, host_s):
+        return Bound.COMPUTE
+    if memory_s >= max(link_s, host_s):
+        return Bound.MEMORY
+    return Bound.LINK if link_s >= host_s else Bound.LAUNCH

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -123,15 +123,16 @@ def parse_ask(text: str) -> Ask:
 
 
 def parse_duration_s(text: str, what: str) -> float:
-    """Seconds from 500ms, 0.5s, 0.5 (seconds) or 2min. ConfigError when it is none of these or not positive."""
+    """Seconds from 500ms, 0.5s or 2min. ConfigError when it is none of these or not positive."""
     return _duration_s(text.strip().lower(), what)
 
 
 def _duration_s(text: str, what: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min)?", text)
-    value = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
+    # a bare number would be read as milliseconds by one half of its writers and as seconds by the other
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min)", text)
+    value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not value > 0.0:
-        raise ConfigError(f"{what} is {text!r}; it must be a positive time such as 500ms or 0.5s")
+        raise ConfigError(f"{what} is {text!r}; it must be a positive time with its unit, such as 500ms or 0.5s")
     return value
 
 
@@ -189,23 +190,46 @@ def judge(setup: Setup, ask: Ask, *, prices: Mapping[str, float]) -> list[Candid
     if max_batch < 1:
         return [_rejected(setup, prices, "the weights and one sequence do not fit in memory")]
     predictor = setup.model_of_time()
-    found: list[Candidate] = []
-    for instances in _counts(predictor, ask):
-        candidate = _evaluate(setup, ask, predictor, instances=instances, max_batch=max_batch, prices=prices)
-        if candidate.verdict is Verdict.MEETS:
-            return [*found, candidate]
-        if candidate.verdict is Verdict.UNDECIDED and not found:
-            found.append(candidate)
-        if candidate.verdict is Verdict.MISSES and _is_hopeless(predictor, ask):
-            return [candidate]
-    return found or [_rejected(setup, prices, f"more than {MAX_INSTANCES} instances would be needed")]
+    optimistic, pessimistic = _scale(setup.calibration)
+
+    def evaluate(instances: int) -> Candidate:
+        return _evaluate(setup, ask, predictor, instances=instances, max_batch=max_batch, prices=prices)
+
+    def is_met(instances: int, scale: tuple[float, float]) -> bool:
+        return _meets(steady_state(predictor, _share(ask, instances), scale=scale), ask, max_batch)
+
+    least = _least_instances(predictor, ask)
+    possible = _first(least, lambda n: is_met(n, optimistic))
+    if possible is None:
+        if least <= MAX_INSTANCES and _is_hopeless(predictor, ask):
+            return [evaluate(least)]
+        return [_rejected(setup, prices, f"more than {MAX_INSTANCES} instances would be needed")]
+    sure = _first(possible, lambda n: is_met(n, pessimistic))
+    counts = [possible] if sure in (possible, None) else [possible, sure]
+    return [evaluate(n) for n in counts if n is not None]
 
 
-def _counts(predictor: CalibratedModel, ask: Ask) -> Iterable[int]:
-    """Numbers of instances to try: from what the prefills alone need."""
+def _least_instances(predictor: CalibratedModel, ask: Ask) -> int:
+    """What the prefills alone need."""
     prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)).total_s
-    least = max(math.ceil(ask.requests_per_s * prefill_s / MAX_LOAD), 1)
-    return range(least, MAX_INSTANCES + 1)
+    return max(math.ceil(ask.requests_per_s * prefill_s / MAX_LOAD), 1)
+
+
+def _first(least: int, is_met: Callable[[int], bool]) -> int | None:
+    """The smallest number of instances from `least` on for which it holds; more instances never make it worse."""
+    low, high, stride = least - 1, least, 1
+    while high < MAX_INSTANCES and not is_met(high):
+        low, high, stride = high, min(high + stride, MAX_INSTANCES), 2 * stride
+    if high > MAX_INSTANCES or (high == MAX_INSTANCES and not is_met(high)):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_met(middle) else (middle, high)
+    return high
+
+
+def _share(ask: Ask, instances: int) -> Ask:
+    return replace(ask, requests_per_s=ask.requests_per_s / instances)
 
 
 def _is_hopeless(predictor: CalibratedModel, ask: Ask) -> bool:
@@ -229,7 +253,7 @@ def _evaluate(
     max_batch: int,
     prices: Mapping[str, float],
 ) -> Candidate:
-    share = replace(ask, requests_per_s=ask.requests_per_s / instances)
+    share = _share(ask, instances)
     optimistic, pessimistic = _scale(setup.calibration)
     low = steady_state(predictor, share, scale=optimistic)
     middle = steady_state(predictor, share, scale=(1.0, 1.0))
