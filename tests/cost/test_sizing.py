@@ -25,7 +25,7 @@ def with_spread(setup, low: float, high: float):
 def test_ask_is_read_with_units():
     """The documented form, and other units."""
     assert parse_ask("ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200") == ASK
-    other = parse_ask("ttft=0.5s, tpot=50000us, rate=180/min, in=1500, out=200")
+    other = parse_ask("ttft=0.5s, tpot=0.05s, rate=180/min, in=1500, out=200")
     assert (other.ttft_s, other.tpot_s) == (0.5, 0.05)
     assert other.requests_per_s == pytest.approx(3.0)
 

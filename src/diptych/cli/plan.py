@@ -50,7 +50,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         usage=f"{prog_name} MODEL --hardware NAME [options]\n"
         f"       {prog_name} MODEL --ask ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200 [--devices NAME,NAME]\n"
         f"       {prog_name} compare MODEL[,MODEL] --hardware NAME[,NAME]\n"
-        f"       {prog_name} accuracy [--rows FILE.csv]\n"
+        f"       {prog_name} accuracy [--rows FILE.csv] [--neutral]\n"
         f"       {prog_name} --list",
     )
     add = parser.add_argument
@@ -80,6 +80,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
     add("--rows", type=Path, metavar="FILE", help="published rows (CSV) for `accuracy`")
     add("--refit", type=Path, metavar="FILE", help="with `accuracy`: also write the constants fitted to all rows")
+    add("--neutral", action="store_true", help="with `accuracy`: one form and one start for all software")
     add("--list", dest="listing", action="store_true", help="list models, devices, formats and software")
     return parser
 
@@ -91,7 +92,7 @@ def _answer(options: argparse.Namespace) -> None:
         _list(options.as_json)
     elif words[:1] == ["accuracy"]:
         _no_more(words[1:])
-        _accuracy(options.rows, options.refit, options.as_json)
+        _accuracy(options.rows, options.refit, options.as_json, is_neutral=options.neutral)
     elif words[:1] == ["compare"]:
         _compare(options, question)
     elif options.ask is not None:
@@ -166,7 +167,7 @@ def _compare(options: argparse.Namespace, question: Question) -> None:
         _module("plan_text").show_comparison(plans)
 
 
-def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool) -> None:
+def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *, is_neutral: bool) -> None:
     """Leave one model out, on the file's rows or on the built-in copy; other rows only help to fit."""
     accuracy, reader = import_module("diptych.cost.accuracy"), import_module("diptych.cost.rows")
     text = data_text("published_rows.csv")
@@ -181,7 +182,10 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool) ->
     if not rows and not service:
         raise ConfigError(f"{rows_file} has no row that describes one timed step on a known device")
     auxiliary = [*reader.read_rows(data_text("auxiliary_rows.csv"))[0], *(row for row in known if row not in rows)]
-    errors = accuracy.leave_one_model_out(rows, auxiliary=auxiliary)
+    forms = import_module("diptych.cost.forms")
+    errors = accuracy.leave_one_model_out(
+        rows, auxiliary=auxiliary, forms=forms.NEUTRAL_FORMS if is_neutral else forms.FORMS
+    )
     summaries = accuracy.summarise(errors)
     uncovered = accuracy.uncovered(rows)
     if refit_file is not None:

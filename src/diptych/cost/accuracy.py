@@ -64,10 +64,15 @@ def bound_s(row: PublishedRow) -> float:
     return roofline(cost, device_spec(row.device), quant).total_s
 
 
-def leave_one_model_out(rows: Sequence[PublishedRow], *, auxiliary: Sequence[PublishedRow] = ()) -> list[RowError]:
+def leave_one_model_out(
+    rows: Sequence[PublishedRow],
+    *,
+    auxiliary: Sequence[PublishedRow] = (),
+    forms: Sequence[StackForm] = FORMS,
+) -> list[RowError]:
     """The error of every row under constants fitted without it. Auxiliary rows only help to fit."""
     found: list[RowError] = []
-    for form in FORMS:
+    for form in forms:
         targets = [row for row in rows if form.covers(row)]
         members = targets + [row for row in auxiliary if form.covers(row)]
         fitted: dict[tuple[str, str], tuple[Constants, str]] = {}

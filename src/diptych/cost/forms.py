@@ -182,3 +182,25 @@ FORMS: tuple[StackForm, ...] = (
         free=(Free(path="ef.other", start=0.5, limits=_FRACTION),),
     ),
 )
+
+
+def _neutral(stack: str, phase: Phase) -> StackForm:
+    return StackForm(
+        stack=stack,
+        phase=phase,
+        fixed=Constants(p=3.0, kv_eb=0.8, attention_ef=0.4),
+        free=(
+            Free(path="layer_s", start=50e-6, limits=_TIME),
+            Free(path="eb.other", start=0.8, limits=_FRACTION),
+            Free(path="ef.other", start=0.6, limits=_FRACTION),
+            Free(path="allreduce_s", start=10e-6, limits=_TIME),
+            Free(path="link_fraction", start=0.6, limits=_FRACTION),
+        ),
+    )
+
+
+# One form with one set of starting values for all software and both phases: what the rows give without the choices above.
+# `diptych plan accuracy --neutral` shows how much of the accuracy those choices are.
+NEUTRAL_FORMS: tuple[StackForm, ...] = tuple(
+    _neutral(stack, phase) for stack, phase in dict.fromkeys((form.stack, form.phase) for form in FORMS)
+)
