@@ -244,7 +244,7 @@ DIPTYCH_INLINE RowPartial softmax_tile(float* scores, uint16_t* weights, const T
   const F32 shift = set1(row.most == -__builtin_inff() ? 0.0f : -row.most), factor = set1(unit);
   F32 sum = zero();
   for (int64_t g = tile.first; g < tile.end; ++g) {
-    F32 p = exp2_lanes(fma(load(scores + g * 16), factor, shift));
+    F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     if (value_scales) p = mul(p, load(value_scales + g * 16));
     store_bf16(weights + g * 16, p);

@@ -22,18 +22,19 @@ inline void add_dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_by
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
 
-// 2^t to 2e-7 relative, t held to [-126, 126]. The polynomial is the degree 5 fit of 2^f on [-0.5, 0.5].
+// 2^t to 2e-7 relative, t held to [-126, 126]. The polynomial is the degree 5 fit of 2^f on [-0.5, 0.5]; adding 1.5 * 2^23 finds the
+// whole part, whose low bits then join the exponent.
 inline __m512 exp2_ps(__m512 t) {
   t = _mm512_min_ps(_mm512_max_ps(t, _mm512_set1_ps(-126.0f)), _mm512_set1_ps(126.0f));
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(t, n);
+  const __m512 room = _mm512_set1_ps(12582912.0f), whole = _mm512_add_ps(t, room);
+  const __m512 f = _mm512_sub_ps(t, _mm512_sub_ps(whole, room));
   __m512 p = _mm512_set1_ps(1.3264733e-3f);
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.6715130e-3f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5507336e-2f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022242e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9314700e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(whole), 23)));
 }
 
 // Rows and columns of a 16 x 16 block of words change places.

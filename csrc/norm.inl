@@ -98,15 +98,22 @@ static void softmax_row(float* x, int64_t n) {
 
 // Largest value first, then the first place that holds it: two streaming passes, the second usually short.
 static int64_t argmax_row(const float* x, int64_t n) {
+  constexpr int64_t kBlock = 2048;  // the winner is looked for once more in its block alone
   const float lowest = -__builtin_inff();
-  F32 most[4] = {set1(lowest), set1(lowest), set1(lowest), set1(lowest)};
-  int64_t i = 0;
-  for (; i + 64 <= n; i += 64)
-    for (int64_t j = 0; j < 4; ++j) most[j] = max(load(x + i + 16 * j), most[j]);  // max(NaN, y) is y
-  float best = horizontal_max(max(max(most[0], most[1]), max(most[2], most[3])));
-  for (; i < n; ++i)
-    if (x[i] > best) best = x[i];
-  for (i = 0; i < n; ++i)
+  float best = lowest;
+  int64_t best_block = 0;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+    F32 most[4] = {set1(lowest), set1(lowest), set1(lowest), set1(lowest)};
+    int64_t i = begin;
+    for (; i + 64 <= end; i += 64)
+      for (int64_t j = 0; j < 4; ++j) most[j] = max(load(x + i + 16 * j), most[j]);  // max(NaN, y) is y
+    float block = horizontal_max(max(max(most[0], most[1]), max(most[2], most[3])));
+    for (; i < end; ++i)
+      if (x[i] > block) block = x[i];
+    if (block > best) best = block, best_block = begin;
+  }
+  for (int64_t i = best_block; i < n; ++i)
     if (x[i] == best) return i;
   return 0;
 }
