@@ -304,6 +304,8 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
     for name, text in (("memory_bytes_per_s", "memory bandwidth"), (f"flops_{used}", f"{used} peak")):
         if setup.hardware.flag_of(name).value == "unverified":
             notes.append(f"the {text} of {setup.hardware.name} is unverified")
+    if setup.model_of_time().weights_are_cached:
+        notes.append("the weights fit the last-level cache of this machine: decode may beat the roofline of its memory")
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
         coverage = setup.calibration.decode_coverage
