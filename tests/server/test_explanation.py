@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.explain import app
+from diptych.ground.errors import ConfigError
 from diptych.server.explanation import Part, explain, volatile_spot
 from server_process import ServerProcess
 
@@ -57,6 +58,47 @@ def test_tools_behind_a_question_should_stand_first() -> None:
 def test_changing_text_is_recognised(text: str, what: str | None) -> None:
     spot = volatile_spot(text)
     assert (None if spot is None else spot[1]) == what
+
+
+TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_prediction_reads_a_chat_as_the_server_does(server: ServerProcess, tmp_path: Path) -> None:
+    """Content in parts, a developer turn and a call with its arguments as text used to be counted differently."""
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "utc"}'}}
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": " Be kind."}],
+        },
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+    ]
+    chat, tools = tmp_path / "chat.json", tmp_path / "tools.json"
+    chat.write_text(json.dumps(messages))
+    tools.write_text(json.dumps([TOOL]))
+    options = ["--messages", str(chat), "--tools", str(tools), "--json"]
+    parts = []
+    for where in (["--url", server.url], ["--backend", "torch"]):
+        result = CliRunner().invoke(app, [*options, *where])
+        assert result.exit_code == 0, result.output
+        parts.append([(one["name"], one["tokens"]) for one in json.loads(result.stdout)["parts"]])
+    assert parts[0] == parts[1]
+    assert "tools" in dict(parts[0])
+
+
+def test_a_file_that_is_no_chat_is_refused_by_name(tmp_path: Path) -> None:
+    chat = tmp_path / "chat.json"
+    for content, words in (
+        ([], "holds no messages"),
+        ([{"role": "king", "content": "x"}], "messages[0].role is 'king'"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}, "tools is"),
+    ):
+        chat.write_text(json.dumps(content))
+        result = CliRunner().invoke(app, ["--messages", str(chat)])
+        assert isinstance(result.exception, ConfigError)
+        assert words in str(result.exception)
 
 
 @pytest.mark.parametrize("on_server", [True, False])

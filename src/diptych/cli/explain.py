@@ -19,7 +19,11 @@ from diptych.engine.load import LoadedModel, load, local_predictor
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Segment
+from diptych.server.chat import message_dicts, tool_dicts
+from diptych.server.door import parse
+from diptych.server.errors import ApiError
 from diptych.server.explanation import Explanation, Part, explain, volatile_spot
+from diptych.server.schema import TemplateBody
 from diptych.server.segments import cover
 
 app = typer.Typer(add_completion=False)
@@ -59,7 +63,12 @@ def read_body(messages: Path, tools: Path | None) -> dict[str, Any]:
         raise ConfigError(f"{messages} holds no messages", hint='it must be [{"role": "user", "content": "..."}, ...]')
     if tools is not None:
         body["tools"] = _read_json(tools)
-    return {key: body[key] for key in ("messages", "tools", "documents", "chat_template_kwargs") if body.get(key)}
+    body = {key: body[key] for key in ("messages", "tools", "documents", "chat_template_kwargs") if body.get(key)}
+    try:
+        parse(json.dumps(body).encode(), TemplateBody)
+    except ApiError as error:
+        raise ConfigError(f"{messages} is no chat that a server would take: {error.message}") from error
+    return body
 
 
 def _read_json(path: Path) -> Any:
@@ -91,7 +100,9 @@ def _post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, An
     try:
         answer = client.post(path, json=body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(f"cannot reach {client.base_url}: {error}", hint="is the server running there") from error
+        raise ConfigError(
+            f"cannot reach {client.base_url}: {error}", hint="start the server, or leave --url out for a prediction"
+        ) from error
     if answer.status_code != 200:
         raise ConfigError(f"{path} answers {answer.status_code}: {answer.text[:500]}")
     return answer.json()
@@ -99,11 +110,12 @@ def _post(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, An
 
 def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -> Explanation:
     """Predict from this machine's profile; without one, the least time that its ceilings allow."""
+    asked = TemplateBody.model_validate(body)
     rendered = loaded.template.render(
-        body["messages"],
-        tools=body.get("tools"),
-        documents=body.get("documents"),
-        kwargs=body.get("chat_template_kwargs"),
+        message_dicts(asked.messages),
+        tools=tool_dicts(asked.tools),
+        documents=asked.documents,
+        kwargs=asked.chat_template_kwargs,
     )
     predictor = local_predictor(loaded.model)
     view = CostView(loaded.model)
