@@ -12,6 +12,7 @@ from checkpoints import make_checkpoint
 from diptych.compute import runner
 from diptych.compute.runner import choose_backend, load_model
 from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,25 @@ def test_backend_choice(
     monkeypatch.setattr(runner.cpu_backend, "is_available", lambda: (has_kernels, "detail"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert choose_backend(config)[0] == backend
+
+
+@pytest.mark.parametrize("compiler", [None, "g++"])
+def test_missing_kernels_are_a_warning_that_says_what_to_do(
+    compiler: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip hides the output of a failed build; without a word here the user has a slow engine and no idea why."""
+    path = make_checkpoint("llama", tmp_path)
+    monkeypatch.setattr(runner.cpu_backend, "_cpu", None)
+    monkeypatch.setattr(runner.cpu_backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(runner.cpu_backend.shutil, "which", lambda name: name if name == compiler else None)
+    model = load_model(path, ComputeConfig(device="cpu"))
+    model.close()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "kernels were not built" in warnings[0]
+    assert ("no C++ compiler" if compiler is None else "g++ is on PATH now") in warnings[0]
+    with pytest.raises(ConfigError, match="kernels were not built"):
+        load_model(path, ComputeConfig(backend="cpu"))
 
 
 def test_choice_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

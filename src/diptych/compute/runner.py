@@ -100,6 +100,8 @@ def choose_backend(config: ComputeConfig) -> tuple[str, str]:
 
 def _build(blueprint: Blueprint, config: ComputeConfig) -> Model:
     backend, reason = choose_backend(config)
+    if reason == cpu_backend.is_available()[1] and backend == "torch":
+        logger.warning("the torch backend is used, which is several times slower on a CPU: %s", reason)
     logger.info("backend chosen name=%s reason=%s", backend, reason)
     if backend == "cpu":
         return build_cpu_model(blueprint, config)

@@ -8,8 +8,10 @@ only when their consumer is known, because the consumer's weight format decides 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ except ImportError as error:
     _cpu = None
     IMPORT_FAILURE = str(error)
 
+COMPILERS = ("c++", "g++", "clang++")
+
 # What a projection is, by what it reads (its time is counted under this name).
 CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
 INT4_GROUP = 64  # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
@@ -45,8 +49,20 @@ INT4_GROUP = 64  # inputs that share 16 levels of the int8 grid: 4.25 bits a wei
 def is_available() -> tuple[bool, str]:
     """(whether the native kernels can be used, what they run on or why not)."""
     if _cpu is None:
-        return False, f"the native kernels are not installed ({IMPORT_FAILURE})"
+        return False, _why_missing()
     return True, f"native kernels, {_cpu.instruction_sets()[0]}"
+
+
+def _why_missing() -> str:
+    """pip hides why a build failed, so the first use says what is known and how to see the rest."""
+    if find_spec("diptych.compute.ops._cpu") is not None:
+        return f"the cpu kernels do not load: {IMPORT_FAILURE}"
+    compiler = next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None:
+        now = "no C++ compiler is on PATH: install g++ or clang++, then Diptych again"
+    else:
+        now = f"{compiler} is on PATH now: install Diptych again, with `pip install -v` to see the compiler's messages"
+    return f"the cpu kernels were not built when Diptych was installed; {now}"
 
 
 def instruction_sets() -> list[str]:
@@ -126,6 +142,7 @@ class Value:
     buffer: int | None = None  # fp32, where it lies already
     emit_rows: Callable[[int], None] | None = None
     emit_f32: Callable[[int], None] | None = None
+    emit_bf16: Callable[[int], None] | None = None  # where rounding before a quantisation is worth half the traffic
     rows: dict[str, int] = field(default_factory=dict)
     norm: tuple[int, float] | None = None  # (vector, eps) of a norm of `buffer`
 
@@ -154,7 +171,7 @@ class CpuLoader:
     def __init__(self, config: ComputeConfig, packed: PackedSource | None = None) -> None:
         available, reason = is_available()
         if not available:
-            raise ConfigError(reason, hint="install with a C++ compiler, or use --backend torch")
+            raise ConfigError(reason, hint="use --backend torch meanwhile")
         if config.weights == "fp32" or config.kv == "fp32":
             raise ConfigError("the cpu backend has no fp32 weights or cache", hint="use --backend torch for fp32")
         choose_instruction_set(config.instruction_set)
@@ -293,7 +310,7 @@ class CpuOps:
         settings = {"category": "gate_up", "weight": weight.index, "rows": rows, "activation": weight.activation.value}
         value = Value("gate", weight.n_outputs)
         value.emit_f32 = lambda out: self.program.linear(out=out, store="f32", **settings)
-        value.emit_rows = lambda out: self.program.linear(out=out, store="bf16", **settings)
+        value.emit_bf16 = value.emit_rows = lambda out: self.program.linear(out=out, store="bf16", **settings)
         return value
 
     def linear_add(self, h: Value, weight: LinearHandle, x: Residual) -> Residual:
@@ -401,6 +418,10 @@ class CpuOps:
         assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
         if h.emit_rows is not None and (h.kind == "norm" or key == "bf16"):
             h.emit_rows(rows)
+        elif h.emit_bf16 is not None:
+            half = self._buffer(f"{h.kind} bf16", h.width, lambda width: self.program.add_bf16(width))
+            h.emit_bf16(half)
+            self.program.prepare(half, rows)
         else:
             self.program.prepare(self._materialised(h), rows)
         h.rows[key] = rows
