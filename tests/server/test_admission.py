@@ -74,13 +74,23 @@ def test_a_line_that_stands_is_refused_until_nobody_was_for_a_while() -> None:
     late_s = 2 * BURST_S
     assert not takes(one, backlog(sequences=4, unread_tokens=500), now_s=late_s)
     assert one.outlook(backlog(), now_s=late_s).is_overloaded
-    # now neither a burst nor a place that may become free is trusted, but a short line is
+    # now no burst is trusted, but a short line is
     assert not takes(one, backlog(sequences=3, unread_tokens=500), now_s=late_s + OVERLOAD_S / 2)
-    assert not takes(one, backlog(sequences=64), now_s=late_s + OVERLOAD_S)
     assert takes(one, backlog(sequences=5), now_s=late_s + OVERLOAD_S)
     after_s = late_s + 3 * OVERLOAD_S
     assert not one.outlook(backlog(), now_s=after_s).is_overloaded
     assert takes(one, backlog(sequences=5, unread_tokens=500), now_s=after_s)
+
+
+def test_waiting_for_a_place_is_only_for_those_who_gave_a_bound() -> None:
+    """Places that fill in a second become free in the next one: six waited 0.5 s where 15 ms were predicted."""
+    full = backlog(sequences=64)
+    assert not takes(admission(), full, now_s=0.0)
+    patient = admission(max_queue_s=0.5)
+    patient.opened()
+    patient.closed(service_s=6.4)
+    assert takes(patient, full, now_s=0.0)
+    assert not takes(patient, backlog(sequences=69), now_s=0.0)
 
 
 def test_those_sent_away_are_told_different_times() -> None:

@@ -3,8 +3,8 @@
 Owns an estimate of how fast the line moves, and whether the server is overloaded. Control has its own bound in tokens
 (`max_waiting_tokens`); this one keeps the latency of the requests that are admitted. A request is taken when
 
-1. its predicted wait is within the bound: as long as its own prompt or QUEUED_PROMPTS usual ones take to read; where
-   somebody was refused within OVERLOAD_S, it must also find a free place, as nobody knows when one becomes free; or
+1. there is a free place, as nobody knows when another becomes free, and its predicted wait is within the bound: as long as
+   its own prompt or QUEUED_PROMPTS usual ones take to read; or
 2. nobody was refused within OVERLOAD_S, there is a place for everybody, and this is a burst: the line has been long for at
    most BURST_S, or no more sequences are open than the burst brought (clients of a closed loop that come again).
 
@@ -69,7 +69,7 @@ class Outlook:
 class Admission:
     """Predicts how long a new request would wait for its first step, and refuses. Used on the event loop only.
 
-    max_queue_s: the bound as a fixed number instead; math.inf: never refuse.
+    max_queue_s: the bound as a fixed number instead, which may be spent waiting for a place; math.inf: never refuse.
     """
 
     def __init__(self, *, max_queue_s: float | None, max_open_requests: int) -> None:
@@ -136,7 +136,8 @@ class Admission:
             )
         self._prompt_tokens = _smooth(self._prompt_tokens, prompt_tokens)
         bound_s, is_overloaded = self.bound_s(backlog, prompt_tokens), self.is_overloaded(now_s)
-        if wait_s <= bound_s and (backlog.has_place or not is_overloaded):
+        may_wait = backlog.has_place or self._max_queue_s is not None
+        if wait_s <= bound_s and may_wait:
             self._burst_since_s = None
         elif is_overloaded or not self._is_burst(backlog, now_s):
             self._strict_until_s = now_s + OVERLOAD_S
