@@ -314,6 +314,13 @@ void prepare_rows(const Rows& rows, const float* x, int64_t x_stride, int64_t be
   for (int64_t row = begin; row < end; ++row) prepare_row(rows, row, x + row * x_stride);
 }
 
+void prepare_bf16_rows(const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end, float* memory) {
+  for (int64_t row = begin; row < end; ++row) {
+    active_kernels().load_inputs(x + row * x_stride, Source::bf16, 0, rows.k, memory);
+    prepare_row(rows, row, memory);
+  }
+}
+
 void clear_padding(const Rows& rows, int64_t begin, int64_t end) {
   const int64_t element = rows.kind == RowsKind::bf16 ? 2 : 1;
   for (int64_t row = begin; row < end; ++row)

@@ -110,6 +110,9 @@ void prepare_row(const Rows& rows, int64_t row, const float* x);
 // Rows [begin, end) from x [m, x_stride] fp32.
 void prepare_rows(const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end);
 
+// As prepare_rows from bf16; memory [k] is the caller's.
+void prepare_bf16_rows(const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end, float* memory);
+
 // bf16 kind only: the row's storage, for producers that write bf16 themselves; they leave [k, k_padded) alone after
 // clear_padding has zeroed it once.
 inline uint16_t* bf16_row(const Rows& rows, int64_t row) {

@@ -158,6 +158,7 @@ void Program::reserve(int64_t tokens) {
         bytes = std::max(bytes, program_kernels().attention_scratch_bytes(attention->shape));
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
+      if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
       if (const auto* head = std::get_if<HeadOp>(&op.body)) bytes = std::max(bytes, buffers_[head->x].width * 4 + 64);
     }
     scratch_stride_ = (bytes + 4095) / 4096 * 4096;

@@ -74,7 +74,7 @@ struct EmbedOp { int table, x; float scale; };
 struct NormOp { int x, weight; float eps; int out; };         // out: rows or f32
 struct AddNormOp { int y, weight; float eps; int x; };        // x += norm(y)
 struct AddOp { int y, x; };                                   // x += y
-struct PrepareOp { int x, rows; };
+struct PrepareOp { int x, rows; };                            // x: f32 or bf16
 struct LinearOp { int weight, rows, out; Store store; Activation activation; };
 struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
 struct AttentionOp { int q, out, layer; AttentionShape shape; };

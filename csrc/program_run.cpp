@@ -101,8 +101,14 @@ void Program::Run::run(const AddOp& op, size_t, int thread, int threads) const {
 
 void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) const {
   const Buffer& x = buffer(op.x);
+  const Rows& rows = buffer(op.rows).rows;
   const Range part = share(step.n_tokens * x.rows_per_token, thread, threads);
-  prepare_rows(buffer(op.rows).rows, x.f32(), x.width, part.begin, part.end);
+  if (x.kind == BufferKind::bf16) {
+    float* memory = reinterpret_cast<float*>(scratch(thread));
+    prepare_bf16_rows(rows, reinterpret_cast<const uint16_t*>(x.data), x.width, part.begin, part.end, memory);
+  } else {
+    prepare_rows(rows, x.f32(), x.width, part.begin, part.end);
+  }
 }
 
 Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation) const {
