@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from diptych.lab.load import Outcome
 
@@ -46,7 +47,7 @@ def _draw_runs(axes: Axes, outcomes: Sequence[Outcome]) -> None:
 def _draw_rate(axes: Axes, outcomes: Sequence[Outcome], wall_s: float) -> None:
     moments = [moment for one in outcomes for moment in one.event_s]
     if moments and wall_s > 0:
-        bins = max(10, min(100, int(wall_s * 4)))
+        bins = max(10, min(60, int(wall_s)))  # narrower ones would show single steps of a large batch
         width_s = wall_s / bins
         axes.hist(moments, bins=bins, weights=[1 / width_s] * len(moments), color=STREAM)
     axes.set(title="output events per second", xlabel="s", ylabel="events/s")
@@ -61,4 +62,5 @@ def _draw_share(axes: Axes, values: Sequence[float], label: str) -> None:
             axes.axhline(share, color="#999999", linewidth=0.5)
         if ordered[-1] > 20 * max(ordered[0], 1e-6):
             axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(title="share of values at or below", xlabel=label, ylim=(0, 1.02))
