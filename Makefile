@@ -72,6 +72,7 @@ sanitize: $(VENV)/.dev
 	@echo "==> installing the peers into .venv-peers"
 	@$(PYTHON) -m venv .venv-peers
 	@env -u PIP_CONSTRAINT .venv-peers/bin/pip install -q -r benchmarks/requirements-peers.txt
+	@.venv-peers/bin/pip uninstall -qy torchvision  # a build for other torches, which breaks the exporter; nothing needs it
 	@touch $@
 
 bench-peers: $(VENV)/.run .venv-peers/.installed

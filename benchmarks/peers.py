@@ -16,7 +16,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from diptych.compute.shapes import SHAPES
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import EngineError, ExecutorError
 from diptych.lab.bench import Spread, StaticBench
+from diptych.lab.mix import MixSpec, arrivals, run_mix
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES: dict[str, tuple[int, int]] = {
@@ -39,6 +41,7 @@ CASES: dict[str, tuple[int, int]] = {
     "long": (2048, 1),
     "batch16": (128, 16),
 }  # prompt tokens, batch
+MIX = "mix"  # 32 requests at once, prompts of 64 to 512, answers of 64 to 128 tokens
 DIPTYCH = "diptych"
 # two engines that quantise differently still agree this well; a wrong graph does not
 LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
@@ -49,10 +52,14 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What one turn of one engine measured. decode_tokens_per_s: after every prompt has its first token."""
+    """What one turn of one engine measured. decode_tokens_per_s: after every prompt has its first token.
 
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
+    mix_tokens_per_s: tokens written over the time from the first arrival to the last token; a turn has it or the others.
+    """
+
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    mix_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +147,8 @@ def take_turns(engines: dict[str, Callable[[], Rates]], repeats: int, measure: C
 def rows_of(turns: Sequence[Turn], *, weights: str, prompt_tokens: int, batch: int, new_tokens: int) -> list[Row]:
     """Medians per engine and phase. A batch has only its decode row: its prompts' rate is that of one long prompt."""
     rows = []
-    for phase in ("prefill", "decode") if batch == 1 else ("decode",):
+    phases = ("prefill", "decode") if batch == 1 else ("decode",)
+    for phase in (MIX,) if turns[0].rates.mix_tokens_per_s is not None else phases:
         for engine in dict.fromkeys(turn.engine for turn in turns):
             own = [turn for turn in turns if turn.engine == engine]
             rows.append(
@@ -230,14 +238,38 @@ class SideBySide:
 
     def measure(self, case: str, *, new_tokens: int, repeats: int) -> list[Row]:
         """Both engines in turns; each turn warms up first and has prompts of its own."""
-        length, batch = CASES[case]
         name = str(self.peer_facts["engine"])
+        if case == MIX:
+            return self._measure_mix(name, repeats)
+        length, batch = CASES[case]
         engines = {
             DIPTYCH: lambda: self._run_diptych(length, batch, new_tokens),
             name: lambda: self._run_peer(length, batch, new_tokens),
         }
         turns = take_turns(engines, repeats, lambda: machine_ceilings(self._model))
         return rows_of(turns, weights=self._weights, prompt_tokens=length, batch=batch, new_tokens=new_tokens)
+
+    def _measure_mix(self, name: str, repeats: int) -> list[Row]:
+        """The same requests for both engines, all at once; each turn has tokens of its own. Contexts are means."""
+        spec = MixSpec(n_requests=32, prompt_tokens=(64, 512), new_tokens=(64, 128), rate_per_s=None, seed=0)
+        config = replace(self._config, scheduler=replace(self._config.scheduler, enable_prefix_cache=False))
+        rounds = count()
+
+        def run_diptych() -> Rates:
+            report = run_mix(self._model, config, spec, name=DIPTYCH, repeats=1, progress=lambda _: None)
+            return Rates(mix_tokens_per_s=report.output_tokens_per_s.median)
+
+        def run_peer() -> Rates:
+            requests = arrivals(spec, self._model.spec.vocab_size, next(rounds))
+            prompts = [list(request.prompt_token_ids) for request in requests]
+            run = self._peer.ask("mix", prompts=prompts, new_tokens=[one.sampling.max_tokens for one in requests])
+            return Rates(mix_tokens_per_s=run["output_tokens"] / run["wall_s"])
+
+        turns = take_turns({DIPTYCH: run_diptych, name: run_peer}, repeats, lambda: machine_ceilings(self._model))
+        requests = arrivals(spec, self._model.spec.vocab_size, 0)
+        length = round(statistics.mean(len(one.prompt_token_ids) for one in requests))
+        new_tokens = round(statistics.mean(one.sampling.max_tokens for one in requests))
+        return rows_of(turns, weights=self._weights, prompt_tokens=length, batch=len(requests), new_tokens=new_tokens)
 
     def _run_diptych(self, length: int, batch: int, new_tokens: int) -> Rates:
         report = self._bench.run(
@@ -265,7 +297,7 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     shapes = [name for name, c in SHAPES.items() if c["model_type"] in families and "rope_scaling" not in c]
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=shapes)
     parser.add_argument("--weights", nargs="+", default=["int8", "int4", "bf16"], choices=list(LEAST_CORRELATION))
-    parser.add_argument("--cases", nargs="+", default=["single", "batch16"], choices=list(CASES))
+    parser.add_argument("--cases", nargs="+", default=["single", "batch16", MIX], choices=[*CASES, MIX])
     parser.add_argument("--new-tokens", type=int, default=32, help="written per sequence, at least 2")
     parser.add_argument("--repeat", type=int, default=5, help="turns of each engine; medians are reported")
     parser.add_argument("--threads", type=int, help="of both engines (default: the CPUs this process may use)")

@@ -8,14 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from diptych.compute.shapes import SHAPES
 
+EOS = "<|endoftext|>"
+LONGEST_WORD = 12  # characters of a random token
 STD = 0.02  # the usual initialisation of these families
 BIASES = {"qwen2": ("q_proj", "k_proj", "v_proj")}
 
@@ -61,6 +65,30 @@ def write_checkpoint(config: dict[str, Any], directory: Path, *, seed: int = 0) 
     os.replace(unfinished, directory / "model.safetensors")
 
 
+def write_tokenizer(vocab_size: int, directory: Path, *, seed: int = 0) -> None:
+    """tokenizer.json and what goes with it: byte-level BPE of exactly vocab_size entries with random merges, as large as a
+    trained one. Reads any text; EOS is the last entry.
+    """
+    noise = random.Random(seed)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [char for char in alphabet if char.isascii() and char.isalpha()] + ["Ġ"]
+    vocab = {char: token_id for token_id, char in enumerate(alphabet)}
+    words, merges = list(letters), []
+    while len(vocab) < vocab_size - 1:
+        left, right = noise.choice(words), noise.choice(letters if noise.random() < 0.5 else words)
+        if len(left + right) <= LONGEST_WORD and left + right not in vocab:
+            merges.append((left, right))
+            words.append(left + right)
+            vocab[left + right] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="write a random checkpoint")
@@ -68,7 +96,9 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    write_checkpoint(SHAPES[arguments.shape], arguments.directory, seed=arguments.seed)
+    config = SHAPES[arguments.shape]
+    write_checkpoint(config, arguments.directory, seed=arguments.seed)
+    write_tokenizer(config["vocab_size"], arguments.directory, seed=arguments.seed)
 
 
 if __name__ == "__main__":

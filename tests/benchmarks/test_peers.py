@@ -15,6 +15,7 @@ import random_checkpoint
 
 from diptych.compute.ceilings import Ceilings
 from diptych.compute.runner import load_model
+from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ExecutorError
 
@@ -101,3 +102,24 @@ def test_peer_that_answers_an_error_or_ends_is_an_error_here():
     with pytest.raises(ExecutorError, match="ended"):
         peer.ask("run")
     peer.close()
+
+
+def test_mix_has_one_row_per_engine():
+    turns = [
+        peers.Turn(engine=name, rates=peers.Rates(mix_tokens_per_s=rate), read_bytes_per_s=1e9, ops_per_s=1e10)
+        for name, rate in (("diptych", 30.0), ("x", 20.0))
+    ]
+    rows = peers.rows_of(turns, weights="int8", prompt_tokens=288, batch=32, new_tokens=96)
+    assert [(row.phase, row.engine, row.tokens_per_s.median) for row in rows] == [
+        ("mix", "diptych", 30.0),
+        ("mix", "x", 20.0),
+    ]
+
+
+def test_random_tokenizer_fills_the_vocabulary_and_reads_any_text(tmp_path):
+    random_checkpoint.write_tokenizer(1000, tmp_path)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    assert tokenizer.vocab_size == 1000
+    assert tokenizer.eos_token_ids == (999,)
+    text = "Any text, größer than ASCII: 猫"
+    assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -145,24 +145,26 @@ def _print_static(report: BenchReport) -> None:
         f"ceilings {ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, "
         f"{ceilings.flops_per_s / 1e9:.0f} Gop/s {ceilings.compute_dtype}"
     )
-    for column in ("phase", "batch", "prompt", "context", "tok/s", "min..max", "of ceiling", "host"):
+    for column in ("phase", "batch", "prompt", "context", "tok/s", "min..max", "of ceiling", "GB/s beside", "host"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for point in report.results:
         rate = point.tokens_per_s
         table.add_row(
             point.phase, str(point.batch), str(point.prompt_tokens), str(point.context_tokens), f"{rate.median:.1f}",
-            f"{rate.min:.1f}..{rate.max:.1f}", f"{point.fraction_of_ceiling:.0%}", f"{point.host_fraction:.1%}",
+            f"{rate.min:.1f}..{rate.max:.1f}", f"{point.fraction_of_ceiling:.0%}", f"{point.read_bytes_per_s / 1e9:.1f}",
+            f"{point.host_fraction:.1%}",
         )  # fmt: skip
     console.print(table)
     console.print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")
 
 
 def _print_mix(report: MixReport) -> None:
-    rate = report.output_tokens_per_s
+    rate, ceilings = report.output_tokens_per_s, report.ceilings
     console.print(
         f"{report.model} · {report.backend} · {report.weights} · {report.requests} requests in {report.wall_s:.2f} s: "
         f"{rate.median:.1f} output tok/s ({rate.min:.1f}..{rate.max:.1f}), "
-        f"{report.total_tokens_per_s.median:.1f} tok/s with prompts"
+        f"{report.total_tokens_per_s.median:.1f} tok/s with prompts; medians of {report.repeats}, ceilings "
+        f"{ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, {ceilings.flops_per_s / 1e9:.0f} Gop/s {ceilings.compute_dtype}"
     )
     for name, values in (("TTFT", report.ttft_s), ("ITL", report.itl_s)):
         console.print(f"  {name} " + ", ".join(f"{q} {value * 1e3:.1f} ms" for q, value in values.items()))

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
+from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model
 from diptych.engine.load import Machinery, make_machinery
 from diptych.ground.clock import Clock, MonotonicClock, sleep_s
@@ -43,6 +44,8 @@ class MixReport:
     backend: str
     weights: str
     threads: int
+    repeats: int
+    ceilings: Ceilings
 
     def as_json(self) -> dict[str, object]:
         """Plain dicts and lists."""
@@ -84,6 +87,8 @@ def run_mix(
         backend=model.backend_name,
         weights=model.weights_format,
         threads=model.threads,
+        repeats=repeats,
+        ceilings=machine_ceilings(model),
     )
 
 
@@ -101,7 +106,7 @@ class _MixRun:
         self._clock = clock
         self._book = EventBook()
         self._n_open = spec.n_requests
-        self._arrivals = _arrivals(spec, vocab, number)
+        self._arrivals = arrivals(spec, vocab, number)
         self._arrivals.reverse()  # popped from the end
 
     def run(self) -> _Repeat:
@@ -137,7 +142,7 @@ class _MixRun:
         self._n_open -= sum(isinstance(event, FinishEvent) for event in events)
 
 
-def _arrivals(spec: MixSpec, vocab: int, number: int) -> list[Request]:
+def arrivals(spec: MixSpec, vocab: int, number: int) -> list[Request]:
     """The same lengths, times and tokens for the same seed; another repeat number gives other tokens only."""
     shape = random.Random(spec.seed)
     words = random.Random(f"{spec.seed}/{number}")
