@@ -34,6 +34,7 @@ from diptych.server.state import ServerState
 
 logger = logging.getLogger("diptych.server")
 
+MAX_COUNTED_TOKENS = 65536  # of a text that is only tokenised, where the model's context is shorter
 PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -140,17 +141,23 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:
+    counted_tokens = max(state.context_tokens, MAX_COUNTED_TOKENS)
+
+    def ids_of(body: TokenizeBody) -> list[int]:
+        text = body.prompt or ""
+        state.tokenizer.refuse_endless(text, counted_tokens)
+        return state.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
+
     @app.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(400, 404, 413))
     async def tokenize(request: Request) -> dict[str, Any]:
         """Token ids of a text or of messages."""
         body = await read_body(request, TokenizeBody, state.workers)
         check_model(state, body.model)
         if body.messages is not None:
-            rendered = await render_messages(state, body)
+            rendered = await render_messages(state, body, limit_tokens=counted_tokens)
             ids = list(rendered.token_ids)
         else:
-            adds = True if body.add_special_tokens is None else body.add_special_tokens
-            ids = await state.workers.run(partial(state.tokenizer.encode, body.prompt or "", add_special_tokens=adds))
+            ids = await state.workers.run(ids_of, body)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.context_tokens, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = [state.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
@@ -172,7 +179,7 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         """What the chat template makes of messages, with the token range of each part and what the cache holds."""
         body = await read_body(request, TemplateBody, state.workers)
         check_model(state, body.model)
-        rendered = await render_messages(state, body, documents=body.documents)
+        rendered = await render_messages(state, body, limit_tokens=counted_tokens, documents=body.documents)
 
         def hits(engine: Engine) -> int:
             return engine.core.prefix_match(rendered.token_ids, None)

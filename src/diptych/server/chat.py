@@ -72,10 +72,11 @@ async def render_messages(
     state: ServerState,
     body: ChatBody | TokenizeBody | TemplateBody,
     *,
+    limit_tokens: int,
     documents: Sequence[Mapping[str, Any]] | None = None,
     has_tools: bool = True,
 ) -> RenderedPrompt:
-    """Run the chat template on a worker thread. Raises TemplateError."""
+    """Run the chat template on a worker thread. Raises TemplateError, or PromptTooLong for far more than limit_tokens."""
     continues = bool(body.continue_final_message)
     adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return await state.workers.run(
@@ -87,6 +88,7 @@ async def render_messages(
             add_generation_prompt=adds_prompt,
             continue_final_message=continues,
             kwargs=body.chat_template_kwargs,
+            limit_tokens=limit_tokens,
         )
     )
 
@@ -110,7 +112,13 @@ class Chat:
         check_model(state, body.model)
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
-        rendered = await render_messages(state, body, documents=body.documents, has_tools=body.tool_choice != "none")
+        rendered = await render_messages(
+            state,
+            body,
+            limit_tokens=state.context_tokens,
+            documents=body.documents,
+            has_tools=body.tool_choice != "none",
+        )
         if self._tags is not None:
             self._opening = opening_of_prompt(rendered.text, self._tags)
             if body.continue_final_message and self._opening is Opening.FREE:

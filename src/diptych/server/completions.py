@@ -95,13 +95,17 @@ class Completion:
         self.opened = await open_requests(state, prompts, sampling, self._asked)
 
     async def _token_ids(self, prompts: Sequence[Prompt]) -> list[Ids]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encode = self._state.tokenizer.encode
-        if sum(len(text) for text in texts) <= 2048:
-            return [tuple(encode(one)) if isinstance(one, str) else tuple(one) for one in prompts]
-        return await self._state.workers.run(
-            lambda: [tuple(encode(one)) if isinstance(one, str) else tuple(one) for one in prompts]
-        )
+        tokenizer, limit = self._state.tokenizer, self._state.context_tokens
+
+        def ids_of(prompt: Prompt) -> Ids:
+            if isinstance(prompt, str):
+                tokenizer.refuse_endless(prompt, limit)
+                return tuple(tokenizer.encode(prompt))
+            return tuple(prompt)
+
+        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= 2048:
+            return [ids_of(prompt) for prompt in prompts]
+        return await self._state.workers.run(lambda: [ids_of(prompt) for prompt in prompts])
 
     def close(self) -> None:
         """Abort what still runs."""

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from diptych.engine.text.tokenizer import PieceKind, Tokenizer
-from diptych.ground.errors import LoadError, RequestError
+from diptych.ground.errors import LoadError, PromptTooLong, RequestError
 from text.small_tokenizers import byte_level_json, checkpoint, sentencepiece_json
 
 SAMPLES = [
@@ -80,8 +80,24 @@ def test_token_bytes_spell_the_text(tmp_path, source):
         ids = tokenizer.encode(text, add_special_tokens=False)
         joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
         assert joined[tokenizer.stripped_spaces :] == tokenizer.decode(ids, skip_special_tokens=False)
-        assert tokenizer.least_tokens(text) <= len(ids)
     assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+
+
+def test_endless_text_is_refused_from_its_beginning(tmp_path):
+    """A body of 32 MiB would take 5 GB and a minute to tokenise, to be told that it is too long."""
+    tokenizer = Tokenizer.from_dir(checkpoint(tmp_path, byte_level_json()))
+    read = []
+    encode = tokenizer.encode
+    tokenizer.encode = lambda text, **options: read.append(len(text)) or encode(text, **options)
+    with pytest.raises(
+        PromptTooLong, match=r"prompt has more than \d+ tokens \(1000000 characters\); at most 100 are read"
+    ):
+        tokenizer.refuse_endless("word " * 200_000, 100)
+    assert read == [1600]
+    tokenizer.refuse_endless("word " * 300, 100)  # may be too long, but is no bomb: the engine tells its exact number
+    assert read == [1600]
+    wide = tokenizer.encode("a" * 1600)
+    tokenizer.refuse_endless("a" * 5000, len(wide))
 
 
 def test_thinking_and_tool_marks_stay_visible(tmp_path):

@@ -88,10 +88,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
+        limit_tokens: int | None = None,
     ) -> RenderedPrompt:
         """Render and tokenise. `kwargs` are further variables of the template (chat_template_kwargs).
 
-        Raises TemplateError when the template refuses, fails, runs too long, or reaches for what it may not have.
+        Raises TemplateError when the template refuses, fails, runs too long, or reaches for what it may not have;
+        PromptTooLong when the text surely has more than `limit_tokens` tokens.
         """
         if not messages:
             raise TemplateError("messages has 0 entries; at least 1 is needed", param="messages")
@@ -116,6 +118,8 @@ class ChatTemplate:
         if continue_final_message:
             pieces = _cut_at_tag(pieces)
         text = "".join(piece.text for piece in pieces)
+        if limit_tokens is not None:
+            self._tokenizer.refuse_endless(text, limit_tokens, param="messages")
         token_ids, offsets = self._tokenizer.encode_with_offsets(text, add_special_tokens=False)
         ranges = _named_ranges(text, pieces, messages, self._tokenizer.bos_token)
         return RenderedPrompt(text=text, token_ids=tuple(token_ids), segments=_segments(ranges, offsets))

@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 
-from diptych.ground.errors import LoadError, RequestError
+from diptych.ground.errors import LoadError, PromptTooLong, RequestError
 
 _NAMED_SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -27,6 +27,9 @@ _NAMED_SPECIAL_TOKENS = (
 _SHOWN_TOKENS = frozenset(
     {"<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"}
 )
+
+
+_MANY_CHARS_PER_TOKEN = 16  # English has about 4; only blanks and repeated signs have so many
 
 
 class PieceKind(Enum):
@@ -92,10 +95,6 @@ class Tokenizer:
         """tokenizer.json, with the tokens that only other files knew."""
         return self._backend.to_str()
 
-    @cached_property
-    def _longest_token_bytes(self) -> int:
-        return max((len(text.encode()) for text in self._backend.get_vocab()), default=1)
-
     @property
     def bos_token(self) -> str | None:
         """The text of the begin-of-text token, or None."""
@@ -148,9 +147,21 @@ class Tokenizer:
             token_ids = [token_id for token_id in token_ids if token_id not in self.hidden_token_ids]
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
-    def least_tokens(self, text: str) -> int:
-        """A lower bound for the number of tokens of `text`, without tokenising it (for refusing huge prompts early)."""
-        return -(-len(text.encode(errors="replace")) // self._longest_token_bytes)
+    def refuse_endless(self, text: str, limit_tokens: int, *, param: str = "prompt") -> None:
+        """Raise PromptTooLong for a text that surely has more tokens, without reading all of it.
+
+        Tokenising takes about 150 bytes of memory and 2 microseconds per character: 5 GB for the longest body.
+        """
+        begin = text[: limit_tokens * _MANY_CHARS_PER_TOKEN]
+        if len(begin) == len(text):
+            return
+        n_tokens = len(self.encode(begin, add_special_tokens=False))
+        if n_tokens > limit_tokens:
+            raise PromptTooLong(
+                f"{param} has more than {n_tokens} tokens ({len(text)} characters); at most {limit_tokens} are read",
+                hint="shorten it",
+                param=param,
+            )
 
     def token_id(self, token: str) -> int | None:
         """The id of the vocabulary entry `token`, or None."""
