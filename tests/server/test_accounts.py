@@ -172,3 +172,64 @@ def test_metrics_agree_with_the_answers(server: ServerProcess, http: httpx.Clien
     prompt = sum(one["usage"]["prompt_tokens"] for one in answers)
     output = sum(one["usage"]["completion_tokens"] for one in answers)
     assert [new - old for new, old in zip(after, before, strict=True)] == [prompt, output, 3]
+
+
+def test_every_state_at_once_adds_up_request_by_request_and_in_the_totals(small: ServerProcess) -> None:
+    """Cached, chunked, preempted, aborted, n > 1, streamed and several prompts, beside each other on a small pool."""
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:num_preemptions_total")
+    before = [small.metric(name) for name in names]
+    shared = LONG[:300]
+    options = {"max_tokens": 90, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    bodies: list[tuple[str, dict[str, object]]] = []
+    for number in range(4):
+        prompt = f"{shared} tale {number}"
+        bodies.append(
+            ("/v1/completions", {**options, "prompt": prompt, "n": 1 + number % 3, "stream": number % 2 == 0})
+        )
+        bodies.append(
+            ("/v1/completions", {**options, "prompt": prompt, "request_id": f"leaves-{number}", "stream": True})
+        )
+        bodies.append(("/v1/chat/completions", chat(max_tokens=60, stream=number % 2 == 1, n=2)))
+    bodies.append(("/v1/completions", {**options, "prompt": [shared, f"{shared} and", "short"], "n": 2}))
+    bodies.append(("/v1/completions", {**options, "prompt": [shared, "short"], "stream": True}))
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=small.url, timeout=300) as http:
+
+            async def leave(number: int) -> None:
+                while (await http.delete(f"/v1/requests/leaves-{number}")).status_code == 404:
+                    await asyncio.sleep(0.01)
+
+            sent = [asyncio.create_task(http.post(path, json=body)) for path, body in bodies]
+            await asyncio.gather(*(leave(number) for number in range(0, 4, 2)))
+            return await asyncio.gather(*sent)
+
+    answers = [
+        events_of(response.content)[-1] if body.get("stream") else response.json()
+        for response, (_, body) in zip(asyncio.run(run()), bodies, strict=True)
+    ]
+    for answer, (_, body) in zip(answers, bodies, strict=True):
+        if isinstance(body.get("prompt"), list):
+            check_prompts(answer, len(body["prompt"]))  # type: ignore[arg-type]
+        else:
+            check_account(answer)
+    reasons = [answer["choices"][0]["finish_reason"] for answer in answers]
+    assert reasons.count("abort") >= 1
+    after = [small.metric(name) for name in names]
+    assert after[0] - before[0] == sum(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert after[1] - before[1] == sum(answer["usage"]["completion_tokens"] for answer in answers)
+    assert after[2] > before[2], "the pool was meant to be too small"
+    assert any(answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for answer in answers)
+    small.wait_idle()
+
+
+def check_prompts(answer: dict[str, object], n_prompts: int) -> None:
+    """A body with several prompts: each has an account of its own, and usage is their sum."""
+    usage, parts = answer["usage"], answer["timings"]["diptych"]["prompts"]  # type: ignore[index]
+    assert len(parts) == n_prompts
+    assert sum(part["prompt_n"] + part["cache_n"] for part in parts) == usage["prompt_tokens"]  # type: ignore[index]
+    assert sum(part["predicted_n"] for part in parts) == usage["completion_tokens"]  # type: ignore[index]
+    for part in parts:
+        own = part["diptych"]
+        assert own["queue_ms"] + own["prefill_ms"] + own["decode_ms"] == pytest.approx(own["e2e_ms"], abs=1.0)
+        assert sum(segment["prefill_ms"] for segment in own["segments"]) == pytest.approx(own["prefill_ms"], abs=1e-3)
