@@ -165,11 +165,12 @@ def test_linear_equals_the_exact_product_of_its_rounded_operands(kernels, isa, f
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_partial_sums_survive_the_blocks_of_k(kernels, isa, format_name, k):
     """Large K is cut for the cache; the cut must neither lose a block nor change a bit between row counts."""
-    x, w, bias = world(k, 9, 67, k)
+    x, w, bias = world(k, 60, 67, k)
     packed = pack(kernels, format_name, [w], bias=bias)
     whole = packed.apply(x)
     exact, scale = reference(packed, format_name, x)
     assert np.all(np.abs(whole - exact) <= scale * 2.0**-14)
+    assert np.array_equal(packed.apply(x[:9]), whole[:9])
     assert np.array_equal(packed.apply(x[4:5])[0], whole[4])
 
 
