@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -22,6 +25,16 @@ def soak(server: ServerProcess, *, seconds: float) -> None:
 
 def test_seconds_of_mixed_load_lose_nothing(server: ServerProcess) -> None:
     soak(server, seconds=6.0)
+
+
+def test_the_command_prints_its_result(server: ServerProcess) -> None:
+    """It once failed after an hour, in the last line."""
+    command = [sys.executable, "-m", "diptych.lab.soak", "--url", server.url, "--minutes", "0.02", "--clients", "3"]
+    done = subprocess.run([*command, "--think-s", "0.1"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert sum(result["outcomes"].values()) == result["sent"] > 0
+    assert (result["blocks_left"], result["problems"]) == (0, [])
 
 
 @pytest.mark.slow

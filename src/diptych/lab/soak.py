@@ -14,7 +14,7 @@ import random
 import sys
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def main() -> None:
             think_s=given.think_s,
         )
     )
-    print(json.dumps(asdict(result)))
+    print(json.dumps({one.name: getattr(result, one.name) for one in fields(result)}))
     sys.exit(1 if result.problems else 0)
 
 
