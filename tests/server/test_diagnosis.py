@@ -75,6 +75,25 @@ def test_each_cause_is_found_where_it_was_built_in(cause: str, changes: dict[str
     assert cause not in causes()
 
 
+def test_a_line_of_requests_is_no_cold_start() -> None:
+    """Seen on a small pool: 24 requests, most of them waiting, were called a cold start beside the queueing."""
+    lines = ["# TYPE vllm:time_to_first_token_seconds histogram"]
+    for edge, count in ((0.1, 14), (1.0, 18), (10.0, 24)):
+        lines.append(f'vllm:time_to_first_token_seconds_bucket{{le="{edge}"}} {count}')
+    lines += ['vllm:time_to_first_token_seconds_bucket{le="+Inf"} 24', "vllm:time_to_first_token_seconds_sum 20", ""]
+    changes = {
+        "request_queue_time_seconds": (0.8, 24),
+        "request_prefill_time_seconds": (0.02, 24),
+        "num_preemptions_total": 28.0,
+    }
+    rest = metrics(
+        **{name: value for name, value in {**BASE, **changes}.items() if name != "time_to_first_token_seconds"}
+    )
+    found = {one.cause: one for one in diagnose(read_scrape("\n".join(lines) + rest)).findings}
+    assert "cold start" not in found
+    assert "28 sequences lost their place" in found["queueing"].evidence
+
+
 def test_a_quick_server_gets_no_finding() -> None:
     quick = {"time_to_first_token_seconds": (0.05, 100), "request_prefill_time_seconds": (0.04, 100)}
     assert causes(**quick) == []

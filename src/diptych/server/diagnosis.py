@@ -208,6 +208,8 @@ def _queueing(n: dict[str, float | None]) -> Finding | None:
     why = "all places for running sequences are taken or prompts arrive faster than they are read"
     if (n["kv_usage"] or 0.0) > FULL_CACHE:
         why = f"the KV cache is full ({n['kv_usage']:.0%})"
+    elif n["preemptions"]:
+        why = f"the KV cache ran full, {n['preemptions']:.0f} sequences lost their place in it"
     return Finding(
         about="ttft",
         cause="queueing",
@@ -256,8 +258,8 @@ def _prefill_batching(n: dict[str, float | None]) -> Finding | None:
 
 def _cold_start(n: dict[str, float | None]) -> Finding | None:
     p50, p99, requests = n["ttft_s.p50"], n["ttft_s.p99"], n["requests"]
-    if p50 is None or p99 is None or requests is None or p50 <= 0:
-        return None
+    if p50 is None or p99 is None or requests is None or p50 <= 0 or _queueing(n) is not None:
+        return None  # a line of requests makes slow ones too
     if requests > FEW_REQUESTS or p99 < TAIL_RATIO * p50 or p99 < 0.2:
         return None
     load = "" if n["load_s"] is None else f"; the model took {_s(n['load_s'])} to load"
