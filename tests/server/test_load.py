@@ -136,11 +136,13 @@ def test_a_connection_closed_while_idle_costs_no_request() -> None:
 
     async def one_answer_per_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal n_answered
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-        n_answered += 1
-        await reader.read(1)  # the next request arrives and is dropped with the connection
-        writer.close()
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+            n_answered += 1
+            await reader.read(1)  # the next request arrives and is dropped with the connection
+        finally:
+            writer.close()
 
     async def run() -> int:
         async with await asyncio.start_server(one_answer_per_connection, "127.0.0.1", 0) as listener:
