@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.cost.test_profile import PROFILE
 from tests.engine.conftest import tiny_config
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
+from diptych.cost.profile import profile_path
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
-from diptych.engine.load import LoadedModel, size_pool
+from diptych.engine.load import LoadedModel, local_predictor, size_pool
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import (
     BadSampling,
@@ -284,3 +288,16 @@ def test_broken_callback_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.engine.n_open == 0
     assert llm.generate(PROMPTS[0], GREEDY)[0].usage.output_tokens == GREEDY.max_tokens
     assert llm.engine.stats().blocks_in_use == 0
+
+
+def test_a_profile_of_other_kernels_predicts_nothing(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times measured on one backend would be printed beside another's as if they were its own."""
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    model = llm.loaded.model
+    other = "torch" if model.backend_name == "cpu" else "cpu"
+    shares = {share: PROFILE[share] | {"fp32": 0.9} for share in ("eb", "ef")}
+    assert local_predictor(model) is None
+    profile_path().write_text(json.dumps(PROFILE | shares | {"backend": model.backend_name}))
+    assert local_predictor(model) is not None
+    profile_path().write_text(json.dumps(PROFILE | shares | {"backend": other}))
+    assert local_predictor(model) is None

@@ -116,11 +116,17 @@ def _blocks(n_tokens: int, block_tokens: int) -> int:
 
 
 def local_predictor(model: Model) -> CalibratedModel | None:
-    """Step times predicted from this machine's measured profile; None when it was never measured."""
-    if not profile_path().exists():
+    """Step times predicted from this machine's measured profile.
+
+    None when it was never measured, or not with the model's backend on a CPU: the times of other kernels say nothing.
+    """
+    if not profile_path().exists() or model.device.type != "cpu":
+        return None
+    profile = load_profile()
+    if profile.get("backend", model.backend_name) != model.backend_name:
         return None
     view = CostView(model)
-    return CalibratedModel.from_profile(load_profile(), view.spec, view.quant, kv=view.kv)
+    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
 
 
 @dataclass(slots=True)

@@ -196,6 +196,7 @@ def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
         "schema": SCHEMA,
         "device": info["cpu"],
         "kind": "cpu",
+        "backend": backend,
         "date": datetime.fromtimestamp(wall_time_s(), UTC).date().isoformat(),
         "provenance": f"diptych {__version__} lab calibrate, {backend} backend",
         "memory_bytes_per_s": max(one.read_bytes_per_s for one in ceilings.values()),

@@ -17,7 +17,7 @@ import numpy as np
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.profile import load_profile, profile_path
+from diptych.cost.profile import load_profile
 from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, local_predictor, size_pool
@@ -207,7 +207,7 @@ class Stage:
             self.longest_tokens = context
         self.view = CostView(self.model)
         self.ceilings = machine_ceilings(self.model)
-        self.predictor = _predictor_of(self.model)
+        self.predictor = local_predictor(self.model)
 
     @property
     def predictions(self) -> str:
@@ -243,7 +243,7 @@ class Stage:
 
     def predicted_s(self, work: Workload, model: Model | None = None) -> float | None:
         """What the calibrated model of this machine says of a step's kernels; None when it was never calibrated."""
-        predictor = self.predictor if model is None else _predictor_of(model)
+        predictor = self.predictor if model is None else local_predictor(model)
         return None if predictor is None else _kernels_s(predictor, work)
 
     def predicted_prompt_s(self, n_tokens: int) -> float | None:
@@ -271,13 +271,6 @@ class Stage:
         if len(fitting) < len(wanted) and (not fitting or self.longest_tokens > 1.1 * fitting[-1]):
             fitting.append(self.longest_tokens)
         return fitting
-
-
-def _predictor_of(model: Model) -> CalibratedModel | None:
-    """This machine's profile for a model, if it was measured on the model's backend: another's times say nothing."""
-    if not profile_path().exists() or f"{model.backend_name} backend" not in load_profile().get("provenance", ""):
-        return None
-    return local_predictor(model)
 
 
 def _kernels_s(predictor: CalibratedModel, work: Workload) -> float:
