@@ -38,33 +38,42 @@ Program::Program(int threads) : pool_(threads) {}
 
 // ---- weights ----
 
+// Weights share large mappings: one of their own each, rounded up to huge pages, would cost a tenth of a small model.
+uint8_t* Program::reserve_weights(int64_t bytes) {
+  constexpr int64_t kChunk = 64 << 20;
+  if (weights_left_ < bytes) {
+    weight_pages_.emplace_back(std::max(bytes, kChunk));
+    weights_left_ = weight_pages_.back().bytes();
+  }
+  uint8_t* begin = weight_pages_.back().data() + weight_pages_.back().bytes() - weights_left_;
+  weights_left_ -= bytes;
+  return begin;
+}
+
 int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias) {
-  PageBuffer blob(packed_bytes(shape));
+  uint8_t* blob = reserve_weights(packed_bytes(shape));
   pool_.run([&](int thread, int threads) {
-    pack_linear(shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob.data(), thread, threads);
+    pack_linear(shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob, thread, threads);
   });
-  linears_.push_back(view_packed(shape, blob.data()));
-  blobs_.push_back(std::move(blob));
+  linears_.push_back(view_packed(shape, blob));
   return static_cast<int>(linears_.size()) - 1;
 }
 
 int Program::add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude) {
-  PageBuffer blob(packed_bytes(shape));
-  pool_.run([&](int thread, int threads) { pack_random(shape, seed, amplitude, blob.data(), thread, threads); });
-  linears_.push_back(view_packed(shape, blob.data()));
-  blobs_.push_back(std::move(blob));
+  uint8_t* blob = reserve_weights(packed_bytes(shape));
+  pool_.run([&](int thread, int threads) { pack_random(shape, seed, amplitude, blob, thread, threads); });
+  linears_.push_back(view_packed(shape, blob));
   return static_cast<int>(linears_.size()) - 1;
 }
 
 int Program::add_packed_linear(const LinearShape& shape, const uint8_t* bytes) {
   const int64_t n = packed_bytes(shape);
-  PageBuffer blob(n);
+  uint8_t* blob = reserve_weights(n);
   pool_.run([&](int thread, int threads) {
     const Range part = share(n, thread, threads, 4096);
-    std::memcpy(blob.data() + part.begin, bytes + part.begin, static_cast<size_t>(part.end - part.begin));
+    std::memcpy(blob + part.begin, bytes + part.begin, static_cast<size_t>(part.end - part.begin));
   });
-  linears_.push_back(view_packed(shape, blob.data()));
-  blobs_.push_back(std::move(blob));
+  linears_.push_back(view_packed(shape, blob));
   return static_cast<int>(linears_.size()) - 1;
 }
 
@@ -94,7 +103,7 @@ int Program::add_buffer(const Buffer& buffer) {
 
 int64_t Program::weight_bytes() const {
   int64_t total = 0;
-  for (const PageBuffer& blob : blobs_) total += blob.bytes();
+  for (const PackedLinear& linear : linears_) total += packed_bytes(linear.shape);
   for (const auto& vector : vectors_) total += static_cast<int64_t>(vector.size()) * 4;
   for (const Table& table : tables_) total += table.rows * table.width * (table.source == Source::f32 ? 4 : 2);
   return total;

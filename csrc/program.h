@@ -137,19 +137,21 @@ class Program {
   int64_t weight_bytes() const;
   int64_t vocab() const { return vocab_; }
   const PackedLinear& linear_at(int index) const { return linears_.at(index); }
-  const uint8_t* blob_at(int index) const { return blobs_.at(index).data(); }
+  const uint8_t* blob_at(int index) const { return linears_.at(index).panels; }  // it begins with its panels
 
  private:
   struct Run;  // one step in flight, program_run.cpp
   friend struct Run;
 
   void check(const Step& step, const KvCache& kv) const;
+  uint8_t* reserve_weights(int64_t bytes);
   void reserve(int64_t tokens);
   void reserve_routing(const MoeOp& op, int64_t tokens);
   void plan_attention(const Step& step);
 
   ThreadPool pool_;
-  std::vector<PageBuffer> blobs_;
+  std::vector<PageBuffer> weight_pages_;
+  int64_t weights_left_ = 0;  // bytes of the last of them that nothing has taken
   std::vector<PackedLinear> linears_;
   std::vector<std::vector<float>> vectors_;
   std::vector<Table> tables_;
