@@ -51,3 +51,12 @@ def test_the_stall_experiment_sees_the_streams_wait(server: ServerProcess) -> No
     assert found["gaps_during"] > 0
     assert found["ttft_s"] > 0
     assert found["itl_during_s"]["max"] >= found["itl_before_s"]["p50"]
+
+
+def test_without_a_server_it_says_so_at_once() -> None:
+    """A soak of nothing would count refused connections for an hour."""
+    command = [sys.executable, "-m", "diptych.lab.soak", "--url", "http://127.0.0.1:9", "--minutes", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "no connection" in done.stderr
+    assert "diptych serve" in done.stderr

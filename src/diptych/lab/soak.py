@@ -77,10 +77,11 @@ async def run_soak(
 ) -> SoakResult:
     """Send for `seconds`, one request after the other from each client; a fifth of the streams are left half-way.
 
-    think_s: how long a client pauses between two requests on average (0: not at all).
+    think_s: how long a client pauses between two requests on average (0: not at all). HttpFailure when no server answers.
     """
     result = SoakResult()
     client = HttpClient(url, api_key=api_key)
+    await client.get("/health")  # without a server there is nothing to soak
     end_s = CLOCK.now_s() + seconds
 
     async def worker(number: int) -> None:
@@ -167,17 +168,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pid", type=int, help="the server's process, to watch its memory")
     given = parser.parse_args()
-    result = asyncio.run(
-        run_soak(
-            given.url,
-            seconds=given.minutes * 60,
-            clients=given.clients,
-            seed=given.seed,
-            api_key=given.api_key,
-            pid=given.pid,
-            think_s=given.think_s,
-        )
+    run = run_soak(
+        given.url,
+        seconds=given.minutes * 60,
+        clients=given.clients,
+        seed=given.seed,
+        api_key=given.api_key,
+        pid=given.pid,
+        think_s=given.think_s,
     )
+    try:
+        result = asyncio.run(run)
+    except HttpFailure as failure:
+        sys.exit(f"error: {failure}\nhint: start `diptych serve`, or name another server with --url")
     print(json.dumps({one.name: getattr(result, one.name) for one in fields(result)}))
     sys.exit(1 if result.problems else 0)
 
