@@ -170,6 +170,9 @@ class PageBuffer {
   PageBuffer& operator=(PageBuffer&& other) noexcept;
   uint8_t* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
+  // Has the system back all of it with memory now, contents untouched, instead of page by page at the first writes. May run beside
+  // any use of the buffer. Nothing happens where the system cannot (Linux before 5.14).
+  void back() const;
 
  private:
   uint8_t* data_ = nullptr;

@@ -31,6 +31,15 @@ PageBuffer::~PageBuffer() {
   if (mapping_ != nullptr) munmap(mapping_, mapped_bytes_);
 }
 
+void PageBuffer::back() const {
+#if defined(__linux__)
+  constexpr int kPopulateWrite = 23;        // MADV_POPULATE_WRITE, which older headers lack
+  constexpr int64_t kSlice = 16 << 20;      // so that writers to fresh pages meanwhile do not wait for all of it
+  for (int64_t at = 0; at < bytes_; at += kSlice)
+    if (madvise(data_ + at, bytes_ - at < kSlice ? bytes_ - at : kSlice, kPopulateWrite) != 0) return;
+#endif
+}
+
 PageBuffer::PageBuffer(PageBuffer&& other) noexcept { *this = std::move(other); }
 
 PageBuffer& PageBuffer::operator=(PageBuffer&& other) noexcept {

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import platform
+import re
+
+import psutil
 import pytest
 import torch
 
 from checkpoints import make_checkpoint
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.model import Model
+from diptych.compute.ops.cpu import CpuKVStore
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError
 from stepping import Stepper
 
 CPU = torch.device("cpu")
+LINUX = (
+    tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2]) if platform.system() == "Linux" else (0, 0)
+)
 
 
 def store(n_blocks: int = 6, block_tokens: int = 4) -> TorchKVStore:
@@ -81,3 +89,21 @@ def test_bytes_per_block_are_the_bytes_held(model: Model) -> None:
 def test_pool_that_does_not_fit_is_refused_with_the_number() -> None:
     with pytest.raises(CapacityError, match="281474976710656 blocks"):
         store(n_blocks=2**48)
+
+
+@pytest.mark.native
+def test_backing_the_memory_leaves_what_is_written() -> None:
+    """It runs beside steps, so it may not touch a byte."""
+    cache = {"n_layers": 2, "n_kv_heads": 2, "head_dim": 16, "format": "bf16"}
+    kv = CpuKVStore(cache, n_blocks=12_000, block_tokens=32)
+    block_ids = [11_999, 3]
+    keys, values = torch.randn(2, 40, 16).bfloat16().float(), torch.randn(2, 40, 16).bfloat16().float()
+    kv.write(1, block_ids, keys, values)
+    resident = psutil.Process().memory_info().rss
+    kv.back_memory()
+    if LINUX >= (5, 14):  # before, the kernel has no way to ask
+        assert psutil.Process().memory_info().rss - resident > kv.nbytes / 2
+    read_keys, read_values = kv.read(1, block_ids, 40)
+    assert torch.equal(read_keys, keys)
+    assert torch.equal(read_values, values)
+    assert not kv.read(0, [0, 1], 64)[0].any()

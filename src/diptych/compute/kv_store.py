@@ -31,6 +31,10 @@ class KVStore(Protocol):
         """Bytes held."""
         ...
 
+    def back_memory(self) -> None:
+        """Have the system provide the whole pool's memory now instead of at first writes; may take seconds, beside steps."""
+        ...
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block source to block target in every layer, in the order of the pairs."""
         ...
@@ -74,6 +78,9 @@ class TorchKVStore:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(layer.nbytes for layer in self.layers)
+
+    def back_memory(self) -> None:
+        """Nothing to do: torch owns the memory."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block source to block target in every layer, in the order of the pairs."""

@@ -108,6 +108,7 @@ class Engine:
         vocab_size: int,
         grammars: GrammarCompiler,
         observe: Callable[[StepPlan, float], None] | None = None,
+        back_memory: Callable[[], None] = lambda: None,
     ) -> None:
         self.core = core
         self.clock = clock
@@ -116,6 +117,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._observe = observe
+        self.back_memory = back_memory
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
         self._book = EventBook()

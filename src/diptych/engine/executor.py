@@ -38,6 +38,10 @@ class ModelExecutor:
         self._prompt_logprobs_done: dict[int, int] = {}  # seq_id -> prompt positions already reported
         self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
+    def back_memory(self) -> None:
+        """Have the KV pool's memory provided before steps need it; on any thread, beside steps."""
+        self._kv.back_memory()
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises ExecutorError, with the cause, when the model or the step as a whole fails.
 

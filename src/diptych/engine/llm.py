@@ -277,6 +277,8 @@ class AsyncLLM:
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
         self._thread.start()
+        # streams would wait for pages that a step is the first to write
+        threading.Thread(target=self.engine.back_memory, name="diptych-memory", daemon=True).start()
 
     @property
     def is_ready(self) -> bool:

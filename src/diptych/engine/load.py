@@ -176,4 +176,5 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         vocab_size=vocab_size,
         grammars=grammars,
         observe=machinery.step_time.observe,
+        back_memory=machinery.executor.back_memory,
     )
