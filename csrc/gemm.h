@@ -170,9 +170,9 @@ class PageBuffer {
   PageBuffer& operator=(PageBuffer&& other) noexcept;
   uint8_t* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
-  // Has the system back all of it with memory now, contents untouched, instead of page by page at the first writes. May run beside
-  // any use of the buffer. Nothing happens where the system cannot (Linux before 5.14).
-  void back() const;
+  // Has the system back bytes [begin, end) with memory now, contents untouched, instead of page by page at the first writes. May run
+  // beside any use of the buffer; begin is a multiple of 2 MiB. Nothing happens where the system cannot (Linux before 5.14).
+  void back(int64_t begin, int64_t end) const;
 
  private:
   uint8_t* data_ = nullptr;

@@ -62,7 +62,7 @@ class KvCache {
   const KvShape& shape() const { return shape_; }
   int64_t bytes() const { return shape_.n_layers * shape_.layer_bytes(); }
   KvLayer layer(int64_t index) const { return {buffer_.data() + index * shape_.layer_bytes(), shape_}; }
-  void back() const { buffer_.back(); }
+  void back(int64_t begin, int64_t end) const { buffer_.back(begin, end); }
   void copy_block(int64_t source, int64_t target);  // in every layer
 
   // Unpacks tokens [0, n_tokens) that lie in block_ids, to k and v [K, n_tokens, d] fp32.

@@ -234,7 +234,7 @@ void bind_kv(nb::module_& m) {
         new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format));
       }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"))
       .def_prop_ro("nbytes", &KvCache::bytes)
-      .def("back", &KvCache::back, nb::call_guard<nb::gil_scoped_release>())
+      .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
       .def("copy_blocks", &copy_blocks)
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
@@ -332,6 +332,7 @@ void bind_ceilings(nb::module_& m) {
 }  // namespace diptych
 
 NB_MODULE(_cpu, m) {
+  nb::set_leak_warnings(false);  // daemon threads end with the process, and so does what they hold
   using namespace diptych;
   bind_ceilings(m);
   bind_shapes(m);

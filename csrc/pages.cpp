@@ -31,12 +31,13 @@ PageBuffer::~PageBuffer() {
   if (mapping_ != nullptr) munmap(mapping_, mapped_bytes_);
 }
 
-void PageBuffer::back() const {
+void PageBuffer::back(int64_t begin, int64_t end) const {
 #if defined(__linux__)
-  constexpr int kPopulateWrite = 23;        // MADV_POPULATE_WRITE, which older headers lack
-  constexpr int64_t kSlice = 16 << 20;      // so that writers to fresh pages meanwhile do not wait for all of it
-  for (int64_t at = 0; at < bytes_; at += kSlice)
-    if (madvise(data_ + at, bytes_ - at < kSlice ? bytes_ - at : kSlice, kPopulateWrite) != 0) return;
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which older headers lack
+  if (end > bytes_) end = bytes_;
+  if (begin < end) madvise(data_ + begin, end - begin, kPopulateWrite);
+#else
+  (void)begin, (void)end;
 #endif
 }
 

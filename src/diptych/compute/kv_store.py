@@ -5,7 +5,7 @@ Legend: N pool blocks, P tokens per block, K kv heads, T tokens, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -31,8 +31,8 @@ class KVStore(Protocol):
         """Bytes held."""
         ...
 
-    def back_memory(self) -> None:
-        """Have the system provide the whole pool's memory now instead of at first writes; may take seconds, beside steps."""
+    def back_memory(self, wants_stop: Callable[[], bool]) -> None:
+        """Have the system provide the pool's memory now instead of at first writes; may take seconds, beside steps."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -79,7 +79,7 @@ class TorchKVStore:
         """Bytes held."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def back_memory(self) -> None:
+    def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """Nothing to do: torch owns the memory."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

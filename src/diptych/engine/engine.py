@@ -108,7 +108,7 @@ class Engine:
         vocab_size: int,
         grammars: GrammarCompiler,
         observe: Callable[[StepPlan, float], None] | None = None,
-        back_memory: Callable[[], None] = lambda: None,
+        back_memory: Callable[[Callable[[], bool]], None] = lambda wants_stop: None,
     ) -> None:
         self.core = core
         self.clock = clock

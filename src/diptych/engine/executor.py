@@ -6,6 +6,7 @@ One step: copies -> ForwardBatch -> Model.forward -> Sampler -> StepResult.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -38,9 +39,9 @@ class ModelExecutor:
         self._prompt_logprobs_done: dict[int, int] = {}  # seq_id -> prompt positions already reported
         self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
-    def back_memory(self) -> None:
+    def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """Have the KV pool's memory provided before steps need it; on any thread, beside steps."""
-        self._kv.back_memory()
+        self._kv.back_memory(wants_stop)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises ExecutorError, with the cause, when the model or the step as a whole fails.

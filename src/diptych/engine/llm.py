@@ -277,8 +277,9 @@ class AsyncLLM:
         self._on_failure = on_failure
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
         self._thread.start()
-        # streams would wait for pages that a step is the first to write
-        threading.Thread(target=self.engine.back_memory, name="diptych-memory", daemon=True).start()
+        # streams would wait for pages that a step is the first to write; no daemon, as it must leave native code before the end
+        wants_stop = (lambda: self._is_stopping,)
+        threading.Thread(target=self.engine.back_memory, args=wants_stop, name="diptych-memory").start()
 
     @property
     def is_ready(self) -> bool:

@@ -43,6 +43,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 # What a projection is, by what it reads (its time is counted under this name).
 CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
+BACKED_BYTES = 32 << 20  # asked for at a time: a twentieth of a second on a slow host
 INT4_GROUP = 64  # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 
 
@@ -529,9 +530,12 @@ class CpuKVStore:
         """Bytes held."""
         return int(self.native.nbytes)
 
-    def back_memory(self) -> None:
+    def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """A huge page that is first written inside a step holds every stream for milliseconds, so servers ask ahead."""
-        self.native.back()
+        for begin in range(0, self.nbytes, BACKED_BYTES):
+            if wants_stop():
+                return
+            self.native.back(begin, begin + BACKED_BYTES)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block source to block target in every layer, in the order of the pairs."""
