@@ -22,6 +22,7 @@ constexpr float kLog2e = 1.44269504088896f;
 // Scratch of one thread, carved from one 64-byte aligned buffer.
 struct Scratch {
   uint16_t* queries;       // [rows, d]
+  int32_t* positions;      // [rows]
   float* state_max;        // [rows] in units of log2
   float* state_sum;        // [rows]
   float* state_values;     // [rows, dv]
@@ -49,6 +50,7 @@ DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
   const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
   Scratch s;
   s.queries = carve<uint16_t>(at, rows * d);
+  s.positions = carve<int32_t>(at, rows);
   s.state_max = carve<float>(at, rows);
   s.state_sum = carve<float>(at, rows);
   s.state_values = carve<float>(at, rows * dv);
@@ -61,15 +63,20 @@ DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
   return s;
 }
 
-// Where the groups of 16 keys of one tile lie. [first, end) are the groups that some row of the task may see.
+// The part of a tile that some rows may see.
+struct Span {
+  int64_t first, end;  // groups of 16 keys
+  int64_t pairs;       // token pairs in [0, end * 8) that hold at least one key seen
+};
+
+// Where the groups of one tile lie; `span` is what some row of the task may see.
 struct Tile {
   const uint16_t* keys[kTileGroups];
   const uint16_t* values[kTileGroups];
   const char* next_keys[kTileGroups];    // what the memory should fetch meanwhile
   const char* next_values[kTileGroups];
   int64_t start;  // position of the tile's first key
-  int64_t first, end;
-  int64_t pairs;  // token pairs in [0, end * 8) that hold at least one key of the sequence
+  Span span;
 };
 
 struct SequenceView {
@@ -120,9 +127,9 @@ DIPTYCH_INLINE int64_t vectors_at_once(int64_t n) {
 }
 
 template <int R>
-static void score_rows(const uint16_t* q, int64_t d, const Tile& tile, bool fetches, float* scores) {
-  for (int64_t g = tile.first; g < tile.end;) {
-    const int64_t z = vectors_at_once<R>(tile.end - g);
+static void score_rows(const uint16_t* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
+  for (int64_t g = seen.first; g < seen.end;) {
+    const int64_t z = vectors_at_once<R>(seen.end - g);
     const char* const* next = fetches ? tile.next_keys + g : nullptr;
     switch (z) {
 #if defined(DIPTYCH_AVX512)
@@ -142,15 +149,15 @@ static void score_rows(const uint16_t* q, int64_t d, const Tile& tile, bool fetc
 
 // values [R, Z * 16] = old * keep + (weights V) * take; without `keep` the fresh product is stored as it is.
 template <int R, int Z>
-DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, int64_t column, int64_t dv, bool fetches,
-                                  const float* keep, const float* take, float* out, int64_t out_stride) {
+DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv,
+                                  bool fetches, const float* keep, const float* take, float* out, int64_t out_stride) {
   F32 acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) acc[r][z] = zero();
-  for (int64_t g = tile.first; g < tile.end; ++g) {
+  for (int64_t g = seen.first; g < seen.end; ++g) {
     const uint16_t* v = tile.values[g] + column * 2;
     const char* next = tile.next_values[g] + column * 4;
-    const int64_t left = tile.pairs - g * 8, pairs = left < 8 ? left : 8;
+    const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
     for (int64_t p = 0; p < pairs; ++p, v += 2 * dv, next += 4 * dv) {
       Pairs value[Z];
       for (int z = 0; z < Z; ++z) value[z] = load_pairs(v + z * 32);
@@ -170,28 +177,28 @@ DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, int
 }
 
 template <int R>
-static void weigh_rows(const uint16_t* weights, const Tile& tile, int64_t dv, bool fetches, const float* keep,
-                       const float* take, float* out, int64_t out_stride) {
+static void weigh_rows(const uint16_t* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
+                       const float* keep, const float* take, float* out, int64_t out_stride) {
   for (int64_t column = 0; column < dv;) {
     const int64_t z = vectors_at_once<R>((dv - column) / 16);
     switch (z) {
 #if defined(DIPTYCH_AVX512)
       case 4:
-        if constexpr (columns_of<R>() >= 4) weigh_columns<R, 4>(weights, tile, column, dv, fetches, keep, take, out, out_stride);
+        if constexpr (columns_of<R>() >= 4) weigh_columns<R, 4>(weights, tile, seen, column, dv, fetches, keep, take, out, out_stride);
         break;
-      case 3: weigh_columns<R, 3>(weights, tile, column, dv, fetches, keep, take, out, out_stride); break;
+      case 3: weigh_columns<R, 3>(weights, tile, seen, column, dv, fetches, keep, take, out, out_stride); break;
 #endif
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
-      case 2: weigh_columns<R, 2>(weights, tile, column, dv, fetches, keep, take, out, out_stride); break;
+      case 2: weigh_columns<R, 2>(weights, tile, seen, column, dv, fetches, keep, take, out, out_stride); break;
 #endif
-      default: weigh_columns<R, 1>(weights, tile, column, dv, fetches, keep, take, out, out_stride);
+      default: weigh_columns<R, 1>(weights, tile, seen, column, dv, fetches, keep, take, out, out_stride);
     }
     column += 16 * z;
   }
 }
 
-using ScoreRows = void (*)(const uint16_t*, int64_t, const Tile&, bool, float*);
-using WeighRows = void (*)(const uint16_t*, const Tile&, int64_t, bool, const float*, const float*, float*, int64_t);
+using ScoreRows = void (*)(const uint16_t*, int64_t, const Tile&, const Span&, bool, float*);
+using WeighRows = void (*)(const uint16_t*, const Tile&, const Span&, int64_t, bool, const float*, const float*, float*, int64_t);
 #if defined(DIPTYCH_AVX512)
 static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>,
                                        score_rows<5>, score_rows<6>, score_rows<7>, score_rows<8>};
@@ -205,11 +212,7 @@ static const ScoreRows kScoreRows[] = {score_rows<1>};
 static const WeighRows kWeighRows[] = {weigh_rows<1>};
 #endif
 
-// ---- softmax of one row over one tile ----
-
-struct RowPartial {
-  float most, sum;  // most in units of log2; -inf and 0 when the row sees nothing of the tile
-};
+// ---- softmax of a few rows over one tile ----
 
 // Turns raw scores into log2 units: scale, softcap, int8 key scales. Only called when the plain multiply is not enough.
 DIPTYCH_INLINE F32 adjust(F32 s, const AttentionShape& shape, const float* key_scales) {
@@ -219,38 +222,43 @@ DIPTYCH_INLINE F32 adjust(F32 s, const AttentionShape& shape, const float* key_s
   return mul(tanh_lanes(x), set1(shape.softcap));
 }
 
-// weights = exp2(score - max) in bf16, zero outside keys [lo, hi) of the tile.
-DIPTYCH_INLINE RowPartial softmax_tile(float* scores, uint16_t* weights, const Tile& tile, int64_t lo, int64_t hi,
-                                       const AttentionShape& shape, const float* key_scales, const float* value_scales) {
+// Hides the keys outside [lo, hi) of the tile from one row's scores and returns their maximum, lane by lane.
+DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int64_t hi, const AttentionShape& shape,
+                                const float* key_scales) {
+  if (shape.has_softcap || key_scales)
+    for (int64_t g = seen.first; g < seen.end; ++g)
+      store(scores + g * 16, adjust(load(scores + g * 16), shape, key_scales ? key_scales + g * 16 : nullptr));
   const F32 none = set1(-__builtin_inff());
-  const float unit = (shape.has_softcap ? 1.0f : shape.scale) * kLog2e;
-  const bool is_plain = !shape.has_softcap && !key_scales;
-  F32 most = none;
-  for (int64_t g = tile.first; g < tile.end; ++g) {
-    const int64_t from = lo - g * 16, to = hi - g * 16;
-    F32 s = load(scores + g * 16);
-    const bool is_whole = from <= 0 && to >= 16;
-    if (is_whole && is_plain) {
-      most = max(most, s);
-      continue;
-    }
-    if (!is_plain) s = adjust(s, shape, key_scales ? key_scales + g * 16 : nullptr);
-    if (!is_whole) s = keep(s, none, from < 0 ? 0 : from > 16 ? 16 : from, to < 0 ? 0 : to > 16 ? 16 : to);
-    store(scores + g * 16, s);
-    most = max(most, s);
+  int64_t first = seen.first, end = seen.end;
+  for (; first < end && lo > first * 16; ++first) {
+    const int64_t from = lo - first * 16, to = hi - first * 16;
+    store(scores + first * 16, keep(load(scores + first * 16), none, from > 16 ? 16 : from, to > 16 ? 16 : to));
   }
-  RowPartial row;
-  row.most = horizontal_max(most) * unit;
-  const F32 shift = set1(row.most == -__builtin_inff() ? 0.0f : -row.most), factor = set1(unit);
+  F32 most[2] = {none, none};
+  for (int64_t g = seen.first; g < first; ++g) most[0] = max(most[0], load(scores + g * 16));
+  for (; end > first && hi < end * 16; --end) {
+    const int64_t to = hi - (end - 1) * 16;
+    const F32 s = keep(load(scores + (end - 1) * 16), none, 0, to < 0 ? 0 : to);
+    store(scores + (end - 1) * 16, s);
+    most[0] = max(most[0], s);
+  }
+  for (; first + 2 <= end; first += 2)
+    for (int i = 0; i < 2; ++i) most[i] = max(most[i], load(scores + (first + i) * 16));
+  return first < end ? max(max(most[0], most[1]), load(scores + first * 16)) : max(most[0], most[1]);
+}
+
+// weights = exp2(score * unit - most) in bf16; returns their sum, lane by lane.
+DIPTYCH_INLINE F32 weigh_scores(const float* scores, uint16_t* weights, const Span& seen, float unit, float most,
+                                const float* value_scales) {
+  const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
   F32 sum = zero();
-  for (int64_t g = tile.first; g < tile.end; ++g) {
+  for (int64_t g = seen.first; g < seen.end; ++g) {
     F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     if (value_scales) p = mul(p, load(value_scales + g * 16));
     store_bf16(weights + g * 16, p);
   }
-  row.sum = horizontal_sum(sum);
-  return row;
+  return sum;
 }
 
 // ---- one task ----
@@ -277,22 +285,22 @@ struct GroupWalk {
 DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t dv = kv.value_dim(), d = kv.head_dim;
-  GroupWalk walk(view, tile.start + tile.first * 16);
-  for (int64_t g = tile.first;;) {
+  GroupWalk walk(view, tile.start + tile.span.first * 16);
+  for (int64_t g = tile.span.first;;) {
     tile.keys[g] = reinterpret_cast<const uint16_t*>(walk.head.keys) + walk.offset * d;
     tile.values[g] = reinterpret_cast<const uint16_t*>(walk.head.values) + walk.offset * dv;
     // While this tile's keys are read the same place of its values is fetched, and then the next tile's keys.
     tile.next_keys[g] = reinterpret_cast<const char*>(tile.values[g]);
     tile.next_values[g] = reinterpret_cast<const char*>(tile.keys[g]);
-    if (++g == tile.end) break;
+    if (++g == tile.span.end) break;
     walk.step();
   }
-  const int64_t ahead = tile.start + kTileTokens + tile.first * 16;
+  const int64_t ahead = tile.start + kTileTokens + tile.span.first * 16;
   if (ahead > view.last_key) return;
   GroupWalk next(view, ahead);
-  for (int64_t g = tile.first; g < tile.end; ++g) {
+  for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
     tile.next_values[g] = reinterpret_cast<const char*>(next.head.keys) + next.offset * d * 2;
-    if (ahead + (g + 1 - tile.first) * 16 > view.last_key) break;
+    if (ahead + (g + 1 - tile.span.first) * 16 > view.last_key) break;
     next.step();
   }
 }
@@ -305,11 +313,11 @@ DIPTYCH_INLINE void fetch(const void* data, int64_t bytes) {
 DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim();
-  GroupWalk walk(view, tile.start + tile.first * 16);
+  GroupWalk walk(view, tile.start + tile.span.first * 16);
   // two groups ahead: enough to hide the memory behind the conversion
   GroupWalk ahead = walk;
-  int64_t ahead_token = tile.start + tile.first * 16;
-  for (int64_t g = tile.first; g < tile.end; ++g) {
+  int64_t ahead_token = tile.start + tile.span.first * 16;
+  for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
     for (; ahead_token < tile.start + g * 16 + 96 && ahead_token + 16 <= view.last_key; ahead_token += 16) {
       ahead.step();
       fetch(ahead.head.keys + ahead.offset * d, 16 * d);
@@ -329,23 +337,21 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     tile.values[g] = wide_values;
     tile.next_keys[g] = reinterpret_cast<const char*>(wide_values);
     tile.next_values[g] = reinterpret_cast<const char*>(wide_keys);
-    if (g + 1 < tile.end) walk.step();
+    if (g + 1 < tile.span.end) walk.step();
   }
 }
 
-// state = state joined with partial; gives the factors for the values. Exactly nothing changes for an empty partial.
-DIPTYCH_INLINE void join(float& state_max, float& state_sum, const RowPartial& row, float& keep_factor, float& take_factor) {
-  const float most = row.most > state_max ? row.most : state_max;
-  if (most == -__builtin_inff()) {
-    keep_factor = 1.0f, take_factor = 0.0f;
-    return;
-  }
-  float both[16];
-  float powers[16] = {state_max - most, row.most - most};
-  to_array(exp2_lanes(load(powers)), both);
-  keep_factor = both[0], take_factor = both[1];
-  state_max = most;
-  state_sum = __builtin_fmaf(state_sum, keep_factor, row.sum * take_factor);
+// state = state joined with partial, for n <= 16 rows; gives the factors for the values. An empty partial (-inf, 0) changes
+// exactly nothing: what it keeps is multiplied by 1, what it takes by 0.
+DIPTYCH_INLINE void join(float* state_max, float* state_sum, const float* most, const float* sum, int64_t n, float* keeps,
+                         float* takes) {
+  const F32 before = load_n(state_max, n), fresh = load_n(most, n), joined = max(before, fresh);
+  const F32 finite = max(joined, set1(-3e38f));  // both empty: -inf - -inf would be no number
+  const F32 kept = exp2_lanes(sub(before, finite)), taken = exp2_lanes(sub(fresh, finite));
+  store_n(state_max, joined, n);
+  store_n(state_sum, fma(load_n(state_sum, n), kept, mul(load_n(sum, n), taken)), n);
+  to_array(kept, keeps);
+  to_array(taken, takes);
 }
 
 DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t head, const float* values, float sum) {
@@ -379,33 +385,37 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
   for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
-    Tile seen = tile;
-    const int64_t first_position = call.positions[rows.token + r0 / rows.group];
-    const int64_t last_position = call.positions[rows.token + (r0 + n - 1) / rows.group];
-    const int64_t low = first_position - call.shape.window + 1;
+    const int32_t* positions = scratch.positions + r0;
+    const int64_t low = positions[0] - call.shape.window + 1, high = positions[n - 1] + 1 - tile.start;
+    Span seen = tile.span;
     if (call.shape.window != INT64_MAX && low > tile.start) seen.first = (low - tile.start) / 16;
-    if (seen.first < tile.first) seen.first = tile.first;
-    const int64_t high = last_position + 1 - tile.start;
+    if (seen.first < tile.span.first) seen.first = tile.span.first;
     if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
     if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
     const bool fetches = r0 == 0 && !is_int8;
-    float keeps[kRows], takes[kRows];
-    RowPartial partials[kRows];
-    if (seen.end > seen.first) kScoreRows[n - 1](scratch.queries + r0 * d, d, seen, fetches, scratch.scores);
+    if (seen.end > seen.first) kScoreRows[n - 1](scratch.queries + r0 * d, d, tile, seen, fetches, scratch.scores);
+    // Pass by pass over all rows, so that the reductions of one row hide behind those of the others.
+    const float unit = (call.shape.has_softcap ? 1.0f : call.shape.scale) * kLog2e;
+    F32 lanes[kRows];
+    float most[16], sum[16], keeps[16], takes[16];
     for (int64_t r = 0; r < n; ++r) {
-      const int64_t position = call.positions[rows.token + (r0 + r) / rows.group];
+      const int64_t position = positions[r];
       const int64_t lo = call.shape.window > position ? 0 : position - call.shape.window + 1;
-      partials[r] = softmax_tile(scratch.scores + r * kTileTokens, scratch.weights + r * kTileTokens, seen, lo - tile.start,
-                                 position + 1 - tile.start, call.shape, is_int8 ? scratch.key_scales : nullptr,
-                                 is_int8 ? scratch.value_scales : nullptr);
-      if (!partial) join(scratch.state_max[r0 + r], scratch.state_sum[r0 + r], partials[r], keeps[r], takes[r]);
+      lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo - tile.start, position + 1 - tile.start, call.shape,
+                              is_int8 ? scratch.key_scales : nullptr);
     }
+    for (int64_t r = 0; r < n; ++r) most[r] = horizontal_max(lanes[r]) * unit;
+    for (int64_t r = 0; r < n; ++r)
+      lanes[r] = weigh_scores(scratch.scores + r * kTileTokens, scratch.weights + r * kTileTokens, seen, unit, most[r],
+                              is_int8 ? scratch.value_scales : nullptr);
+    for (int64_t r = 0; r < n; ++r) sum[r] = horizontal_sum(lanes[r]);
     if (partial) {
       float* out = partial + r0 * (dv + 2);
-      kWeighRows[n - 1](scratch.weights, seen, dv, fetches, nullptr, nullptr, out + 2, dv + 2);
-      for (int64_t r = 0; r < n; ++r) out[r * (dv + 2)] = partials[r].most, out[r * (dv + 2) + 1] = partials[r].sum;
+      kWeighRows[n - 1](scratch.weights, tile, seen, dv, fetches, nullptr, nullptr, out + 2, dv + 2);
+      for (int64_t r = 0; r < n; ++r) out[r * (dv + 2)] = most[r], out[r * (dv + 2) + 1] = sum[r];
     } else {
-      kWeighRows[n - 1](scratch.weights, seen, dv, fetches, keeps, takes, scratch.state_values + r0 * dv, dv);
+      join(scratch.state_max + r0, scratch.state_sum + r0, most, sum, n, keeps, takes);
+      kWeighRows[n - 1](scratch.weights, tile, seen, dv, fetches, keeps, takes, scratch.state_values + r0 * dv, dv);
     }
   }
 }
@@ -417,6 +427,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, uint
   for (int64_t r = 0; r < rows.n; ++r) {
     const int64_t token = rows.token + r / rows.group, head = rows.head + r % rows.group;
     std::memcpy(scratch.queries + r * d, call.q + (token * call.shape.n_heads + head) * d, static_cast<size_t>(d) * 2);
+    scratch.positions[r] = call.positions[token];
     scratch.state_max[r] = -__builtin_inff();
     scratch.state_sum[r] = 0.0f;
     std::memset(scratch.state_values + r * dv, 0, static_cast<size_t>(dv) * 4);
@@ -428,10 +439,10 @@ static void attention(const AttentionCall& call, const AttentionTask& task, uint
   for (int64_t t = task.tile_begin; t < task.tile_end; ++t) {
     Tile tile;
     tile.start = t * kTileTokens;
-    tile.first = low > tile.start ? (low - tile.start) / 16 : 0;
+    tile.span.first = low > tile.start ? (low - tile.start) / 16 : 0;
     const int64_t left = view.last_key + 1 - tile.start;
-    tile.end = left >= kTileTokens ? kTileGroups : (left + 15) / 16;
-    tile.pairs = left >= kTileTokens ? kTileTokens / 2 : (left + 1) / 2;
+    tile.span.end = left >= kTileTokens ? kTileGroups : (left + 15) / 16;
+    tile.span.pairs = left >= kTileTokens ? kTileTokens / 2 : (left + 1) / 2;
     if (call.kv.shape.format == KvFormat::int8) {
       widen_tile(view, scratch, tile);
     } else {
@@ -451,20 +462,26 @@ static void attention_combine(const AttentionCall& call, const AttentionTask& ta
   const Scratch scratch = carve_scratch(call.shape, memory);
   const TaskRows rows = rows_of(call, task);
   const int64_t dv = call.kv.shape.value_dim();
-  for (int64_t r = row_begin; r < row_end; ++r) {
-    float state_max = -__builtin_inff(), state_sum = 0.0f;
-    float* values = scratch.state_values;
-    std::memset(values, 0, static_cast<size_t>(dv) * 4);
+  for (int64_t r0 = row_begin; r0 < row_end; r0 += 16) {
+    const int64_t n = row_end - r0 < 16 ? row_end - r0 : 16;
+    float state_max[16], state_sum[16] = {}, most[16], sum[16], keeps[16], takes[16];
+    for (float& value : state_max) value = -__builtin_inff();
+    std::memset(scratch.state_values, 0, static_cast<size_t>(n * dv) * 4);
     for (int64_t t = task.first_tile; t < task.tile_end; ++t) {
-      const float* partial = call.partials + task.partial_begin + ((t - task.first_tile) * rows.n + r) * (dv + 2);
-      float keep_factor, take_factor;
-      join(state_max, state_sum, RowPartial{partial[0], partial[1]}, keep_factor, take_factor);
-      for (int64_t i = 0; i < dv; i += 16) {
-        F32 fresh = mul(load(partial + 2 + i), set1(take_factor));
-        store(values + i, fma(load(values + i), set1(keep_factor), fresh));
+      const float* partials = call.partials + task.partial_begin + ((t - task.first_tile) * rows.n + r0) * (dv + 2);
+      for (int64_t r = 0; r < n; ++r) most[r] = partials[r * (dv + 2)], sum[r] = partials[r * (dv + 2) + 1];
+      join(state_max, state_sum, most, sum, n, keeps, takes);
+      for (int64_t r = 0; r < n; ++r) {
+        float* values = scratch.state_values + r * dv;
+        for (int64_t i = 0; i < dv; i += 16) {
+          F32 fresh = mul(load(partials + r * (dv + 2) + 2 + i), set1(takes[r]));
+          store(values + i, fma(load(values + i), set1(keeps[r]), fresh));
+        }
       }
     }
-    write_row(call, rows.token + r / rows.group, rows.head + r % rows.group, values, state_sum);
+    for (int64_t r = 0; r < n; ++r)
+      write_row(call, rows.token + (r0 + r) / rows.group, rows.head + (r0 + r) % rows.group, scratch.state_values + r * dv,
+                state_sum[r]);
   }
 }
 
