@@ -16,9 +16,6 @@ constexpr int64_t kBlockRows = 192;
 // Bytes of one panel that stay in L2 while the tiles of a block of rows pass over them.
 constexpr int64_t kBlockPanelBytes = 256 << 10;
 
-// How far a tile that takes W from memory reads ahead.
-constexpr int64_t kAheadBytes = 4096;
-
 // How the K of a format is addressed and cut.
 struct KBlocks {
   int64_t units;            // of the whole K: steps (bf16, int8) or groups (int4)
@@ -135,7 +132,8 @@ void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin,
   TileArgs args;
   args.strip_bytes = is_expanded ? job.cut.units_per_block * kStepBytes : strip_bytes;
   args.group = job.w.shape.group;
-  args.ahead_bytes = tiles == 1 && !is_expanded ? kAheadBytes : 0;
+  const bool is_balanced = strips == 1 && job.shape.rows >= kBalancedRows && job.w.shape.format != Format::int4;
+  args.ahead_bytes = tiles > 1 || is_expanded ? 0 : is_balanced ? kBalancedAheadBytes : kAheadBytes;
   for (int64_t strip = 0; strip < kPanelStrips; strip += strips) {
     const uint8_t* base = job.w.panels + panel * job.w.panel_bytes + strip * strip_bytes;
     const bool is_last = strip + strips == kPanelStrips;

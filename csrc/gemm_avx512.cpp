@@ -16,10 +16,8 @@ constexpr int kVectors = kPanelLanes / 16;
 constexpr int kUnroll = 4;  // steps between two rounds of prefetches
 constexpr int64_t kCacheLine = 64;
 
-inline void prefetch(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0); }
-
-// Reading ahead (see TileArgs); `turn` is called once in every kUnroll steps.
-template <int kStrips>
+// Reading ahead (see TileArgs), into L2 alone for balanced tiles; `turn` is called once in every kUnroll steps.
+template <int kStrips, bool kBalanced>
 struct Ahead {
   const uint8_t* next;
   const uint8_t* next_strip;
@@ -34,6 +32,9 @@ struct Ahead {
         lines((args.next_bytes / kCacheLine + turns - 1) / turns),
         turns_left(turns - turns * args.ahead_bytes / block_bytes),
         is_stream(args.ahead_bytes != 0) {}
+  static inline void prefetch(const uint8_t* line) {
+    _mm_prefetch(reinterpret_cast<const char*>(line), kBalanced ? _MM_HINT_T1 : _MM_HINT_T0);
+  }
   inline void line() {
     prefetch(next);
     next += kCacheLine;
@@ -82,7 +83,7 @@ void tile_dot(const TileArgs& args) {
   const Words<kRows, kInterleaved> x(args);
   const uint8_t* w = args.strip;
   const int64_t strip_bytes = args.strip_bytes;
-  Ahead<kStrips> ahead(args, args.units / kUnroll, args.units * kStepBytes);
+  Ahead<kStrips, kStrips == 1 && kRows >= kBalancedRows> ahead(args, args.units / kUnroll, args.units * kStepBytes);
   for (int64_t at = 0; at < args.units; at += kUnroll) {
     ahead.turn();
 #pragma GCC unroll 4
@@ -136,7 +137,7 @@ void tile_int4(const TileArgs& args) {
   const Words<kRows, kInterleaved> x(args);
   const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
   const uint8_t *w = args.strip, *heads = w;
-  Ahead<1> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  Ahead<1, false> ahead(args, args.units * (words / 8), args.units * step_bytes);
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {

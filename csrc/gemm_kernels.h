@@ -21,6 +21,12 @@ constexpr int64_t kHeadBytes = kStripLanes * 2;       // unit and zero of one in
 constexpr int64_t kMaxGroup = 128;                    // the largest int4 group
 constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
+// How far a tile that takes W from memory reads ahead. From kBalancedRows on a bf16 or int8 tile computes about as long as the
+// memory needs: it reads further, into L2, and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows).
+constexpr int kBalancedRows = 8;
+constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kBalancedAheadBytes = 6144;
+
 // One register tile: rows x (16 * strips) lanes over one block of K. acc [rows][64] (row stride 64, whatever the strips) is fp32
 // (bf16) or int32 (int8, int4), 64-byte aligned; with resume it holds the partial sums of the earlier blocks of K, otherwise
 // it is only written. int4 tiles take the whole K.
