@@ -125,10 +125,12 @@ void expand_block(const Job& job, const uint8_t* strip, int64_t unit, int64_t un
                             job.expanded + i * job.cut.units_per_block * kStepBytes);
 }
 
-// One panel against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then tiles.
+// One panel against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then
+// tiles. A tile is finished as soon as its sums are whole, behind the dot products of the next; where one pass makes them whole
+// all tiles share the same partial sums, in L1.
 void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin, int64_t end) {
   const int64_t tiles = count_tiles(job, end - begin), strips = job.shape.strips, strip_bytes = job.w.panel_bytes / kPanelStrips;
-  const bool is_expanded = job.expanded != nullptr;
+  const bool is_expanded = job.expanded != nullptr, is_one_pass = strips == kPanelStrips && job.cut.units_per_block >= job.cut.units;
   TileArgs args;
   args.strip_bytes = is_expanded ? job.cut.units_per_block * kStepBytes : strip_bytes;
   args.group = job.w.shape.group;
@@ -145,16 +147,16 @@ void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin,
       args.next_bytes = args.units * strip_bytes * strips / (job.cut.units * tiles);
       if (is_expanded) expand_block(job, base, unit, args.units);
       for (int64_t tile = 0; tile < tiles; ++tile) {
-        args.acc = job.acc + (tile * job.shape.rows * kPanelLanes + strip * kStripLanes) * 4;
+        uint8_t* acc = job.acc + (is_one_pass ? 0 : tile * job.shape.rows * kPanelLanes * 4);
+        args.acc = acc + strip * kStripLanes * 4;
         if (strip == 0 || tiles > 1 || job.cut.units > args.units)  // one tile and one block: once for all strips
           point_at_rows(job, args, tile, tile_rows(job, begin, end, tile), unit);
         job.shape.run(args);
         args.next += args.next_bytes;
+        if (is_last && unit + args.units == job.cut.units) finish_tile(job, panel, tile_rows(job, begin, end, tile), acc);
       }
     }
   }
-  for (int64_t tile = 0; tile < tiles; ++tile)
-    finish_tile(job, panel, tile_rows(job, begin, end, tile), job.acc + tile * job.shape.rows * kPanelLanes * 4);
 }
 
 // Of the tasks of a call, those dealt out to the threads; the others, a quarter, go to whoever is free. Threads of a shared machine

@@ -193,67 +193,68 @@ void interleave_rows(const uint8_t* const* rows, int64_t count, int64_t n_words,
   }
 }
 
+inline __mmask16 head(int64_t count) {
+  return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
+}
+
 // ---- finish ------------------------------------------------------------------------------------------------------
 
-// act(gate): both activations are x / (1 + 2^-t), t = log2(e) x (silu) or 2 log2(e) u with tanh's argument u (gelu).
+// act(gate): both activations are x / (1 + 2^t), t = -log2(e) x (silu) or -2 log2(e) u with tanh's argument u (gelu). The cubic of
+// weight_exp2_lanes (simd.h) and the estimate of the division are together within 2e-4 relative: products are rounded to bf16
+// (2e-3) or int8 next.
 inline __m512 activate(Activation activation, __m512 x) {
   __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
   if (activation == Activation::gelu_tanh)
     t = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(-2.3022082f)),
                       _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f)));
-  // a division costs as much as the rest; the estimate is good to 2^-14 and one Newton step to 2^-28
-  const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp2_ps(t)), estimate = _mm512_rcp14_ps(below);
-  return _mm512_mul_ps(x, _mm512_mul_ps(estimate, _mm512_fnmadd_ps(below, estimate, _mm512_set1_ps(2.0f))));
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(0.07706713676452637f), _mm512_set1_ps(0.22764486074447632f));
+  p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(0.6951168179512024f));
+  p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(1.0f));
+  return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p, t))));
 }
 
 template <Store kStore>
-inline void put(const FinishArgs& args, int64_t row, int64_t output, __m512 y) {
-  const int64_t left = args.w->n_outputs - output;
-  if (left <= 0) return;
-  const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
+inline void put(void* out, __mmask16 mask, float weight, __m512 y) {
   if constexpr (kStore == Store::bf16) {
-    uint16_t* out = static_cast<uint16_t*>(args.out[row]) + output;
     _mm256_mask_storeu_epi16(out, mask, (__m256i)_mm512_cvtneps_pbh(y));
   } else {
-    float* out = static_cast<float*>(args.out[row]) + output;
-    if constexpr (kStore == Store::add_f32)
-      y = _mm512_fmadd_ps(_mm512_set1_ps(args.row_weights[row]), y, _mm512_maskz_loadu_ps(mask, out));
+    if constexpr (kStore == Store::add_f32) y = _mm512_fmadd_ps(_mm512_set1_ps(weight), y, _mm512_maskz_loadu_ps(mask, out));
     _mm512_mask_storeu_ps(out, mask, y);
   }
-}
-
-template <bool kWhole>
-inline __m512 scaled(const FinishArgs& args, int64_t row, int v, __m512 lane_scale) {
-  const int64_t at = row * kPanelLanes + v * 16;
-  if constexpr (!kWhole) return _mm512_load_ps(static_cast<const float*>(args.acc) + at);
-  const __m512i offset = _mm512_set1_epi32(128 * *args.row_sums[row]);
-  const __m512i sum = _mm512_sub_epi32(_mm512_load_si512(static_cast<const int32_t*>(args.acc) + at), offset);
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(_mm512_set1_ps(*args.row_scales[row]), lane_scale));
 }
 
 // kWhole: the sums are whole numbers (int8, int4).
 template <bool kWhole, bool kGated, Store kStore>
 void finish_as(const FinishArgs& args) {
+  constexpr int kStored = kGated ? kVectors / 2 : kVectors;  // vectors of outputs
+  constexpr int64_t kElement = kStore == Store::bf16 ? 2 : 4;
   const PackedLinear& w = *args.w;
-  const int64_t first_lane = args.panel * kPanelLanes;
+  const int64_t first_lane = args.panel * kPanelLanes, first_output = first_lane * kStored / kVectors;
   __m512 scales[kVectors], bias[kVectors];
+  __mmask16 masks[kStored];
   for (int v = 0; v < kVectors; ++v) {
     scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
     bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
   }
+  for (int v = 0; v < kStored; ++v) masks[v] = head(w.n_outputs - first_output - v * 16);
   const bool has_bias = w.bias != nullptr;
+  const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
     __m512 y[kVectors];
+    const float* acc = static_cast<const float*>(args.acc) + row * kPanelLanes;
+    const __m512i offset = kWhole ? _mm512_set1_epi32(128 * *args.row_sums[row]) : _mm512_setzero_si512();
+    const __m512 row_scale = kWhole ? _mm512_set1_ps(*args.row_scales[row]) : _mm512_setzero_ps();
     for (int v = 0; v < kVectors; ++v) {
-      y[v] = scaled<kWhole>(args, row, v, scales[v]);
+      y[v] = _mm512_load_ps(acc + v * 16);
+      if constexpr (kWhole)
+        y[v] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(y[v]), offset)), _mm512_mul_ps(row_scale, scales[v]));
       if (has_bias) y[v] = _mm512_add_ps(y[v], bias[v]);
     }
-    if constexpr (kGated) {
-      for (int v = 0; v < kVectors; v += 2)
-        put<kStore>(args, row, first_lane / 2 + v * 8, _mm512_mul_ps(activate(args.activation, y[v]), y[v + 1]));
-    } else {
-      for (int v = 0; v < kVectors; ++v) put<kStore>(args, row, first_lane + v * 16, y[v]);
-    }
+    if constexpr (kGated)
+      for (int v = 0; v < kStored; ++v) y[v] = _mm512_mul_ps(activate(activation, y[2 * v]), y[2 * v + 1]);
+    uint8_t* out = static_cast<uint8_t*>(args.out[row]) + first_output * kElement;
+    for (int v = 0; v < kStored; ++v) put<kStore>(out + v * 16 * kElement, masks[v], args.row_weights[row], y[v]);
   }
 }
 
@@ -276,8 +277,6 @@ void finish(const FinishArgs& args) {
 }
 
 // ---- activations and packing -------------------------------------------------------------------------------------
-
-inline __mmask16 head(int64_t count) { return count >= 16 ? 0xffff : static_cast<__mmask16>((1u << count) - 1); }
 
 void load_inputs(const void* row, Source source, int64_t begin, int64_t count, float* out) {
   for (int64_t i = 0; i < count; i += 16) {

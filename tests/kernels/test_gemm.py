@@ -266,7 +266,8 @@ def test_gated_epilogue_is_activation_of_gate_times_up(kernels, isa, format_name
     else:
         expected = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     got = packed.apply(x, activation=activation)
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
+    # products are rounded to bf16 (2e-3) next, and AVX-512 approximates the activation to 2e-4
+    np.testing.assert_allclose(got, expected, rtol=3e-4, atol=2e-6)
     assert np.array_equal(packed.apply(x[2:3], activation=activation)[0], got[2])
 
 
