@@ -282,25 +282,27 @@ struct GroupWalk {
   }
 };
 
-DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile) {
+// `following` and `following_token`: the keys that are read after this tile's, null when nobody knows.
+DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile, const SequenceView* following, int64_t following_token) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t dv = kv.value_dim(), d = kv.head_dim;
-  GroupWalk walk(view, tile.start + tile.span.first * 16);
-  for (int64_t g = tile.span.first;;) {
+  const Span span = tile.span;
+  GroupWalk walk(view, tile.start + span.first * 16);
+  for (int64_t g = span.first;;) {
     tile.keys[g] = reinterpret_cast<const uint16_t*>(walk.head.keys) + walk.offset * d;
     tile.values[g] = reinterpret_cast<const uint16_t*>(walk.head.values) + walk.offset * dv;
-    // While this tile's keys are read the same place of its values is fetched, and then the next tile's keys.
+    // While this tile's keys are read the same place of its values is fetched, and then the following keys.
     tile.next_keys[g] = reinterpret_cast<const char*>(tile.values[g]);
     tile.next_values[g] = reinterpret_cast<const char*>(tile.keys[g]);
-    if (++g == tile.span.end) break;
+    if (++g == span.end) break;
     walk.step();
   }
-  const int64_t ahead = tile.start + kTileTokens + tile.span.first * 16;
-  if (ahead > view.last_key) return;
-  GroupWalk next(view, ahead);
-  for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
+  if (following == nullptr) return;
+  GroupWalk next(*following, following_token);
+  for (int64_t g = span.first; g < span.end; ++g) {
     tile.next_values[g] = reinterpret_cast<const char*>(next.head.keys) + next.offset * d * 2;
-    if (ahead + (g + 1 - tile.span.first) * 16 > view.last_key) break;
+    following_token += 16;
+    if (following_token > following->last_key) break;
     next.step();
   }
 }
@@ -420,7 +422,17 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
   }
 }
 
-static void attention(const AttentionCall& call, const AttentionTask& task, uint8_t* memory) {
+DIPTYCH_INLINE SequenceView view_of(const AttentionCall& call, const AttentionTask& task) {
+  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, call.positions[task.token_end - 1]};
+}
+
+// First position that some row of the task sees.
+DIPTYCH_INLINE int64_t first_key(const AttentionCall& call, const AttentionTask& task) {
+  const int64_t lowest = call.positions[task.token_begin];
+  return call.shape.window > lowest ? 0 : lowest - call.shape.window + 1;
+}
+
+static void attention(const AttentionCall& call, const AttentionTask& task, const AttentionTask* following, uint8_t* memory) {
   const Scratch scratch = carve_scratch(call.shape, memory);
   const TaskRows rows = rows_of(call, task);
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
@@ -432,10 +444,9 @@ static void attention(const AttentionCall& call, const AttentionTask& task, uint
     scratch.state_sum[r] = 0.0f;
     std::memset(scratch.state_values + r * dv, 0, static_cast<size_t>(dv) * 4);
   }
-  SequenceView view{&call, call.block_table + task.sequence * call.table_width, task.kv_head,
-                    call.positions[task.token_end - 1]};
-  const int64_t lowest = call.positions[task.token_begin];
-  const int64_t low = call.shape.window > lowest ? 0 : lowest - call.shape.window + 1;
+  const SequenceView view = view_of(call, task);
+  const SequenceView following_view = following != nullptr ? view_of(call, *following) : view;
+  const int64_t low = first_key(call, task);
   for (int64_t t = task.tile_begin; t < task.tile_end; ++t) {
     Tile tile;
     tile.start = t * kTileTokens;
@@ -446,7 +457,14 @@ static void attention(const AttentionCall& call, const AttentionTask& task, uint
     if (call.kv.shape.format == KvFormat::int8) {
       widen_tile(view, scratch, tile);
     } else {
-      find_groups(view, tile);
+      if (t + 1 < task.tile_end) {
+        find_groups(view, tile, &view, tile.start + kTileTokens);
+      } else if (following != nullptr) {
+        const int64_t start = following->tile_begin * kTileTokens, first = first_key(call, *following) / 16 * 16;
+        find_groups(view, tile, &following_view, first > start ? first : start);
+      } else {
+        find_groups(view, tile, nullptr, 0);
+      }
     }
     float* partial = nullptr;
     if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);

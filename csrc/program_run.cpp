@@ -172,9 +172,12 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
     call.out_f32 = out.f32();
   }
   const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
-  std::atomic<int32_t>& next = counters[index];
-  for (int32_t i = next.fetch_add(1, std::memory_order_relaxed); i < n_tasks; i = next.fetch_add(1, std::memory_order_relaxed))
-    kernels.attention(call, plan.tasks[i], scratch(thread));
+  auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
+  for (int32_t i = take(); i < n_tasks;) {  // one task ahead, so that its keys can be fetched
+    const int32_t following = take();
+    kernels.attention(call, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch(thread));
+    i = following;
+  }
   if (plan.combines.empty()) return;
   barrier(thread);
   const int64_t group = op.shape.n_heads / op.shape.n_kv_heads;

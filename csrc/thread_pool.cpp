@@ -14,10 +14,10 @@
 namespace diptych {
 namespace {
 
-// Between regions a worker spins (about 50 us), then offers its CPU to others 500 times (about 400 us where nobody takes it),
+// Between regions a worker spins (about 50 us), then offers its CPU to others 1,500 times (about 1 ms where nobody takes it),
 // then parks: the host's work between two regions of a busy engine is shorter than that, and an idle engine burns nothing.
 constexpr int kSpinsBeforePark = 1500;
-constexpr int kYieldsBeforePark = 500;
+constexpr int kYieldsBeforePark = 1500;
 // Inside a region a late thread is usually microseconds away; after this the CPU is offered to others on a shared machine.
 constexpr int kSpinsBeforeYield = 4000;
 

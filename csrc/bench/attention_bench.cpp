@@ -69,8 +69,12 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
       AttentionCall mine = call;
       for (int64_t layer = 0; layer < kv_shape.n_layers; ++layer) {
         mine.kv = kv.layer(layer);
-        for (int32_t i = next[layer]++; i < static_cast<int32_t>(plan.tasks.size()); i = next[layer]++)
-          kernels.attention(mine, plan.tasks[i], scratch.data() + thread * stride);
+        const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
+        for (int32_t i = next[layer]++; i < n_tasks;) {
+          const int32_t following = next[layer]++;
+          kernels.attention(mine, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch.data() + thread * stride);
+          i = following;
+        }
         pool.barrier(thread);
         if (plan.combines.empty()) continue;
         for (const AttentionTask& task : plan.combines) {
