@@ -16,6 +16,9 @@ constexpr int64_t kBlockRows = 192;
 // Bytes of one panel that stay in L2 while the tiles of a block of rows pass over them.
 constexpr int64_t kBlockPanelBytes = 256 << 10;
 
+// Most weights to bring in while waiting: what memory delivers between two layers.
+constexpr int64_t kWaitBytes = 32 << 10;
+
 // How the K of a format is addressed and cut.
 struct KBlocks {
   int64_t units;            // of the whole K: steps (bf16, int8) or groups (int4)
@@ -252,9 +255,10 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
   }
 }
 
-void prefetch_linear(const PackedLinear& w, int thread, int threads) {
-  const uint8_t* first = w.panels + share(dealt_tasks(w.n_panels, threads), thread, threads).begin * w.panel_bytes;
-  for (int64_t at = 0; at < std::min(kAheadBytes, w.panel_bytes); at += 64) __builtin_prefetch(first + at);
+ReadAhead first_weights(const PackedLinear& w, int thread, int threads) {
+  const Range own = share(dealt_tasks(w.n_panels, threads), thread, threads);
+  const uint8_t* first = w.panels + own.begin * w.panel_bytes;
+  return {first, first + std::min(kWaitBytes, (own.end - own.begin) * w.panel_bytes) / kStepBytes * kStepBytes};
 }
 
 // ---- activations -------------------------------------------------------------------------------------------------

@@ -144,9 +144,18 @@ struct Epilogue {
 void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m, const Epilogue& epilogue,
             int thread, int threads);
 
-// Starts reading the first weights of thread's part of w, for a call before the barrier that precedes linear(w): memory then works
-// while the threads wait for each other.
-void prefetch_linear(const PackedLinear& w, int thread, int threads);
+// The weights that thread reads first in a call on few rows: something to bring into its cache while it waits for the others.
+struct ReadAhead {
+  const uint8_t* next = nullptr;
+  const uint8_t* end = nullptr;
+  bool line() {  // false: nothing left
+    if (next == end) return false;
+    __builtin_prefetch(next, 0, 2);
+    next += 64;
+    return true;
+  }
+};
+ReadAhead first_weights(const PackedLinear& w, int thread, int threads);
 
 // Half-open part of [0, items) that is thread's, in multiples of `unit` except for the end.
 struct Range {

@@ -34,7 +34,7 @@ void Routing::resize(int64_t tokens, int64_t top_k, int64_t n_experts) {
   expanded_rows.resize(tokens * top_k);
 }
 
-Program::Program(int threads) : pool_(threads) {}
+Program::Program(int threads) : pool_(threads), waiting_(pool_.size()) {}
 
 // ---- weights ----
 
@@ -122,8 +122,21 @@ void Program::record(Category category, OpBody body) {
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
   if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = linears_.at(op->weight).n_outputs;
+  if (const int weight = first_weight(body); weight >= 0)
+    for (size_t i = ops_.size(); i-- > 0;) {
+      next_weight_[i] = weight;
+      if (first_weight(ops_[i].body) >= 0) break;
+    }
   ops_.push_back({category, std::move(body)});
   plan_of_op_.push_back(plan);
+  next_weight_.push_back(-1);
+}
+
+int Program::first_weight(const OpBody& body) {
+  if (const auto* op = std::get_if<LinearOp>(&body)) return op->weight;
+  if (const auto* op = std::get_if<MoeOp>(&body)) return op->router;
+  if (const auto* op = std::get_if<HeadOp>(&body)) return op->weight;
+  return -1;
 }
 
 // ---- memory ----

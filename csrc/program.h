@@ -143,6 +143,7 @@ class Program {
   struct Run;  // one step in flight, program_run.cpp
   friend struct Run;
 
+  static int first_weight(const OpBody& body);  // that an operation reads, or -1
   void check(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
   void reserve(int64_t tokens);
@@ -161,12 +162,15 @@ class Program {
   std::vector<AttentionShape> attention_shapes_;  // distinct windows
   std::vector<AttentionPlan> attention_plans_;    // one for each distinct window
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
+  std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   PageBuffer arena_, scratch_, partials_;
   int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, n_layers_ = 0;
   Routing routing_;
   std::vector<int32_t> row_numbers_;              // 0, 1, 2, ...
   std::vector<std::atomic<int32_t>> counters_;    // by op: next attention task
   std::array<int64_t, kCategories> nanoseconds_{};
+  struct alignas(64) Waiting { ReadAhead ahead; };
+  std::vector<Waiting> waiting_;                  // by thread: what it fetches at barriers
 };
 
 }  // namespace diptych

@@ -30,6 +30,9 @@ class FlushDenormals {
 #endif
 };
 
+// Steps up to here take each weight from memory in one pass.
+constexpr int64_t kFewTokens = 24;
+
 }  // namespace
 
 struct Program::Run {
@@ -43,7 +46,16 @@ struct Program::Run {
   uint8_t* scratch(int thread) const { return program.scratch_.data() + thread * program.scratch_stride_; }
   const Buffer& buffer(int index) const { return program.buffers_[index]; }
   const float* vector(int index) const { return program.vectors_[index].data(); }
-  void barrier(int thread) const { program.pool_.barrier(thread); }
+  // A thread that waits brings in its first weights of the next linear layer: memory has nothing else to do.
+  void barrier(int thread) const {
+    ReadAhead& ahead = program.waiting_[thread].ahead;
+    program.pool_.barrier([&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); });
+  }
+  void look_ahead(size_t op, int thread, int threads) const {
+    const int weight = program.next_weight_[op];
+    const bool is_small = step.n_tokens <= kFewTokens && weight >= 0;
+    program.waiting_[thread].ahead = is_small ? first_weights(program.linears_[weight], thread, threads) : ReadAhead{};
+  }
 
   void run(const EmbedOp& op, size_t, int thread, int threads) const;
   void run(const NormOp& op, size_t, int thread, int threads) const;
@@ -320,9 +332,11 @@ void Program::run(const Step& step, KvCache& kv, float* logits) {
   pool_.run([&](int thread, int threads) {
     const FlushDenormals flush;
     int64_t before = thread == 0 ? now_ns() : 0;
+    run.look_ahead(0, thread, threads);
     for (size_t i = 0; i < ops_.size(); ++i) {
       std::visit([&](const auto& op) { run.run(op, i, thread, threads); }, ops_[i].body);
-      pool_.barrier(thread);
+      if (first_weight(ops_[i].body) >= 0) run.look_ahead(i, thread, threads);
+      run.barrier(thread);
       if (thread != 0) continue;
       const int64_t after = now_ns();
       nanoseconds_[static_cast<size_t>(ops_[i].category)] += after - before;

@@ -18,14 +18,6 @@ namespace {
 // then parks: the host's work between two regions of a busy engine is shorter than that, and an idle engine burns nothing.
 constexpr int kSpinsBeforePark = 1500;
 constexpr int kYieldsBeforePark = 1500;
-// Inside a region a late thread is usually microseconds away; after this the CPU is offered to others on a shared machine.
-constexpr int kSpinsBeforeYield = 4000;
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
 
 #if defined(__linux__)
 void park(std::atomic<uint32_t>& word, uint32_t expected) {
@@ -64,6 +56,14 @@ void watch_forks() {
 }
 
 }  // namespace
+
+void ThreadPool::relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+void ThreadPool::yield() { sched_yield(); }
 
 int ThreadPool::allowed_cpus() { return std::max<int>(1, static_cast<int>(allowed_cpu_list().size())); }
 
@@ -178,18 +178,6 @@ void ThreadPool::run_with_workers(Task task, void* context) {
   task(context, 0, threads_);
   const uint32_t others = static_cast<uint32_t>(threads_ - 1);
   for (int spin = 0; finished_.value.load(std::memory_order_acquire) != others; ++spin)
-    spin < kSpinsBeforeYield ? relax() : static_cast<void>(sched_yield());
-}
-
-void ThreadPool::barrier(int) {
-  if (threads_ == 1) return;
-  const uint32_t passed = passed_.value.load(std::memory_order_relaxed);
-  if (arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
-    arrived_.value.store(0, std::memory_order_relaxed);
-    passed_.value.store(passed + 1, std::memory_order_release);
-    return;
-  }
-  for (int spin = 0; passed_.value.load(std::memory_order_acquire) == passed; ++spin)
     spin < kSpinsBeforeYield ? relax() : static_cast<void>(sched_yield());
 }
 

@@ -36,8 +36,23 @@ class ThreadPool {
     run(call, &function);
   }
 
-  // Meets all threads of the region. Every thread must call it the same number of times.
-  void barrier(int thread);
+  // Meets all threads of the region. Every thread must call it the same number of times. While it waits it calls `idle`, which
+  // should take a few nanoseconds.
+  template <class Idle>
+  void barrier(Idle&& idle) {
+    if (threads_ == 1) return;
+    const uint32_t passed = passed_.value.load(std::memory_order_relaxed);
+    if (arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
+      arrived_.value.store(0, std::memory_order_relaxed);
+      passed_.value.store(passed + 1, std::memory_order_release);
+      return;
+    }
+    for (int spin = 0; passed_.value.load(std::memory_order_acquire) == passed; ++spin)
+      spin < kSpinsBeforeYield ? static_cast<void>(idle()) : yield();
+  }
+  void barrier() { barrier(relax); }
+
+  static void relax();
 
   static int allowed_cpus();  // of this process, at least 1
 
@@ -53,6 +68,10 @@ class ThreadPool {
 
   struct HeldCpu;
 
+  // Inside a region a late thread is usually microseconds away; after this the CPU is offered to others on a shared machine.
+  static constexpr int kSpinsBeforeYield = 4000;
+
+  static void yield();
   static void* worker_main(void* argument);
   void start_workers();
   void stop_workers();

@@ -75,13 +75,13 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
           kernels.attention(mine, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch.data() + thread * stride);
           i = following;
         }
-        pool.barrier(thread);
+        pool.barrier();
         if (plan.combines.empty()) continue;
         for (const AttentionTask& task : plan.combines) {
           const Range rows = share(c.n_heads / c.n_kv_heads, thread, threads);
           kernels.attention_combine(mine, task, rows.begin, rows.end, scratch.data() + thread * stride);
         }
-        pool.barrier(thread);
+        pool.barrier();
       }
     });
     best = std::min(best, (now_s() - begin) / kv_shape.n_layers);

@@ -136,6 +136,10 @@ Buffers make_buffers(const ModelShape& shape, Format format, int64_t m) {
   return buffers;
 }
 
+void meet(ThreadPool& pool, ReadAhead ahead) {
+  pool.barrier([&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); });
+}
+
 // The linear layers of one forward pass, `layers` of them, with the barriers a program needs.
 double pass_s(ThreadPool& pool, const ModelShape& shape, const Model& model, const Buffers& b, int64_t m, int64_t layers, int repeats) {
   return best_of(repeats, [&] {
@@ -147,17 +151,13 @@ double pass_s(ThreadPool& pool, const ModelShape& shape, const Model& model, con
         const Layer& layer = model.layers[i];
         const Layer& following = model.layers[(i + 1) % layers];
         linear(layer.qkv, b.hidden, nullptr, m, wide, thread, threads);
-        prefetch_linear(layer.out, thread, threads);
-        pool.barrier(thread);
+        meet(pool, first_weights(layer.out, thread, threads));
         linear(layer.out, b.hidden, nullptr, m, add, thread, threads);
-        prefetch_linear(layer.gate_up, thread, threads);
-        pool.barrier(thread);
+        meet(pool, first_weights(layer.gate_up, thread, threads));
         linear(layer.gate_up, b.hidden, nullptr, m, gate, thread, threads);
-        prefetch_linear(layer.down, thread, threads);
-        pool.barrier(thread);
+        meet(pool, first_weights(layer.down, thread, threads));
         linear(layer.down, b.ffn, nullptr, m, add, thread, threads);
-        prefetch_linear(following.qkv, thread, threads);
-        pool.barrier(thread);
+        meet(pool, first_weights(following.qkv, thread, threads));
       }
     });
   });

@@ -64,7 +64,7 @@ EXPORT void kernels_linear(const int64_t* shape, const void* blob, const float* 
   pool.run([&](int thread, int count) {
     const Range mine = share(x_count, thread, count);
     prepare_rows(rows, x, w.shape.k, mine.begin, mine.end);
-    pool.barrier(thread);
+    pool.barrier();
     linear(w, rows, row_ids, m, epilogue, thread, count);
   });
 }
@@ -78,9 +78,9 @@ EXPORT int64_t kernels_pool_check(int threads, int64_t regions, int64_t barriers
     pool.run([&](int thread, int count) {
       for (int64_t meeting = 0; meeting < barriers; ++meeting) {
         stage[thread * 8] += 1;
-        pool.barrier(thread);
+        pool.barrier();
         for (int other = 0; other < count; ++other) wrong[thread * 8] += stage[other * 8] != stage[thread * 8];
-        pool.barrier(thread);
+        pool.barrier();
       }
       counts[thread] += 1;
     });
@@ -95,7 +95,7 @@ EXPORT int kernels_pool_fork_check(int threads) {
   const auto is_complete = [&] {
     std::vector<int> seen(threads, 0);
     pool.run([&](int thread, int) {
-      pool.barrier(thread);
+      pool.barrier();
       seen[thread] += 1;
     });
     for (int count : seen)
