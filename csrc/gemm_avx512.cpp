@@ -16,8 +16,9 @@ constexpr int kVectors = kPanelLanes / 16;
 constexpr int kUnroll = 4;  // steps between two rounds of prefetches
 constexpr int64_t kCacheLine = 64;
 
-// Reading ahead (see TileArgs), into L2 alone for balanced tiles; `turn` is called once in every kUnroll steps.
-template <int kStrips, bool kBalanced>
+// Reading ahead (see TileArgs) into L1 or L2, or not at all; `turn` is called once in every kUnroll steps.
+enum class Reach { none, l1, l2 };
+template <int kStrips, Reach kReach>
 struct Ahead {
   const uint8_t* next;
   const uint8_t* next_strip;
@@ -33,13 +34,14 @@ struct Ahead {
         turns_left(turns - turns * args.ahead_bytes / block_bytes),
         is_stream(args.ahead_bytes != 0) {}
   static inline void prefetch(const uint8_t* line) {
-    _mm_prefetch(reinterpret_cast<const char*>(line), kBalanced ? _MM_HINT_T1 : _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l2 ? _MM_HINT_T1 : _MM_HINT_T0);
   }
   inline void line() {
     prefetch(next);
     next += kCacheLine;
   }
   inline void turn() {
+    if constexpr (kReach == Reach::none) return;
     if (is_stream) {
       if (turns_left-- == 0) next = next_strip;
       for (int step = 0; step < kUnroll; ++step, next += kCacheLine)
@@ -83,7 +85,8 @@ void tile_dot(const TileArgs& args) {
   const Words<kRows, kInterleaved> x(args);
   const uint8_t* w = args.strip;
   const int64_t strip_bytes = args.strip_bytes;
-  Ahead<kStrips, kStrips == 1 && kRows >= kBalancedRows> ahead(args, args.units / kUnroll, args.units * kStepBytes);
+  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows == 1 ? Reach::none : kRows < kBalancedRows ? Reach::l1 : Reach::l2;
+  Ahead<kStrips, kReach> ahead(args, args.units / kUnroll, args.units * kStepBytes);
   for (int64_t at = 0; at < args.units; at += kUnroll) {
     ahead.turn();
 #pragma GCC unroll 4
@@ -137,7 +140,7 @@ void tile_int4(const TileArgs& args) {
   const Words<kRows, kInterleaved> x(args);
   const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
   const uint8_t *w = args.strip, *heads = w;
-  Ahead<1, false> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  Ahead<1, Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {
