@@ -1,4 +1,4 @@
-"""Tool calls as the `openai` client sees them: every tool_choice, whole and streamed, in two models' formats."""
+"""Tool calls as the `openai` client sees them: every tool_choice, whole and streamed, in the formats of several models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from openai import OpenAI
 from openai.types.chat.chat_completion import Choice
 
 from diptych.engine.load import bundled_dir
+from diptych.engine.text.tools import ToolFormat
 from engine.text import templates
 from server_process import ServerProcess, check_account
 
@@ -58,13 +59,15 @@ class Served:
     """A server and the way its model writes calls."""
 
     client: OpenAI
-    is_llama: bool
+    tool_format: ToolFormat
 
     def writes(self, *calls: tuple[str, str], before: str = "") -> dict[str, object]:
         """The constraint that makes the model write exactly these calls (name, arguments), as if it had chosen to."""
-        if self.is_llama:
+        if self.tool_format is ToolFormat.LLAMA3:
             text = "; ".join(f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in calls)
             parts = [json.dumps(before + text)]
+        elif self.tool_format is ToolFormat.MISTRAL_NAMED:
+            parts = [json.dumps(before + "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls))]
         else:
             parts = [json.dumps(before)] if before else []
             for name, arguments in calls:
@@ -73,14 +76,22 @@ class Served:
         return {"structured_outputs": {"grammar": "start: " + " ".join(parts)}}
 
 
-@pytest.fixture(scope="module", params=["hermes", "llama3"])
+TEMPLATES = {ToolFormat.LLAMA3: templates.LLAMA3, ToolFormat.MISTRAL_NAMED: templates.MISTRAL_NAMED}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL_NAMED],
+    ids=lambda tool_format: tool_format.value,
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = str(bundled_dir())
-    is_llama = request.param == "llama3"
-    if is_llama:
-        model = str(with_template(tmp_path_factory.mktemp("models") / "llama3", templates.LLAMA3))
+    tool_format: ToolFormat = request.param
+    if tool_format in TEMPLATES:
+        folder = tmp_path_factory.mktemp("models") / tool_format.value
+        model = str(with_template(folder, TEMPLATES[tool_format]))
     with ServerProcess(model, "--served-model-name", "m", "--kv-memory-bytes", "33554432") as process:
-        yield Served(process.openai(), is_llama)
+        yield Served(process.openai(), tool_format)
         code, errors = process.stop()
         assert code == 0, errors
         assert "Traceback" not in errors, errors
@@ -131,7 +142,7 @@ def test_auto_streams_the_arguments_as_they_are_written(served: Served) -> None:
 
 
 def test_several_calls_and_text_before_them(served: Served) -> None:
-    before = "" if served.is_llama else "Let me look."
+    before = "" if served.tool_format is ToolFormat.LLAMA3 else "Let me look."
     written = served.writes(("get_time", '{"city": "Rome"}'), ("note", '{"text":"x","tags":[]}'), before=before)
     choice = whole(served, extra_body=written)
     assert calls_of(choice) == [("get_time", '{"city": "Rome"}'), ("note", '{"text":"x","tags":[]}')]

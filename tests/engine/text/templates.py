@@ -215,6 +215,32 @@ MISTRAL = """\
 {%- endfor %}
 """
 
+MISTRAL_NAMED = """\
+{{- bos_token }}
+{%- if tools %}
+    {{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+    {%- elif message.role == 'user' %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- message.content or '' }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set arguments = call.function.arguments %}
+            {%- if arguments is not string %}
+                {%- set arguments = arguments | tojson %}
+            {%- endif %}
+            {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + arguments }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
 ZEPHYR = """\
 {% for message in messages %}
 {% if message['role'] == 'user' %}
@@ -275,5 +301,6 @@ THINKING = """\
 """
 
 ALL = {
-    "chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "zephyr": ZEPHYR, "thinking": THINKING,
+    "chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "mistral_named": MISTRAL_NAMED,
+    "zephyr": ZEPHYR, "thinking": THINKING,
 }  # fmt: skip

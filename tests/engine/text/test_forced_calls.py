@@ -27,7 +27,7 @@ TOOLS = [
     for name in ("weather", "time")
 ]
 EOS = (0, 2)
-TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 
 def with_tags(kind: str) -> tokenizers.Tokenizer:
@@ -40,8 +40,10 @@ def with_tags(kind: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def write(tokenizer: tokenizers.Tokenizer, spec, *, seed: int) -> str:
-    compiler = GrammarCompiler(Tokenizer(tokenizer, {}, EOS), tokenizer.get_vocab_size())
+def write(backend: tokenizers.Tokenizer, spec, *, seed: int) -> str:
+    """Random draws under the grammar, as a client sees them: special tokens that mark no call are hidden."""
+    tokenizer = Tokenizer(backend, {}, EOS)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     state = compiler.compile(spec).begin()
     rng = np.random.default_rng(seed)
     ids: list[int] = []
@@ -54,7 +56,7 @@ def write(tokenizer: tokenizers.Tokenizer, spec, *, seed: int) -> str:
         if state.is_complete:
             break
     compiler.close()
-    return tokenizer.decode(ids, skip_special_tokens=False)
+    return tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("tool_format", ToolFormat)
@@ -77,8 +79,25 @@ def test_forced_output_is_always_a_call(tool_format, name, kind):
     assert names == ({"weather", "time"} if name is None else {name})
 
 
-def test_one_call_only_when_parallel_calls_are_off():
+@pytest.mark.parametrize("tool_format", ToolFormat)
+def test_one_call_only_when_parallel_calls_are_off(tool_format):
     """parallel_tool_calls: false."""
-    spec = tool_call_spec(TOOLS, ToolFormat.HERMES, is_parallel=False)
+    spec = tool_call_spec(TOOLS, tool_format, is_parallel=False)
     for seed in range(6):
-        assert len(parse_tool_calls(write(with_tags("letters"), spec, seed=seed), ToolFormat.HERMES)[1]) == 1
+        assert len(parse_tool_calls(write(with_tags("letters"), spec, seed=seed), tool_format)[1]) == 1
+
+
+@pytest.mark.parametrize("tool_format", ToolFormat)
+def test_references_within_a_tools_schema_are_followed(tool_format):
+    """Clients that make schemas from classes put nested ones under `$defs`; a forced call used to be refused for that."""
+    city = {"properties": {"c": {"$ref": "#/$defs/City"}}, "required": ["c"], "additionalProperties": False}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {**city, "$defs": {"City": {"const": name * 2}}}}}
+        for name in ("f", "g")
+    ]
+    spec = tool_call_spec(tools, tool_format)
+    for seed in range(4):
+        calls = parse_tool_calls(write(with_tags("letters"), spec, seed=seed), tool_format)[1]
+        assert calls
+        for call in calls:
+            assert json.loads(call.arguments) == {"c": call.name * 2}

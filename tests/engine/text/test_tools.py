@@ -1,5 +1,6 @@
 """Tool calls in text: found whatever the pieces, and nothing of the text is ever lost."""
 
+import itertools
 import random
 
 import pytest
@@ -16,7 +17,7 @@ from diptych.engine.text.tools import (
 from diptych.ground.errors import RequestError
 from text import templates
 
-H, L, M = ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL
+H, L, M, N = ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED
 GOOD = '{"name": "f", "arguments": {"a": 1}}'
 CASES = [
     # (format, output, content (None: all of it), [(name, arguments to the letter)])
@@ -65,19 +66,45 @@ CASES = [
     (M, "[TOOL_CALLS] none", None, []),
     (M, "[TOOL_CALLS][", None, []),
     (M, "a [TOOL", None, []),
+    (N, '[TOOL_CALLS]f[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
+    (N, 'Well. [TOOL_CALLS]f[ARGS]{"a": {"b": "]}"}}[TOOL_CALLS]g-2.x[ARGS]{}\n', "Well.", [
+        ("f", '{"a": {"b": "]}"}}'), ("g-2.x", "{}")]),
+    (N, '[TOOL_CALLS] f [ARGS] {"a": "[TOOL_CALLS]g[ARGS]{}"} then, [TOOL_CALLS]g[ARGS]{"x":2}', "then,", [
+        ("f", '{"a": "[TOOL_CALLS]g[ARGS]{}"}'), ("g", '{"x":2}')]),
+    (N, '[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{}[TOOL_CALLS]g[CALL_ID]ABCDEF123[ARGS]{}', "", [("f", "{}"), ("g", "{}")]),
+    (N, '[TOOL_CALLS]f[ARGS]{"a": x}[TOOL_CALLS]g[ARGS]{}', "", [("f", '{"a": x}'), ("g", "{}")]),
+    (N, '[TOOL_CALLS]f[ARGS]{"a": "cut o', "", [("f", '{"a": "cut o')]),
+    (N, "[TOOL_CALLS]f[ARGS]{}]", "]", [("f", "{}")]),
+    (N, "[TOOL_CALLS]f[ARGS]{}, x", ", x", [("f", "{}")]),
+    (N, "[TOOL_CALLS]f[ARGS]{} [TOOL_CALLS]g[ARGS]", "[TOOL_CALLS]g[ARGS]", [("f", "{}")]),
+    (N, "[TOOL_CALLS]f[CALL_ID]abc", None, []),
+    (N, "[TOOL_CALLS]f[ARGS] 5", None, []),
+    (N, "[TOOL_CALLS]f[CALL_ID][ARGS]{}", None, []),
+    (N, "[TOOL_CALLS]f g[ARGS]{}", None, []),
+    (N, "[TOOL_CALLS]" + 129 * "f" + "[ARGS]{}", None, []),
+    (N, "[ARGS]{} [CALL_ID]", None, []),
+    # either of Mistral's forms is read in place of the other, also within one answer
+    (M, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [("f", '{"a": 1}'), ("g", "{}")]),
+    (N, f"[TOOL_CALLS][{GOOD}, {GOOD}]", "", [("f", '{"a": 1}')] * 2),
+    (N, f"[TOOL_CALLS]g[ARGS]{{}}[TOOL_CALLS][{GOOD}] x", "x", [("g", "{}"), ("f", '{"a": 1}')]),
 ]  # fmt: skip
 
 
-def streamed(tool_format: ToolFormat, output: str, seed: int):
-    """(content, calls) read in pieces of random size; checks the shape of the deltas on the way."""
+def random_pieces(output: str, seed: int) -> list[str]:
     cuts = random.Random(seed)
+    pieces = []
+    while output:
+        n = cuts.randint(1, 9)
+        pieces.append(output[:n])
+        output = output[n:]
+    return pieces
+
+
+def streamed(tool_format: ToolFormat, pieces: list[str]):
+    """(content, calls) read in these pieces; checks the shape of the deltas on the way."""
     parser = ToolCallParser(tool_format, tool_names=["f", "g"])
     content, calls = "", []
-    rest, deltas = output, []
-    while rest:
-        n = cuts.randint(1, 9)
-        deltas.append(parser.push(rest[:n]))
-        rest = rest[n:]
+    deltas = [parser.push(piece) for piece in pieces]
     for delta in [*deltas, parser.finish()]:
         content += delta.content
         for call in delta.calls:
@@ -103,7 +130,21 @@ def test_calls_and_content_whole_and_streamed(tool_format, output, content, call
     if content is None:
         assert got == output
     for seed in range(25):
-        assert streamed(tool_format, output, seed) == (got, calls), seed
+        assert streamed(tool_format, random_pieces(output, seed)) == (got, calls), seed
+
+
+@pytest.mark.parametrize(("tool_format", "output", "content", "calls"), CASES)
+def test_every_cut_of_the_text_gives_the_same(tool_format, output, content, calls):
+    """Tokens end anywhere, in the middle of a tag too: one cut, two cuts, and a cut behind every character."""
+    got = parse_tool_calls(output, tool_format, tool_names=["f", "g"])[0]
+    n_chars = len(output)
+    pairs = itertools.combinations_with_replacement(range(n_chars + 1), 2)
+    if tool_format is not N and n_chars > 40:
+        pairs = ((at, at) for at in range(n_chars + 1))
+    for first, second in pairs:
+        pieces = [output[:first], output[first:second], output[second:]]
+        assert streamed(tool_format, pieces) == (got, calls), pieces
+    assert streamed(tool_format, list(output)) == (got, calls)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +153,7 @@ def test_calls_and_content_whole_and_streamed(tool_format, output, content, call
         (H, '<tool_call>\n{"name": "f", "arguments": '),
         (L, '{"name": "f", "parameters": '),
         (M, '[TOOL_CALLS][{"name":"f","arguments":'),
+        (N, "[TOOL_CALLS]f[ARGS]"),
     ],
 )
 def test_arguments_come_out_while_they_are_written(tool_format, begin):
@@ -138,6 +180,8 @@ PIECES = [
     "<tool_call>",
     "</tool_call>",
     "[TOOL_CALLS]",
+    "[ARGS]",
+    "f[CALL_ID]id",
     ",",
     ";",
     "{",
@@ -155,7 +199,7 @@ PIECES = [
 ]
 
 
-@given(st.sampled_from([H, L, M]), st.lists(st.sampled_from(PIECES), max_size=14), st.integers(0, 99))
+@given(st.sampled_from(ToolFormat), st.lists(st.sampled_from(PIECES), max_size=14), st.integers(0, 99))
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_no_text_is_lost_and_cuts_do_not_matter(tool_format, pieces, seed):
     """Wreckage of calls in any order: without a call the content is the output, and streaming changes nothing."""
@@ -163,7 +207,7 @@ def test_no_text_is_lost_and_cuts_do_not_matter(tool_format, pieces, seed):
     content, calls = parse_tool_calls(output, tool_format, tool_names=["f", "g"])
     if not calls:
         assert content == output
-    assert streamed(tool_format, output, seed) == (content, [(call.name, call.arguments) for call in calls])
+    assert streamed(tool_format, random_pieces(output, seed)) == (content, [(call.name, call.arguments) for call in calls])
 
 
 def test_format_is_read_from_the_template():
@@ -172,6 +216,7 @@ def test_format_is_read_from_the_template():
     assert tool_format_of_template(templates.LLAMA3) is L
     assert tool_format_of_template(templates.ZEPHYR) is None
     assert tool_format_of_template("{{ '[TOOL_CALLS]' }}{{ tools }}") is M
+    assert tool_format_of_template("{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}") is N
 
 
 def test_ids_are_those_the_models_own_template_takes():
@@ -179,6 +224,15 @@ def test_ids_are_those_the_models_own_template_takes():
     (call,) = parse_tool_calls(f"[TOOL_CALLS][{GOOD}]", M)[1]
     assert len(call.id) == 9
     assert call.id.isalnum()
+
+
+def test_the_models_own_ids_are_kept():
+    """They stand in the next turn's prompt, and another id there would miss the prefix cache; the same twice confuses clients."""
+    calls = "[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{}"
+    first, second = parse_tool_calls(calls + calls, N)[1]
+    assert first.id == "abcdef123"
+    assert second.id != first.id
+    assert len(second.id) == 9
 
 
 def test_named_choice_must_exist():

@@ -25,7 +25,8 @@ _NAMED_SPECIAL_TOKENS = (
 )  # fmt: skip
 # Special tokens that stay in the text, because clients and our own parsers look for them there.
 _SHOWN_TOKENS = frozenset(
-    {"<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"}
+    {"<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+    | {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
 )
 
 

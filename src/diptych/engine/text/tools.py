@@ -1,8 +1,9 @@
 """Tool calls in the output text: found while it streams, and the grammar that forces them.
 
-Three formats: Hermes / Qwen (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, anywhere), Llama 3
-(the whole message is `{"name": ..., "parameters": {...}}`, several separated by `;`, after `<|python_tag|>` or not) and
-Mistral (`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`).
+Four formats: Hermes / Qwen (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, anywhere), Llama 3
+(the whole message is `{"name": ..., "parameters": {...}}`, several separated by `;`, after `<|python_tag|>` or not),
+Mistral (`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`) and newer Mistral (`[TOOL_CALLS]name[ARGS]{...}`, some with
+`[CALL_ID]id` before `[ARGS]`; each call has its own `[TOOL_CALLS]`). Both of Mistral's are read wherever one is expected.
 
 A call is one as soon as its name and the opening brace of its arguments are there. From then on the arguments come out as
 the model writes them, to the letter: cut off where the output is, and broken where the model broke them. What never gets
@@ -31,8 +32,8 @@ from diptych.ground.request import StructuredSpec
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-MISTRAL_BEGIN = "[TOOL_CALLS]"
-CALL_TAGS = (HERMES_BEGIN, HERMES_END, MISTRAL_BEGIN)
+MISTRAL_BEGIN, MISTRAL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+CALL_TAGS = (HERMES_BEGIN, HERMES_END, MISTRAL_BEGIN, MISTRAL_ID, MISTRAL_ARGS)
 _JSON_BLANKS = " \t\r\n"
 _JSON_PLAIN = frozenset(_JSON_BLANKS + ":,+-.0123456789truefalsnE")
 # a call up to the brace that opens its arguments, its keys in the order in which models write them
@@ -41,6 +42,10 @@ _HEAD = re.compile(
 )
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"')
 _CALL_KEYS = ("name", "type", "id", "arguments", "parameters")
+# newer Mistral: a call behind its tag, up to the brace that opens its arguments
+_NAMED_HEAD = re.compile(r"\s{0,8}([\w.:/-]{1,128})\s{0,8}(?:\[CALL_ID\](\w{1,64}))?\[ARGS\]\s{0,8}(?=\{)")
+# what text that may become such a head still lacks is an end of one of these
+_NAMED_ENDS = ("x[ARGS]{", "[CALL_ID]x[ARGS]{")
 
 
 class ToolFormat(Enum):
@@ -49,6 +54,12 @@ class ToolFormat(Enum):
     HERMES = "hermes"
     LLAMA3 = "llama3"
     MISTRAL = "mistral"
+    MISTRAL_NAMED = "mistral_named"
+
+    @property
+    def is_mistral(self) -> bool:
+        """Whether calls begin with `[TOOL_CALLS]`."""
+        return self in (ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +94,7 @@ def tool_format_of_template(source: str) -> ToolFormat | None:
     if HERMES_BEGIN in source:
         return ToolFormat.HERMES
     if MISTRAL_BEGIN in source:
-        return ToolFormat.MISTRAL
+        return ToolFormat.MISTRAL_NAMED if MISTRAL_ARGS in source else ToolFormat.MISTRAL
     if PYTHON_TAG in source or ("tools" in source and '"parameters": ' in source):
         return ToolFormat.LLAMA3
     return None
@@ -108,7 +119,7 @@ def parse_tool_calls(
 
 def _id_maker(tool_format: ToolFormat) -> Callable[[], str]:
     """Mistral's templates refuse ids other than nine letters and digits; everybody else reads OpenAI's form."""
-    if tool_format is ToolFormat.MISTRAL:
+    if tool_format.is_mistral:
         return lambda: "".join(SystemRandom().choices(string.ascii_letters + string.digits, k=9))
     return lambda: f"call_{uuid.uuid4().hex[:24]}"
 
@@ -140,13 +151,15 @@ class ToolCallParser:
         self._format = tool_format
         self._names = None if tool_names is None else frozenset(tool_names)
         self._new_id = new_id or _id_maker(tool_format)
-        self._begin = MISTRAL_BEGIN if tool_format is ToolFormat.MISTRAL else HERMES_BEGIN
+        self._begin = MISTRAL_BEGIN if tool_format.is_mistral else HERMES_BEGIN
         self._place = _Place.START if tool_format is ToolFormat.LLAMA3 else _Place.CONTENT
         self._held = ""
         self._tag = ""  # what stands before the JSON of a possible call, should it turn out to be none
         self._raw = ""  # that JSON, as far as it was read
         self._json = JsonEnd()
         self._is_list_open = False  # Mistral: inside the brackets around the calls
+        self._is_named = False  # newer Mistral: the name stands before the arguments, not in one object with them
+        self._ids: set[str] = set()
         self.n_calls = 0
 
     def push(self, text: str) -> ToolDelta:
@@ -201,7 +214,7 @@ class ToolCallParser:
             piece = self._held[:at].rstrip()
             self._held = self._held[len(piece) :]
             content.append(piece)
-            self._is_list_open = False
+            self._is_list_open = self._is_named = False
             self._begin_call(at - len(piece) + len(self._begin))
             return True
         keep = 0 if is_last or self._format is ToolFormat.LLAMA3 else partial_end(self._held, self._begin)
@@ -220,8 +233,12 @@ class ToolCallParser:
         self._place = _Place.HEAD
 
     def _in_head(self, content: list[str], calls: list[ToolCallDelta]) -> bool:
-        if self._format is ToolFormat.MISTRAL and not self._raw and not self._is_list_open and not self._open_list():
-            return False
+        if self._format.is_mistral and not self._raw and not self._is_list_open:
+            text = self._held.lstrip(_JSON_BLANKS)
+            if text and text[0] not in "[{":
+                return self._in_named_head(content, calls)
+            if not self._open_list():
+                return False
         end = self._json.feed(self._held)
         n_read = len(self._held) if end is None else end
         self._raw, self._held = self._raw + self._held[:n_read], self._held[n_read:]
@@ -241,10 +258,27 @@ class ToolCallParser:
             self._tag = self._raw = ""
             self._place = _Place.AFTER
             return True
-        # no call after all: its tag is content, and the search goes on behind that
+        self._give_up(content)
+        return True
+
+    def _give_up(self, content: list[str]) -> None:
+        """No call after all: its tag is content, and the search goes on behind that."""
         content.append(self._tag)
         self._held, self._tag, self._raw = self._raw + self._held, "", ""
         self._place = _Place.CONTENT
+
+    def _in_named_head(self, content: list[str], calls: list[ToolCallDelta]) -> bool:
+        """Newer Mistral: `name[ARGS]`, or with the model's own id `name[CALL_ID]id[ARGS]`."""
+        head = _NAMED_HEAD.match(self._held)
+        if head is not None:
+            calls.append(self._new_call(head[1], own_id=head[2]))
+            self._held, self._tag = self._held[head.end() :], ""
+            self._is_named = True
+            self._place = _Place.ARGUMENTS
+            return True
+        if any(_NAMED_HEAD.match(self._held + end[at:]) for end in _NAMED_ENDS for at in range(len(end))):
+            return False
+        self._give_up(content)
         return True
 
     def _open_list(self) -> bool:
@@ -275,18 +309,19 @@ class ToolCallParser:
         self._hand_out(n_read, calls)
         if end is not None:
             self._json = JsonEnd(is_inside=True)
-            self._place = _Place.TAIL
+            self._place = _Place.AFTER if self._is_named else _Place.TAIL
         return True
 
     def _in_broken(self, calls: list[ToolCallDelta], *, is_last: bool) -> bool:
-        """The client gets what the model wrote, up to the end tag where the format has one."""
-        has_end = self._format is ToolFormat.HERMES
-        at = self._held.find(HERMES_END) if has_end else -1
+        """The client gets what the model wrote, up to the tag that ends the call where the format has one."""
+        has_end = self._format is ToolFormat.HERMES or self._is_named
+        end = self._begin if self._is_named else HERMES_END
+        at = self._held.find(end) if has_end else -1
         if at >= 0:
             self._hand_out(at, calls)
             self._place = _Place.AFTER
             return True
-        keep = partial_end(self._held, HERMES_END) if has_end and not is_last else 0
+        keep = partial_end(self._held, end) if has_end and not is_last else 0
         self._hand_out(len(self._held) - keep, calls)
         return False
 
@@ -310,7 +345,9 @@ class ToolCallParser:
         text = self._held.lstrip()
         if self._format is ToolFormat.HERMES:
             return self._skip_end(text, HERMES_END, is_last=is_last)
-        if self._format is ToolFormat.MISTRAL:
+        if self._is_named:
+            return self._skip_end(text, "", is_last=is_last)
+        if self._format.is_mistral:
             if text.startswith(","):
                 self._held = text
                 self._begin_call(1)
@@ -327,8 +364,8 @@ class ToolCallParser:
         return bool(text)
 
     def _skip_end(self, text: str, end: str, *, is_last: bool) -> bool:
-        """Behind a call stand blanks and `text`."""
-        if text.startswith(end):
+        """Behind a call stand blanks and `text`. end: empty for none."""
+        if end and text.startswith(end):
             self._held = text[len(end) :]
             return True
         if text.startswith(self._begin):
@@ -357,9 +394,12 @@ class ToolCallParser:
             return None
         return name, json.dumps(arguments, ensure_ascii=False)
 
-    def _new_call(self, name: str) -> ToolCallDelta:
+    def _new_call(self, name: str, *, own_id: str | None = None) -> ToolCallDelta:
+        """own_id: what the model calls it; taken unless it did so before, so that the prefix cache knows the next turn."""
         self.n_calls += 1
-        return ToolCallDelta(index=self.n_calls - 1, id=self._new_id(), name=name)
+        call_id = own_id if own_id is not None and own_id not in self._ids else self._new_id()
+        self._ids.add(call_id)
+        return ToolCallDelta(index=self.n_calls - 1, id=call_id, name=name)
 
 
 def _joined(calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
@@ -422,6 +462,8 @@ class JsonEnd:
 
 # ---- forcing calls
 
+_BLANKS = r"[ \n\t]{0,8}"  # a model that likes blanks must not write them for ever
+
 
 def tool_call_spec(
     tools: Sequence[Mapping[str, Any]],
@@ -442,29 +484,40 @@ def tool_call_spec(
     if not functions:
         known = ", ".join(str(_function(tool, i)["name"]) for i, tool in enumerate(tools)) or "none"
         raise RequestError(f"tool_choice names {name!r}; the tools are: {known}", param="tool_choice")
-    key = "parameters" if tool_format is ToolFormat.LLAMA3 else "arguments"
-    calls = [_call_schema(function, key) for function in functions]
-    schema: dict[str, Any] = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    schema["x-guidance"] = {"whitespace_pattern": r"[ \n\t]{0,8}"}
-    is_several = is_parallel and name is None
     tags = {tag: json.dumps(tag) for tag in CALL_TAGS} | {tag: f"<[{id_}]>" for tag, id_ in (tag_ids or {}).items()}
-    if tool_format is ToolFormat.HERMES:
-        lines = [f"start: one{'+' if is_several else ''}"]
-        lines.append(f'one: {tags[HERMES_BEGIN]} "\\n" call "\\n" {tags[HERMES_END]} /\\n?/')
-    elif tool_format is ToolFormat.MISTRAL:
-        lines = [f'start: {tags[MISTRAL_BEGIN]} "[" call{" (/, ?/ call)*" if is_several else ""} "]"']
-    else:
-        lines = [f"start: call{' (/; ?/ call)*' if is_several else ''}"]
-    return StructuredSpec(kind="grammar", source="\n".join([*lines, f"call: %json {json.dumps(schema)}"]))
+    begin = tags[MISTRAL_BEGIN]
+    is_several = is_parallel and name is None
+    match tool_format:
+        case ToolFormat.HERMES:
+            lines = [f"start: one{'+' if is_several else ''}"]
+            lines.append(f'one: {tags[HERMES_BEGIN]} "\\n" call "\\n" {tags[HERMES_END]} /\\n?/')
+        case ToolFormat.MISTRAL:
+            lines = [f'start: {begin} "[" call{" (/, ?/ call)*" if is_several else ""} "]"']
+        case ToolFormat.MISTRAL_NAMED:
+            lines = [f"start: {f'({begin} call)+' if is_several else f'{begin} call'}"]
+        case ToolFormat.LLAMA3:
+            lines = [f"start: call{' (/; ?/ call)*' if is_several else ''}"]
+    lines.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
+    for i, function in enumerate(functions):
+        # each schema is a root of its own, or its `$ref`s would point nowhere
+        schema = {**_parameters(function), "x-guidance": {"whitespace_pattern": _BLANKS}}
+        lines.append(f"call{i}: {_call_rule(function['name'], f'arguments{i}', tool_format, tags)}")
+        lines.append(f"arguments{i}: %json {json.dumps(schema)}")
+    return StructuredSpec(kind="grammar", source="\n".join([*lines, f"BLANKS: /{_BLANKS}/"]))
 
 
-def _call_schema(function: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function["name"]}, key: function.get("parameters") or {"type": "object"}},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
+def _call_rule(name: str, arguments: str, tool_format: ToolFormat, tags: Mapping[str, str]) -> str:
+    """The rule of a call of one function; `arguments` is the name of theirs."""
+    if tool_format is ToolFormat.MISTRAL_NAMED:  # a model that knows no ids leaves them out
+        return f"{json.dumps(name)} ({tags[MISTRAL_ID]} /[a-zA-Z0-9]{{9}}/)? {tags[MISTRAL_ARGS]} {arguments}"
+    key = "parameters" if tool_format is ToolFormat.LLAMA3 else "arguments"
+    parts = ["{", '"name"', ":", json.dumps(name), ",", f'"{key}"', ":"]
+    return " BLANKS ".join([*(json.dumps(part) for part in parts), arguments, json.dumps("}")])
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments are an object, also where the schema forgets to say so."""
+    return {"type": "object", **(function.get("parameters") or {})}
 
 
 def _function(tool: Mapping[str, Any], place: int) -> Mapping[str, Any]:
