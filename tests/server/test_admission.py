@@ -82,6 +82,15 @@ def test_a_line_that_stands_is_refused_until_nobody_was_for_a_while() -> None:
     assert takes(one, backlog(sequences=5, unread_tokens=500), now_s=after_s)
 
 
+def test_an_engine_with_nothing_to_do_is_not_overloaded() -> None:
+    """A closed loop that began within a second after a flood was refused until it paused, with the engine all but idle."""
+    one = admission()
+    assert not takes(one, backlog(sequences=64), now_s=10.0)
+    assert not takes(one, backlog(sequences=1, unread_tokens=500), now_s=10.2)
+    for number in range(64):
+        assert takes(one, backlog(sequences=number, unread_tokens=100 * number), now_s=10.3), number
+
+
 def test_waiting_for_a_place_is_only_for_those_who_gave_a_bound() -> None:
     """Places that fill in a second become free in the next one: six waited 0.5 s where 15 ms were predicted."""
     full = backlog(sequences=64)

@@ -5,8 +5,9 @@ Owns an estimate of how fast the line moves, and whether the server is overloade
 
 1. there is a free place, as nobody knows when another becomes free, and its predicted wait is within the bound: as long as
    its own prompt or QUEUED_PROMPTS usual ones take to read; or
-2. nobody was refused within OVERLOAD_S, there is a place for everybody, and this is a burst: the line has been long for at
-   most BURST_S, or no more sequences are open than the burst brought (clients of a closed loop that come again).
+2. nobody was refused within OVERLOAD_S, or since the engine had nothing to do; there is a place for everybody; and this is
+   a burst: the line has been long for at most BURST_S, or no more sequences are open than the burst brought (clients of a
+   closed loop that come again).
 
 So clients that start together are served together, and a rate beyond the engine's meets the strict rule 1 after half a
 second. A queue that stands is told from a burst by how long it lasts, as in CoDel (Nichols and Jacobson, ACM Queue 2012).
@@ -30,7 +31,7 @@ QUEUED_PROMPTS = 2
 MIN_QUEUE_S = 0.05
 # 64 clients that start together are read and parsed within 0.3 s on two busy cores
 BURST_S = 0.5
-# how long a refusal keeps the strict rule; a closed loop that starts later is a burst again
+# how long a refusal keeps the strict rule while there is work; a closed loop that starts later is a burst again
 OVERLOAD_S = 1.0
 MAX_RETRY_S = 30.0
 
@@ -125,6 +126,8 @@ class Admission:
 
     def check(self, backlog: Backlog, *, prompt_tokens: int, now_s: float) -> None:
         """Raise ApiError 503 when a new request would wait too long (see the module) or too many are open."""
+        if backlog.sequences == 0:
+            self._strict_until_s = now_s
         wait_s = self.predicted_wait_s(backlog)
         retry_s = partial(self._turn_s, backlog, wait_s, prompt_tokens=prompt_tokens, now_s=now_s)
         if self.n_open + len(self.entering) >= self._max_open_requests:
