@@ -130,6 +130,16 @@ def test_the_command_writes_json_and_a_picture(server: ServerProcess, tmp_path: 
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_says_why_requests_failed(server: ServerProcess) -> None:
+    """All it said was "120 x status 400", of prompts with ids beyond the vocabulary."""
+    arguments = ["--url", server.url, "--requests", "2", "--concurrency", "1", "--vocab-size", str(10**6)]
+    result = CliRunner().invoke(app, arguments)
+    assert "answered 0 of 2" in result.output
+    assert "2 x status 400" in result.output
+    assert "for example status 400: " in result.output
+    assert "ids are whole numbers between 0 and" in result.output.replace("\n", " ")
+
+
 def test_a_connection_closed_while_idle_costs_no_request() -> None:
     """Servers close idle connections at any moment; the request that crosses the closing was never read."""
     n_answered = 0

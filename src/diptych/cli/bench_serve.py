@@ -109,6 +109,8 @@ def _row(one: Outcome) -> dict[str, Any]:
 def _print(summary: dict[str, Any], *, is_explained: bool) -> None:
     failed = ", ".join(f"{number} x {what}" for what, number in summary["failed"].items()) or "none"
     print(f"answered {summary['answered']} of {summary['requests']} in {summary['wall_s']:.2f} s; failed: {failed}")
+    for error in summary["first_errors"].values():
+        print(f"  for example {error}")
     for name in ("request_rate_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "goodput_per_s", "attainment"):
         value = summary[name]
         print(f"  {name:<22}{'-' if value is None else f'{value:10.2f}'}")

@@ -334,16 +334,19 @@ def summarize(config: LoadConfig, outcomes: Sequence[Outcome]) -> dict[str, Any]
     good = [one for one in answered if _meets(config, one)]
     gaps = [later - sooner for one in answered for sooner, later in zip(one.event_s, one.event_s[1:], strict=False)]
     failures: dict[str, int] = {}
+    first_errors: dict[str, str] = {}
     for one in outcomes:
         if one.error is not None:
             key = f"status {one.status}" if one.status is not None else one.error.split(":")[0]
             failures[key] = failures.get(key, 0) + 1
+            first_errors.setdefault(key, one.error)
     settings = asdict(config) | {"api_key": None}
     return {
         "config": settings,
         "requests": len(outcomes),
         "answered": len(answered),
         "failed": failures,
+        "first_errors": first_errors,
         "wall_s": wall_s,
         "request_rate_per_s": len(answered) / wall_s if wall_s > 0 else None,
         "output_tokens_per_s": sum(one.output_tokens for one in answered) / wall_s if wall_s > 0 else None,
