@@ -112,6 +112,32 @@ def test_grammar_bombs_end_in_a_400_or_a_bounded_answer(http: httpx.Client, extr
         assert answer.json()["error"]["message"]
 
 
+BAD_TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "extra"),
+    [
+        ("structured_outputs.regex", {"structured_outputs": {"regex": "("}}),
+        ("structured_outputs.regex", {"structured_outputs": {"regex": "é" * 2049}}),
+        ("structured_outputs.grammar", {"structured_outputs": {"grammar": "start: nothing"}}),
+        ("structured_outputs.json", {"structured_outputs": {"json": "{"}}),
+        (
+            "response_format",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/nowhere"}}}},
+        ),
+        ("tools", {"tools": [{"type": "function", "function": BAD_TOOL}], "tool_choice": "required"}),
+    ],
+)
+def test_a_constraint_that_cannot_be_compiled_is_a_400_that_names_its_field(
+    http: httpx.Client, field: str, extra: dict[str, object]
+) -> None:
+    """The grammar's own words say what is wrong with it, but not where in the request it stands."""
+    messages = [{"role": "user", "content": "Hi"}]
+    answer = http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 5, **extra})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
 BLIND = {"grammar": 'start: "one " X\nX: /a/ & /b/'}
 
 

@@ -104,7 +104,7 @@ def from_validation_error(error: ValidationError) -> ApiError:
         return ApiError(400, f"{path} is missing; it is required", param=path, code="missing_required_parameter")
     reason = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not path:
-        return ApiError(400, reason, code="invalid_value")
+        return ApiError(400, reason, param=first.get("ctx", {}).get("param"), code="invalid_value")
     message = f"{path} is {shown(first['input'])}; it must be {reason}"
     if first["type"] == "value_error":
         message = f"{path} {reason}"

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import RequestHandle
 from diptych.engine.text.template import RenderedPrompt
-from diptych.ground.errors import EngineError, RequestError
+from diptych.ground.errors import EngineError, GrammarError
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.ground.step import TokenLogprobs
 from diptych.server.errors import ApiError, from_engine_error
 from diptych.server.schema import GenerationBody
 from diptych.server.state import ServerState
+from diptych.server.structured import constraint_field
 
 Ids = tuple[int, ...]
 
@@ -121,6 +122,7 @@ class Asked:
     priority: int
     cache_salt: str | None
     arrival_s: float
+    constraint: str | None  # the field that a constraint on the output comes from
 
 
 def asked(body: GenerationBody, *, prefix: str, arrival_s: float) -> Asked:
@@ -130,6 +132,7 @@ def asked(body: GenerationBody, *, prefix: str, arrival_s: float) -> Asked:
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         arrival_s=arrival_s,
+        constraint=constraint_field(body),
     )
 
 
@@ -153,6 +156,9 @@ async def open_requests(
                     arrival_s=asked.arrival_s,
                 )
             opened.append(OpenedRequest(state, handle, number=number))
+    except GrammarError as error:
+        close_all(opened)
+        raise ApiError(400, str(error), param=asked.constraint, code="invalid_value") from error
     except BaseException:
         close_all(opened)
         raise
@@ -249,8 +255,3 @@ def check_model(state: ServerState, name: str | None) -> None:
             param="model",
             code="model_not_found",
         )
-
-
-def bad_request(message: str, *, param: str) -> RequestError:
-    """A refusal of our own in the engine's words, so that one place maps it to HTTP."""
-    return RequestError(message, param=param)

@@ -20,6 +20,7 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from diptych.ground.request import (
     MAX_LOGIT_BIAS,
@@ -144,6 +145,11 @@ def _check_user(value: str | None) -> str | None:
     return value
 
 
+def _conflict(field: str, message: str) -> PydanticCustomError:
+    """What fields that exclude or need each other raise; `field` is the one to change."""
+    return PydanticCustomError("conflict", "{message}", {"message": message, "param": field})
+
+
 class _StopAtFirst(FailFast):
     """FailFast that may stand in a union: a union hashes its members, and the dataclass it comes from has no hash."""
 
@@ -247,6 +253,12 @@ class StructuredOutputs(Body):
     grammar: str | None = Field(None, min_length=1, max_length=MAX_SCHEMA_BYTES)
     json_object: bool | None = None
 
+    @model_validator(mode="after")
+    def _has_constraint(self) -> StructuredOutputs:
+        if all(value is None for value in (self.json_, self.regex, self.choice, self.grammar, self.json_object)):
+            raise ValueError("has no constraint; give one of regex, choice, grammar, json and json_object")
+        return self
+
 
 class FunctionSpec(Body):
     """A function the model may call; `parameters` is a JSON schema."""
@@ -346,7 +358,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is set; it is only allowed when stream is true")
+            raise _conflict("stream_options", "stream_options is set; it is only allowed when stream is true")
         return self
 
 
@@ -362,7 +374,7 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError(f"best_of is {self.best_of}; it must equal n, which is {self.n or 1}")
+            raise _conflict("best_of", f"best_of is {self.best_of}; it must equal n, which is {self.n or 1}")
         return self
 
 
@@ -384,15 +396,18 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _tools_agree(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is set; it is only allowed when logprobs is true")
+            raise _conflict("top_logprobs", "top_logprobs is set; it is only allowed when logprobs is true")
         if isinstance(self.tool_choice, NamedToolChoice):
-            names = [tool.function.name for tool in self.tools or ()]
-            if self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}; it must be one of the tools")
+            name = self.tool_choice.function.name
+            if name not in [tool.function.name for tool in self.tools or ()]:
+                raise _conflict("tool_choice", f"tool_choice names {name!r}; it must be one of the tools")
         if self.tool_choice == "required" and not self.tools:
-            raise ValueError("tool_choice is 'required'; it is only allowed when tools are given")
+            raise _conflict("tool_choice", "tool_choice is 'required'; it is only allowed when tools are given")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message is true; it is only allowed when add_generation_prompt is not")
+            raise _conflict(
+                "continue_final_message",
+                "continue_final_message is true; it is only allowed when add_generation_prompt is not",
+            )
         return self
 
 
@@ -412,7 +427,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages must be given")
+            raise _conflict("prompt", "exactly one of prompt and messages must be given")
         return self
 
 

@@ -9,7 +9,7 @@ import json
 
 from diptych.ground.request import StructuredSpec
 from diptych.server.errors import ApiError
-from diptych.server.schema import GenerationBody, StructuredOutputs
+from diptych.server.schema import ChatBody, GenerationBody, StructuredOutputs
 
 
 def structured_spec(body: GenerationBody) -> StructuredSpec | None:
@@ -30,6 +30,16 @@ def structured_spec(body: GenerationBody) -> StructuredSpec | None:
             code="invalid_value",
         )
     return found[0] if found else None
+
+
+def constraint_field(body: GenerationBody) -> str | None:
+    """The field that the constraint of a body comes from; a forced tool_choice's are the tools."""
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    if body.structured_outputs is not None:
+        given = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        return f"structured_outputs.{next(iter(given))}"
+    return "tools" if isinstance(body, ChatBody) and body.tools else None
 
 
 def _from_outputs(outputs: StructuredOutputs) -> list[StructuredSpec]:
