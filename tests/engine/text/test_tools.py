@@ -207,7 +207,10 @@ def test_no_text_is_lost_and_cuts_do_not_matter(tool_format, pieces, seed):
     content, calls = parse_tool_calls(output, tool_format, tool_names=["f", "g"])
     if not calls:
         assert content == output
-    assert streamed(tool_format, random_pieces(output, seed)) == (content, [(call.name, call.arguments) for call in calls])
+    assert streamed(tool_format, random_pieces(output, seed)) == (
+        content,
+        [(call.name, call.arguments) for call in calls],
+    )
 
 
 def test_format_is_read_from_the_template():
@@ -227,7 +230,7 @@ def test_ids_are_those_the_models_own_template_takes():
 
 
 def test_the_models_own_ids_are_kept():
-    """They stand in the next turn's prompt, and another id there would miss the prefix cache; the same twice confuses clients."""
+    """They stand in the next prompt, where another id would miss the prefix cache; the same twice would confuse a client."""
     calls = "[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{}"
     first, second = parse_tool_calls(calls + calls, N)[1]
     assert first.id == "abcdef123"
