@@ -6,6 +6,8 @@ shows which statuses came.
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 
 import httpx
@@ -87,6 +89,25 @@ def check_modes(server: ServerProcess, *, examples: int) -> None:
         assert good[route][200] > 0, (route, good[route])
         assert bad[route][400] > 0, (route, bad[route])
     server.wait_idle(TIMEOUT_S)
+
+
+def test_the_document_tells_the_bounds_of_whole_numbers(server: ServerProcess) -> None:
+    """They stood there as `ge` and `le`, so that a client made from it, or this fuzzer, knew of none."""
+    schemas = httpx.get(f"{server.url}/openapi.json", timeout=TIMEOUT_S).json()["components"]["schemas"]
+    fields = schemas["ChatBody"]["properties"]
+    bounds = {
+        name: (fields[name]["anyOf"][0].get("minimum"), fields[name]["anyOf"][0].get("maximum"))
+        for name in ("n", "top_logprobs", "max_completion_tokens", "min_tokens", "top_k")
+    }
+    most = 2**31 - 1
+    assert bounds == {
+        "n": (1, 64),
+        "top_logprobs": (0, 20),
+        "max_completion_tokens": (1, most),
+        "min_tokens": (0, most),
+        "top_k": (-1, most),
+    }
+    assert not re.search(r'"(ge|gt|le|lt)":', json.dumps(schemas))
 
 
 @pytest.mark.timeout(3600)  # a minute alone; others may be using the cores

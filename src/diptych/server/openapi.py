@@ -25,6 +25,7 @@ _ERROR_SCHEMA = {
         }
     },
 }
+_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _WORDS = {
     400: "the request is wrong; the message names the field, the value and the limit",
     401: "no valid key",
@@ -48,6 +49,16 @@ def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
+def _with_bounds(schema: Any) -> Any:
+    """pydantic calls the bounds of an integer behind a validator `ge` and `le`, which JSON Schema does not know."""
+    if isinstance(schema, list):
+        return [_with_bounds(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    names = _BOUNDS if schema.get("type") == "integer" else {}
+    return {names.get(key, key): _with_bounds(value) for key, value in schema.items()}
+
+
 def install_openapi(app: FastAPI, *body_types: type[Body]) -> None:
     """Make `app.openapi()` (and so `/openapi.json`) hold the bodies' schemas."""
 
@@ -56,7 +67,7 @@ def install_openapi(app: FastAPI, *body_types: type[Body]) -> None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
             for body_type in body_types:
-                schema = body_type.model_json_schema(ref_template="#/components/schemas/{model}")
+                schema = _with_bounds(body_type.model_json_schema(ref_template="#/components/schemas/{model}"))
                 schemas.update(schema.pop("$defs", {}))
                 schemas[body_type.__name__] = schema
             app.openapi_schema = document
