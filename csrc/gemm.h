@@ -79,8 +79,12 @@ struct PackedLinear {
 PackedLinear view_packed(const LinearShape& shape, const void* blob);
 
 // Back to fp32, row by row in checkpoint order: what the packed form stands for. out [n, k]. Single thread; for tests,
-// quality figures and embeddings kept in a packed form (use unpack_rows for some rows only).
+// quality figures.
 void unpack_rows(const PackedLinear& w, int64_t first_row, int64_t n_rows, float* out, int64_t out_stride);
+
+// One row of plain (not gated) bf16 weights as it was packed: an embedding whose only copy is the head that it is tied to.
+// out [k_padded].
+void read_bf16_row(const PackedLinear& w, int64_t row, uint16_t* out);
 
 // ---- activations -------------------------------------------------------------------------------------------------
 

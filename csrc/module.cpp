@@ -247,6 +247,7 @@ void bind_kv(nb::module_& m) {
 void bind_operations(nb::class_<Program>& program) {
   program
       .def("embed", [](Program& p, int table, int x, float scale) { p.record(Category::embed, EmbedOp{table, x, scale}); })
+      .def("embed_tied", [](Program& p, int head, int x, float scale) { p.record(Category::embed, TiedEmbedOp{head, x, scale}); })
       .def("norm", [](Program& p, int x, int weight, float eps, int out) { p.record(Category::norm, NormOp{x, weight, eps, out}); })
       .def("add_norm", [](Program& p, int y, int weight, float eps, int x) { p.record(Category::norm, AddNormOp{y, weight, eps, x}); })
       .def("add", [](Program& p, int y, int x) { p.record(Category::norm, AddOp{y, x}); })

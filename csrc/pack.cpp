@@ -261,4 +261,10 @@ void unpack_rows(const PackedLinear& w, int64_t first_row, int64_t n_rows, float
   }
 }
 
+// One word of each step. The strip's other words come along from memory, 16 times the row, but as one ascending stream.
+void read_bf16_row(const PackedLinear& w, int64_t row, uint16_t* out) {
+  const uint8_t* word = w.panels + row / kStripLanes * (w.panel_bytes / kPanelStrips) + row % kStripLanes * 4;
+  for (int64_t k = 0; k < w.k_padded; k += 2, word += kStepBytes) std::memcpy(out + k, word, 4);
+}
+
 }  // namespace diptych

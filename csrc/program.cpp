@@ -121,6 +121,13 @@ void Program::record(Category category, OpBody body) {
     attention_plans_.resize(attention_shapes_.size());
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
+  if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows);
+  if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
+    const LinearShape& shape = linears_.at(op->head).shape;
+    if (shape.format != Format::bf16 || shape.gated) throw std::invalid_argument("a tied embedding needs a bf16 head");
+    if (shape.k != buffers_.at(op->x).width) throw std::invalid_argument("a tied embedding is not as wide as its buffer");
+    table_rows_ = std::min(table_rows_, shape.n);
+  }
   if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = linears_.at(op->weight).n_outputs;
   if (const int weight = first_weight(body); weight >= 0)
     for (size_t i = ops_.size(); i-- > 0;) {
@@ -178,6 +185,7 @@ void Program::reserve(int64_t tokens) {
     for (const Op& op : ops_) {
       if (const auto* attention = std::get_if<AttentionOp>(&op.body))
         bytes = std::max(bytes, program_kernels().attention_scratch_bytes(attention->shape));
+      if (const auto* embed = std::get_if<TiedEmbedOp>(&op.body)) bytes = std::max(bytes, linears_[embed->head].k_padded * 2);
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
@@ -251,9 +259,8 @@ void Program::check(const Step& step, const KvCache& kv) const {
       break;
     }
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);
-  for (const Table& table : tables_)
-    for (int64_t t = 0; t < step.n_tokens; ++t)
-      require(step.token_ids[t] >= 0 && step.token_ids[t] < table.rows, "a token id is outside the vocabulary");
+  for (int64_t t = 0; t < step.n_tokens; ++t)
+    require(step.token_ids[t] >= 0 && step.token_ids[t] < table_rows_, "a token id is outside the vocabulary");
   for (int64_t r = 0; r < step.n_logits; ++r)
     require(step.logits_rows[r] >= 0 && step.logits_rows[r] < step.n_tokens, "logits_rows names a token outside the step");
   require(step.n_logits <= step.n_tokens, "logits_rows has more rows than tokens");

@@ -71,6 +71,7 @@ struct RopeTable {
 // ---- operations; numbers name buffers (x, y, rows, ...), weights, vectors, tables ----
 
 struct EmbedOp { int table, x; float scale; };
+struct TiedEmbedOp { int head, x; float scale; };             // rows of a packed bf16 weight
 struct NormOp { int x, weight; float eps; int out; };         // out: rows or f32
 struct AddNormOp { int y, weight; float eps; int x; };        // x += norm(y)
 struct AddOp { int y, x; };                                   // x += y
@@ -92,7 +93,7 @@ struct MoeOp {
 };
 struct HeadOp { int x, norm; float eps; int rows, weight; float scale, softcap; bool has_softcap; };
 
-using OpBody = std::variant<EmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp>;
+using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp>;
 
 struct Op {
   Category category;
@@ -165,6 +166,7 @@ class Program {
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   PageBuffer arena_, scratch_, partials_;
   int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, n_layers_ = 0;
+  int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
   Routing routing_;
   std::vector<int32_t> row_numbers_;              // 0, 1, 2, ...
   std::vector<std::atomic<int32_t>> counters_;    // by op: next attention task

@@ -58,6 +58,7 @@ struct Program::Run {
   }
 
   void run(const EmbedOp& op, size_t, int thread, int threads) const;
+  void run(const TiedEmbedOp& op, size_t, int thread, int threads) const;
   void run(const NormOp& op, size_t, int thread, int threads) const;
   void run(const AddNormOp& op, size_t, int thread, int threads) const;
   void run(const AddOp& op, size_t, int thread, int threads) const;
@@ -82,6 +83,17 @@ void Program::Run::run(const EmbedOp& op, size_t, int thread, int threads) const
   const Range part = share(step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t)
     kernels.embed_row(table.data + step.token_ids[t] * row_bytes, table.source, x.width, op.scale, x.f32() + t * x.width);
+}
+
+void Program::Run::run(const TiedEmbedOp& op, size_t, int thread, int threads) const {
+  const PackedLinear& head = program.linears_[op.head];
+  const Buffer& x = buffer(op.x);
+  uint16_t* row = reinterpret_cast<uint16_t*>(scratch(thread));
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    read_bf16_row(head, step.token_ids[t], row);
+    kernels.embed_row(row, Source::bf16, x.width, op.scale, x.f32() + t * x.width);
+  }
 }
 
 void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const {

@@ -249,13 +249,14 @@ def test_embed_and_head(rows: list[int], softcap: float | None, dtype: torch.dty
     kv = TorchKVStore(n_layers=1, n_blocks=n_blocks, block_tokens=16, n_kv_heads=1, head_dim=2, dtype=dtype, device=CPU)
     ops, loader = TorchOps(batch, kv, device=CPU, dtype=dtype), TorchLoader(CPU, dtype)
     tensor = Memory("table", noise(50, 16, seed=60).to(dtype))
-    table = loader.table(tensor)
+    head = loader.head(tensor)
+    table = loader.table(tensor, head=None)
     x = ops.embed(table, scale=2.0)
     check("embed", x, tensor.tensor[batch.token_ids_T] * 2.0, dtype)
     norm = Memory("norm", noise(16, seed=61) + 1.0)
-    logits = ops.head(x, loader.vector(norm), loader.head(tensor, table=table), eps=1e-6, softcap=softcap)
+    logits = ops.head(x, loader.vector(norm), head, eps=1e-6, softcap=softcap)
     expected = reference.head(x, norm.tensor, tensor.tensor, rows=rows, eps=1e-6, softcap=softcap)
     assert logits.dtype == torch.float32
     scale = max(1.0, expected.abs().max().item()) if rows else 1.0
     check("head", logits / scale, expected / scale, dtype)
-    assert loader.head(tensor, table=table).weight.data_ptr() == table.data_ptr(), "a tied head is not a second copy"
+    assert loader.table(tensor, head=head).data_ptr() == head.weight.data_ptr(), "a tied table is not a second copy"

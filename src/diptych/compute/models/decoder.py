@@ -98,18 +98,19 @@ class Family:
 
 
 def load_decoder(family: Family, source: Source, loader: Loader, spec: DecoderSpec) -> DecoderWeights:
-    """Every weight of the model as handles, layer by layer, so that a loader may report progress and free as it goes."""
+    """Every weight of the model as handles, piece by piece, so that a loader may report progress and free as it goes."""
     prefix = next((p for p in family.prefixes if source.has(f"{p}embed_tokens.weight")), family.prefixes[0])
     table = source.tensor(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden)
-    embedding = loader.table(table)
-    layers = tuple(family.layer_weights(source, loader, spec, i, f"{prefix}layers.{i}.") for i in range(spec.n_layers))
-    norm = loader.vector(source.tensor(f"{prefix}norm.weight", spec.hidden), offset=spec.norm_offset)
+    # the largest tensor comes first, while little else is held beside its pages in the file
     if spec.is_tied:
-        head = loader.head(table, table=embedding)
+        head = loader.head(table)
     else:
         nested = prefix.removesuffix("model.") + "lm_head.weight"
         name = nested if source.has(nested) else "lm_head.weight"
-        head = loader.head(source.tensor(name, spec.vocab_size, spec.hidden), table=None)
+        head = loader.head(source.tensor(name, spec.vocab_size, spec.hidden))
+    embedding = loader.table(table, head=head if spec.is_tied else None)
+    layers = tuple(family.layer_weights(source, loader, spec, i, f"{prefix}layers.{i}.") for i in range(spec.n_layers))
+    norm = loader.vector(source.tensor(f"{prefix}norm.weight", spec.hidden), offset=spec.norm_offset)
     return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 

@@ -136,10 +136,10 @@ class ExpertParts:
 
 
 class Loader(Protocol):
-    """Turns checkpoint tensors into a backend's weight handles, once, in the order of the layers."""
+    """Turns checkpoint tensors into a backend's weight handles, once: head and embedding, then the layers in order."""
 
-    def table(self, tensor: WeightTensor) -> Handle:
-        """The embedding [V, D], for `embed`."""
+    def table(self, tensor: WeightTensor, *, head: Handle | None) -> Handle:
+        """The embedding [V, D], for `embed`; `head` is the handle of the same tensor where the head is tied to it."""
         ...
 
     def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> Handle:
@@ -164,8 +164,8 @@ class Loader(Protocol):
         """A mixture, for `experts_add`. router [E, D]."""
         ...
 
-    def head(self, tensor: WeightTensor, *, table: Handle | None) -> Handle:
-        """The output projection [V, D]; `table` is the handle of the same tensor where it is tied to the embedding."""
+    def head(self, tensor: WeightTensor) -> Handle:
+        """The output projection [V, D], for `head`."""
         ...
 
 

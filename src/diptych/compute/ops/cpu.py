@@ -183,8 +183,13 @@ class CpuLoader:
         self.specs: list[AttentionSpec] = []
         self._ropes: dict[RopeSpec, int] = {}
 
-    def table(self, tensor: WeightTensor) -> TableHandle:
-        """The embedding [V, D]; rows are looked up in the checkpoint's own pages."""
+    def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
+        """The embedding [V, D]: the head where that holds the same numbers, else rows of the checkpoint's own pages.
+
+        An int8 head has lost bits, and so has a bf16 head of a 32-bit or fp16 tensor.
+        """
+        if head is not None and head.format == "bf16" and tensor.dtype == torch.bfloat16:
+            return head
         self.packed.keep_plain(tensor)
         values = tensor.read()
         values = values if values.is_contiguous() else values.contiguous()
@@ -234,8 +239,8 @@ class CpuLoader:
             down=tuple(self._pack(e.down, self.weights_format) for e in experts),
         )
 
-    def head(self, tensor: WeightTensor, *, table: TableHandle | None) -> LinearHandle:
-        """The output projection; a tied one is packed beside the table, which only serves single rows."""
+    def head(self, tensor: WeightTensor) -> LinearHandle:
+        """The output projection, packed."""
         return self._pack(LinearParts(weights=(tensor,)), "bf16" if self.weights_format == "bf16" else "int8")
 
     def _pack(self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None) -> LinearHandle:
@@ -279,10 +284,14 @@ class CpuOps:
         self._buffers: dict[tuple[Any, ...], int] = {}
         self._owner: dict[int, Value] = {}
 
-    def embed(self, table: TableHandle, *, scale: float) -> Residual:
-        """x = scale * rows of the table."""
-        x = Residual(self._f32("residual", table.width), table.width)
-        self.program.embed(table.index, x.buffer, scale)
+    def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> Residual:
+        """x = scale * rows of the table, or of the packed head that serves as one."""
+        if isinstance(table, LinearHandle):
+            width, record = table.n_inputs, self.program.embed_tied
+        else:
+            width, record = table.width, self.program.embed
+        x = Residual(self._f32("residual", width), width)
+        record(table.index, x.buffer, scale)
         return x
 
     def rms_norm(self, x: Residual | Value, weight: VectorHandle, *, eps: float) -> Value:
@@ -468,7 +477,7 @@ class CpuProgram:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes held in packed weights, norms and the embedding table."""
+        """Bytes held in packed weights, norms and the embedding table where it is not the head."""
         return int(self.program.weight_bytes)
 
     def kv_bytes_per_block(self, block_tokens: int) -> int:

@@ -66,9 +66,9 @@ class TorchLoader:
         self._dtype = dtype
         self.weight_bytes = 0
 
-    def table(self, tensor: WeightTensor) -> torch.Tensor:
-        """[V, D] in the compute dtype."""
-        return self._place(tensor.read())
+    def table(self, tensor: WeightTensor, *, head: TorchLinear | None) -> torch.Tensor:
+        """[V, D] in the compute dtype: the head's own matrix where tied."""
+        return self._place(tensor.read()) if head is None else head.weight
 
     def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> torch.Tensor:
         """[D] fp32."""
@@ -105,9 +105,9 @@ class TorchLoader:
             tuple(self.linear(expert.down) for expert in experts),
         )
 
-    def head(self, tensor: WeightTensor, *, table: torch.Tensor | None) -> TorchLinear:
-        """The table itself where tied."""
-        return TorchLinear(self._place(tensor.read()) if table is None else table, None)
+    def head(self, tensor: WeightTensor) -> TorchLinear:
+        """[V, D] in the compute dtype."""
+        return TorchLinear(self._place(tensor.read()), None)
 
     def _stack(self, tensors: tuple[WeightTensor, ...]) -> torch.Tensor:
         if len(tensors) == 1:
