@@ -35,7 +35,7 @@ SAMPLE_BYTES = 256  # of the end of each file, into the revision: tells two fine
 # random tensors repeat a block of this many values (a prime, so that rows differ): a 7B shape in seconds, not minutes
 RANDOM_BLOCK = 1_048_573
 # mapped pages of tensors already read are given back whenever this much has been read since the last time
-RESIDENT_BYTES = 32 * 2**20
+RESIDENT_BYTES = 8 * 2**20
 Progress = Callable[[int, int], None]
 
 
@@ -133,6 +133,7 @@ class Checkpoint:
         self._read_bytes = 0
         self._file_bytes = 0
         self._resident: list[torch.Tensor] = []  # read since pages were last given back
+        self._given_back: list[torch.Tensor] = []  # whose pages went back then
         self.progress: Progress | None = None
         for file_name in self._file_names():
             self._open(file_name)
@@ -189,9 +190,10 @@ class Checkpoint:
             self.progress(self._file_bytes, self._file_bytes)
 
     def _give_pages_back(self) -> None:
-        for tensor in self._resident:
+        for tensor in (*self._given_back, *self._resident):
             give_pages_back(tensor)
-        self._resident.clear()
+        # the last ones read may be used only from now on (gate while up is read): their pages go back again the next time
+        self._given_back, self._resident = self._resident, []
 
     def refuse_unused(self, ignored: Callable[[str], bool]) -> None:
         """LoadError when the files hold tensors that nobody asked for and `ignored` does not excuse."""
