@@ -12,6 +12,7 @@ import huggingface_hub
 import psutil
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, make_checkpoint
@@ -183,7 +184,7 @@ def test_offline_hub_name_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> N
     """Without a network the user must learn what to do, not see a stack of HTTP errors."""
 
     def refuse(*args: object, **kwargs: object) -> str:
-        raise weights.LocalEntryNotFoundError("cannot reach the hub")
+        raise LocalEntryNotFoundError("cannot reach the hub")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(LoadError) as caught:

@@ -16,12 +16,12 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from diptych.compute.ops.contract import WeightTensor
@@ -51,11 +51,12 @@ def resolve_model_dir(name: str | Path) -> Path:
         raise LoadError(f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors")
     if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")):
         raise LoadError(f"no such folder: {path}")
+    errors = import_module("huggingface_hub.errors")  # brings an HTTP client, which a folder on disk does not need
     try:
         return Path(huggingface_hub.snapshot_download(str(name), allow_patterns=list(HUB_PATTERNS)))
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise LoadError(f"{name} is neither a folder nor a model on the hub: {_first_line(error)}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
         raise LoadError(
             f"{name} is not a folder, and the hub could not be reached: {_first_line(error)}",
             hint="give the path of a downloaded checkpoint, or go online once to fill the hub's cache",
