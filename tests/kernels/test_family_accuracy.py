@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from checkpoints import FAMILIES
-from compute.golden import make_golden
+from checkpoints import FAMILIES, make_checkpoint, make_reference
+from compute.golden import ask_reference, make_golden
 from diptych.compute.ops import cpu as cpu_backend
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -24,12 +27,25 @@ pytestmark = [
 DENSE_TOLERANCE = 0.04
 MIXTURE_TOLERANCE = 0.2
 MIXTURES = ("mixtral", "qwen3_moe")
+TIED = ("qwen3", "gemma2", "gemma3", "smollm3")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family_agrees_with_transformers(family: str, tmp_path: Path) -> None:
-    """bf16 weights and activations: logits close everywhere, and the same greedy token wherever fp32 is clear about it."""
-    golden = make_golden(family, tmp_path, new_tokens=16)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((f, torch.float32) for f in FAMILIES), *((f, torch.bfloat16) for f in TIED)], ids=str
+)
+def test_family_agrees_with_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """bf16 weights and activations: logits close everywhere, and the same greedy token wherever fp32 is clear about it.
+
+    A tied head serves as the embedding too where the file is in bf16.
+    """
+    if dtype == torch.float32:
+        golden = make_golden(family, tmp_path, new_tokens=16)
+    else:
+        oracle = make_reference(family)
+        with torch.no_grad():
+            for parameter in oracle.parameters():  # not oracle.to(): rotary frequencies stay in fp32
+                parameter.copy_(parameter.to(dtype))
+        golden = ask_reference(oracle, make_checkpoint(family, tmp_path, dtype=dtype), new_tokens=16)
     model = load_model(golden.path, ComputeConfig(backend="cpu", weights="bf16", threads=1))
     text = golden.prompt + golden.greedy
     logits = Stepper(model).prefill("it", text[:-1], chunk=None)
@@ -41,3 +57,31 @@ def test_family_agrees_with_transformers(family: str, tmp_path: Path) -> None:
     assert is_clear.sum() >= len(text) // 8, "too few clear positions; the test would see nothing"
     assert torch.equal(logits.argmax(dim=-1)[is_clear], best.indices[:, 0][is_clear])
     model.close()
+
+
+@pytest.mark.parametrize("name", ["avx512", "avx2", "scalar"])
+@pytest.mark.parametrize("family", TIED)
+def test_tied_head_answers_as_a_table_beside_it(family: str, name: str, tmp_path: Path) -> None:
+    """The packed head is the only copy of a tied bf16 embedding; not one bit may tell."""
+    if name not in cpu_backend.instruction_sets():
+        pytest.skip(f"this CPU cannot run {name}")
+    path = make_checkpoint(family, tmp_path / "tied", dtype=torch.bfloat16)
+    separate = Path(shutil.copytree(path, tmp_path / "separate"))
+    config = json.loads((path / "config.json").read_text())
+    (separate / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(path / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": table.clone()}, separate / "model.safetensors")
+    prompt = torch.randint(len(table), (41,), generator=torch.Generator().manual_seed(0)).tolist()
+    logits, sizes = [], []
+    try:
+        for directory in (path, separate):
+            model = load_model(directory, ComputeConfig(backend="cpu", threads=2, instruction_set=name))
+            steppers = [Stepper(model), Stepper(model)]
+            logits += [steppers[0].prefill("it", prompt, chunk=None), steppers[1].prefill("it", prompt, chunk=1)]
+            sizes.append(model.weight_bytes)
+            model.close()
+    finally:
+        cpu_backend.choose_instruction_set("auto")
+    assert all(torch.equal(answer, logits[0]) for answer in logits)
+    assert sizes[1] - sizes[0] == table.nbytes
