@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from checkpoints import make_checkpoint
 from diptych.compute import runner
-from diptych.compute.runner import choose_backend, load_model
+from diptych.compute.ops.cpu import instruction_sets
+from diptych.compute.runner import choose_backend, load_model, random_model
+from diptych.compute.shapes import SHAPES
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 
@@ -66,3 +70,21 @@ def test_choice_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCapt
     assert model.backend_name == "torch"
     assert "name=torch reason=fp32 was asked for" in caplog.text
     model.close()
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed")
+@pytest.mark.parametrize("shape", ["qwen2.5-0.5b", "gemma-2-2b"])
+def test_closed_model_gives_its_weights_back_at_once(shape: str) -> None:
+    """They used to hang in a circle of the recorder until the collector came by: the next model then had no room."""
+    config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 20_000, "intermediate_size": 20_000}
+    gc.collect()
+    gc.disable()
+    try:
+        process = psutil.Process()
+        model = random_model(config, ComputeConfig(backend="cpu", weights="bf16", threads=1), seed=0)
+        held, weight_bytes = process.memory_info().rss, model.weight_bytes
+        model.close()
+        assert held - process.memory_info().rss > 0.9 * weight_bytes
+    finally:
+        gc.enable()

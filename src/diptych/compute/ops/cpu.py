@@ -277,7 +277,10 @@ class CpuLoader:
 
 
 class CpuOps:
-    """Records a family's forward into the loader's program. Buffers are shared by role: a layer's die with the layer."""
+    """Records a family's forward into the loader's program. Buffers are shared by role: a layer's die with the layer.
+
+    What a Value records later holds the program alone: a circle back to here would keep a closed model's weights.
+    """
 
     def __init__(self, loader: CpuLoader) -> None:
         self.program = loader.program
@@ -302,7 +305,8 @@ class CpuOps:
         else:
             buffer = x.buffer
             value = Value("norm", x.width, source=x, source_version=x.version, buffer=buffer, norm=(weight.index, eps))
-        value.emit_rows = lambda rows: self.program.norm(buffer, weight.index, eps, rows)
+        program = self.program
+        value.emit_rows = lambda rows: program.norm(buffer, weight.index, eps, rows)
         return value
 
     def linear(self, h: Value | Residual, weight: LinearHandle) -> Value:
@@ -319,8 +323,9 @@ class CpuOps:
         rows = self._rows(self._as_value(h), weight)
         settings = {"category": "gate_up", "weight": weight.index, "rows": rows, "activation": weight.activation.value}
         value = Value("gate", weight.n_outputs)
-        value.emit_f32 = lambda out: self.program.linear(out=out, store="f32", **settings)
-        value.emit_bf16 = value.emit_rows = lambda out: self.program.linear(out=out, store="bf16", **settings)
+        program = self.program
+        value.emit_f32 = lambda out: program.linear(out=out, store="f32", **settings)
+        value.emit_bf16 = value.emit_rows = lambda out: program.linear(out=out, store="bf16", **settings)
         return value
 
     def linear_add(self, h: Value, weight: LinearHandle, x: Residual) -> Residual:
@@ -361,8 +366,9 @@ class CpuOps:
         """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised."""
         settings = {"q": q.buffer, "layer": attention.spec.layer, "shape": attention.shape}
         value = Value("attention", q.width)
-        value.emit_f32 = lambda out: self.program.attention(out=out, **settings)
-        value.emit_rows = lambda out: self.program.attention(out=out, **settings)
+        program = self.program
+        value.emit_f32 = lambda out: program.attention(out=out, **settings)
+        value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
 
     def experts_add(self, h: Value | Residual, experts: ExpertsHandle, x: Residual) -> Residual:
