@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,18 +62,9 @@ def load(
     clock = clock or MonotonicClock()
     begin_s = clock.now_s()
     directory = bundled_dir() if name == "bundled" else resolve_model_dir(name)
-    # a large vocabulary takes one core half a second, in which the first weights are packed
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="diptych-words") as helper:
-        words = helper.submit(_load_words, directory)
-
-        def report(done: int, total: int) -> None:
-            if words.done() or done == total:
-                words.result()  # a damaged tokenizer ends the load here: before the model, and not after minutes of packing
-            if progress is not None:
-                progress(done, total)
-
-        model = load_model(directory, config.compute, max_context_tokens=config.max_context_tokens, progress=report)
-        tokenizer, template = words.result()
+    tokenizer = Tokenizer.from_dir(directory)
+    template = ChatTemplate.from_dir(directory, tokenizer)
+    model = load_model(directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress)
     served_name = BUNDLED_MODEL if name == "bundled" else name
     return LoadedModel(
         name=served_name,
@@ -85,11 +75,6 @@ def load(
         load_s=clock.now_s() - begin_s,
         clock=clock,
     )
-
-
-def _load_words(directory: Path) -> tuple[Tokenizer, ChatTemplate]:
-    tokenizer = Tokenizer.from_dir(directory)
-    return tokenizer, ChatTemplate.from_dir(directory, tokenizer)
 
 
 def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
