@@ -194,11 +194,8 @@ def correlation(model: Model, peer: Peer, prompt: Sequence[int], probe: Sequence
     """Between the two engines' logits after one prompt, over the probed ids."""
     length = len(prompt)
     kv = model.make_kv(1, length)
-    counts = np.arange(length, dtype=np.int32)
     batch = ForwardBatch(
         token_ids_T=np.array(prompt, dtype=np.int32),
-        positions_T=counts,
-        slots_T=counts,
         query_start_S1=np.array([0, length], dtype=np.int32),
         context_tokens_S=np.array([length], dtype=np.int32),
         block_table_SM=np.zeros((1, 1), dtype=np.int32),

@@ -78,24 +78,29 @@ Range tile_rows(const Job& job, int64_t begin, int64_t end, int64_t tile) {
   return {begin + tile * job.shape.rows, std::min(end, begin + (tile + 1) * job.shape.rows)};
 }
 
-void finish_tile(const Job& job, int64_t panel, Range rows, const void* acc) {
+void finish_tile(const Job& job, int64_t panel, Range rows, uint8_t* acc) {
+  const Epilogue& epilogue = job.epilogue;
+  const int64_t width = job.w.shape.gated ? kPanelLanes / 2 : kPanelLanes, first_output = panel * width;
   FinishArgs args;
   args.w = &job.w;
   args.panel = panel;
   args.rows = rows.end - rows.begin;
+  args.outputs = std::min(width, job.w.n_outputs - first_output);
   args.acc = acc;
-  args.store = job.epilogue.store;
-  args.activation = job.epilogue.activation;
+  args.store = epilogue.store;
+  args.activation = epilogue.activation;
   const int64_t element = args.store == Store::bf16 ? 2 : 4;
   for (int64_t i = 0; i < args.rows; ++i) {
     const int64_t from = job.row_of(rows.begin + i);
-    const int64_t to = job.epilogue.out_rows != nullptr ? job.epilogue.out_rows[rows.begin + i] : rows.begin + i;
+    const int64_t to = epilogue.out_rows != nullptr ? epilogue.out_rows[rows.begin + i] : rows.begin + i;
     args.row_scales[i] = job.x.scales + from;
     args.row_sums[i] = job.x.sums + from;
-    args.out[i] = static_cast<uint8_t*>(job.epilogue.out) + to * job.epilogue.out_stride * element;
-    args.row_weights[i] = job.epilogue.row_weights != nullptr ? job.epilogue.row_weights[rows.begin + i] : 1.0f;
+    args.out[i] = epilogue.out != nullptr ? static_cast<uint8_t*>(epilogue.out) + (to * epilogue.out_stride + first_output) * element
+                                          : acc + i * kPanelLanes * element;
+    args.row_weights[i] = epilogue.row_weights != nullptr ? epilogue.row_weights[rows.begin + i] : 1.0f;
   }
   job.kernels.finish(args);
+  if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
 }
 
 // The rows of every tile of [begin, end) as interleaved words.

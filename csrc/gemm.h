@@ -134,13 +134,24 @@ enum class Store : int32_t {
 
 enum class Activation : int32_t { silu = 0, gelu_tanh = 1 };
 
+// Sees (and may change) the outputs tile by tile, while they lie in cache. A thread meets the tiles of a row in ascending order.
+class OutputReader {
+ public:
+  // Outputs [first, first + count) of rows [row, row + rows) of the call; outputs[i] begins row + i's.
+  virtual void read(int64_t row, int64_t rows, int64_t first, int64_t count, void* const* outputs) = 0;
+
+ protected:
+  ~OutputReader() = default;
+};
+
 struct Epilogue {
   Store store = Store::f32;
   Activation activation = Activation::silu;  // read for gated weights only
-  void* out = nullptr;
+  void* out = nullptr;                 // null (f32, with a reader): outputs are kept nowhere else
   int64_t out_stride = 0;              // elements from row to row
   const int32_t* out_rows = nullptr;   // row i goes to out row out_rows[i]; null: row i. No row twice in one call.
   const float* row_weights = nullptr;  // add_f32: weight of row i; null: 1
+  OutputReader* reader = nullptr;      // f32 and add_f32: the calling thread's own, or none
 };
 
 // y[i] = x[x_rows ? x_rows[i] : i] W^T (+ bias), i in [0, m), stored by the epilogue. Any m >= 0. One expert of a MoE is

@@ -233,14 +233,14 @@ void finish_as(const FinishArgs& args) {
   constexpr int kStored = kGated ? kVectors / 2 : kVectors;  // vectors of outputs
   constexpr int64_t kElement = kStore == Store::bf16 ? 2 : 4;
   const PackedLinear& w = *args.w;
-  const int64_t first_lane = args.panel * kPanelLanes, first_output = first_lane * kStored / kVectors;
+  const int64_t first_lane = args.panel * kPanelLanes;
   __m512 scales[kVectors], bias[kVectors];
   __mmask16 masks[kStored];
   for (int v = 0; v < kVectors; ++v) {
     scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
     bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
   }
-  for (int v = 0; v < kStored; ++v) masks[v] = head(w.n_outputs - first_output - v * 16);
+  for (int v = 0; v < kStored; ++v) masks[v] = head(args.outputs - v * 16);
   const bool has_bias = w.bias != nullptr;
   const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
@@ -256,7 +256,7 @@ void finish_as(const FinishArgs& args) {
     }
     if constexpr (kGated)
       for (int v = 0; v < kStored; ++v) y[v] = _mm512_mul_ps(activate(activation, y[2 * v]), y[2 * v + 1]);
-    uint8_t* out = static_cast<uint8_t*>(args.out[row]) + first_output * kElement;
+    uint8_t* out = static_cast<uint8_t*>(args.out[row]);
     for (int v = 0; v < kStored; ++v) put<kStore>(out + v * 16 * kElement, masks[v], args.row_weights[row], y[v]);
   }
 }

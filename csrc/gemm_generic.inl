@@ -58,7 +58,7 @@ inline Lanes activate(Activation activation, Lanes x) {
 void put(const FinishArgs& args, int64_t row, int64_t output, const Lanes& lanes) {
   float y[kStripLanes];
   std::memcpy(y, &lanes, sizeof y);
-  const int64_t left = args.w->n_outputs - output, count = left < kStripLanes ? left : kStripLanes;
+  const int64_t left = args.outputs - output, count = left < kStripLanes ? left : kStripLanes;
   float* out = static_cast<float*>(args.out[row]) + output;
   if (args.store == Store::bf16) {
     uint16_t* bits = static_cast<uint16_t*>(args.out[row]) + output;
@@ -85,14 +85,13 @@ Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
 }
 
 void finish(const FinishArgs& args) {
-  const int64_t first_lane = args.panel * kPanelLanes;
   for (int64_t row = 0; row < args.rows; ++row) {
     if (args.w->shape.gated) {
       for (int64_t strip = 0; strip < kPanelStrips; strip += 2)
-        put(args, row, first_lane / 2 + strip * 8, activate(args.activation, scaled(args, row, strip)) * scaled(args, row, strip + 1));
+        put(args, row, strip * 8, activate(args.activation, scaled(args, row, strip)) * scaled(args, row, strip + 1));
     } else {
       for (int64_t strip = 0; strip < kPanelStrips; ++strip)
-        put(args, row, first_lane + strip * kStripLanes, scaled(args, row, strip));
+        put(args, row, strip * kStripLanes, scaled(args, row, strip));
     }
   }
 }

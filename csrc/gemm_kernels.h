@@ -60,15 +60,16 @@ constexpr int kMaxShapes = 16;
 // rows [count] of n_words words each -> out [n_words][tile_rows], zero where row >= count.
 using InterleaveRows = void (*)(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t tile_rows, uint8_t* out);
 
-// The last act of a tile: scales, bias, activation, store. Lanes at or past n_outputs are not stored.
+// The last act of a tile: scales, bias, activation, store. acc may be the output: a row is read before it is written.
 struct FinishArgs {
   const PackedLinear* w;
   int64_t panel;
   int64_t rows;
-  const void* acc;                       // as TileArgs
+  int64_t outputs;                        // of the panel: 64 (gated: 32), fewer in the last one
+  const void* acc;                        // as TileArgs
   const float* row_scales[kMaxTileRows];  // int8 and int4: one value each
   const int32_t* row_sums[kMaxTileRows];  // int8 and int4: one value each
-  void* out[kMaxTileRows];                // row starts in the output, fp32 or bf16
+  void* out[kMaxTileRows];                // where the panel's outputs of each row go, fp32 or bf16
   float row_weights[kMaxTileRows];        // add_f32
   Store store;
   Activation activation;

@@ -92,8 +92,18 @@ using SoftcapRow = void (*)(float* x, int64_t n, float softcap);                
 using EmbedRow = void (*)(const void* row, Source source, int64_t n, float scale, float* out);
 // exp(x - max) / sum in place, [n]
 using SoftmaxRow = void (*)(float* x, int64_t n);
-// lowest index of the largest value; NaN counts as the smallest
-using ArgmaxRow = int64_t (*)(const float* x, int64_t n);
+// The largest of some numbers and the first place that holds it; NaN is no number.
+struct Best {
+  float value = __builtin_nanf("");
+  int32_t index = 0;
+
+  bool is_before(const Best& other) const {
+    if (value == other.value) return index < other.index;
+    return value > other.value || (value == value && other.value != other.value);
+  }
+};
+// Goes on with x [n], whose places are first, first + 1, ... and lie behind all places seen before.
+using FindBest = void (*)(const float* x, int64_t n, int64_t first, Best* best);
 
 struct Kernels {
   RmsNormRow rms_norm_row;
@@ -105,7 +115,7 @@ struct Kernels {
   SoftcapRow softcap_row;
   EmbedRow embed_row;
   SoftmaxRow softmax_row;
-  ArgmaxRow argmax_row;
+  FindBest find_best;
 };
 
 const Kernels& program_kernels();  // of active_isa()

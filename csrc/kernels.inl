@@ -18,7 +18,7 @@ int64_t scratch_bytes(const AttentionShape& shape) {
 
 extern const Kernels kKernels = {
     rms_norm_row, rotate_token, attention, attention_combine, scratch_bytes, add_row,
-    softcap_row,  embed_row,    softmax_row, argmax_row,
+    softcap_row,  embed_row,    softmax_row, find_best,
 };
 
 }  // namespace DIPTYCH_ISA

@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -108,20 +109,34 @@ int add_plain(Program& program, BufferKind kind, int64_t width, int64_t rows_per
   return program.add_buffer(buffer);
 }
 
-void run(Program& program, I32 token_ids, I32 positions, I32 slots, I32 query_start, I32 context_tokens, I32Table block_table,
-         I32 logits_rows, KvCache& kv, F32Out logits) {
-  const size_t tokens = token_ids.shape(0), sequences = context_tokens.shape(0);
-  if (positions.shape(0) != tokens || slots.shape(0) != tokens) throw std::invalid_argument("positions and slots need one entry per token");
+Step step_of(const I32& token_ids, const I32& query_start, const I32& context_tokens, const I32Table& block_table, const I32& logits_rows) {
+  const size_t sequences = context_tokens.shape(0);
   if (query_start.shape(0) != sequences + 1 || block_table.shape(0) != sequences)
     throw std::invalid_argument("query_start and block_table disagree with context_tokens");
+  return {token_ids.data(), query_start.data(), context_tokens.data(), block_table.data(), logits_rows.data(),
+          static_cast<int64_t>(token_ids.shape(0)), static_cast<int64_t>(sequences), static_cast<int64_t>(block_table.shape(1)),
+          static_cast<int64_t>(logits_rows.shape(0))};
+}
+
+void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
+         F32Out logits) {
+  const Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
   if (logits.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(logits.shape(1)) != program.vocab())
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
-  const Step step{token_ids.data(),   positions.data(),   slots.data(),
-                  query_start.data(), context_tokens.data(), block_table.data(),
-                  logits_rows.data(), static_cast<int64_t>(tokens), static_cast<int64_t>(sequences),
-                  static_cast<int64_t>(block_table.shape(1)), static_cast<int64_t>(logits_rows.shape(0))};
   nb::gil_scoped_release release;
   program.run(step, kv, logits.data());
+}
+
+std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I32 token_ids, I32 query_start, I32 context_tokens,
+                                                             I32Table block_table, I32 logits_rows, KvCache& kv) {
+  const Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  std::pair<std::vector<int32_t>, std::vector<float>> out;
+  nb::gil_scoped_release release;
+  for (const Best& best : program.run_best(step, kv)) {
+    out.first.push_back(best.index);
+    out.second.push_back(best.value);
+  }
+  return out;
 }
 
 nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> argmax(Program& program, F32Matrix logits) {
@@ -300,8 +315,10 @@ void bind_program(nb::module_& m) {
       .def("add_f32", [](Program& p, int64_t width, int64_t rows) { return add_plain(p, BufferKind::f32, width, rows); }, nb::arg("width"), nb::arg("rows_per_token") = 1)
       .def("add_bf16", [](Program& p, int64_t width) { return add_plain(p, BufferKind::bf16, width, 1); }, nb::arg("width"))
       .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1)
-      .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("slots"), nb::arg("query_start"), nb::arg("context_tokens"),
-           nb::arg("block_table"), nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"))
+      .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"))
+      .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
+           nb::arg("logits_rows"), nb::arg("kv"))
       .def("argmax", &argmax)
       .def("nanoseconds", &nanoseconds)
       .def("read_buffer", [](const Program& p, int index, F32Out out) {

@@ -1,4 +1,4 @@
-// Row kernels without structure: norm, add, softcap, embedding row, softmax, argmax. Written once over simd.h.
+// Row kernels without structure: norm, add, softcap, embedding row, softmax, largest value. Written once over simd.h.
 
 namespace diptych {
 namespace DIPTYCH_ISA {
@@ -96,12 +96,10 @@ static void softmax_row(float* x, int64_t n) {
   }
 }
 
-// Largest value first, then the first place that holds it: two streaming passes, the second usually short.
-static int64_t argmax_row(const float* x, int64_t n) {
-  constexpr int64_t kBlock = 2048;  // the winner is looked for once more in its block alone
+// A block's largest value first; its place is looked for only where that beats all before.
+static void find_best(const float* x, int64_t n, int64_t first, Best* best) {
+  constexpr int64_t kBlock = 2048;
   const float lowest = -__builtin_inff();
-  float best = lowest;
-  int64_t best_block = 0;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t end = begin + kBlock < n ? begin + kBlock : n;
     F32 most[4] = {set1(lowest), set1(lowest), set1(lowest), set1(lowest)};
@@ -111,11 +109,10 @@ static int64_t argmax_row(const float* x, int64_t n) {
     float block = horizontal_max(max(max(most[0], most[1]), max(most[2], most[3])));
     for (; i < end; ++i)
       if (x[i] > block) block = x[i];
-    if (block > best) best = block, best_block = begin;
+    if (block <= best->value) continue;  // not so where best is still NaN
+    for (i = begin; i < end && x[i] != block;) ++i;
+    if (i < end) *best = {block, static_cast<int32_t>(first + i)};
   }
-  for (int64_t i = best_block; i < n; ++i)
-    if (x[i] == best) return i;
-  return 0;
 }
 
 }  // namespace DIPTYCH_ISA

@@ -211,8 +211,21 @@ void Program::read_buffer(int index, int64_t rows, float* out) const {
   }
 }
 
+void Program::place_tokens(const Step& step, int64_t block_tokens) {
+  positions_.resize(step.n_tokens);
+  slots_.resize(step.n_tokens);
+  for (int64_t s = 0; s < step.n_sequences; ++s) {
+    const int32_t* blocks = step.block_table + s * step.table_width;
+    int64_t position = step.context_tokens[s] - (step.query_start[s + 1] - step.query_start[s]);
+    for (int64_t t = step.query_start[s]; t < step.query_start[s + 1]; ++t, ++position) {
+      positions_[t] = static_cast<int32_t>(position);
+      slots_[t] = static_cast<int32_t>(blocks[position / block_tokens] * block_tokens + position % block_tokens);
+    }
+  }
+}
+
 void Program::plan_attention(const Step& step) {
-  const AttentionBatch batch{step.query_start, step.positions, step.n_sequences};
+  const AttentionBatch batch{step.query_start, positions_.data(), step.n_sequences};
   int64_t floats = 0;
   for (size_t i = 0; i < attention_shapes_.size(); ++i) {
     plan_attention_tasks(attention_shapes_[i], batch, pool_.size(), attention_plans_[i]);
@@ -238,12 +251,6 @@ void check_sequence(const Step& step, const KvShape& shape, int64_t s) {
   const int32_t* blocks = step.block_table + s * step.table_width;
   for (int64_t i = 0; i * shape.block_tokens < context; ++i)
     require(blocks[i] >= 0 && blocks[i] < shape.n_blocks, "block_table names a block outside the pool");
-  for (int64_t t = begin; t < end; ++t) {
-    require(step.positions[t] == context - (end - t), "positions are not the last of the sequence's context");
-    const int64_t slot = step.slots[t], position = step.positions[t];
-    require(slot == static_cast<int64_t>(blocks[position / shape.block_tokens]) * shape.block_tokens + position % shape.block_tokens,
-            "slots do not agree with block_table and positions");
-  }
 }
 
 }  // namespace

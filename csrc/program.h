@@ -7,7 +7,7 @@
 //   Program program(threads);
 //   int w = program.add_linear(shape, parts, bias);   int x = program.add_f32(hidden);   ...
 //   program.record(NormOp{x, norm, eps, rows});  program.record(LinearOp{...});  ...
-//   program.run(step, kv, logits);
+//   program.run(step, kv, logits);   or, where only the likeliest tokens are wanted:   program.run_best(step, kv);
 #pragma once
 
 #include <array>
@@ -32,10 +32,8 @@ extern const char* const kCategoryNames[kCategories];
 // One step's arrays, owned by the caller. S sequences, T tokens, M table width, R wanted rows of logits.
 struct Step {
   const int32_t* token_ids;       // [T]
-  const int32_t* positions;       // [T] consecutive within a sequence
-  const int32_t* slots;           // [T] block * P + offset
   const int32_t* query_start;     // [S + 1]
-  const int32_t* context_tokens;  // [S] including this step's
+  const int32_t* context_tokens;  // [S] including this step's, which are the last
   const int32_t* block_table;     // [S, M]
   const int32_t* logits_rows;     // [R]
   int64_t n_tokens, n_sequences, table_width, n_logits;
@@ -126,6 +124,8 @@ class Program {
 
   // Runs the whole forward; logits [R, vocab] fp32 is written. Throws std::invalid_argument when an index is out of range.
   void run(const Step& step, KvCache& kv, float* logits);
+  // As run, but the logits are written nowhere: the best of each of the R rows, lowest first among equals.
+  std::vector<Best> run_best(const Step& step, KvCache& kv);
   // ids[i] = index of the largest of logits[i], lowest first among equals; on the pool.
   void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids);
 
@@ -145,10 +145,12 @@ class Program {
   friend struct Run;
 
   static int first_weight(const OpBody& body);  // that an operation reads, or -1
+  void execute(const Step& step, KvCache& kv, float* logits, Best* best);
   void check(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
   void reserve(int64_t tokens);
   void reserve_routing(const MoeOp& op, int64_t tokens);
+  void place_tokens(const Step& step, int64_t block_tokens);
   void plan_attention(const Step& step);
 
   ThreadPool pool_;
@@ -168,6 +170,7 @@ class Program {
   int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, n_layers_ = 0;
   int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
   Routing routing_;
+  std::vector<int32_t> positions_, slots_;        // [T] of the step: where a token stands, block * P + offset where its KV goes
   std::vector<int32_t> row_numbers_;              // 0, 1, 2, ...
   std::vector<std::atomic<int32_t>> counters_;    // by op: next attention task
   std::array<int64_t, kCategories> nanoseconds_{};

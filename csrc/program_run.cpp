@@ -39,7 +39,8 @@ struct Program::Run {
   Program& program;
   const Step& step;
   KvCache& kv;
-  float* logits;
+  float* logits;  // [R, vocab], or null and
+  Best* best;     // [threads, R]
   const Kernels& kernels;
   std::vector<std::atomic<int32_t>>& counters;
 
@@ -168,8 +169,8 @@ void Program::Run::run(const RotateOp& op, size_t, int thread, int threads) cons
   call.kv = kv.layer(op.layer);
   call.qkv = buffer(op.qkv).f32();
   call.q_out = reinterpret_cast<uint16_t*>(buffer(op.q).data);
-  call.positions = step.positions;
-  call.slots = step.slots;
+  call.positions = program.positions_.data();
+  call.slots = program.slots_.data();
   call.n_tokens = step.n_tokens;
   float* memory = reinterpret_cast<float*>(scratch(thread));
   const int64_t heads = op.shape.n_kv_heads;
@@ -184,7 +185,7 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   call.shape = op.shape;
   call.kv = kv.layer(op.layer);
   call.q = reinterpret_cast<const uint16_t*>(buffer(op.q).data);
-  call.positions = step.positions;
+  call.positions = program.positions_.data();
   call.block_table = step.block_table;
   call.table_width = step.table_width;
   call.out_stride = out.width;
@@ -222,13 +223,15 @@ void Program::Run::route_token(const MoeOp& op, int64_t token) const {
   float* weights = program.routing_.expert_weights.data() + token * top_k;
   float total = 0.0f;
   for (int64_t j = 0; j < top_k; ++j) {
-    const int64_t best = kernels.argmax_row(scores, n_experts);
+    Best most;
+    kernels.find_best(scores, n_experts, 0, &most);
+    const int32_t best = most.index;
     const float weight = scores[best];
     scores[best] = -1.0f;
     total += weight;
     int64_t at = j;
     for (; at > 0 && ids[at - 1] > best; --at) ids[at] = ids[at - 1], weights[at] = weights[at - 1];
-    ids[at] = static_cast<int32_t>(best), weights[at] = weight;
+    ids[at] = best, weights[at] = weight;
   }
   if (!op.renormalises) return;
   for (int64_t j = 0; j < top_k; ++j) weights[j] /= total;
@@ -298,6 +301,25 @@ void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
   }
 }
 
+// What comes after the head's product, where a tile's logits lie in cache: the softcap, and the best where nothing else is wanted.
+class HeadReader final : public OutputReader {
+ public:
+  HeadReader(const Kernels& kernels, const HeadOp& op, Best* best) : kernels_(kernels), op_(op), best_(best) {}
+
+  void read(int64_t row, int64_t rows, int64_t first, int64_t count, void* const* outputs) override {
+    for (int64_t i = 0; i < rows; ++i) {
+      float* logits = static_cast<float*>(outputs[i]);
+      if (op_.has_softcap) kernels_.softcap_row(logits, count, op_.softcap);
+      if (best_ != nullptr) kernels_.find_best(logits, count, first, best_ + row + i);
+    }
+  }
+
+ private:
+  const Kernels& kernels_;
+  const HeadOp& op_;
+  Best* best_;  // [R] of the thread
+};
+
 void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const {
   if (step.n_logits == 0) return;
   const Buffer& x = buffer(op.x);
@@ -314,22 +336,29 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
   Epilogue epilogue;
   epilogue.out = logits;
   epilogue.out_stride = program.vocab_;
+  HeadReader reader(kernels, op, best != nullptr ? best + thread * step.n_logits : nullptr);
+  if (best != nullptr || op.has_softcap) epilogue.reader = &reader;
   linear(program.linears_[op.weight], rows, nullptr, step.n_logits, epilogue, thread, threads);
-  if (!op.has_softcap) return;
-  barrier(thread);
-  const int64_t unit = 4096, pieces = (program.vocab_ + unit - 1) / unit;
-  const Range work = share(step.n_logits * pieces, thread, threads);
-  for (int64_t i = work.begin; i < work.end; ++i) {
-    const int64_t begin = i % pieces * unit, end = begin + unit < program.vocab_ ? begin + unit : program.vocab_;
-    kernels.softcap_row(logits + i / pieces * program.vocab_ + begin, end - begin, op.softcap);
-  }
 }
 
 // ---- the step ----
 
-void Program::run(const Step& step, KvCache& kv, float* logits) {
+void Program::run(const Step& step, KvCache& kv, float* logits) { execute(step, kv, logits, nullptr); }
+
+std::vector<Best> Program::run_best(const Step& step, KvCache& kv) {
+  const int64_t rows = step.n_logits;
+  std::vector<Best> best(pool_.size() * rows);
+  execute(step, kv, nullptr, best.data());
+  for (int64_t i = rows; i < static_cast<int64_t>(best.size()); ++i)  // the threads' joined into those of thread 0
+    if (best[i].is_before(best[i % rows])) best[i % rows] = best[i];
+  best.resize(rows);
+  return best;
+}
+
+void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best) {
   check(step, kv);
   reserve(step.n_tokens);
+  place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);
   int64_t positions = 0;
   for (int64_t s = 0; s < step.n_sequences; ++s) positions = positions < step.context_tokens[s] ? step.context_tokens[s] : positions;
@@ -340,7 +369,7 @@ void Program::run(const Step& step, KvCache& kv, float* logits) {
   for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
   nanoseconds_.fill(0);
 
-  const Run run{*this, step, kv, logits, program_kernels(), counters_};
+  const Run run{*this, step, kv, logits, best, program_kernels(), counters_};
   pool_.run([&](int thread, int threads) {
     const FlushDenormals flush;
     int64_t before = thread == 0 ? now_ns() : 0;
@@ -367,7 +396,11 @@ void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* 
   const Kernels& kernels = program_kernels();
   auto some = [&](int thread, int threads) {
     const Range part = share(rows, thread, threads);
-    for (int64_t r = part.begin; r < part.end; ++r) ids[r] = kernels.argmax_row(logits + r * vocab, vocab);
+    for (int64_t r = part.begin; r < part.end; ++r) {
+      Best best;
+      kernels.find_best(logits + r * vocab, vocab, 0, &best);
+      ids[r] = best.index;
+    }
   };
   rows == 1 ? some(0, 1) : pool_.run(some);
 }

@@ -28,22 +28,19 @@ class Stepper:
     def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         """One forward over all chunks; [tokens, V] fp32 on the CPU for each."""
         batch = self.batch(chunks)
-        logits = self.model.forward(batch, self.kv).cpu()
+        logits = self.model.forward(batch, self.kv).cpu().clone()  # the next step takes the room
         starts = batch.query_start_S1
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(chunks)}
 
     def batch(self, chunks: Mapping[str, Sequence[int]], *, logits_rows: Sequence[int] | None = None) -> ForwardBatch:
         """The batch of these chunks, blocks taken; logits of every row unless told."""
         size = self.kv.block_tokens
-        positions, slots, ends, starts = [], [], [], [0]
+        ends, starts = [], [0]
         for name, tokens in chunks.items():
-            begin = self.lengths.get(name, 0)
-            end = begin + len(tokens)
+            end = self.lengths.get(name, 0) + len(tokens)
             table = self.tables.setdefault(name, [])
             while len(table) * size < end:
                 table.append(self._free.pop())
-            positions += range(begin, end)
-            slots += [table[p // size] * size + p % size for p in range(begin, end)]
             ends.append(end)
             starts.append(starts[-1] + len(tokens))
             self.lengths[name] = end
@@ -52,8 +49,6 @@ class Stepper:
         rows = range(starts[-1]) if logits_rows is None else logits_rows
         return ForwardBatch(
             token_ids_T=np.array([t for tokens in chunks.values() for t in tokens], dtype=np.int32),
-            positions_T=np.array(positions, dtype=np.int32),
-            slots_T=np.array(slots, dtype=np.int32),
             query_start_S1=np.array(starts, dtype=np.int32),
             context_tokens_S=np.array(ends, dtype=np.int32),
             block_table_SM=np.array(tables, dtype=np.int32),

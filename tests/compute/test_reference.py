@@ -56,9 +56,8 @@ def test_paged_definition_equals_the_dense_one() -> None:
     keys, values = torch.full((7 * block_tokens, n_heads, d), 99.0), torch.full((7 * block_tokens, n_heads, d), 99.0)
     keys[slots], values[slots] = k, v
     batch = ForwardBatch(
-        token_ids_T=positions, positions_T=positions, slots_T=slots,
-        query_start_S1=np.array([0, n_tokens], dtype=np.int32), context_tokens_S=np.array([n_tokens], dtype=np.int32),
-        block_table_SM=table, logits_rows_R=positions,
+        token_ids_T=positions, query_start_S1=np.array([0, n_tokens], dtype=np.int32),
+        context_tokens_S=np.array([n_tokens], dtype=np.int32), block_table_SM=table, logits_rows_R=positions,
     )  # fmt: skip
     spec = AttentionSpec(layer=0, n_heads=n_heads, n_kv_heads=n_heads, head_dim=d, scale=d**-0.5)
     shape = (7, block_tokens, n_heads, d)

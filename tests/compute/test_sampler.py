@@ -285,6 +285,42 @@ def test_a_row_that_meets_a_bug_of_ours_is_the_error_of_its_sequence(caplog):
     assert "Traceback" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 2},
+        {"logprobs": 0},
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": -0.1},
+    ],
+)
+def test_only_sequences_that_take_the_raw_argmax_are_plain(options):
+    """A step is run without logits where all are plain: what is called plain by mistake loses its option silently."""
+    sampler = Sampler(50)
+    sampler.begin(start(seq_id=1, temperature=0.0, stop_token_ids=(3,)))
+    sampler.begin(start(seq_id=2, **{"temperature": 0.0, **options}))
+    assert sampler.is_plain([1])
+    assert not sampler.is_plain([1, 2])
+    sampler.end(2)
+    assert sampler.is_plain([1, 2])
+
+
+def test_best_given_is_what_would_have_been_found():
+    """The backend's arg-max goes the same way as the sampler's own, up to the error of a row without a number."""
+    sampler = Sampler(50)
+    rows = torch.cat([logits(seed=1), logits(seed=2), logits(seed=3)])
+    rows[1] = math.nan
+    values, ids = rows.max(dim=1)
+    given = sampler.take_best(ids.tolist(), values.tolist())
+    found = sampler.sample(rows, [1, 2, 3], [4, 4, 4])
+    assert [given[0], given[2]] == [found[0], found[2]]
+    assert str(given[1]) == str(found[1])
+    assert isinstance(given[1], SequenceError)
+
+
 def test_backends_own_argmax_is_used():
     """The CPU backend has one that needs no torch."""
     calls = []

@@ -71,17 +71,13 @@ def world(shape: EdgeShape) -> tuple[ForwardBatch, int]:
     n_blocks = sum(counts) + 3
     ids = rng.permutation(n_blocks)
     table = np.zeros((len(counts), max(counts)), dtype=np.int32)
-    positions, slots, taken = [], [], 0
-    for s, (cached, new) in enumerate(shape.sequences):
-        table[s, : counts[s]] = ids[taken : taken + counts[s]]
-        taken += counts[s]
-        positions += range(cached, cached + new)
-        slots += [table[s, p // size] * size + p % size for p in range(cached, cached + new)]
-    n_tokens = len(positions)
+    taken = 0
+    for s, count in enumerate(counts):
+        table[s, :count] = ids[taken : taken + count]
+        taken += count
+    n_tokens = sum(new for _, new in shape.sequences)
     batch = ForwardBatch(
         token_ids_T=rng.integers(0, 50, n_tokens).astype(np.int32),
-        positions_T=np.array(positions, dtype=np.int32),
-        slots_T=np.array(slots, dtype=np.int32),
         query_start_S1=np.array([0, *accumulate(new for _, new in shape.sequences)], dtype=np.int32),
         context_tokens_S=np.array([cached + new for cached, new in shape.sequences], dtype=np.int32),
         block_table_SM=table,
@@ -175,7 +171,7 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dt
     # values reach 3 with weights up to 3: the tolerance is of values of order one
     scale = max(1.0, expected[0].abs().max().item())
     check("rotate_and_cache", got / scale, expected[0] / scale, dtype)
-    slots = torch.from_numpy(batch.slots_T).long()
+    slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
     keys, values = kv.layers[0].flatten(1, 2)
     check("rotate_and_cache", keys[slots] / scale, expected[1] / scale, dtype)
     assert torch.equal(values[slots], qkv[:, -n_kv * d :].unflatten(1, (n_kv, d)))

@@ -56,16 +56,10 @@ def make_batch(shape: EdgeShape) -> tuple[ForwardBatch, int]:
     counts = [-(-(cached + new) // size) for cached, new in shape.sequences]
     ids = np.random.default_rng(0).permutation(sum(counts) + 3)
     table = np.zeros((len(counts), max(counts)), dtype=np.int32)
-    positions: list[int] = []
-    slots: list[int] = []
-    for s, (cached, new) in enumerate(shape.sequences):
-        table[s, : counts[s]] = ids[sum(counts[:s]) : sum(counts[: s + 1])]
-        positions += range(cached, cached + new)
-        slots += [int(table[s, p // size]) * size + p % size for p in range(cached, cached + new)]
+    for s, count in enumerate(counts):
+        table[s, :count] = ids[sum(counts[:s]) : sum(counts[: s + 1])]
     batch = ForwardBatch(
-        token_ids_T=np.arange(len(positions), dtype=np.int32),
-        positions_T=np.array(positions, dtype=np.int32),
-        slots_T=np.array(slots, dtype=np.int32),
+        token_ids_T=np.arange(sum(new for _, new in shape.sequences), dtype=np.int32),
         query_start_S1=np.array([0, *accumulate(new for _, new in shape.sequences)], dtype=np.int32),
         context_tokens_S=np.array([sum(pair) for pair in shape.sequences], dtype=np.int32),
         block_table_SM=table,
@@ -98,8 +92,8 @@ class Bench:
             kv = cpu._cpu.KvCache(n_layers=1, n_blocks=64, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
             self._attend_for_form()
         self.program.run(
-            batch.token_ids_T, batch.positions_T, batch.slots_T, batch.query_start_S1, batch.context_tokens_S,
-            batch.block_table_SM, batch.logits_rows_R, kv, torch.empty(0, 1),
+            batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, batch.logits_rows_R,
+            kv, torch.empty(0, 1),
         )  # fmt: skip
         result = torch.empty(self.n_tokens, width)
         self.program.read_buffer(out, result)
@@ -158,7 +152,7 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
         new_k, new_v = parts[:, shape.n_heads : -shape.n_kv_heads], parts[:, -shape.n_kv_heads :]
         if kv_format == "int8":
             new_k, new_v = (quantised(x) for x in (new_k, new_v))
-        slots = torch.from_numpy(batch.slots_T).long()
+        slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
         keys[slots // shape.block_tokens, slots % shape.block_tokens] = new_k
         values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
         spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes, **variant)
@@ -180,8 +174,7 @@ def attention_rows(
     for row in rows:
         s = int(np.searchsorted(batch.query_start_S1, row, side="right")) - 1
         one = ForwardBatch(
-            token_ids_T=batch.token_ids_T[row : row + 1], positions_T=batch.positions_T[row : row + 1],
-            slots_T=batch.slots_T[row : row + 1], query_start_S1=np.array([0, 1], dtype=np.int32),
+            token_ids_T=batch.token_ids_T[row : row + 1], query_start_S1=np.array([0, 1], dtype=np.int32),
             context_tokens_S=batch.positions_T[row : row + 1] + 1, block_table_SM=batch.block_table_SM[s : s + 1],
             logits_rows_R=batch.logits_rows_R,
         )  # fmt: skip
@@ -367,7 +360,66 @@ def test_head_norms_projects_and_softcaps_the_wanted_rows(isa: str) -> None:
     logits = torch.empty(3, 77)
     kv = cpu._cpu.KvCache(n_layers=1, n_blocks=4, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
     program.run(
-        batch.token_ids_T, batch.positions_T, batch.slots_T, batch.query_start_S1, batch.context_tokens_S,
-        batch.block_table_SM, np.array(rows, dtype=np.int32), kv, logits,
+        batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM,
+        np.array(rows, dtype=np.int32), kv, logits,
     )  # fmt: skip
     check("head", logits, reference.head(x, norm, weight, rows=rows, eps=1e-6, softcap=1.5))
+
+
+def head_program(
+    x: torch.Tensor, weight: torch.Tensor, *, weights: str, softcap: float | None, threads: int
+) -> tuple[Any, Any]:
+    """(program, cache) of a head over the embedding x; the attention gives the program its cache's shape."""
+    width = x.shape[1]
+    program = cpu._cpu.Program(threads)
+    buffer = program.add_f32(width)
+    program.embed(program.add_table(x), buffer, 1.0)
+    shape = cpu._cpu.AttentionShape(n_heads=1, n_kv_heads=1, head_dim=2, scale=1.0)
+    program.attention(q=program.add_bf16(2), out=program.add_f32(2), layer=0, shape=shape)
+    linear = program.add_linear(cpu._cpu.LinearShape(format=weights, n=len(weight), k=width), [weight])
+    norm, rows = program.add_vector(torch.ones(width)), program.add_rows(weights, width)
+    program.head(x=buffer, norm=norm, eps=1e-6, rows=rows, weight=linear, softcap=softcap)
+    return program, cpu._cpu.KvCache(n_layers=1, n_blocks=8, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("softcap", [None, 1.5, 0.05])
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_best_without_logits_is_the_arg_max_of_the_logits(
+    isa: str, weights: str, softcap: float | None, threads: int
+) -> None:
+    """Greedy text must not depend on whether somebody beside it wanted logits: ties, caps that make ties, NaN and all."""
+    width, n_rows = 64, 48
+    for vocab in (1, 77, 1000):
+        x = noise(n_rows, width, seed=vocab)
+        weight = noise(vocab, width, seed=vocab + 1, scale=0.3)
+        weight[vocab // 2 :] = weight[
+            : vocab - vocab // 2
+        ].clone()  # every logit of the second half is one of the first
+        x[5] = 0.0  # all logits 0: the first wins
+        x[7] = torch.nan
+        x[9, 3] = torch.inf
+        program, kv = head_program(x, weight, weights=weights, softcap=softcap, threads=threads)
+        batch, _ = make_batch(EdgeShape(name="", sequences=((0, n_rows),)))
+        for wanted in ([5], [7], [9, 2], [*range(20, 25)], [*range(47, 30, -1)], [*range(48)]):
+            rows = np.array(wanted, dtype=np.int32)
+            arrays = (batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, rows, kv)
+            logits = torch.empty(len(rows), vocab)
+            program.run(*arrays, logits)
+            ids, values = program.run_best(*arrays)
+            largest = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).numpy()
+            expected = largest.argmax(axis=1)  # the first among equals
+            assert ids == expected.tolist()
+            np.testing.assert_array_equal(values, logits.numpy()[np.arange(len(rows)), expected])
+
+
+def test_best_of_a_row_without_numbers_is_no_number(isa: str) -> None:
+    """The sampler ends a sequence by this; a plausible logit would let rubbish through."""
+    x = torch.full((2, 32), torch.nan)
+    program, kv = head_program(x, noise(100, 32, seed=1), weights="bf16", softcap=None, threads=2)
+    batch, _ = make_batch(EdgeShape(name="", sequences=((0, 2),)))
+    rows = np.array([1, 0], dtype=np.int32)
+    arrays = (batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, rows, kv)
+    ids, values = program.run_best(*arrays)
+    assert ids == [0, 0]
+    assert np.isnan(values).all()

@@ -14,17 +14,14 @@ import numpy as np
 class ForwardBatch:
     """One step. All arrays int32, C-contiguous; sequence s owns rows [query_start_S1[s], query_start_S1[s + 1]) of T.
 
-    token_ids_T   what is computed                      positions_T  where it stands in its sequence
-    slots_T       block * P + offset, where its KV goes
+    token_ids_T   what is computed
     query_start_S1  begins at 0, ends at T, each sequence has at least one row
-    context_tokens_S  tokens of the sequence with this step's included; positions of s end at context_tokens_S[s]
+    context_tokens_S  tokens of the sequence with this step's included, which are its last
     block_table_SM  blocks of each sequence in order, padded with 0
     logits_rows_R   rows of T whose logits are wanted, in the order wanted (may be empty)
     """
 
     token_ids_T: np.ndarray
-    positions_T: np.ndarray
-    slots_T: np.ndarray
     query_start_S1: np.ndarray
     context_tokens_S: np.ndarray
     block_table_SM: np.ndarray
@@ -39,3 +36,16 @@ class ForwardBatch:
     def n_sequences(self) -> int:
         """S."""
         return len(self.context_tokens_S)
+
+    @property
+    def positions_T(self) -> np.ndarray:
+        """Where each token stands in its sequence [T]; made anew at each call."""
+        lens_S = np.diff(self.query_start_S1)
+        first_S = self.context_tokens_S - self.query_start_S1[1:]
+        return np.arange(self.n_tokens, dtype=np.int32) + np.repeat(first_S, lens_S)
+
+    def slots_T(self, block_tokens: int) -> np.ndarray:
+        """Where the KV of each token goes, block * P + offset [T]; made anew at each call."""
+        seq_T = np.repeat(np.arange(self.n_sequences), np.diff(self.query_start_S1))
+        positions_T = self.positions_T
+        return self.block_table_SM[seq_T, positions_T // block_tokens] * block_tokens + positions_T % block_tokens

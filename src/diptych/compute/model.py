@@ -20,6 +20,9 @@ from diptych.compute.models.decoder import DecoderSpec, DecoderWeights, Family, 
 from diptych.compute.ops.contract import Handle, Loader, Ops
 from diptych.compute.weights import Checkpoint, RandomSource
 
+# Of each logits row the likeliest token, the lowest id among equals, and its logit; NaN where the row holds no number.
+Best = tuple[list[int], list[float]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
@@ -72,6 +75,8 @@ class Model(ABC):
     threads: int
     device: torch.device  # where logits are
     argmax: Callable[[torch.Tensor], Sequence[int]] | None = None  # a faster arg-max of the backend, if it has one
+    # forward for steps that want nothing but the likeliest tokens, if the backend can do without writing the logits
+    forward_best: Callable[[ForwardBatch, KVStore], Best] | None = None
 
     @abstractmethod
     def kv_bytes_per_block(self, block_tokens: int) -> int:
@@ -83,7 +88,10 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
-        """Logits [R, V] fp32 of the batch's logits rows on `device`; writes the batch's keys and values to kv."""
+        """Logits [R, V] fp32 of the batch's logits rows on `device`; writes the batch's keys and values to kv.
+
+        The logits are valid until the next forward.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -211,6 +211,17 @@ class Sampler:
         """Forget a sequence; unknown ids are fine."""
         self._states.pop(seq_id, None)
 
+    def is_plain(self, seq_ids: Iterable[int]) -> bool:
+        """Whether every one of these sequences takes the arg-max of its raw logits and wants nothing else of them."""
+        return self._states.keys().isdisjoint(seq_ids)
+
+    def take_best(self, token_ids: Sequence[int], logits: Sequence[float]) -> list[SampledToken | EngineError]:
+        """What `sample` gives for plain sequences, from the arg-max of each row and its logit."""
+        return [
+            SampledToken(token_id=token_id) if math.isfinite(logit) else _not_finite(logit)
+            for token_id, logit in zip(token_ids, logits, strict=True)
+        ]
+
     def sample(
         self, logits_RV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int]
     ) -> list[SampledToken | EngineError]:
@@ -252,12 +263,7 @@ class Sampler:
             values_R = logits_RV.numpy()[np.arange(len(best)), best]
         else:
             values_R = _on_cpu(logits_RV.gather(1, torch.tensor(best, device=logits_RV.device)[:, None])[:, 0])
-        if np.isfinite(values_R).all():
-            return [SampledToken(token_id=token_id) for token_id in best]
-        return [
-            SampledToken(token_id=token_id) if np.isfinite(value) else _not_finite(float(value))
-            for token_id, value in zip(best, values_R, strict=True)
-        ]
+        return self.take_best(best, values_R.tolist())
 
     def _sample_row(self, logits_V: np.ndarray, state: _SequenceState, position: int) -> SampledToken:
         n_output = position - state.n_prompt

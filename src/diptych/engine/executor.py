@@ -1,20 +1,20 @@
 """Turns a StepPlan into tensors, runs the model, draws tokens: the real `Executor`.
 
 Owns the block tables of running sequences as integers (the bytes belong to the KVStore) and the sampler's state.
-One step: copies -> ForwardBatch -> Model.forward -> Sampler -> StepResult.
+One step: copies -> ForwardBatch -> Model.forward -> Sampler -> StepResult. A step in which every sequence wants only its
+likeliest token gets by without logits where the backend can (`Model.forward_best`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 
 import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
-from diptych.compute.runner import Model
+from diptych.compute.model import Best, Model
 from diptych.compute.sampler import SampledToken, Sampler
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, ExecutorError
@@ -54,10 +54,16 @@ class ModelExecutor:
             if plan.copies:
                 self._kv.copy_blocks([(copy.source_block_id, copy.target_block_id) for copy in plan.copies])
             batch = self._batch(plan)
+            forward_best = None if self._needs_logits(plan) else self._model.forward_best
             forward_s = self._clock.now_s()
-            logits_RV = self._model.forward(batch, self._kv)
-            device_s = self._clock.now_s() - forward_s
-            results = self._results(plan, logits_RV)
+            if forward_best is None:
+                logits_RV = self._model.forward(batch, self._kv)
+                device_s = self._clock.now_s() - forward_s
+                results = self._read_logits(plan, logits_RV)
+            else:
+                best = forward_best(batch, self._kv)
+                device_s = self._clock.now_s() - forward_s
+                results = self._take_best(plan, best)
         except EngineError:
             raise
         except Exception as error:
@@ -94,49 +100,43 @@ class ModelExecutor:
         return self._free_rows.pop()
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
-        chunks = plan.chunks
-        n = len(chunks)
-        lens_S = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, n)
-        starts_S = np.fromiter((chunk.start_pos for chunk in chunks), np.int32, n)
-        query_start_S1 = np.zeros(n + 1, dtype=np.int32)
-        np.cumsum(lens_S, out=query_start_S1[1:])
-        n_tokens = int(query_start_S1[-1])
-        token_ids_T = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, n_tokens)
-        seq_T = np.repeat(np.arange(n, dtype=np.int32), lens_S)
-        positions_T = np.arange(n_tokens, dtype=np.int32) + (starts_S - query_start_S1[:-1])[seq_T]
-        context_tokens_S = starts_S + lens_S
-        n_blocks = -(-int(context_tokens_S.max()) // self._block_tokens)
-        rows_S = [self._rows[chunk.seq_id] for chunk in chunks]
-        block_table_SM = self._tables[rows_S, :n_blocks]
-        slots_T = block_table_SM[seq_T, positions_T // self._block_tokens] * self._block_tokens
-        slots_T += positions_T % self._block_tokens
+        token_ids: list[int] = []
+        starts, ends = [0], []
+        table_rows: list[int] = []
+        logits_rows: list[int] = []
+        for chunk in plan.chunks:
+            token_ids += chunk.token_ids
+            starts.append(len(token_ids))
+            ends.append(chunk.end_pos)
+            table_rows.append(self._rows[chunk.seq_id])
+            if self._wants_prompt_logprobs(chunk):
+                logits_rows += range(starts[-2], starts[-1])
+            elif chunk.samples:
+                logits_rows.append(starts[-1] - 1)
+        n_blocks = -(-max(ends) // self._block_tokens)
         return ForwardBatch(
-            token_ids_T=token_ids_T,
-            positions_T=positions_T,
-            slots_T=slots_T,
-            query_start_S1=query_start_S1,
-            context_tokens_S=context_tokens_S,
-            block_table_SM=np.ascontiguousarray(block_table_SM),
-            logits_rows_R=self._logits_rows(chunks, query_start_S1),
+            token_ids_T=np.array(token_ids, dtype=np.int32),
+            query_start_S1=np.array(starts, dtype=np.int32),
+            context_tokens_S=np.array(ends, dtype=np.int32),
+            block_table_SM=self._tables[table_rows, :n_blocks],
+            logits_rows_R=np.array(logits_rows, dtype=np.int32),
         )
 
     def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
+        if chunk.phase is not Phase.PREFILL:
+            return False
         start = self._starts[chunk.seq_id]
-        if start.sampling.prompt_logprobs is None or chunk.phase is not Phase.PREFILL:
+        if start.sampling.prompt_logprobs is None:
             return False
         return chunk.start_pos < len(start.prompt_token_ids) - 1 or chunk.start_pos == 0
 
-    def _logits_rows(self, chunks: tuple[Chunk, ...], query_start_S1: np.ndarray) -> np.ndarray:
-        rows: list[int] = []
-        for i, chunk in enumerate(chunks):
-            end = int(query_start_S1[i + 1])
-            if self._wants_prompt_logprobs(chunk):
-                rows.extend(range(int(query_start_S1[i]), end))
-            elif chunk.samples:
-                rows.append(end - 1)
-        return np.array(rows, dtype=np.int32)
+    def _needs_logits(self, plan: StepPlan) -> bool:
+        """Whether the step is for more than the likeliest token of each of its sequences."""
+        if not self._sampler.is_plain(chunk.seq_id for chunk in plan.chunks):
+            return True
+        return any(self._wants_prompt_logprobs(chunk) for chunk in plan.chunks)
 
-    def _results(self, plan: StepPlan, logits_RV: torch.Tensor) -> tuple[ChunkResult, ...]:
+    def _read_logits(self, plan: StepPlan, logits_RV: torch.Tensor) -> tuple[ChunkResult, ...]:
         sampling_rows: list[int] = []
         seq_ids: list[int] = []
         positions: list[int] = []
@@ -158,30 +158,40 @@ class ModelExecutor:
                 positions.append(chunk.end_pos)
         if len(sampling_rows) != len(logits_RV):
             logits_RV = logits_RV[sampling_rows]
-        drawn: dict[int, SampledToken] = {}
         tokens = self._sampler.sample(logits_RV, seq_ids, positions) if seq_ids else []
-        for seq_id, token in zip(seq_ids, tokens, strict=True):
-            if isinstance(token, EngineError):
-                self._failed[seq_id] = token
-            else:
-                drawn[seq_id] = token
-        return tuple(
-            self._result(chunk.seq_id, drawn.get(chunk.seq_id), prompt_logprobs.get(chunk.seq_id, ()))
-            for chunk in plan.chunks
-        )
+        return self._results(plan, dict(zip(seq_ids, tokens, strict=True)), prompt_logprobs)
 
-    def _result(
-        self, seq_id: int, token: SampledToken | None, prompt_logprobs: tuple[TokenLogprobs | None, ...]
-    ) -> ChunkResult:
-        if seq_id in self._failed:
-            return ChunkResult(seq_id=seq_id, error=self._failed[seq_id])
-        return ChunkResult(
-            seq_id=seq_id,
-            token_ids=() if token is None else (token.token_id,),
-            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
-            prompt_logprobs=prompt_logprobs,
-            is_complete=token is not None and token.is_complete,
-        )
+    def _take_best(self, plan: StepPlan, best: Best) -> tuple[ChunkResult, ...]:
+        seq_ids = [chunk.seq_id for chunk in plan.chunks if chunk.samples]
+        tokens = self._sampler.take_best(*best)
+        return self._results(plan, dict(zip(seq_ids, tokens, strict=True)), {})
+
+    def _results(
+        self,
+        plan: StepPlan,
+        tokens: dict[int, SampledToken | EngineError],
+        prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]],
+    ) -> tuple[ChunkResult, ...]:
+        results = []
+        for chunk in plan.chunks:
+            seq_id = chunk.seq_id
+            token = tokens.get(seq_id)
+            if isinstance(token, EngineError):
+                self._failed.setdefault(seq_id, token)
+            if seq_id in self._failed:
+                result = ChunkResult(seq_id=seq_id, error=self._failed[seq_id])
+            elif isinstance(token, SampledToken):
+                result = ChunkResult(
+                    seq_id=seq_id,
+                    token_ids=(token.token_id,),
+                    logprobs=() if token.logprobs is None else (token.logprobs,),
+                    prompt_logprobs=prompt_logprobs.get(seq_id, ()),
+                    is_complete=token.is_complete,
+                )
+            else:
+                result = ChunkResult(seq_id=seq_id, prompt_logprobs=prompt_logprobs.get(seq_id, ()))
+            results.append(result)
+        return tuple(results)
 
     def _prompt_logprobs(self, chunk: Chunk, logits_CV: torch.Tensor) -> tuple[TokenLogprobs | None, ...]:
         # The row at position p judges the prompt token at p + 1; token 0 has nothing before it.

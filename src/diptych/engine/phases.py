@@ -93,7 +93,7 @@ class TwoPhase:
         state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[])
         self._check(state, token_ids)
         try:
-            return self._forward(state, list(token_ids), np.arange(len(token_ids), dtype=np.int32))
+            return self._forward(state, list(token_ids), np.arange(len(token_ids), dtype=np.int32)).clone()
         finally:
             self.free(state)
 
@@ -189,17 +189,11 @@ class TwoPhase:
         start, end = len(state.token_ids), len(state.token_ids) + len(token_ids)
         missing = -(-end // self.kv.block_tokens) - len(state.block_ids)
         state.block_ids += self._take_blocks(max(0, missing))
-        positions_T = np.arange(start, end, dtype=np.int32)
-        table_M = np.array(state.block_ids, dtype=np.int32)
-        slots_T = table_M[positions_T // self.kv.block_tokens] * self.kv.block_tokens
-        slots_T += positions_T % self.kv.block_tokens
         batch = ForwardBatch(
             token_ids_T=np.array(token_ids, dtype=np.int32),
-            positions_T=positions_T,
-            slots_T=slots_T,
             query_start_S1=np.array([0, end - start], dtype=np.int32),
             context_tokens_S=np.array([end], dtype=np.int32),
-            block_table_SM=table_M[None],
+            block_table_SM=np.array([state.block_ids], dtype=np.int32),
             logits_rows_R=logits_rows_R,
         )
         logits_RV = self.model.forward(batch, self.kv)

@@ -75,11 +75,8 @@ class StepProbe:
         seq_T = np.repeat(np.arange(len(shapes), dtype=np.int32), lens_S)
         starts_S = np.array([shape.start_pos for shape in shapes], dtype=np.int32)
         positions_T = np.arange(len(seq_T), dtype=np.int32) - query_start_S1[seq_T] + starts_S[seq_T]
-        slots_T = table_SM[seq_T, positions_T // self.block_tokens] * self.block_tokens
         return ForwardBatch(
             token_ids_T=(positions_T * 7919 + seq_T * 104729) % self.model.spec.vocab_size,
-            positions_T=positions_T,
-            slots_T=slots_T + positions_T % self.block_tokens,
             query_start_S1=query_start_S1,
             context_tokens_S=starts_S + lens_S,
             block_table_SM=table_SM,

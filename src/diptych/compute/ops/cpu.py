@@ -44,6 +44,9 @@ COMPILERS = ("c++", "g++", "clang++")
 # What a projection is, by what it reads (its time is counted under this name).
 CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
 BACKED_BYTES = 32 << 20  # asked for at a time: a twentieth of a second on a slow host
+KEPT_LOGITS_ROWS = (
+    64  # 39 MB for a vocabulary of 152k; more rows are wanted only where log-probabilities of prompts are
+)
 INT4_GROUP = 64  # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 
 
@@ -471,6 +474,7 @@ class CpuProgram:
         self.weights_format = loader.weights_format
         self.kv_format = loader.kv_format
         self.vocab = vocab
+        self._kept_logits = torch.empty((0, vocab), dtype=torch.float32)
         spec = loader.specs[0]
         if any((s.n_kv_heads, s.head_dim) != (spec.n_kv_heads, spec.head_dim) for s in loader.specs):
             raise ConfigError("the layers' caches differ in shape", hint="use --backend torch for this model")
@@ -495,23 +499,32 @@ class CpuProgram:
         return CpuKVStore(self._cache, n_blocks=n_blocks, block_tokens=block_tokens)
 
     def forward(self, batch: ForwardBatch, kv: CpuKVStore) -> torch.Tensor:
-        """Logits [R, V] fp32 of the batch's rows; keys and values of its tokens are written to kv."""
-        logits = torch.empty((len(batch.logits_rows_R), self.vocab), dtype=torch.float32)
+        """Logits [R, V] fp32 of the batch's rows, valid until the next forward; writes its tokens' keys and values to kv."""
+        logits = self._logits(len(batch.logits_rows_R))
         try:
-            self.program.run(
-                batch.token_ids_T,
-                batch.positions_T,
-                batch.slots_T,
-                batch.query_start_S1,
-                batch.context_tokens_S,
-                batch.block_table_SM,
-                batch.logits_rows_R,
-                kv.native,
-                logits,
-            )
+            self.program.run(*_arrays(batch), kv.native, logits)
         except ValueError as error:
             raise ExecutorError(f"the step was refused: {error}") from error
         return logits
+
+    def forward_best(self, batch: ForwardBatch, kv: CpuKVStore) -> tuple[list[int], list[float]]:
+        """As forward, but only the arg-max of each row, the lowest id among equals, and its logit (NaN: the row has no number).
+
+        The logits are compared where the product leaves them in cache and written nowhere.
+        """
+        try:
+            best: tuple[list[int], list[float]] = self.program.run_best(*_arrays(batch), kv.native)
+        except ValueError as error:
+            raise ExecutorError(f"the step was refused: {error}") from error
+        return best
+
+    def _logits(self, n_rows: int) -> torch.Tensor:
+        """Room for logits; few rows share one tensor, because fresh megabytes cost a page fault for every 4 KB."""
+        if n_rows > KEPT_LOGITS_ROWS:
+            return torch.empty((n_rows, self.vocab), dtype=torch.float32)
+        if n_rows > len(self._kept_logits):
+            self._kept_logits = torch.empty((n_rows, self.vocab), dtype=torch.float32)
+        return self._kept_logits[:n_rows]
 
     def argmax(self, logits: torch.Tensor) -> np.ndarray:
         """The most likely id of each row [R], the lowest among equals; faster than torch for wide rows."""
@@ -520,6 +533,17 @@ class CpuProgram:
     def nanoseconds(self) -> dict[str, int]:
         """Time of the last step by kind of operation, in ns."""
         return dict(self.program.nanoseconds())
+
+
+def _arrays(batch: ForwardBatch) -> tuple[np.ndarray, ...]:
+    """The batch in the order of the program's arguments."""
+    return (
+        batch.token_ids_T,
+        batch.query_start_S1,
+        batch.context_tokens_S,
+        batch.block_table_SM,
+        batch.logits_rows_R,
+    )
 
 
 class CpuKVStore:

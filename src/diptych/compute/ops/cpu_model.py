@@ -8,7 +8,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
-from diptych.compute.model import Blueprint, Model
+from diptych.compute.model import Best, Blueprint, Model
 from diptych.compute.ops.cpu import CpuKVStore, CpuLoader, CpuOps, CpuProgram, PackedSource
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
@@ -39,6 +39,7 @@ class CpuModel(Model):
         blueprint.forward(ops, weights)
         self.program = CpuProgram(loader, self.spec.vocab_size)
         self.argmax = self._argmax
+        self.forward_best = self._forward_best
         self.weights_format = loader.weights_format
         self.kv_format = loader.kv_format
         self.head_format = weights.head.format
@@ -65,10 +66,14 @@ class CpuModel(Model):
         assert isinstance(kv, CpuKVStore), type(kv)
         return self.program.forward(batch, kv)
 
+    def _forward_best(self, batch: ForwardBatch, kv: KVStore) -> Best:
+        assert isinstance(kv, CpuKVStore), type(kv)
+        return self.program.forward_best(batch, kv)
+
     def _argmax(self, logits: torch.Tensor) -> list[int]:
         return [int(token_id) for token_id in self.program.argmax(logits)]
 
     def close(self) -> None:
         """Drop the program with its packed weights."""
-        self.argmax = None
+        self.argmax = self.forward_best = None
         del self.program

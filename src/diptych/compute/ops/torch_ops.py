@@ -149,7 +149,7 @@ class TorchOps:
         self._dtype = dtype
         self._token_ids = self._on_device(batch.token_ids_T)
         self._positions = self._on_device(batch.positions_T)
-        self._slots = self._on_device(batch.slots_T)
+        self._slots = self._on_device(batch.slots_T(kv.block_tokens))
         self._logits_rows = self._on_device(batch.logits_rows_R)
         self._table = self._on_device(batch.block_table_SM)
         self._rotations: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
