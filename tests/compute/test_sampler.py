@@ -308,19 +308,6 @@ def test_only_sequences_that_take_the_raw_argmax_are_plain(options):
     assert sampler.is_plain([1, 2])
 
 
-def test_best_given_is_what_would_have_been_found():
-    """The backend's arg-max goes the same way as the sampler's own, up to the error of a row without a number."""
-    sampler = Sampler(50)
-    rows = torch.cat([logits(seed=1), logits(seed=2), logits(seed=3)])
-    rows[1] = math.nan
-    values, ids = rows.max(dim=1)
-    given = sampler.take_best(ids.tolist(), values.tolist())
-    found = sampler.sample(rows, [1, 2, 3], [4, 4, 4])
-    assert [given[0], given[2]] == [found[0], found[2]]
-    assert str(given[1]) == str(found[1])
-    assert isinstance(given[1], SequenceError)
-
-
 def test_backends_own_argmax_is_used():
     """The CPU backend has one that needs no torch."""
     calls = []

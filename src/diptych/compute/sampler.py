@@ -215,13 +215,6 @@ class Sampler:
         """Whether every one of these sequences takes the arg-max of its raw logits and wants nothing else of them."""
         return self._states.keys().isdisjoint(seq_ids)
 
-    def take_best(self, token_ids: Sequence[int], logits: Sequence[float]) -> list[SampledToken | EngineError]:
-        """What `sample` gives for plain sequences, from the arg-max of each row and its logit."""
-        return [
-            SampledToken(token_id=token_id) if math.isfinite(logit) else _not_finite(logit)
-            for token_id, logit in zip(token_ids, logits, strict=True)
-        ]
-
     def sample(
         self, logits_RV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int]
     ) -> list[SampledToken | EngineError]:
@@ -263,7 +256,10 @@ class Sampler:
             values_R = logits_RV.numpy()[np.arange(len(best)), best]
         else:
             values_R = _on_cpu(logits_RV.gather(1, torch.tensor(best, device=logits_RV.device)[:, None])[:, 0])
-        return self.take_best(best, values_R.tolist())
+        return [
+            SampledToken(token_id=token_id) if math.isfinite(value) else not_finite(value)
+            for token_id, value in zip(best, values_R.tolist(), strict=True)
+        ]
 
     def _sample_row(self, logits_V: np.ndarray, state: _SequenceState, position: int) -> SampledToken:
         n_output = position - state.n_prompt
@@ -458,11 +454,12 @@ def _on_cpu(values: torch.Tensor) -> np.ndarray:
 def _finite(best: float) -> float:
     """The largest logit, checked: NaN, or nothing left to choose from, is a SequenceError."""
     if not math.isfinite(best):
-        raise _not_finite(best)
+        raise not_finite(best)
     return best
 
 
-def _not_finite(best: float) -> SequenceError:
+def not_finite(best: float) -> SequenceError:
+    """What a sequence ends with whose largest logit is no finite number."""
     return SequenceError(f"the largest logit is {best}; no token can be drawn")
 
 

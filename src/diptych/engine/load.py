@@ -155,7 +155,7 @@ def make_machinery(
         seed=config.seed,
     )
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, argmax=model.argmax)
-    executor = ModelExecutor(model, kv, sampler, clock=clock, max_context_tokens=context)
+    executor = ModelExecutor(model, kv, sampler, clock=clock)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,

@@ -130,7 +130,7 @@ class Engines:
         predict_s = step_time.predict_s if self._predictor is None else self._predictor.predict_s
         model = self._model
         sampler = Sampler(model.spec.vocab_size, model.device, argmax=model.argmax)
-        executor = ModelExecutor(model, self._kv, sampler, clock=clock, max_context_tokens=self._context_tokens)
+        executor = ModelExecutor(model, self._kv, sampler, clock=clock)
         return Driver(
             self._core(predict_s, settings), executor, clock, vocab=model.spec.vocab_size, step_time=step_time
         )
