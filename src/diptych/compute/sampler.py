@@ -26,7 +26,7 @@ from diptych.ground.request import SamplingParams
 from diptych.ground.step import SequenceStart, TokenLogprobs
 
 _LANES = 64  # logits per block of the candidate search: 64 keeps the block maxima of a 152k vocabulary at 2.4k
-_FIRST_CANDIDATES = 1024  # at most so many are tried for top-p first; real models' sets are nearly always smaller
+_FIRST_CANDIDATES = (64, 1024)  # so many are tried for top-p first; real models' sets are nearly always smaller
 _SMALLEST_WEIGHT = float(np.finfo(np.float32).tiny)  # a masked token's weight is 0
 _MASK_64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -230,7 +230,9 @@ class Sampler:
         plain = [i for i, state in enumerate(rows) if state is None]
         drawn: list[SampledToken | EngineError | None] = [None] * len(seq_ids)
         if plain:
-            for i, token in zip(plain, self._best(logits_RV[plain]), strict=True):
+            # numpy copies on this thread; torch would wait for threads of its own, behind those of the kernels
+            plain_RV = torch.from_numpy(logits_RV.numpy()[plain]) if self._is_cpu else logits_RV[plain]
+            for i, token in zip(plain, self._best(plain_RV), strict=True):
                 drawn[i] = token
         others = [i for i, state in enumerate(rows) if state is not None]
         # one copy to the CPU for all rows that need more than an arg-max; none where the logits are there already
@@ -359,11 +361,11 @@ def _weights(logits_V: np.ndarray, temperature: float, scratch: _Scratch) -> np.
 
 
 def _draw_top_p(logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
-    """Sort the best 1024 only, when they hold the top-p mass (real models); else find the border by histogram."""
+    """Sort the best few only, when they hold the top-p mass (real models); else find the border by histogram."""
     weights_V = _weights(logits_V, params.temperature, scratch)
     mass = params.top_p * float(weights_V.sum(dtype=np.float64))
-    n_first = min(_FIRST_CANDIDATES, max(8, len(logits_V) // (2 * _LANES)))
-    if n_first < len(logits_V):
+    most = max(8, len(logits_V) // (2 * _LANES))
+    for n_first in sorted({min(n, most) for n in _FIRST_CANDIDATES if min(n, most) < len(logits_V)}):
         ids, values = _top(logits_V, n_first, scratch)
         best_weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
         if best_weights.sum() >= mass:
@@ -421,9 +423,9 @@ def _top(logits_V: np.ndarray, k: int, scratch: _Scratch) -> tuple[np.ndarray, n
     if k >= n:
         low = -math.inf
     elif blocks >= 2 * k:
-        # the k-th largest of the block maxima is a lower bound for the k-th largest of all
-        # (torch's amax over short rows is ten times as fast as numpy's)
-        maxima = torch.from_numpy(logits_V[: blocks * _LANES].reshape(blocks, _LANES)).amax(1).numpy()
+        # The k-th largest of the blocks' maxima is a lower bound for the k-th largest of all, whatever lies in a block. Every
+        # blocks-th logit: numpy takes the maxima of whole rows. Not torch: its threads would wait for those of the kernels.
+        maxima = logits_V[: blocks * _LANES].reshape(_LANES, blocks).max(axis=0)
         _finite(float(maxima.max()))
         low = float(np.partition(maxima, blocks - k)[blocks - k])
     else:

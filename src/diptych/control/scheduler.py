@@ -337,7 +337,8 @@ class Scheduler:
             seq.block_ids[i] = target
             first_new = min(first_new, i)
         n_new = self.pool.blocks_for(end) - len(seq.block_ids)
-        seq.block_ids.extend(self.pool.take(n_new))
+        if n_new:
+            seq.block_ids.extend(self.pool.take(n_new))
         if phase is Phase.PREFILL:
             self._promise(seq, seq.promised_blocks - n_new - n_copies)
         return first_new
@@ -347,6 +348,9 @@ class Scheduler:
     ) -> list[Event]:
         """One event, or two where the chunk goes on from a recompute into new tokens."""
         peak, hit_start = seq.peak_computed_tokens, start - hit_tokens
+        if peak <= hit_start:  # nothing of it was ever computed before
+            new = (start, end - start, hit_tokens)
+            return [self._scheduled(seq, phase, draft, new, is_recompute=False)]
         again_end = min(max(peak, start), end)
         again_hit = min(max(peak, hit_start), start) - hit_start
         events: list[Event] = []
