@@ -17,7 +17,7 @@ class ForwardBatch:
     token_ids_T   what is computed
     query_start_S1  begins at 0, ends at T, each sequence has at least one row
     context_tokens_S  tokens of the sequence with this step's included, which are its last
-    block_table_SM  blocks of each sequence in order, padded with 0
+    block_table_SM  blocks of each sequence in order; what lies behind its context is some block of the pool
     logits_rows_R   rows of T whose logits are wanted, in the order wanted (may be empty)
     """
 
