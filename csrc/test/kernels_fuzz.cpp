@@ -77,7 +77,11 @@ class Recorder {
  public:
   Recorder(Program& program, World& world, const Model& m, const std::vector<float>& table) : p_(program), w_(world), m_(m) {
     x_ = plain_buffer(p_, BufferKind::f32, m.hidden);
-    p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
+    const int head = linear(m.vocab, m.hidden);
+    if (m.weights == Format::bf16 && w_.pick(0, 1))
+      p_.record(Category::embed, TiedEmbedOp{head, x_, 1.0f});
+    else
+      p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
     const AttentionShape shape{m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
     const int64_t q_width = m.n_heads * m.head_dim, kv_width = m.n_kv_heads * m.head_dim;
     const int rows = rows_buffer(p_, m.weights, m.hidden), router_rows = rows_buffer(p_, Format::bf16, m.hidden);
@@ -113,7 +117,7 @@ class Recorder {
       if (!is_direct) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
       p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
     }
-    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m.weights, m.hidden), linear(m.vocab, m.hidden), 1.0f, 9.0f, m.has_softcap});
+    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m.weights, m.hidden), head, 1.0f, 9.0f, m.has_softcap});
   }
 
  private:
