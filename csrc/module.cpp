@@ -327,6 +327,7 @@ void bind_program(nb::module_& m) {
       })
       .def("packed_blob", &packed_blob)
       .def_prop_ro("weight_bytes", &Program::weight_bytes)
+      .def_prop_ro("table_bytes", &Program::table_bytes)
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
 }

@@ -105,6 +105,11 @@ int64_t Program::weight_bytes() const {
   int64_t total = 0;
   for (const PackedLinear& linear : linears_) total += packed_bytes(linear.shape);
   for (const auto& vector : vectors_) total += static_cast<int64_t>(vector.size()) * 4;
+  return total;
+}
+
+int64_t Program::table_bytes() const {
+  int64_t total = 0;
   for (const Table& table : tables_) total += table.rows * table.width * (table.source == Source::f32 ? 4 : 2);
   return total;
 }

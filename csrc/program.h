@@ -135,7 +135,8 @@ class Program {
 
   const std::array<int64_t, kCategories>& nanoseconds() const { return nanoseconds_; }  // of the last run
   int threads() const { return pool_.size(); }
-  int64_t weight_bytes() const;
+  int64_t weight_bytes() const;  // packed weights and vectors: what a step reads whole
+  int64_t table_bytes() const;   // embedding tables beside them, of which a step reads single rows
   int64_t vocab() const { return vocab_; }
   const PackedLinear& linear_at(int index) const { return linears_.at(index); }
   const uint8_t* blob_at(int index) const { return linears_.at(index).panels; }  // it begins with its panels

@@ -79,7 +79,7 @@ def test_tied_head_answers_as_a_table_beside_it(family: str, name: str, tmp_path
             model = load_model(directory, ComputeConfig(backend="cpu", threads=2, instruction_set=name))
             steppers = [Stepper(model), Stepper(model)]
             logits += [steppers[0].prefill("it", prompt, chunk=None), steppers[1].prefill("it", prompt, chunk=1)]
-            sizes.append(model.weight_bytes)
+            sizes.append(model.program.table_bytes)
             model.close()
     finally:
         cpu_backend.choose_instruction_set("auto")

@@ -70,7 +70,7 @@ class Model(ABC):
     head_format: str  # of the output projection
     kv_format: str
     revision: str
-    weight_bytes: int
+    weight_bytes: int  # read by a decode step: all but an embedding table that is not the head
     n_parameters: int
     threads: int
     device: torch.device  # where logits are

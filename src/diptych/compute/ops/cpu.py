@@ -487,8 +487,13 @@ class CpuProgram:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes held in packed weights, norms and the embedding table where it is not the head."""
+        """Bytes of the packed weights and norms, which a decode step reads."""
         return int(self.program.weight_bytes)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of an embedding table that is not the head: a step reads single rows of it."""
+        return int(self.program.table_bytes)
 
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block over all layers."""

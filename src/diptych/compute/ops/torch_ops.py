@@ -68,7 +68,7 @@ class TorchLoader:
 
     def table(self, tensor: WeightTensor, *, head: TorchLinear | None) -> torch.Tensor:
         """[V, D] in the compute dtype: the head's own matrix where tied."""
-        return self._place(tensor.read()) if head is None else head.weight
+        return tensor.read().to(device=self._device, dtype=self._dtype) if head is None else head.weight
 
     def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> torch.Tensor:
         """[D] fp32."""
