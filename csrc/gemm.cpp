@@ -55,8 +55,8 @@ KBlocks cut_inputs(const PackedLinear& w, Format tile_format, bool is_single_til
   return {units, round_up((units + blocks - 1) / blocks, round), kStepBytes, 1};
 }
 
-// Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two. The format becomes int8
-// where the tiles meet int4 expanded.
+// Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two where that leaves fewer
+// spare rows than the wide tiles of many rows. The format becomes int8 where the tiles meet int4 expanded.
 const TileShape& choose_shape(const KernelTable& kernels, int64_t m, Format& format) {
   const TileShape* highest = kernels.narrow[static_cast<int>(format)];
   for (const TileShape* shape = highest; shape->rows != 0; ++shape) {
@@ -67,8 +67,10 @@ const TileShape& choose_shape(const KernelTable& kernels, int64_t m, Format& for
     format = Format::int8;
     return choose_shape(kernels, m, format);
   }
-  if (m > 2 * highest->rows) return kernels.wide[static_cast<int>(format)];
-  return choose_shape(kernels, (m + 1) / 2, format);
+  const TileShape& wide = kernels.wide[static_cast<int>(format)];
+  if (m > 2 * highest->rows) return wide;
+  const TileShape& half = choose_shape(kernels, (m + 1) / 2, format);
+  return 2 * half.rows < round_up(m, wide.rows) ? half : wide;
 }
 
 int64_t count_tiles(const Job& job, int64_t rows) { return (rows + job.shape.rows - 1) / job.shape.rows; }

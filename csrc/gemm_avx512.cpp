@@ -354,7 +354,8 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
     {5, 1, (5 > kFew), __VA_ARGS__ 5, 1, (5 > kFew)>}, {6, 1, (6 > kFew), __VA_ARGS__ 6, 1, (6 > kFew)>},  \
     {8, 1, true, __VA_ARGS__ 8, 1, true>}, {10, 1, true, __VA_ARGS__ 10, 1, true>},                        \
     {12, 1, true, __VA_ARGS__ 12, 1, true>}, {14, 1, true, __VA_ARGS__ 14, 1, true>},                      \
-    {16, 1, true, __VA_ARGS__ 16, 1, true>}, {20, 1, true, __VA_ARGS__ 20, 1, true>},                      \
+    {16, 1, true, __VA_ARGS__ 16, 1, true>}, {18, 1, true, __VA_ARGS__ 18, 1, true>},                      \
+    {20, 1, true, __VA_ARGS__ 20, 1, true>}, {22, 1, true, __VA_ARGS__ 22, 1, true>},                      \
     {24, 1, true, __VA_ARGS__ 24, 1, true>},                                                               \
   }
 
