@@ -37,6 +37,7 @@ struct Ahead {
     _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l2 ? _MM_HINT_T1 : _MM_HINT_T0);
   }
   inline void line() {
+    if constexpr (kReach == Reach::none) return;
     prefetch(next);
     next += kCacheLine;
   }
@@ -140,7 +141,7 @@ void tile_int4(const TileArgs& args) {
   const Words<kRows, kInterleaved> x(args);
   const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
   const uint8_t *w = args.strip, *heads = w;
-  Ahead<1, Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  Ahead<1, kRows == 1 ? Reach::none : Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
   int64_t at = 0;
   for (int64_t group = 0; group < args.units; ++group) {
     if (group % 2 == 0) {
