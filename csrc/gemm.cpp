@@ -38,6 +38,7 @@ struct Job {
   int64_t m;
   uint8_t* acc;       // [kBlockRows][64]
   uint8_t* words;     // interleaved shapes: the tiles of the current block of rows, one after the other
+  int32_t* sums;      // int4 shapes that are not: x summed by group, [rows of the shape][groups]
   uint8_t* expanded;  // int4 met by int8 tiles: one block of the shape's strips, else null
   int64_t row_of(int64_t i) const { return x_rows != nullptr ? x_rows[i] : i; }
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
@@ -117,6 +118,16 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
   }
 }
 
+// What the zeros of int4 groups are multiplied by.
+void sum_groups(const Job& job, int64_t begin, int64_t end) {
+  const int64_t group = job.w.shape.group;
+  for (int64_t row = 0; row < job.shape.rows; ++row) {
+    const uint8_t* x = job.x.data + job.row_of(std::min(begin + row, end - 1)) * job.x.stride_bytes;
+    for (int64_t g = 0; g < job.cut.units; ++g)
+      job.sums[row * job.cut.units + g] = job.kernels.sum_int8(reinterpret_cast<const int8_t*>(x) + g * group, group);
+  }
+}
+
 // Points args at the rows of one tile and at one block of K from `unit` on.
 void point_at_rows(const Job& job, TileArgs& args, int64_t tile, Range rows, int64_t unit) {
   const int64_t height = rows.end - rows.begin;
@@ -144,6 +155,7 @@ void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin,
   TileArgs args;
   args.strip_bytes = is_expanded ? job.cut.units_per_block * kStepBytes : strip_bytes;
   args.group = job.w.shape.group;
+  args.group_sums = job.sums;
   const bool is_balanced = strips == 1 && job.shape.rows >= kBalancedRows && job.w.shape.format != Format::int4;
   args.ahead_bytes = tiles > 1 || is_expanded ? 0 : is_balanced ? kBalancedAheadBytes : kAheadBytes;
   for (int64_t strip = 0; strip < kPanelStrips; strip += strips) {
@@ -248,15 +260,18 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
   const int64_t block_rows = (tiles + blocks - 1) / blocks * shape.rows;
   const KBlocks cut = cut_inputs(w, tile_format, tiles == 1);
   const int64_t acc_bytes = block_rows * kPanelLanes * 4;
-  const int64_t words_bytes = shape.interleaved ? block_rows * cut.units * cut.unit_words * 4 : 0;
+  const bool has_sums = tile_format == Format::int4 && !shape.interleaved;
+  const int64_t words_bytes = shape.interleaved ? block_rows * cut.units * cut.unit_words * 4 : has_sums ? shape.rows * cut.units * 4 : 0;
   const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
   uint8_t* memory = scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
   uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
-  const Job job{kernels, w, x, x_rows, epilogue, cut, shape, m, memory, memory + acc_bytes, expanded};
+  uint8_t* words = memory + acc_bytes;
+  const Job job{kernels, w, x, x_rows, epilogue, cut, shape, m, memory, words, reinterpret_cast<int32_t*>(words), expanded};
   int64_t ready = -1;
   for (Tasks tasks(blocks * w.n_panels, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / w.n_panels, begin = block * block_rows, end = std::min(m, begin + block_rows);
     if (shape.interleaved && block != ready) interleave_block(job, begin, end);
+    if (has_sums && block != ready) sum_groups(job, begin, end);
     ready = block;
     if (begin < end) run_panel(job, tasks.current() % w.n_panels, tasks.upcoming() % w.n_panels, begin, end);
   }

@@ -36,6 +36,7 @@ struct TileArgs {
   int64_t strip_bytes;                    // from strip to strip
   const uint8_t* x[kMaxTileRows];         // rows of x at the block's first input; unused when the shape is interleaved
   const uint8_t* words;                   // interleaved shapes: [words of the block][rows] of x
+  const int32_t* group_sums;              // int4 shapes that are not interleaved: [rows][groups] sums of x
   int64_t units;                          // steps (bf16, int8) or groups (int4) in the block
   int64_t group;                          // int4
   void* acc;
