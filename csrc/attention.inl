@@ -383,7 +383,7 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
                              float* partial) {
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
   const bool is_int8 = call.kv.shape.format == KvFormat::int8;
-  const int64_t parts = (rows.n + kRows - 1) / kRows, most = (rows.n + parts - 1) / parts;  // seven rows: four and three
+  const int64_t parts = (rows.n + kRows - 1) / kRows, most = (rows.n + parts - 1) / parts;  // nine rows: five and four
   for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
