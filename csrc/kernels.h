@@ -79,7 +79,7 @@ struct AttentionCall {
 };
 
 using AttentionScratchBytes = int64_t (*)(const AttentionShape& shape);  // per thread, 64-byte aligned
-// `following`, or null: the task this thread runs next, whose keys are fetched meanwhile.
+// `following`, or null: the task that this thread likely runs next, whose keys are fetched meanwhile.
 using AttentionRun = void (*)(const AttentionCall& call, const AttentionTask& task, const AttentionTask* following, uint8_t* scratch);
 // Joins the partials of one row range (a split task with all its tiles), rows [row_begin, row_end) of it.
 using AttentionCombine = void (*)(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,

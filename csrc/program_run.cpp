@@ -198,10 +198,9 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   }
   const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
   auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
-  for (int32_t i = take(); i < n_tasks;) {  // one task ahead, so that its keys can be fetched
-    const int32_t following = take();
+  for (int32_t i = take(); i < n_tasks; i = take()) {
+    const int32_t following = i + threads;  // likely the next of this thread
     kernels.attention(call, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch(thread));
-    i = following;
   }
   if (plan.combines.empty()) return;
   barrier(thread);

@@ -70,10 +70,9 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
       for (int64_t layer = 0; layer < kv_shape.n_layers; ++layer) {
         mine.kv = kv.layer(layer);
         const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
-        for (int32_t i = next[layer]++; i < n_tasks;) {
-          const int32_t following = next[layer]++;
+        for (int32_t i = next[layer]++; i < n_tasks; i = next[layer]++) {
+          const int32_t following = i + threads;
           kernels.attention(mine, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch.data() + thread * stride);
-          i = following;
         }
         pool.barrier();
         if (plan.combines.empty()) continue;
