@@ -70,7 +70,8 @@ def test_refusals_come_at_once_and_by_name(engine: AsyncLLM) -> None:
     async def refused() -> None:
         with pytest.raises(RequestError, match="0 tokens"):
             await engine.generate([], GREEDY)
-        long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)  # still running when its name is asked for again
+        # long enough to be running still when its name is asked for again
+        long = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
         first = await engine.generate(PROMPTS[0], long, request_id="same")
         with pytest.raises(RequestError, match="already in use"):
             await engine.generate(PROMPTS[0], GREEDY, request_id="same")
