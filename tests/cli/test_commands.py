@@ -149,6 +149,7 @@ def test_chat_keeps_its_history_in_the_cache_and_survives_ctrl_c() -> None:
     with subprocess.Popen(
         [*RUN, "chat", "--max-tokens", "40"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell inherit it ignored
     ) as process:  # fmt: skip
         assert process.stdin is not None
         assert process.stderr is not None
