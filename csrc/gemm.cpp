@@ -56,6 +56,13 @@ KBlocks cut_inputs(const PackedLinear& w, Format tile_format, bool is_single_til
   return {units, round_up((units + blocks - 1) / blocks, round), kStepBytes, 1};
 }
 
+// What one task covers: a panel, or some strips of it.
+struct Piece {
+  int64_t panel;
+  Range strips;
+  const uint8_t* next;  // what the thread likely reads after it
+};
+
 // Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two where that leaves fewer
 // spare rows than the wide tiles of many rows. The format becomes int8 where the tiles meet int4 expanded.
 const TileShape& choose_shape(const KernelTable& kernels, int64_t m, Format& format) {
@@ -81,14 +88,17 @@ Range tile_rows(const Job& job, int64_t begin, int64_t end, int64_t tile) {
   return {begin + tile * job.shape.rows, std::min(end, begin + (tile + 1) * job.shape.rows)};
 }
 
-void finish_tile(const Job& job, int64_t panel, Range rows, uint8_t* acc) {
+void finish_tile(const Job& job, const Piece& piece, Range rows, uint8_t* acc) {
   const Epilogue& epilogue = job.epilogue;
-  const int64_t width = job.w.shape.gated ? kPanelLanes / 2 : kPanelLanes, first_output = panel * width;
+  const int64_t lanes_per_output = job.w.shape.gated ? 2 : 1;
   FinishArgs args;
   args.w = &job.w;
-  args.panel = panel;
+  args.first_lane = piece.panel * kPanelLanes + piece.strips.begin * kStripLanes;
+  args.lanes = (piece.strips.end - piece.strips.begin) * kStripLanes;
+  const int64_t first_output = args.first_lane / lanes_per_output;
   args.rows = rows.end - rows.begin;
-  args.outputs = std::min(width, job.w.n_outputs - first_output);
+  args.outputs = std::min(args.lanes / lanes_per_output, job.w.n_outputs - first_output);
+  if (args.outputs <= 0) return;  // padding
   args.acc = acc;
   args.store = epilogue.store;
   args.activation = epilogue.activation;
@@ -146,10 +156,10 @@ void expand_block(const Job& job, const uint8_t* strip, int64_t unit, int64_t un
                             job.expanded + i * job.cut.units_per_block * kStepBytes);
 }
 
-// One panel against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then
+// One piece against rows [begin, end), end - begin <= kBlockRows: strips outside, so that W is one stream; then blocks of K; then
 // tiles. A tile is finished as soon as its sums are whole, behind the dot products of the next; where one pass makes them whole
 // all tiles share the same partial sums, in L1.
-void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin, int64_t end) {
+void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
   const int64_t tiles = count_tiles(job, end - begin), strips = job.shape.strips, strip_bytes = job.w.panel_bytes / kPanelStrips;
   const bool is_expanded = job.expanded != nullptr, is_one_pass = strips == kPanelStrips && job.cut.units_per_block >= job.cut.units;
   TileArgs args;
@@ -158,10 +168,10 @@ void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin,
   args.group_sums = job.sums;
   const bool is_balanced = strips == 1 && job.shape.rows >= kBalancedRows && job.w.shape.format != Format::int4;
   args.ahead_bytes = tiles > 1 || is_expanded ? 0 : is_balanced ? kBalancedAheadBytes : kAheadBytes;
-  for (int64_t strip = 0; strip < kPanelStrips; strip += strips) {
-    const uint8_t* base = job.w.panels + panel * job.w.panel_bytes + strip * strip_bytes;
-    const bool is_last = strip + strips == kPanelStrips;
-    args.next = args.next_strip = is_last ? job.w.panels + next_panel * job.w.panel_bytes : base + strips * strip_bytes;
+  for (int64_t strip = piece.strips.begin; strip < piece.strips.end; strip += strips) {
+    const uint8_t* base = job.w.panels + piece.panel * job.w.panel_bytes + strip * strip_bytes;
+    const bool is_last = strip + strips == piece.strips.end;
+    args.next = args.next_strip = is_last ? piece.next : base + strips * strip_bytes;
     for (int64_t unit = 0; unit < job.cut.units; unit += job.cut.units_per_block) {
       args.units = std::min(job.cut.units_per_block, job.cut.units - unit);
       args.strip = is_expanded ? job.expanded : base + unit * job.cut.unit_bytes;
@@ -170,63 +180,64 @@ void run_panel(const Job& job, int64_t panel, int64_t next_panel, int64_t begin,
       if (is_expanded) expand_block(job, base, unit, args.units);
       for (int64_t tile = 0; tile < tiles; ++tile) {
         uint8_t* acc = job.acc + (is_one_pass ? 0 : tile * job.shape.rows * kPanelLanes * 4);
-        args.acc = acc + strip * kStripLanes * 4;
-        if (strip == 0 || tiles > 1 || job.cut.units > args.units)  // one tile and one block: once for all strips
+        args.acc = acc + (strip - piece.strips.begin) * kStripLanes * 4;
+        if (strip == piece.strips.begin || tiles > 1 || job.cut.units > args.units)  // one tile and one block: once for all strips
           point_at_rows(job, args, tile, tile_rows(job, begin, end, tile), unit);
         job.shape.run(args);
         args.next += args.next_bytes;
-        if (is_last && unit + args.units == job.cut.units) finish_tile(job, panel, tile_rows(job, begin, end, tile), acc);
+        if (is_last && unit + args.units == job.cut.units) finish_tile(job, piece, tile_rows(job, begin, end, tile), acc);
       }
     }
   }
 }
 
-// Of the tasks of a call, those dealt out to the threads; the others, a quarter, go to whoever is free. Threads of a shared machine
-// differ by up to 20 %.
-int64_t dealt_tasks(int64_t count, int threads) { return threads > 1 ? count - count / 4 : count; }
+// Pieces of a panel: one strip (two where gated) for few rows where a thread has so few panels that the last ones would not be
+// shared evenly, else the panel.
+constexpr int64_t kFewPanels = 64;
+int64_t pieces_per_panel(const PackedLinear& w, int threads) {
+  if (threads == 1 || w.n_panels >= kFewPanels * threads) return 1;
+  return w.shape.gated ? kPanelStrips / 2 : kPanelStrips;
+}
 
-// The tasks (panel times block of rows) of one call as one thread meets them: its own part first, then the shared rest one by
-// one. The task after the current one is always known, so that its weights can be read ahead.
+// The tasks (piece times block of rows) of one call as one thread meets them: its own part from the front, then what others have not
+// begun, from the back.
 class Tasks {
  public:
   Tasks(int64_t count, Balance& balance, int thread, int threads)
-      : balance_(balance), threads_(threads), count_(count), shared_(dealt_tasks(count, threads)) {
-    const Range own = share(shared_, thread, threads);
-    upcoming_ = own.begin;
-    own_end_ = own.end;
-    if (upcoming_ == own_end_) take_shared();
+      : balance_(balance), count_(count), threads_(threads), parts_(std::min(threads, Balance::kParts)) {
+    part_ = thread * parts_ / threads;
     advance();
   }
   // The last thread leaves the balance as it found it: all have taken their last task by then.
   ~Tasks() {
     if (balance_.finished.fetch_add(1, std::memory_order_acq_rel) + 1 != threads_) return;
-    balance_.taken.store(0, std::memory_order_relaxed);
+    for (int part = 0; part < parts_; ++part) balance_.parts[part].taken.store(0, std::memory_order_relaxed);
     balance_.finished.store(0, std::memory_order_release);
   }
   Tasks(const Tasks&) = delete;
   Tasks& operator=(const Tasks&) = delete;
 
-  bool has_task() const { return current_ < count_; }
+  bool has_task() const { return visited_ < parts_; }
   int64_t current() const { return current_; }
-  int64_t upcoming() const { return std::min(upcoming_, count_ - 1); }
+  int64_t following() const { return following_; }  // likely the next, its weights can be read ahead
   void advance() {
-    current_ = upcoming_;
-    if (current_ >= count_) return;
-    if (current_ + 1 < own_end_) {
-      upcoming_ = current_ + 1;
-    } else {
-      take_shared();
+    for (; visited_ < parts_; ++visited_, part_ = (part_ + 1) % parts_) {
+      const Range range = share(count_, part_, parts_);
+      const uint64_t step = visited_ == 0 ? 1 : kFromBack;
+      const uint64_t taken = balance_.parts[part_].taken.fetch_add(step, std::memory_order_relaxed);
+      const int64_t front = static_cast<int64_t>(taken % kFromBack), back = static_cast<int64_t>(taken / kFromBack);
+      if (front + back >= range.end - range.begin) continue;
+      current_ = visited_ == 0 ? range.begin + front : range.end - 1 - back;
+      following_ = visited_ == 0 ? std::min(current_ + 1, range.end - 1) : std::max(current_ - 1, range.begin);
+      return;
     }
   }
 
  private:
-  void take_shared() {
-    own_end_ = 0;
-    upcoming_ = shared_ + balance_.taken.fetch_add(1, std::memory_order_relaxed);
-  }
+  static constexpr uint64_t kFromBack = uint64_t{1} << 32;
   Balance& balance_;
-  int threads_;
-  int64_t count_, shared_, own_end_, current_ = 0, upcoming_;
+  int64_t count_, current_ = 0, following_ = 0;
+  int threads_, parts_, part_, visited_ = 0;  // visited_: parts that were found empty
 };
 
 // Working memory of one thread, grown to the largest layer it has met.
@@ -267,20 +278,25 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
   uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
   uint8_t* words = memory + acc_bytes;
   const Job job{kernels, w, x, x_rows, epilogue, cut, shape, m, memory, words, reinterpret_cast<int32_t*>(words), expanded};
+  const int64_t pieces = shape.strips == 1 ? pieces_per_panel(w, threads) : 1, strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
   int64_t ready = -1;
-  for (Tasks tasks(blocks * w.n_panels, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
-    const int64_t block = tasks.current() / w.n_panels, begin = block * block_rows, end = std::min(m, begin + block_rows);
+  for (Tasks tasks(blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
+    const int64_t block = tasks.current() / n_pieces, begin = block * block_rows, end = std::min(m, begin + block_rows);
     if (shape.interleaved && block != ready) interleave_block(job, begin, end);
     if (has_sums && block != ready) sum_groups(job, begin, end);
     ready = block;
-    if (begin < end) run_panel(job, tasks.current() % w.n_panels, tasks.upcoming() % w.n_panels, begin, end);
+    const int64_t piece = tasks.current() % n_pieces, strip = piece % pieces * strips;
+    const uint8_t* next = w.panels + tasks.following() % n_pieces * (w.panel_bytes / pieces);
+    if (begin < end) run_piece(job, {piece / pieces, {strip, strip + strips}, next}, begin, end);
   }
 }
 
 ReadAhead first_weights(const PackedLinear& w, int thread, int threads) {
-  const Range own = share(dealt_tasks(w.n_panels, threads), thread, threads);
-  const uint8_t* first = w.panels + own.begin * w.panel_bytes;
-  return {first, first + std::min(kWaitBytes, (own.end - own.begin) * w.panel_bytes) / kStepBytes * kStepBytes};
+  const int parts = std::min(threads, Balance::kParts);
+  const int64_t pieces = pieces_per_panel(w, threads), piece_bytes = w.panel_bytes / pieces;
+  const Range own = share(w.n_panels * pieces, thread * parts / threads, parts);
+  const uint8_t* first = w.panels + own.begin * piece_bytes;
+  return {first, first + std::min(kWaitBytes, (own.end - own.begin) * piece_bytes) / kStepBytes * kStepBytes};
 }
 
 // ---- activations -------------------------------------------------------------------------------------------------
@@ -317,34 +333,33 @@ Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
   return rows;
 }
 
-void prepare_row(const Rows& rows, int64_t row, const float* x) {
-  const KernelTable& kernels = active_kernels();
+namespace {
+
+void prepare_source(const Rows& rows, int64_t row, const void* x, Source source) {
   uint8_t* data = rows.data + row * rows.stride_bytes;
-  if (rows.kind == RowsKind::bf16) {
-    uint16_t* out = reinterpret_cast<uint16_t*>(data);
-    kernels.round_inputs(x, rows.k, out);
-    std::memset(out + rows.k, 0, 2 * (rows.k_padded - rows.k));
+  if (rows.kind == RowsKind::int8) {
+    active_kernels().quantize_row(x, source, rows.k, reinterpret_cast<int8_t*>(data), rows.scales + row, rows.sums + row);
     return;
   }
-  int8_t* out = reinterpret_cast<int8_t*>(data);
-  const float highest = kernels.abs_max(x, rows.k);
-  const float scale = highest / 127.0f;
-  const float inverse = highest > 0.0f ? 127.0f / highest : 0.0f;
-  kernels.quantize_int8(x, rows.k, inverse, out);
-  std::memset(out + rows.k, 0, rows.k_padded - rows.k);
-  rows.scales[row] = scale;
-  rows.sums[row] = kernels.sum_int8(out, rows.k_padded);
+  uint16_t* out = reinterpret_cast<uint16_t*>(data);
+  if (source == Source::bf16) {
+    std::memcpy(out, x, 2 * rows.k);
+  } else {
+    active_kernels().round_inputs(static_cast<const float*>(x), rows.k, out);
+  }
+  std::memset(out + rows.k, 0, 2 * (rows.k_padded - rows.k));
 }
+
+}  // namespace
+
+void prepare_row(const Rows& rows, int64_t row, const float* x) { prepare_source(rows, row, x, Source::f32); }
 
 void prepare_rows(const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) prepare_row(rows, row, x + row * x_stride);
+  for (int64_t row = begin; row < end; ++row) prepare_source(rows, row, x + row * x_stride, Source::f32);
 }
 
-void prepare_bf16_rows(const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end, float* memory) {
-  for (int64_t row = begin; row < end; ++row) {
-    active_kernels().load_inputs(x + row * x_stride, Source::bf16, 0, rows.k, memory);
-    prepare_row(rows, row, memory);
-  }
+void prepare_rows(const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) prepare_source(rows, row, x + row * x_stride, Source::bf16);
 }
 
 void clear_padding(const Rows& rows, int64_t begin, int64_t end) {

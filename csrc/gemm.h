@@ -55,10 +55,14 @@ void pack_linear(const LinearShape& shape, const WeightPart* parts, int64_t n_pa
 // As pack_linear with random weights, uniform in +-amplitude, a pure function of (seed, lane, input). For benchmarks.
 void pack_random(const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads);
 
-// How the threads of one call share its panels: most are dealt out, the rest go to whoever is free (cores of one machine rarely
-// run at one speed). Zero between calls.
-struct alignas(64) Balance {
-  std::atomic<int64_t> taken{0};
+// How the threads of one call share its work. Each walks a part of its own from the front, one stream of weights; who has finished
+// takes from the back of another's (cores of one machine rarely run at one speed). Zero between calls.
+struct Balance {
+  static constexpr int kParts = 8;  // more threads than that share parts
+  struct alignas(64) Part {
+    std::atomic<uint64_t> taken{0};  // from the front in the low half, from the back in the high half
+  };
+  Part parts[kParts];
   std::atomic<int32_t> finished{0};
 };
 
@@ -111,11 +115,9 @@ Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory);
 // Row `row` from x [k] fp32 (a fused norm calls this with its result while that is still in L1). bf16 rounds to nearest even.
 void prepare_row(const Rows& rows, int64_t row, const float* x);
 
-// Rows [begin, end) from x [m, x_stride] fp32.
+// Rows [begin, end) from x [m, x_stride], fp32 or bf16.
 void prepare_rows(const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end);
-
-// As prepare_rows from bf16; memory [k] is the caller's.
-void prepare_bf16_rows(const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end, float* memory);
+void prepare_rows(const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end);
 
 // bf16 kind only: the row's storage, for producers that write bf16 themselves; they leave [k, k_padded) alone after
 // clear_padding has zeroed it once.
@@ -134,7 +136,7 @@ enum class Store : int32_t {
 
 enum class Activation : int32_t { silu = 0, gelu_tanh = 1 };
 
-// Sees (and may change) the outputs tile by tile, while they lie in cache. A thread meets the tiles of a row in ascending order.
+// Sees (and may change) the outputs tile by tile, while they lie in cache, in any order.
 class OutputReader {
  public:
   // Outputs [first, first + count) of rows [row, row + rows) of the call; outputs[i] begins row + i's.

@@ -98,6 +98,7 @@ const KernelTable& avx2_kernels() {
       round_inputs,
       abs_max,
       quantize_int8,
+      quantize_row,
       sum_int8,
       quantize_group,
       expand_int4,

@@ -276,16 +276,16 @@ inline void put(void* out, __mmask16 mask, float weight, __m512 y) {
   }
 }
 
-// kWhole: the sums are whole numbers (int8, int4).
-template <bool kWhole, bool kGated, Store kStore>
+// kWhole: the sums are whole numbers (int8, int4). kLanes: vectors of lanes.
+template <bool kWhole, bool kGated, int kLanes, Store kStore>
 void finish_as(const FinishArgs& args) {
-  constexpr int kStored = kGated ? kVectors / 2 : kVectors;  // vectors of outputs
+  constexpr int kStored = kGated ? kLanes / 2 : kLanes;  // vectors of outputs
   constexpr int64_t kElement = kStore == Store::bf16 ? 2 : 4;
   const PackedLinear& w = *args.w;
-  const int64_t first_lane = args.panel * kPanelLanes;
-  __m512 scales[kVectors], bias[kVectors];
+  const int64_t first_lane = args.first_lane;
+  __m512 scales[kLanes], bias[kLanes];
   __mmask16 masks[kStored];
-  for (int v = 0; v < kVectors; ++v) {
+  for (int v = 0; v < kLanes; ++v) {
     scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
     bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
   }
@@ -293,11 +293,11 @@ void finish_as(const FinishArgs& args) {
   const bool has_bias = w.bias != nullptr;
   const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
-    __m512 y[kVectors];
+    __m512 y[kLanes];
     const float* acc = static_cast<const float*>(args.acc) + row * kPanelLanes;
     const __m512i offset = kWhole ? _mm512_set1_epi32(128 * *args.row_sums[row]) : _mm512_setzero_si512();
     const __m512 row_scale = kWhole ? _mm512_set1_ps(*args.row_scales[row]) : _mm512_setzero_ps();
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kLanes; ++v) {
       y[v] = _mm512_load_ps(acc + v * 16);
       if constexpr (kWhole)
         y[v] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(y[v]), offset)), _mm512_mul_ps(row_scale, scales[v]));
@@ -310,18 +310,22 @@ void finish_as(const FinishArgs& args) {
   }
 }
 
-template <bool kWhole, bool kGated>
+template <bool kWhole, bool kGated, int kLanes>
 void finish_store(const FinishArgs& args) {
   switch (args.store) {
-    case Store::f32: return finish_as<kWhole, kGated, Store::f32>(args);
-    case Store::bf16: return finish_as<kWhole, kGated, Store::bf16>(args);
-    case Store::add_f32: return finish_as<kWhole, kGated, Store::add_f32>(args);
+    case Store::f32: return finish_as<kWhole, kGated, kLanes, Store::f32>(args);
+    case Store::bf16: return finish_as<kWhole, kGated, kLanes, Store::bf16>(args);
+    case Store::add_f32: return finish_as<kWhole, kGated, kLanes, Store::add_f32>(args);
   }
 }
 
 template <bool kWhole>
 void finish_gate(const FinishArgs& args) {
-  args.w->shape.gated ? finish_store<kWhole, true>(args) : finish_store<kWhole, false>(args);
+  const int64_t vectors = args.lanes / 16;
+  if (args.w->shape.gated) return vectors == 2 ? finish_store<kWhole, true, 2>(args) : finish_store<kWhole, true, 4>(args);
+  vectors == 1   ? finish_store<kWhole, false, 1>(args)
+  : vectors == 2 ? finish_store<kWhole, false, 2>(args)
+                 : finish_store<kWhole, false, 4>(args);
 }
 
 void finish(const FinishArgs& args) {
@@ -360,22 +364,77 @@ float abs_max(const float* x, int64_t count) {
   return _mm512_reduce_max_ps(_mm512_max_ps(highest[0], highest[1]));
 }
 
+// Four vectors of levels as 64 bytes in their order.
+inline __m512i pack_levels(const __m512i level[4]) {
+  const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(level[0], level[1]), _mm512_packs_epi32(level[2], level[3]));
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+}
+
+inline __mmask64 head64(int64_t count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
+
 void quantize_int8(const float* x, int64_t count, float inverse_scale, int8_t* out) {
   const __m512 inverse = _mm512_set1_ps(inverse_scale);
-  for (int64_t i = 0; i < count; i += 16) {
-    const __mmask16 mask = head(count - i);
-    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(mask, x + i), inverse));
-    _mm512_mask_cvtsepi32_storeu_epi8(out + i, mask, q);
+  for (int64_t i = 0; i < count; i += 64) {
+    __m512i level[4];
+    for (int v = 0; v < 4; ++v)
+      level[v] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(head(count - i - 16 * v), x + i + 16 * v), inverse));
+    _mm512_mask_storeu_epi8(out + i, head64(count - i), pack_levels(level));
   }
+}
+
+inline float row_abs_max(const float* x, int64_t count) { return abs_max(x, count); }
+
+// Magnitudes of bf16 compare like whole numbers.
+inline float row_abs_max(const uint16_t* x, int64_t count) {
+  __m512i highest[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  int64_t i = 0;
+  for (; i + 64 <= count; i += 64)
+    for (int v = 0; v < 2; ++v)
+      highest[v] = _mm512_max_epu16(highest[v], _mm512_and_si512(magnitude, _mm512_loadu_si512(x + i + 32 * v)));
+  for (; i < count; i += 32) {
+    const __mmask32 mask = static_cast<__mmask32>(head64(count - i));
+    highest[0] = _mm512_max_epu16(highest[0], _mm512_and_si512(magnitude, _mm512_maskz_loadu_epi16(mask, x + i)));
+  }
+  const __m512i most = _mm512_max_epu16(highest[0], highest[1]);
+  return _mm512_reduce_max_ps(
+      _mm512_max_ps(widen_bf16(_mm512_castsi512_si256(most)), widen_bf16(_mm512_extracti64x4_epi64(most, 1))));
+}
+
+inline __m512 load_some(const float* x, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, x); }
+inline __m512 load_some(const uint16_t* x, __mmask16 mask) { return widen_bf16(_mm256_maskz_loadu_epi16(mask, x)); }
+
+template <typename Value>
+inline void quantize_values(const Value* x, int64_t count, int8_t* out, float* scale, int32_t* sum) {
+  const float highest = row_abs_max(x, count);
+  const __m512 inverse = _mm512_set1_ps(highest > 0.0f ? 127.0f / highest : 0.0f);
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i sums = _mm512_setzero_si512();
+  int64_t i = 0;
+  auto quantize = [&](int64_t left) {
+    __m512i level[4];
+    for (int v = 0; v < 4; ++v)
+      level[v] = _mm512_cvtps_epi32(_mm512_mul_ps(load_some(x + i + 16 * v, head(left - 16 * v)), inverse));
+    const __m512i bytes = pack_levels(level);
+    add_dot_int8(sums, ones, bytes);
+    _mm512_store_si512(out + i, bytes);
+  };
+  for (; i + 64 <= count; i += 64) quantize(64);
+  for (; i < round_up(count, kMaxGroup); i += 64) quantize(count - i);
+  *scale = highest / 127.0f;
+  *sum = _mm512_reduce_add_epi32(sums);
+}
+
+void quantize_row(const void* x, Source source, int64_t count, int8_t* out, float* scale, int32_t* sum) {
+  if (source == Source::bf16) return quantize_values(static_cast<const uint16_t*>(x), count, out, scale, sum);
+  quantize_values(static_cast<const float*>(x), count, out, scale, sum);
 }
 
 int32_t sum_int8(const int8_t* x, int64_t count) {
   __m512i sum = _mm512_setzero_si512();
   const __m512i ones = _mm512_set1_epi8(1);
   for (int64_t i = 0; i < count; i += 64) {
-    const int64_t left = count - i;
-    const __mmask64 mask = left >= 64 ? ~0ull : (1ull << left) - 1;
-    sum = _mm512_dpbusd_epi32(sum, ones, _mm512_maskz_loadu_epi8(mask, x + i));
+    sum = _mm512_dpbusd_epi32(sum, ones, _mm512_maskz_loadu_epi8(head64(count - i), x + i));
   }
   return _mm512_reduce_add_epi32(sum);
 }
@@ -421,6 +480,7 @@ const KernelTable& avx512_kernels() {
       round_inputs,
       abs_max,
       quantize_int8,
+      quantize_row,
       sum_int8,
       quantize_group,
       expand_int4,

@@ -73,7 +73,7 @@ void put(const FinishArgs& args, int64_t row, int64_t output, const Lanes& lanes
 // Strip `strip` of one row: scaled sums plus bias.
 Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
   const PackedLinear& w = *args.w;
-  const int64_t at = row * kPanelStrips + strip, lane = args.panel * kPanelLanes + strip * kStripLanes;
+  const int64_t at = row * kPanelStrips + strip, lane = args.first_lane + strip * kStripLanes;
   Lanes y;
   if (w.shape.format == Format::bf16) {
     y = static_cast<const Lanes*>(args.acc)[at];
@@ -85,12 +85,13 @@ Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
 }
 
 void finish(const FinishArgs& args) {
+  const int64_t strips = args.lanes / kStripLanes;
   for (int64_t row = 0; row < args.rows; ++row) {
     if (args.w->shape.gated) {
-      for (int64_t strip = 0; strip < kPanelStrips; strip += 2)
+      for (int64_t strip = 0; strip < strips; strip += 2)
         put(args, row, strip * 8, activate(args.activation, scaled(args, row, strip)) * scaled(args, row, strip + 1));
     } else {
-      for (int64_t strip = 0; strip < kPanelStrips; ++strip)
+      for (int64_t strip = 0; strip < strips; ++strip)
         put(args, row, strip * kStripLanes, scaled(args, row, strip));
     }
   }
@@ -146,6 +147,26 @@ int32_t sum_int8(const int8_t* x, int64_t count) {
   int32_t sum = 0;
   for (int64_t i = 0; i < count; ++i) sum += x[i];
   return sum;
+}
+
+void quantize_row(const void* x, Source source, int64_t count, int8_t* out, float* scale, int32_t* sum) {
+  constexpr int64_t kChunk = 128;
+  float chunk[kChunk], highest = 0.0f;
+  auto load = [&](int64_t i) {
+    const int64_t present = count - i < kChunk ? count - i : kChunk;
+    load_inputs(x, source, i, present, chunk);
+    return present;
+  };
+  for (int64_t i = 0; i < count; i += kChunk) {
+    const float most = abs_max(chunk, load(i));
+    highest = most > highest ? most : highest;
+  }
+  const float inverse = highest > 0.0f ? 127.0f / highest : 0.0f;
+  const int64_t padded = round_up(count, kMaxGroup);
+  std::memset(out + count, 0, padded - count);
+  for (int64_t i = 0; i < count; i += kChunk) quantize_int8(chunk, load(i), inverse, out + i);
+  *scale = highest / 127.0f;
+  *sum = sum_int8(out, padded);
 }
 
 // One multiplication serves the four nibbles of a word: 15 * unit + zero fits a byte.

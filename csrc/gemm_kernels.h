@@ -64,13 +64,14 @@ using InterleaveRows = void (*)(const uint8_t* const* rows, int64_t count, int64
 // The last act of a tile: scales, bias, activation, store. acc may be the output: a row is read before it is written.
 struct FinishArgs {
   const PackedLinear* w;
-  int64_t panel;
+  int64_t first_lane;
+  int64_t lanes;                          // 16 (not gated), 32 or 64
   int64_t rows;
-  int64_t outputs;                        // of the panel: 64 (gated: 32), fewer in the last one
-  const void* acc;                        // as TileArgs
+  int64_t outputs;                        // of these lanes: as many (gated: half), fewer at the end
+  const void* acc;                        // as TileArgs, at the first lane
   const float* row_scales[kMaxTileRows];  // int8 and int4: one value each
   const int32_t* row_sums[kMaxTileRows];  // int8 and int4: one value each
-  void* out[kMaxTileRows];                // where the panel's outputs of each row go, fp32 or bf16
+  void* out[kMaxTileRows];                // where these outputs of each row go, fp32 or bf16
   float row_weights[kMaxTileRows];        // add_f32
   Store store;
   Activation activation;
@@ -83,6 +84,8 @@ using LoadInputs = void (*)(const void* row, Source source, int64_t begin, int64
 using RoundInputs = void (*)(const float* x, int64_t count, uint16_t* out);  // to bf16, nearest even
 using AbsMax = float (*)(const float* x, int64_t count);
 using QuantizeInt8 = void (*)(const float* x, int64_t count, float inverse_scale, int8_t* out);
+// A row of activations, fp32 or bf16, as Rows describes it: out [count rounded up to kMaxGroup], zero behind count.
+using QuantizeRow = void (*)(const void* x, Source source, int64_t count, int8_t* out, float* scale, int32_t* sum);
 // One int4 group of a strip: x [group][16] in units of the lanes' scales, within +-127 -> head (16 {unit, zero}) and words
 // [group / 8][16]. x and words are 64-byte aligned.
 using QuantizeGroup = void (*)(const float* x, int64_t group, uint8_t* head, uint32_t* words);
@@ -101,6 +104,7 @@ struct KernelTable {
   RoundInputs round_inputs;
   AbsMax abs_max;
   QuantizeInt8 quantize_int8;
+  QuantizeRow quantize_row;
   SumInt8 sum_int8;
   QuantizeGroup quantize_group;
   ExpandInt4 expand_int4;

@@ -129,8 +129,7 @@ void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) con
   const Rows& rows = buffer(op.rows).rows;
   const Range part = share(step.n_tokens * x.rows_per_token, thread, threads);
   if (x.kind == BufferKind::bf16) {
-    float* memory = reinterpret_cast<float*>(scratch(thread));
-    prepare_bf16_rows(rows, reinterpret_cast<const uint16_t*>(x.data), x.width, part.begin, part.end, memory);
+    prepare_rows(rows, reinterpret_cast<const uint16_t*>(x.data), x.width, part.begin, part.end);
   } else {
     prepare_rows(rows, x.f32(), x.width, part.begin, part.end);
   }
@@ -309,11 +308,19 @@ class HeadReader final : public OutputReader {
     for (int64_t i = 0; i < rows; ++i) {
       float* logits = static_cast<float*>(outputs[i]);
       if (op_.has_softcap) kernels_.softcap_row(logits, count, op_.softcap);
-      if (best_ != nullptr) kernels_.find_best(logits, count, first, best_ + row + i);
+      if (best_ != nullptr) join(logits, count, first, best_ + row + i);
     }
   }
 
  private:
+  // Tiles mostly come in ascending order, and then find_best goes on where it was.
+  void join(const float* logits, int64_t count, int64_t first, Best* best) {
+    if (first > best->index) return kernels_.find_best(logits, count, first, best);
+    Best other;
+    kernels_.find_best(logits, count, first, &other);
+    if (other.is_before(*best)) *best = other;
+  }
+
   const Kernels& kernels_;
   const HeadOp& op_;
   Best* best_;  // [R] of the thread
