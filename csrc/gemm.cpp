@@ -200,13 +200,14 @@ int64_t pieces_per_panel(const PackedLinear& w, int threads) {
 }
 
 // The tasks (piece times block of rows) of one call as one thread meets them: its own part from the front, then what others have not
-// begun, from the back.
+// begun, from the back. It takes half of what is left of its own at once: taking waits for all stores before it.
 class Tasks {
  public:
   Tasks(int64_t count, Balance& balance, int thread, int threads)
-      : balance_(balance), count_(count), threads_(threads), parts_(std::min(threads, Balance::kParts)) {
-    part_ = thread * parts_ / threads;
-    advance();
+      : balance_(balance), count_(count), threads_(threads), parts_(std::min(threads, Balance::kParts)), part_(thread * parts_ / threads) {
+    const Range own = share(count_, part_, parts_);
+    half_ = (own.end - own.begin + 1) / 2;
+    take();
   }
   // The last thread leaves the balance as it found it: all have taken their last task by then.
   ~Tasks() {
@@ -221,22 +222,30 @@ class Tasks {
   int64_t current() const { return current_; }
   int64_t following() const { return following_; }  // likely the next, its weights can be read ahead
   void advance() {
-    for (; visited_ < parts_; ++visited_, part_ = (part_ + 1) % parts_) {
-      const Range range = share(count_, part_, parts_);
-      const uint64_t step = visited_ == 0 ? 1 : kFromBack;
-      const uint64_t taken = balance_.parts[part_].taken.fetch_add(step, std::memory_order_relaxed);
-      const int64_t front = static_cast<int64_t>(taken % kFromBack), back = static_cast<int64_t>(taken / kFromBack);
-      if (front + back >= range.end - range.begin) continue;
-      current_ = visited_ == 0 ? range.begin + front : range.end - 1 - back;
-      following_ = visited_ == 0 ? std::min(current_ + 1, range.end - 1) : std::max(current_ - 1, range.begin);
-      return;
-    }
+    if (++current_ == end_) return take();
+    following_ = std::min(current_ + 1, part_end_ - 1);
   }
 
  private:
+  void take() {
+    for (; visited_ < parts_; ++visited_, part_ = (part_ + 1) % parts_) {
+      const bool is_own = visited_ == 0;
+      const Range range = share(count_, part_, parts_);
+      const uint64_t taken = balance_.parts[part_].taken.fetch_add(is_own ? half_ : kFromBack, std::memory_order_relaxed);
+      const int64_t front = static_cast<int64_t>(taken % kFromBack), back = static_cast<int64_t>(taken / kFromBack);
+      const int64_t left = range.end - range.begin - front - back;
+      if (left <= 0) continue;
+      part_end_ = range.end;
+      current_ = is_own ? range.begin + front : range.end - 1 - back;
+      end_ = is_own ? current_ + std::min<int64_t>(half_, left) : current_ + 1;
+      following_ = is_own ? std::min(current_ + 1, part_end_ - 1) : std::max(current_ - 1, range.begin);
+      half_ = std::max<int64_t>(1, (left - half_) / 2);
+      return;
+    }
+  }
   static constexpr uint64_t kFromBack = uint64_t{1} << 32;
   Balance& balance_;
-  int64_t count_, current_ = 0, following_ = 0;
+  int64_t count_, half_, current_ = 0, end_ = 0, following_ = 0, part_end_ = 0;
   int threads_, parts_, part_, visited_ = 0;  // visited_: parts that were found empty
 };
 
