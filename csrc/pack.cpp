@@ -105,21 +105,24 @@ void pack_int8(const KernelTable& kernels, const LinearShape& shape, const Sourc
 // The grid of int8, of which each group uses 16 levels.
 void pack_int4(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
                float* scales) {
-  const int64_t group = shape.group, groups = padded_inputs(shape) / group;
-  float inverse[kPanelLanes];
+  const int64_t group = shape.group, k = padded_inputs(shape), groups = k / group;
+  alignas(64) float inverse[kPanelLanes];
   find_scales(kernels, shape, rows, scratch, scales, inverse);
-  float* by_lane = scratch.inputs;                  // [16][group]
-  float* by_input = by_lane + kStripLanes * group;  // [group][16]
+  float* by_lane = scratch.inputs;                     // [16][kMaxGroup]
+  float* by_input = by_lane + kStripLanes * kMaxGroup;  // [kMaxGroup][16]
   for (int64_t strip = 0; strip < kPanelStrips; ++strip) {
     uint8_t* out = panel + strip * bytes_of_strip(shape);
     if (groups % 2 != 0) std::memset(out + head_of_group(group, groups), 0, kHeadBytes);  // the last pair has one group
-    for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t begin = 0; begin < k; begin += kMaxGroup) {
+      const int64_t count = std::min(kMaxGroup, k - begin);
       for (int64_t lane = 0; lane < kStripLanes; ++lane)
-        load_row(kernels, rows[strip * kStripLanes + lane], shape.k, g * group, group, by_lane + lane * group);
-      kernels.transpose_words(reinterpret_cast<const uint32_t*>(by_lane), group, group, reinterpret_cast<uint8_t*>(by_input));
-      for (int64_t i = 0; i < group; ++i)
-        for (int64_t lane = 0; lane < kStripLanes; ++lane) by_input[i * kStripLanes + lane] *= inverse[strip * kStripLanes + lane];
-      kernels.quantize_group(by_input, group, out + head_of_group(group, g), reinterpret_cast<uint32_t*>(out + steps_of_group(group, g)));
+        load_row(kernels, rows[strip * kStripLanes + lane], shape.k, begin, count, by_lane + lane * kMaxGroup);
+      kernels.transpose_words(reinterpret_cast<const uint32_t*>(by_lane), kMaxGroup, count, reinterpret_cast<uint8_t*>(by_input));
+      for (int64_t i = 0; i < count; i += group) {
+        const int64_t g = (begin + i) / group;
+        kernels.quantize_group(by_input + i * kStripLanes, inverse + strip * kStripLanes, group, out + head_of_group(group, g),
+                               reinterpret_cast<uint32_t*>(out + steps_of_group(group, g)));
+      }
     }
   }
 }
