@@ -105,6 +105,14 @@ struct Best {
 // Goes on with x [n], whose places are first, first + 1, ... and lie behind all places seen before.
 using FindBest = void (*)(const float* x, int64_t n, int64_t first, Best* best);
 
+// One token drawn from softmax(x / temperature): the first whose running sum of weights exceeds quantile * total.
+struct Drawn {
+  int32_t index = 0;
+  float best = 0.0f;    // the largest logit; where it is not finite nothing was drawn
+  double total = 0.0;   // sum of exp((x - best) / temperature); NaN where x holds one
+};
+using DrawRow = void (*)(const float* x, int64_t n, float temperature, double quantile, Drawn* drawn);
+
 struct Kernels {
   RmsNormRow rms_norm_row;
   RotateToken rotate_token;
@@ -116,6 +124,7 @@ struct Kernels {
   EmbedRow embed_row;
   SoftmaxRow softmax_row;
   FindBest find_best;
+  DrawRow draw_row;
 };
 
 const Kernels& program_kernels();  // of active_isa()

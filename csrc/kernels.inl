@@ -3,6 +3,7 @@
 #include "simd.h"
 
 #include "norm.inl"
+#include "draw.inl"
 #include "rope.inl"
 #include "attention.inl"
 
@@ -18,7 +19,7 @@ int64_t scratch_bytes(const AttentionShape& shape) {
 
 extern const Kernels kKernels = {
     rms_norm_row, rotate_token, attention, attention_combine, scratch_bytes, add_row,
-    softcap_row,  embed_row,    softmax_row, find_best,
+    softcap_row,  embed_row,    softmax_row, find_best,  draw_row,
 };
 
 }  // namespace DIPTYCH_ISA

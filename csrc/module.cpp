@@ -6,10 +6,12 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <stdexcept>
+#include <tuple>
 
 #include "ceilings.h"
 #include "program.h"
@@ -23,6 +25,7 @@ using AnyArray = nb::ndarray<nb::ro, nb::device::cpu>;
 using I32 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using I32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using F32Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using F64Vector = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using F32Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using F32Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using F32Cube = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
@@ -148,6 +151,28 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> argmax(Program& program, F32Matrix 
     program.argmax(logits.data(), rows, vocab, ids);
   }
   return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(ids, {static_cast<size_t>(rows)}, owner);
+}
+
+std::tuple<std::vector<int32_t>, std::vector<float>, std::vector<double>> draw(Program& program, F32Matrix logits, I32 rows,
+                                                                               F32Vector temperatures, F64Vector quantiles) {
+  const size_t n = rows.shape(0);
+  if (temperatures.shape(0) != n || quantiles.shape(0) != n)
+    throw std::invalid_argument("rows, temperatures and quantiles must be as many");
+  for (size_t i = 0; i < n; ++i) {
+    if (rows(i) < 0 || rows(i) >= static_cast<int64_t>(logits.shape(0))) throw std::invalid_argument("a row is outside the logits");
+    if (!(temperatures(i) > 0.0f)) throw std::invalid_argument("a temperature must be above 0");
+  }
+  std::vector<Drawn> drawn(n);
+  std::tuple<std::vector<int32_t>, std::vector<float>, std::vector<double>> out;
+  nb::gil_scoped_release release;
+  program.draw(logits.data(), static_cast<int64_t>(logits.shape(1)), rows.data(), static_cast<int64_t>(n), temperatures.data(),
+               quantiles.data(), drawn.data());
+  for (const Drawn& one : drawn) {
+    std::get<0>(out).push_back(one.index);
+    std::get<1>(out).push_back(one.best);
+    std::get<2>(out).push_back(one.total);
+  }
+  return out;
 }
 
 nb::dict nanoseconds(const Program& program) {
@@ -320,6 +345,7 @@ void bind_program(nb::module_& m) {
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"))
       .def("argmax", &argmax)
+      .def("draw", &draw, nb::arg("logits"), nb::arg("rows"), nb::arg("temperatures"), nb::arg("quantiles"))
       .def("nanoseconds", &nanoseconds)
       .def("read_buffer", [](const Program& p, int index, F32Out out) {
         if (static_cast<int64_t>(out.shape(1)) != p.buffer_width(index)) throw std::invalid_argument("out must be as wide as the buffer");

@@ -128,6 +128,9 @@ class Program {
   std::vector<Best> run_best(const Step& step, KvCache& kv);
   // ids[i] = index of the largest of logits[i], lowest first among equals; on the pool.
   void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids);
+  // drawn[i] from row rows[i] of logits [R, vocab] at temperatures[i] > 0 and quantiles[i] in [0, 1); on the pool.
+  void draw(const float* logits, int64_t vocab, const int32_t* rows, int64_t n, const float* temperatures, const double* quantiles,
+            Drawn* drawn);
 
   // A buffer's first rows as the last run left them, [rows, width] fp32 (f32 and bf16 buffers). For tests.
   void read_buffer(int index, int64_t rows, float* out) const;

@@ -411,4 +411,15 @@ void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* 
   rows == 1 ? some(0, 1) : pool_.run(some);
 }
 
+void Program::draw(const float* logits, int64_t vocab, const int32_t* rows, int64_t n, const float* temperatures,
+                   const double* quantiles, Drawn* drawn) {
+  const Kernels& kernels = program_kernels();
+  auto some = [&](int thread, int threads) {
+    const Range part = share(n, thread, threads);
+    for (int64_t i = part.begin; i < part.end; ++i)
+      kernels.draw_row(logits + rows[i] * vocab, vocab, temperatures[i], quantiles[i], drawn + i);
+  };
+  n == 1 ? some(0, 1) : pool_.run(some);
+}
+
 }  // namespace diptych

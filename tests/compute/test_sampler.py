@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from diptych.compute.sampler import Sampler, draw, uniform
+from diptych.compute.ops import cpu
+from diptych.compute.sampler import Sampler, Weigh, draw, uniform
 from diptych.ground.errors import BadSampling, InternalError, SequenceError
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import SequenceStart
@@ -24,8 +26,20 @@ PROMPT = (3, 5, 5, 7)
 EOS = (0, 1)
 
 
-def started(vocab_size: int = 50, *, seed: int = 11, seq_id: int = 1, **options: object) -> Sampler:
-    sampler = Sampler(vocab_size)
+@pytest.fixture(params=["numpy", pytest.param("native", marks=pytest.mark.native)])
+def weigh(request: pytest.FixtureRequest) -> Weigh | None:
+    """The two ways to weigh a whole vocabulary."""
+    if request.param == "numpy":
+        return None
+    if not cpu.instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    return partial(cpu.weigh, cpu._cpu.Program(2))
+
+
+def started(
+    vocab_size: int = 50, *, seed: int = 11, seq_id: int = 1, weigh: Weigh | None = None, **options: object
+) -> Sampler:
+    sampler = Sampler(vocab_size, weigh=weigh)
     sampler.begin(start(seed=seed, seq_id=seq_id, **options))
     return sampler
 
@@ -168,7 +182,10 @@ def test_drawn_frequencies_pass_chi_square():
 
 OPTIONS = [
     {"temperature": 0.0},
+    {"temperature": 0.7},
     {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.3, "presence_penalty": 0.5, "top_p": 0.99, "min_p": 0.01},
+    {"temperature": 0.9, "min_tokens": 3, "logit_bias": {7: 1.0}},
     {"temperature": 0.8, "top_k": 20},
     {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 3},
     {"temperature": 1.2, "min_p": 0.05, "frequency_penalty": 0.5},
@@ -176,15 +193,35 @@ OPTIONS = [
 ]
 
 
-def test_neighbours_change_nothing():
+def test_the_backends_weights_draw_the_same_tokens():
+    """A served model must not sample another text than the reference, whatever is asked of a row."""
+    native = cpu._cpu.Program(2) if cpu.instruction_sets() else None
+    if native is None:
+        pytest.skip("the native kernels are not installed")
+    vocab_size, n = 3000, 40
+    for i, options in enumerate(OPTIONS):
+        drawn = []
+        for way in (None, partial(cpu.weigh, native)):
+            sampler = started(vocab_size, seed=i, weigh=way, **options)
+            rows = [logits(vocab_size, seed=1000 * i + step, spread=1.0 + step % 4) for step in range(n)]
+            drawn.append([sampler.sample(rows[step], [1], [4 + step])[0] for step in range(n)])
+        assert drawn[0] == drawn[1], options
+    flat = logits(vocab_size, spread=0.01)
+    options = {"top_p": 0.9, "temperature": 1.5}
+    way = partial(cpu.weigh, native)
+    tokens = [started(vocab_size, weigh=w, **options).sample(flat, [1], [4])[0] for w in (None, way)]
+    assert tokens[0] == tokens[1]
+
+
+def test_neighbours_change_nothing(weigh):
     """The same sequence, alone and in every company, draws the same tokens and reports the same log-probabilities."""
     vocab_size = 3000
     rows = [[logits(vocab_size, seed=100 * i + step)[0] for step in range(6)] for i in range(len(OPTIONS))]
     alone = []
     for i, options in enumerate(OPTIONS):
-        sampler = started(vocab_size, seed=i, seq_id=i, **options)
+        sampler = started(vocab_size, seed=i, seq_id=i, weigh=weigh, **options)
         alone.append([sampler.sample(rows[i][step][None], [i], [4 + step])[0] for step in range(6)])
-    together = Sampler(vocab_size)
+    together = Sampler(vocab_size, weigh=weigh)
     for i, options in enumerate(OPTIONS):
         together.begin(start(seed=i, seq_id=i, **options))
     for step in range(6):
@@ -255,17 +292,17 @@ def test_greedy_takes_the_first_of_equals_and_does_not_touch_logits():
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}])
-def test_logits_that_are_not_numbers_fail_their_own_row_alone(options):
+def test_logits_that_are_not_numbers_fail_their_own_row_alone(options, weigh):
     """Drawing from NaN would give plausible rubbish; failing every row would punish those who did nothing."""
     good, bad = logits(seed=1), logits()
     bad[0, 17] = math.nan
-    sampler = Sampler(50)
+    sampler = Sampler(50, weigh=weigh)
     for seq_id in (1, 2, 3):
         sampler.begin(start(seq_id=seq_id, **options))
     first, second, third = sampler.sample(torch.cat([good, bad, good]), [1, 2, 3], [4, 4, 4])
     assert isinstance(second, SequenceError)
     assert "the largest logit is nan" in second.message
-    alone = started(**options).sample(good, [1], [4])[0]
+    alone = started(weigh=weigh, **options).sample(good, [1], [4])[0]
     assert first == third == alone
 
 

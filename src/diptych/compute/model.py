@@ -18,6 +18,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.models.decoder import DecoderSpec, DecoderWeights, Family, load_decoder, run_decoder
 from diptych.compute.ops.contract import Handle, Loader, Ops
+from diptych.compute.sampler import Weigh
 from diptych.compute.weights import Checkpoint, RandomSource
 
 # Of each logits row the likeliest token, the lowest id among equals, and its logit; NaN where the row holds no number.
@@ -75,6 +76,7 @@ class Model(ABC):
     threads: int
     device: torch.device  # where logits are
     argmax: Callable[[torch.Tensor], Sequence[int]] | None = None  # a faster arg-max of the backend, if it has one
+    weigh: Weigh | None = None  # a faster softmax and draw of the backend, if it has one
     # forward for steps that want nothing but the likeliest tokens, if the backend can do without writing the logits
     forward_best: Callable[[ForwardBatch, KVStore], Best] | None = None
 

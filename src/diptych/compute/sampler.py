@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +56,22 @@ def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return z ^ (z >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """One row's draw from softmax(logits / temperature), uncut, by the backend.
+
+    best: the largest logit. total: sum of exp((logit - best) / temperature), NaN where a logit is no number.
+    """
+
+    token_id: int
+    best: float
+    total: float
+
+
+# (logits [R,V] fp32 on the CPU, rows [N], temperatures [N], quantiles [N] in [0, 1)) -> N draws
+Weigh = Callable[[np.ndarray, Sequence[int], Sequence[float], Sequence[float]], Sequence[Weighed]]
 
 
 class _SequenceState:
@@ -172,7 +188,7 @@ class Sampler:
     """Draws one token per row. Not thread-safe: the thread that steps the engine owns it.
 
     argmax: an optional faster arg-max of the backend, from logits [R,V] to R ids (first index on ties); for a row of NaN
-    any id.
+    any id. weigh: an optional faster softmax and draw of the backend, over many rows at once.
     """
 
     def __init__(
@@ -182,7 +198,9 @@ class Sampler:
         *,
         grammars: GrammarCompiler | None = None,
         argmax: Callable[[torch.Tensor], Sequence[int]] | None = None,
+        weigh: Weigh | None = None,
     ) -> None:
+        self._weigh = weigh
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._is_cpu = torch.device(device).type == "cpu"
@@ -237,12 +255,13 @@ class Sampler:
         others = [i for i, state in enumerate(rows) if state is not None]
         # one copy to the CPU for all rows that need more than an arg-max; none where the logits are there already
         values_RV = _on_cpu(logits_RV if len(others) == len(rows) or self._is_cpu else logits_RV[others])
-        for place, i in enumerate(others):
+        places = {i: i if len(values_RV) == len(rows) else place for place, i in enumerate(others)}
+        weighed = self._weigh_rows(values_RV, rows, places, positions)
+        for i, place in places.items():
             state = rows[i]
             assert state is not None
-            row_V = values_RV[i if len(values_RV) == len(rows) else place]
             try:
-                drawn[i] = self._sample_row(row_V, state, positions[i])
+                drawn[i] = self._sample_row(values_RV[place], state, positions[i], weighed.get(i))
             except EngineError as error:
                 drawn[i] = error
             except Exception as error:
@@ -250,6 +269,31 @@ class Sampler:
                 logger.error("draw failed seq_id=%d", seq_ids[i], exc_info=error)
                 drawn[i] = SequenceError(f"no token could be drawn: {type(error).__name__}: {error}")
         return [token for token in drawn if token is not None]
+
+    def _weigh_rows(
+        self,
+        values_RV: np.ndarray,
+        rows: Sequence[_SequenceState | None],
+        places: Mapping[int, int],
+        positions: Sequence[int],
+    ) -> dict[int, Weighed]:
+        """The draws of all rows whose logits are taken as they are, in one call of the backend."""
+        if self._weigh is None:
+            return {}
+        ready: list[int] = []
+        temperatures, quantiles = [], []
+        for i in places:
+            state = rows[i]
+            if state is None or not _wants_total(state.params) or _changes_logits(state, positions[i] - state.n_prompt):
+                continue
+            ready.append(i)
+            temperatures.append(state.params.temperature)
+            quantiles.append(uniform(state.seed, positions[i]))
+        if not ready:
+            return {}
+        return dict(
+            zip(ready, self._weigh(values_RV, [places[i] for i in ready], temperatures, quantiles), strict=True)
+        )
 
     def _best(self, logits_RV: torch.Tensor) -> list[SampledToken | EngineError]:
         """The arg-max of each row, or the row's error where that is no number."""
@@ -263,7 +307,9 @@ class Sampler:
             for token_id, value in zip(best, values_R.tolist(), strict=True)
         ]
 
-    def _sample_row(self, logits_V: np.ndarray, state: _SequenceState, position: int) -> SampledToken:
+    def _sample_row(
+        self, logits_V: np.ndarray, state: _SequenceState, position: int, weighed: Weighed | None
+    ) -> SampledToken:
         n_output = position - state.n_prompt
         if not 0 <= n_output <= len(state.output_ids):
             raise InternalError(f"draw at position {position}; known are {state.n_prompt + len(state.output_ids)}")
@@ -275,7 +321,10 @@ class Sampler:
             token_id = int(row_V.argmax())
             _finite(float(row_V[token_id]))
         else:
-            token_id = _draw(row_V, params, uniform(state.seed, position), self._scratch)
+            noise = uniform(state.seed, position)
+            if weighed is None and self._weigh is not None and _wants_total(params):
+                (weighed,) = self._weigh(row_V[None], [0], [params.temperature], [noise])
+            token_id = _draw(row_V, params, noise, self._scratch, weighed)
         logprobs = None
         if params.logprobs is not None:
             logprobs = _token_logprobs(logits_V, token_id, params.logprobs, self._scratch)
@@ -291,11 +340,25 @@ class Sampler:
         ]
 
 
+def _bans_end(state: _SequenceState, n_output: int) -> bool:
+    return n_output < state.params.min_tokens and len(state.banned_ids) > 0
+
+
+def _changes_logits(state: _SequenceState, n_output: int) -> bool:
+    is_free = state.penalty is None and state.bias is None and state.grammar is None
+    return not is_free or _bans_end(state, n_output)
+
+
+def _wants_total(params: SamplingParams) -> bool:
+    """Whether a draw needs the weights of the whole vocabulary."""
+    return not params.is_greedy and params.top_k is None and (params.top_p < 1.0 or params.min_p == 0.0)
+
+
 def _processed(logits_V: np.ndarray, state: _SequenceState, n_output: int, scratch: _Scratch) -> np.ndarray:
     """`logits_V` after penalties, bias, min_tokens and grammar; a copy where anything changes."""
-    bans_end = n_output < state.params.min_tokens and len(state.banned_ids) > 0
-    if state.penalty is None and state.bias is None and state.grammar is None and not bans_end:
+    if not _changes_logits(state, n_output):
         return logits_V
+    bans_end = _bans_end(state, n_output)
     row_V = scratch.row_V
     row_V[:] = logits_V
     if state.penalty is not None:
@@ -318,21 +381,31 @@ def draw(logits_V: np.ndarray, params: SamplingParams, noise: float) -> int:
 
     logits_V [V] fp32, read only. What `Sampler.sample` does for one row, without its state.
     """
-    return _draw(logits_V, params, noise, _Scratch(len(logits_V)))
+    return _draw(logits_V, params, noise, _Scratch(len(logits_V)), None)
 
 
-def _draw(logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
+def _draw(
+    logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch, weighed: Weighed | None
+) -> int:
     if params.top_k is not None and params.top_k < len(logits_V):
         return _draw_among(_top(logits_V, params.top_k, scratch), params, noise)
     if params.top_p < 1.0:
-        return _draw_top_p(logits_V, params, noise, scratch)
+        return _draw_top_p(logits_V, params, noise, scratch, weighed)
     if params.min_p > 0.0:
         best = _finite(float(logits_V.max()))
         low = np.float32(best + params.temperature * math.log(params.min_p))
         ids = np.flatnonzero(np.greater_equal(logits_V, low, out=scratch.mask_V))
         weights = np.exp((logits_V[ids].astype(np.float64) - best) / params.temperature)
         return _pick(ids, np.cumsum(weights), noise)
+    if weighed is not None:
+        _check(weighed)
+        return weighed.token_id
     return _draw_from_all(logits_V, params.temperature, noise, scratch)
+
+
+def _check(weighed: Weighed) -> None:
+    _finite(weighed.best)
+    _finite(weighed.total)
 
 
 def _pick(ids: np.ndarray, cdf: np.ndarray, noise: float) -> int:
@@ -360,16 +433,25 @@ def _weights(logits_V: np.ndarray, temperature: float, scratch: _Scratch) -> np.
     return weights_V
 
 
-def _draw_top_p(logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch) -> int:
+def _draw_top_p(
+    logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch, weighed: Weighed | None
+) -> int:
     """Sort the best few only, when they hold the top-p mass (real models); else find the border by histogram."""
-    weights_V = _weights(logits_V, params.temperature, scratch)
-    mass = params.top_p * float(weights_V.sum(dtype=np.float64))
+    weights_V = None
+    if weighed is not None:
+        _check(weighed)
+        mass = params.top_p * weighed.total
+    else:
+        weights_V = _weights(logits_V, params.temperature, scratch)
+        mass = params.top_p * float(weights_V.sum(dtype=np.float64))
     most = max(8, len(logits_V) // (2 * _LANES))
     for n_first in sorted({min(n, most) for n in _FIRST_CANDIDATES if min(n, most) < len(logits_V)}):
         ids, values = _top(logits_V, n_first, scratch)
         best_weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
         if best_weights.sum() >= mass:
             return _draw_among((ids, values), params, noise, mass=mass)
+    if weights_V is None:
+        weights_V = _weights(logits_V, params.temperature, scratch)
     ids = _heaviest(weights_V, mass, scratch)
     ids = ids[weights_V[ids] >= max(params.min_p, _SMALLEST_WEIGHT)]
     return _pick(ids, np.cumsum(weights_V[ids], dtype=np.float64), noise)

@@ -28,6 +28,7 @@ from diptych.compute.ops.contract import (
     RopeSpec,
     WeightTensor,
 )
+from diptych.compute.sampler import Weighed
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, ExecutorError
 
@@ -538,6 +539,20 @@ class CpuProgram:
     def nanoseconds(self) -> dict[str, int]:
         """Time of the last step by kind of operation, in ns."""
         return dict(self.program.nanoseconds())
+
+
+def weigh(
+    program: Any,
+    logits_RV: np.ndarray,
+    rows: Sequence[int],
+    temperatures: Sequence[float],
+    quantiles: Sequence[float],
+) -> list[Weighed]:
+    """For each named row a token of softmax(logits / temperature), by inverse CDF at its quantile in [0, 1)."""
+    drawn = program.draw(
+        logits_RV, np.array(rows, dtype=np.int32), np.array(temperatures, dtype=np.float32), np.array(quantiles)
+    )
+    return [Weighed(*one) for one in zip(*drawn, strict=True)]
 
 
 def _arrays(batch: ForwardBatch) -> tuple[np.ndarray, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model
-from diptych.compute.ops.cpu import CpuKVStore, CpuLoader, CpuOps, CpuProgram, PackedSource
+from diptych.compute.ops.cpu import CpuKVStore, CpuLoader, CpuOps, CpuProgram, PackedSource, weigh
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 
@@ -39,6 +40,7 @@ class CpuModel(Model):
         blueprint.forward(ops, weights)
         self.program = CpuProgram(loader, self.spec.vocab_size)
         self.argmax = self._argmax
+        self.weigh = partial(weigh, loader.program)
         self.forward_best = self._forward_best
         self.weights_format = loader.weights_format
         self.kv_format = loader.kv_format
@@ -75,5 +77,5 @@ class CpuModel(Model):
 
     def close(self) -> None:
         """Drop the program with its packed weights."""
-        self.argmax = self.forward_best = None
+        self.argmax = self.weigh = self.forward_best = None
         del self.program
