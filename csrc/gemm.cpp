@@ -130,11 +130,9 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
 
 // What the zeros of int4 groups are multiplied by.
 void sum_groups(const Job& job, int64_t begin, int64_t end) {
-  const int64_t group = job.w.shape.group;
   for (int64_t row = 0; row < job.shape.rows; ++row) {
     const uint8_t* x = job.x.data + job.row_of(std::min(begin + row, end - 1)) * job.x.stride_bytes;
-    for (int64_t g = 0; g < job.cut.units; ++g)
-      job.sums[row * job.cut.units + g] = job.kernels.sum_int8(reinterpret_cast<const int8_t*>(x) + g * group, group);
+    job.kernels.sum_groups(reinterpret_cast<const int8_t*>(x), job.w.shape.group, job.cut.units, job.sums + row * job.cut.units);
   }
 }
 

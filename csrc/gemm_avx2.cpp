@@ -99,7 +99,7 @@ const KernelTable& avx2_kernels() {
       abs_max,
       quantize_int8,
       quantize_row,
-      sum_int8,
+      sum_groups,
       quantize_group,
       expand_int4,
   };

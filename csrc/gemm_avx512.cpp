@@ -430,13 +430,13 @@ void quantize_row(const void* x, Source source, int64_t count, int8_t* out, floa
   quantize_values(static_cast<const float*>(x), count, out, scale, sum);
 }
 
-int32_t sum_int8(const int8_t* x, int64_t count) {
-  __m512i sum = _mm512_setzero_si512();
+void sum_groups(const int8_t* x, int64_t group, int64_t groups, int32_t* sums) {
   const __m512i ones = _mm512_set1_epi8(1);
-  for (int64_t i = 0; i < count; i += 64) {
-    sum = _mm512_dpbusd_epi32(sum, ones, _mm512_maskz_loadu_epi8(head64(count - i), x + i));
+  for (int64_t g = 0; g < groups; ++g) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < group; i += 64) add_dot_int8(sum, ones, _mm512_maskz_loadu_epi8(head64(group - i), x + g * group + i));
+    sums[g] = _mm512_reduce_add_epi32(sum);
   }
-  return _mm512_reduce_add_epi32(sum);
 }
 
 void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uint8_t* out) {
@@ -481,7 +481,7 @@ const KernelTable& avx512_kernels() {
       abs_max,
       quantize_int8,
       quantize_row,
-      sum_int8,
+      sum_groups,
       quantize_group,
       expand_int4,
   };

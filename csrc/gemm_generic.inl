@@ -149,6 +149,10 @@ int32_t sum_int8(const int8_t* x, int64_t count) {
   return sum;
 }
 
+void sum_groups(const int8_t* x, int64_t group, int64_t groups, int32_t* sums) {
+  for (int64_t g = 0; g < groups; ++g) sums[g] = sum_int8(x + g * group, group);
+}
+
 void quantize_row(const void* x, Source source, int64_t count, int8_t* out, float* scale, int32_t* sum) {
   constexpr int64_t kChunk = 128;
   float chunk[kChunk], highest = 0.0f;

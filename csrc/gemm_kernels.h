@@ -91,7 +91,8 @@ using QuantizeRow = void (*)(const void* x, Source source, int64_t count, int8_t
 using QuantizeGroup = void (*)(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words);
 // Groups [first, first + count) of a strip of int4 -> the steps [count * group / 4] of the same weights as int8.
 using ExpandInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out);
-using SumInt8 = int32_t (*)(const int8_t* x, int64_t count);
+// sums [groups] of x [groups * group]; group is 32, 64 or 128.
+using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32_t* sums);
 
 struct KernelTable {
   // By Format. Every shape of a set and format gives the same bits. int4 without a shape of its own is expanded to int8 first.
@@ -105,7 +106,7 @@ struct KernelTable {
   AbsMax abs_max;
   QuantizeInt8 quantize_int8;
   QuantizeRow quantize_row;
-  SumInt8 sum_int8;
+  SumGroups sum_groups;
   QuantizeGroup quantize_group;
   ExpandInt4 expand_int4;
 };

@@ -183,6 +183,8 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(kernels, isa, format_n
     for threads in (1, 2, 3):
         for m in (*range(1, 15), 16, 24, 31, 50):
             assert np.array_equal(packed.apply(x[:m], threads=threads), alone[:m]), (threads, m)
+    for m in (1, 7, 50):  # more threads than parts of the work and than CPUs: late ones find theirs taken
+        assert np.array_equal(packed.apply(x[:m], threads=11), alone[:m]), m
     shuffled = np.random.default_rng(5).permutation(len(x))
     assert np.array_equal(packed.apply(x[shuffled]), alone[shuffled])
 

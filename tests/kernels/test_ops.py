@@ -423,7 +423,7 @@ def head_program(
     return program, cpu._cpu.KvCache(n_layers=1, n_blocks=8, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2, 9])  # of nine on fewer CPUs some take what others were dealt, back to front
 @pytest.mark.parametrize("softcap", [None, 1.5, 0.05])
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 def test_best_without_logits_is_the_arg_max_of_the_logits(
