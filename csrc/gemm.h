@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace diptych {
 
@@ -199,6 +200,8 @@ class PageBuffer {
   // Has the system back bytes [begin, end) with memory now, contents untouched, instead of page by page at the first writes. May run
   // beside any use of the buffer; begin is a multiple of 2 MiB. Nothing happens where the system cannot (Linux before 5.14).
   void back(int64_t begin, int64_t end) const;
+  // Pages not yet backed come from these NUMA nodes in turn. False where the system cannot, and nothing changes then.
+  bool interleave(const std::vector<int>& nodes) const;
 
  private:
   uint8_t* data_ = nullptr;

@@ -63,6 +63,7 @@ class KvCache {
   int64_t bytes() const { return shape_.n_layers * shape_.layer_bytes(); }
   KvLayer layer(int64_t index) const { return {buffer_.data() + index * shape_.layer_bytes(), shape_}; }
   void back(int64_t begin, int64_t end) const { buffer_.back(begin, end); }
+  bool interleave(const std::vector<int>& nodes) const { return buffer_.interleave(nodes); }
   void copy_block(int64_t source, int64_t target);  // in every layer
 
   // Unpacks tokens [0, n_tokens) that lie in block_ids, to k and v [K, n_tokens, d] fp32.

@@ -274,6 +274,7 @@ void bind_kv(nb::module_& m) {
         new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format));
       }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"))
       .def_prop_ro("nbytes", &KvCache::bytes)
+      .def("interleave", &KvCache::interleave, nb::arg("nodes"))
       .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
       .def("copy_blocks", &copy_blocks)
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
@@ -331,6 +332,7 @@ void bind_operations(nb::class_<Program>& program) {
 void bind_program(nb::module_& m) {
   nb::class_<Program> program(m, "Program");
   program.def(nb::init<int>(), nb::arg("threads"))
+      .def(nb::init<int, std::vector<int>>(), nb::arg("threads"), nb::arg("cpus"))
       .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
@@ -359,18 +361,18 @@ void bind_program(nb::module_& m) {
 }
 
 void bind_ceilings(nb::module_& m) {
-  m.def("measure_read_bytes_per_s", [](int64_t bytes, int threads, int repeats) {
-    ThreadPool pool(threads);
+  m.def("measure_read_bytes_per_s", [](int64_t bytes, int threads, std::vector<int> cpus, int repeats) {
+    ThreadPool pool(threads, std::move(cpus));
     return measure_read_bytes_per_s(pool, bytes, repeats);
-  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("measure_bf16_ops_per_s", [](int threads, int repeats) {
-    ThreadPool pool(threads);
+  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("measure_bf16_ops_per_s", [](int threads, std::vector<int> cpus, int repeats) {
+    ThreadPool pool(threads, std::move(cpus));
     return measure_bf16_ops_per_s(pool, repeats);
-  }, nb::arg("threads"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("measure_int8_ops_per_s", [](int threads, int repeats) {
-    ThreadPool pool(threads);
+  }, nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("measure_int8_ops_per_s", [](int threads, std::vector<int> cpus, int repeats) {
+    ThreadPool pool(threads, std::move(cpus));
     return measure_int8_ops_per_s(pool, repeats);
-  }, nb::arg("threads"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  }, nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

@@ -1,5 +1,9 @@
 // PageBuffer: memory for weights, KV and activations.
 #include <sys/mman.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <new>
 #include <utility>
@@ -38,6 +42,20 @@ void PageBuffer::back(int64_t begin, int64_t end) const {
   if (begin < end) madvise(data_ + begin, end - begin, kPopulateWrite);
 #else
   (void)begin, (void)end;
+#endif
+}
+
+bool PageBuffer::interleave(const std::vector<int>& nodes) const {
+#if defined(__linux__)
+  constexpr int kInterleave = 3, kBitsOfMask = 1024;  // MPOL_INTERLEAVE; as many nodes as the system can be built for
+  unsigned long mask[kBitsOfMask / (8 * sizeof(unsigned long))] = {};
+  constexpr int kBits = 8 * sizeof(unsigned long);
+  for (int node : nodes)
+    if (node >= 0 && node < kBitsOfMask) mask[node / kBits] |= 1ul << (node % kBits);
+  return data_ != nullptr && syscall(SYS_mbind, data_, round_up(bytes_, kHugePage), kInterleave, mask, kBitsOfMask, 0) == 0;
+#else
+  (void)nodes;
+  return false;
 #endif
 }
 

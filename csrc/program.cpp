@@ -34,7 +34,7 @@ void Routing::resize(int64_t tokens, int64_t top_k, int64_t n_experts) {
   expanded_rows.resize(tokens * top_k);
 }
 
-Program::Program(int threads) : pool_(threads), waiting_(pool_.size()) {}
+Program::Program(int threads, std::vector<int> cpus) : pool_(threads, std::move(cpus)), waiting_(pool_.size()) {}
 
 // ---- weights ----
 

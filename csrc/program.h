@@ -110,7 +110,8 @@ struct Routing {
 
 class Program {
  public:
-  explicit Program(int threads);
+  explicit Program(int threads) : Program(threads, ThreadPool::allowed_cpus()) {}
+  Program(int threads, std::vector<int> cpus);  // as ThreadPool
 
   // Weights. Packing runs on the pool. The three forms: from rows, random, and already packed bytes (copied).
   int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias);

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <system_error>
+#include <utility>
 
 namespace diptych {
 namespace {
@@ -26,14 +27,6 @@ void park(std::atomic<uint32_t>& word, uint32_t expected) {
 void wake_all(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
 }
-std::vector<int> allowed_cpu_list() {
-  std::vector<int> cpus;
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0)
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
-  return cpus;
-}
 void pin_to(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -43,7 +36,6 @@ void pin_to(int cpu) {
 #else
 void park(std::atomic<uint32_t>&, uint32_t) { usleep(50); }
 void wake_all(std::atomic<uint32_t>&) {}
-std::vector<int> allowed_cpu_list() { return {}; }
 void pin_to(int) {}
 #endif
 
@@ -65,12 +57,21 @@ void ThreadPool::relax() {
 
 void ThreadPool::yield() { sched_yield(); }
 
-int ThreadPool::allowed_cpus() { return std::max<int>(1, static_cast<int>(allowed_cpu_list().size())); }
+std::vector<int> ThreadPool::allowed_cpus() {
+  std::vector<int> cpus;
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0)
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+#endif
+  return cpus;
+}
 
-ThreadPool::ThreadPool(int threads, bool pin) : threads_(threads > 0 ? threads : allowed_cpus()), pin_(pin) {
+ThreadPool::ThreadPool(int threads, std::vector<int> cpus)
+    : threads_(threads > 0 ? threads : std::max<int>(1, static_cast<int>(cpus.size()))), cpus_(std::move(cpus)) {
   watch_forks();
-  cpus_ = allowed_cpu_list();
-  if (static_cast<int>(cpus_.size()) < threads_) pin_ = false;
+  pin_ = static_cast<int>(cpus_.size()) >= threads_;
   start_workers();
 }
 

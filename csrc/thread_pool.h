@@ -16,8 +16,9 @@ class ThreadPool {
  public:
   using Task = void (*)(void* context, int thread, int threads);
 
-  // threads <= 0: one per CPU this process may use. More threads than allowed CPUs is legal (tests) and is not pinned.
-  explicit ThreadPool(int threads = 0, bool pin = true);
+  // threads <= 0: one per CPU this process may use. Thread i is pinned to cpus[i]; without enough of them (tests) none is pinned.
+  explicit ThreadPool(int threads = 0) : ThreadPool(threads, allowed_cpus()) {}
+  ThreadPool(int threads, std::vector<int> cpus);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -54,7 +55,7 @@ class ThreadPool {
 
   static void relax();
 
-  static int allowed_cpus();  // of this process, at least 1
+  static std::vector<int> allowed_cpus();  // of this process
 
  private:
   struct alignas(64) Padded {

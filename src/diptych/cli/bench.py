@@ -42,12 +42,13 @@ def bench(
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",
     threads: options.Threads = None,
+    numa: options.Numa = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Measure prefill and decode apart, for each prompt length and batch size."""
     if context.invoked_subcommand is not None:
         return
-    config = engine_config(backend=backend, device=device, weights=weights, kv=kv, threads=threads)
+    config = engine_config(backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa)
     name, loaded, load_s = _load(model, shape, config)
     lengths, batches = _numbers("--prompt-tokens", prompt_tokens), _numbers("--batch", batch)
     static = StaticBench(loaded, name=name, load_s=load_s, config=config)
@@ -80,6 +81,7 @@ def mix(
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",
     threads: options.Threads = None,
+    numa: options.Numa = "auto",
     stall_budget_ms: options.StallBudget = None,
     max_running: Annotated[int, typer.Option(help="most sequences at a time")] = 64,
     max_step_tokens: Annotated[int, typer.Option(help="token budget of a step")] = 2048,
@@ -87,7 +89,7 @@ def mix(
 ) -> None:
     """Run a seeded mixed load offline."""
     config = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads, stall_budget_ms=stall_budget_ms,
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa, stall_budget_ms=stall_budget_ms,
         max_running_sequences=max_running, max_step_tokens=max_step_tokens,
     )  # fmt: skip
     if rate is not None and rate <= 0.0:

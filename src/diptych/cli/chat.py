@@ -42,12 +42,13 @@ def chat(
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",
     threads: options.Threads = None,
+    numa: options.Numa = "auto",
     max_context_tokens: options.MaxContext = None,
     kv_memory_bytes: options.KvMemory = None,
 ) -> None:
     """Talk with a model."""
     config = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads,
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
         max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, max_running_sequences=1,
     )  # fmt: skip
     sampling = sampling_params(

@@ -43,6 +43,7 @@ def generate(
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",
     threads: options.Threads = None,
+    numa: options.Numa = "auto",
     max_context_tokens: options.MaxContext = None,
     kv_memory_bytes: options.KvMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object instead of text and report")] = False,
@@ -51,7 +52,7 @@ def generate(
     """Write the continuation of PROMPT and report both phases."""
     text = read_prompt(prompt, prompt_file)
     config = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads,
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
         max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, max_running_sequences=max(n, 1),
     )  # fmt: skip
     sampling = sampling_params(

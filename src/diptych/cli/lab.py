@@ -52,6 +52,7 @@ def lab(
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",
     threads: options.Threads = None,
+    numa: options.Numa = "auto",
 ) -> None:
     """Run the experiments on the two phases and write one page with pictures, a CSV and a JSON."""
     if context.invoked_subcommand is not None:
@@ -61,7 +62,7 @@ def lab(
             print(f"{one.name:<22}{one.claim}")
         return
     experiments = choose(only or [])
-    config = engine_config(backend=backend, weights=weights, kv=kv, threads=threads)
+    config = engine_config(backend=backend, weights=weights, kv=kv, threads=threads, numa=numa)
     with console.status("") as status:
         effort = Effort(rounds=repeat, budget_s=budget)
         stage = _stage(model, shape, config, longest_tokens, effort, status.update)

@@ -22,7 +22,8 @@ Backend = Annotated[str, typer.Option(help="auto | cpu | torch")]
 Device = Annotated[str, typer.Option(help="auto | cpu | cuda (torch backend)")]
 Weights = Annotated[str, typer.Option(help="auto | fp32 | bf16 | int8 | int4")]
 Kv = Annotated[str, typer.Option(help="KV cache format: auto | fp32 | bf16 | int8")]
-Threads = Annotated[int | None, typer.Option(help="compute threads (default: the CPUs this process may use)")]
+Threads = Annotated[int | None, typer.Option(help="compute threads (default: one per core this process may use)")]
+Numa = Annotated[str, typer.Option(help="where they are pinned: auto (node by node) | off | nodes such as 0 or 0,1")]
 MaxContext = Annotated[int | None, typer.Option("--max-context-tokens", help="longest sequence (default: the model's)")]
 KvMemory = Annotated[int | None, typer.Option("--kv-memory-bytes", help="memory of the KV pool in bytes")]
 StallBudget = Annotated[
@@ -52,6 +53,7 @@ def engine_config(
     weights: str = "auto",
     kv: str = "auto",
     threads: int | None = None,
+    numa: str = "auto",
     max_context_tokens: int | None = None,
     kv_memory_bytes: int | None = None,
     stall_budget_ms: float | None = None,
@@ -65,7 +67,7 @@ def engine_config(
             max_running_sequences=max_running_sequences,
             max_step_tokens=max_step_tokens,
         ),
-        compute=ComputeConfig(backend=backend, device=device, weights=weights, kv=kv, threads=threads),
+        compute=ComputeConfig(backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa),
         max_context_tokens=max_context_tokens,
         kv_memory_bytes=kv_memory_bytes,
     )

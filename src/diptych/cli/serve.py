@@ -50,6 +50,7 @@ def serve(
     weights: options.Weights = "auto",
     kv: options.Kv = "auto",
     threads: options.Threads = None,
+    numa: options.Numa = "auto",
     max_context_tokens: options.MaxContext = None,
     kv_memory_bytes: options.KvMemory = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
@@ -70,7 +71,7 @@ def serve(
         metrics_compat=metrics_compat,
     )
     engine = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads,
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
         max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, stall_budget_ms=stall_budget_ms,
         max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
     )  # fmt: skip

@@ -40,8 +40,8 @@ def machine_ceilings(model: Model) -> Ceilings:
     dtype = compute_dtype(model.weights_format)
     if model.backend_name == "cpu":
         return Ceilings(
-            read_bytes_per_s=cpu_backend.measure_read_bytes_per_s(READ_BYTES, model.threads, REPEATS),
-            flops_per_s=cpu_backend.measure_ops_per_s(dtype, model.threads),
+            read_bytes_per_s=cpu_backend.measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS),
+            flops_per_s=cpu_backend.measure_ops_per_s(dtype, model.placement),
             compute_dtype=dtype,
             threads=model.threads,
         )
@@ -56,7 +56,7 @@ def machine_ceilings(model: Model) -> Ceilings:
 def read_ceiling(model: Model) -> float:
     """Only the bandwidth, quickly: for use just before and after a measured point."""
     if model.backend_name == "cpu":
-        return cpu_backend.measure_read_bytes_per_s(READ_BYTES, model.threads, REPEATS)
+        return cpu_backend.measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
     return _torch_read_bytes_per_s(model.device)
 
 

@@ -18,6 +18,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.models.decoder import DecoderSpec, DecoderWeights, Family, load_decoder, run_decoder
 from diptych.compute.ops.contract import Handle, Loader, Ops
+from diptych.compute.ops.cpus import Placement
 from diptych.compute.sampler import Weigh
 from diptych.compute.weights import Checkpoint, RandomSource
 
@@ -74,6 +75,7 @@ class Model(ABC):
     weight_bytes: int  # read by a decode step: all but an embedding table that is not the head
     n_parameters: int
     threads: int
+    placement: Placement  # of the kernels' threads; no CPUs where the backend leaves that to the system
     device: torch.device  # where logits are
     argmax: Callable[[torch.Tensor], Sequence[int]] | None = None  # a faster arg-max of the backend, if it has one
     weigh: Weigh | None = None  # a faster softmax and draw of the backend, if it has one

@@ -61,7 +61,11 @@ class BlockConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeConfig:
-    """Which kernels run and on what. `auto` is resolved once at start and logged, never silently changed later."""
+    """Which kernels run and on what. `auto` is resolved once at start and logged, never silently changed later.
+
+    threads: of the kernels; None is one per physical core that this process may use. numa: where they are pinned: `auto`
+    (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all).
+    """
 
     backend: str = "auto"
     device: str = "auto"
@@ -69,6 +73,7 @@ class ComputeConfig:
     kv: str = "auto"
     threads: int | None = None
     instruction_set: str = "auto"
+    numa: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""
@@ -78,6 +83,7 @@ class ComputeConfig:
         one_of("instruction_set", self.instruction_set, INSTRUCTION_SETS)
         if self.threads is not None:
             at_least("threads", self.threads, 1)
+        numa_nodes(self.numa)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +108,16 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless value is one of choices."""
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def numa_nodes(numa: str) -> tuple[int, ...]:
+    """The NUMA nodes that the setting names, none for `auto` and `off`; ConfigError for anything else."""
+    if numa in ("auto", "off"):
+        return ()
+    parts = numa.split(",")
+    if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
+        raise ConfigError(f"numa is {numa!r}; it must be auto, off, or nodes such as 0 or 0,1")
+    return tuple(sorted({int(part) for part in parts}))
 
 
 def env_text(name: str) -> str | None:

@@ -22,6 +22,7 @@ import psutil
 from diptych import __version__
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.ops.cpu import measure_read_bytes_per_s
+from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.fit import residual_of
@@ -124,7 +125,7 @@ def calibrate(
         backend = model.backend_name
         ceilings[weights] = machine_ceilings(model)
         if backend == "cpu" and cache is None:
-            cache = _cache(model.threads, ceilings[weights].read_bytes_per_s)
+            cache = _cache(model.placement, ceilings[weights].read_bytes_per_s)
         samples += _sample(model, DECODE_STEPS + PREFILL_STEPS, effort)
         model.close()
         if backend == "cpu":
@@ -176,9 +177,9 @@ def _host(model: Model, effort: Effort) -> dict[str, float]:
     return {"step_s": max(0.0, one_s - sequence_s), "sequence_s": sequence_s}
 
 
-def _cache(threads: int, memory_bytes_per_s: float) -> dict[str, float] | None:
+def _cache(placement: Placement, memory_bytes_per_s: float) -> dict[str, float] | None:
     """The largest size that is read at twice the memory's rate or more, and the rate at half of it; None without any."""
-    rates = {mib: measure_read_bytes_per_s(mib * 2**20, threads, 20) for mib in CACHE_MIB}
+    rates = {mib: measure_read_bytes_per_s(mib * 2**20, placement, 20) for mib in CACHE_MIB}
     held = [mib for mib in CACHE_MIB if rates[mib] >= 2.0 * memory_bytes_per_s]
     if not held:
         return None

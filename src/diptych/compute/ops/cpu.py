@@ -28,6 +28,7 @@ from diptych.compute.ops.contract import (
     RopeSpec,
     WeightTensor,
 )
+from diptych.compute.ops.cpus import Placement, allowed_cpus, choose_cpus
 from diptych.compute.sampler import Weighed
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, ExecutorError
@@ -182,7 +183,8 @@ class CpuLoader:
         choose_instruction_set(config.instruction_set)
         self.weights_format = "bf16" if config.weights == "auto" else config.weights
         self.kv_format = "bf16" if config.kv == "auto" else config.kv
-        self.program = _cpu.Program(config.threads or 0)
+        self.placement = choose_cpus(config.threads, config.numa, allowed_cpus())
+        self.program = _cpu.Program(self.placement.threads, self.placement.cpus)
         self.packed = packed or PackedSource()
         self.specs: list[AttentionSpec] = []
         self._ropes: dict[RopeSpec, int] = {}
@@ -475,6 +477,7 @@ class CpuProgram:
         self.weights_format = loader.weights_format
         self.kv_format = loader.kv_format
         self.vocab = vocab
+        self._nodes = loader.placement.nodes
         self._kept_logits = torch.empty((0, vocab), dtype=torch.float32)
         spec = loader.specs[0]
         if any((s.n_kv_heads, s.head_dim) != (spec.n_kv_heads, spec.head_dim) for s in loader.specs):
@@ -502,7 +505,7 @@ class CpuProgram:
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> CpuKVStore:
         """An empty cache; ConfigError for a block size that is not a multiple of 16, CapacityError without memory."""
-        return CpuKVStore(self._cache, n_blocks=n_blocks, block_tokens=block_tokens)
+        return CpuKVStore(self._cache, n_blocks=n_blocks, block_tokens=block_tokens, nodes=self._nodes)
 
     def forward(self, batch: ForwardBatch, kv: CpuKVStore) -> torch.Tensor:
         """Logits [R, V] fp32 of the batch's rows, valid until the next forward; writes its tokens' keys and values to kv."""
@@ -569,7 +572,7 @@ def _arrays(batch: ForwardBatch) -> tuple[np.ndarray, ...]:
 class CpuKVStore:
     """The native cache behind the KVStore interface."""
 
-    def __init__(self, cache: dict[str, Any], *, n_blocks: int, block_tokens: int) -> None:
+    def __init__(self, cache: dict[str, Any], *, n_blocks: int, block_tokens: int, nodes: Sequence[int] = ()) -> None:
         if block_tokens % 16 != 0:
             raise ConfigError(f"block_tokens is {block_tokens}; the cpu backend needs a multiple of 16")
         self.n_blocks = n_blocks
@@ -577,6 +580,8 @@ class CpuKVStore:
         self._heads = (cache["n_kv_heads"], cache["head_dim"])
         try:
             self.native = _cpu.KvCache(n_blocks=n_blocks, block_tokens=block_tokens, **cache)
+            if len(nodes) > 1:  # any thread may meet any block
+                self.native.interleave(list(nodes))
         except MemoryError as error:
             per_block = _cpu.kv_bytes_per_block(block_tokens=block_tokens, **cache)
             raise CapacityError(
@@ -624,12 +629,12 @@ def choose_instruction_set(name: str) -> None:
         raise ConfigError(f"instruction_set is {name}; this CPU has {', '.join(_cpu.instruction_sets())}")
 
 
-def measure_read_bytes_per_s(n_bytes: int, threads: int, repeats: int) -> float:
-    """The best rate at which `threads` threads read `n_bytes` of memory; n_bytes should exceed every cache."""
-    return float(_cpu.measure_read_bytes_per_s(n_bytes, threads, repeats))
+def measure_read_bytes_per_s(n_bytes: int, placement: Placement, repeats: int) -> float:
+    """The best rate at which these threads read `n_bytes` of memory; n_bytes should exceed every cache."""
+    return float(_cpu.measure_read_bytes_per_s(n_bytes, placement.threads, placement.cpus, repeats))
 
 
-def measure_ops_per_s(dtype: str, threads: int, repeats: int = 25) -> float:
-    """The best rate of the instructions that multiply `dtype` (bf16 or int8) from registers, on `threads` threads."""
+def measure_ops_per_s(dtype: str, placement: Placement, repeats: int = 25) -> float:
+    """The best rate of the instructions that multiply `dtype` (bf16 or int8) from registers, on these threads."""
     burst = {"bf16": _cpu.measure_bf16_ops_per_s, "int8": _cpu.measure_int8_ops_per_s}[dtype]
-    return float(burst(threads, repeats))
+    return float(burst(placement.threads, placement.cpus, repeats))

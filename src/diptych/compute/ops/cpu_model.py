@@ -48,11 +48,12 @@ class CpuModel(Model):
         self.weight_bytes = self.program.weight_bytes
         self.n_parameters = blueprint.source.n_parameters
         self.threads = int(loader.program.threads)
+        self.placement = loader.placement
         self.revision = blueprint.revision(self.backend_name, self.weights_format, self.kv_format)
         logger.info(
-            "model loaded backend=cpu architecture=%s weights=%s head=%s kv=%s threads=%d parameters=%d bytes=%d",
+            "model loaded backend=cpu architecture=%s weights=%s head=%s kv=%s threads=%d cpus=%s parameters=%d bytes=%d",
             self.spec.architecture, self.weights_format, self.head_format, self.kv_format, self.threads,
-            self.n_parameters, self.weight_bytes,
+            ",".join(map(str, self.placement.cpus)) or "any", self.n_parameters, self.weight_bytes,
         )  # fmt: skip
 
     def kv_bytes_per_block(self, block_tokens: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Model
+from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.torch_ops import TorchLoader, TorchOps
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
@@ -21,6 +22,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def build_torch_model(blueprint: Blueprint, config: ComputeConfig) -> TorchModel:
     """Load the weights onto the device. Raises ConfigError for a device or format that is not there, LoadError."""
     device = torch_device(config.device)
+    if config.numa != "auto":
+        raise ConfigError(
+            f"numa is {config.numa!r}, and torch places its own threads",
+            hint="use --backend cpu, or start the process under numactl",
+        )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     return TorchModel(blueprint, config, device)
@@ -64,6 +70,7 @@ class TorchModel(Model):
         self.n_parameters = blueprint.source.n_parameters
         self.revision = blueprint.revision(self.backend_name, device.type, self.weights_format, self.kv_format)
         self.threads = torch.get_num_threads()
+        self.placement = Placement(threads=self.threads)
         logger.info(
             "model loaded backend=torch device=%s architecture=%s weights=%s kv=%s parameters=%d bytes=%d",
             device, self.spec.architecture, self.weights_format, self.kv_format, self.n_parameters, self.weight_bytes,
