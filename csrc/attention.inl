@@ -363,7 +363,8 @@ DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t 
     const int64_t lanes = d - i < 16 ? d - i : 16;
     F32 y = fma(load(values + i), inverse, zero());
     if (call.out_bf16) {
-      store_bf16_n(call.out_bf16 + token * call.out_stride + head * d + i, y, lanes);
+      uint16_t* out = call.out_bf16 + token * call.out_stride + head * d + i;
+      lanes == 16 ? store_bf16(out, y) : store_bf16_n(out, y, lanes);
     } else {
       store_n(call.out_f32 + token * call.out_stride + head * d + i, y, lanes);
     }
@@ -436,14 +437,13 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
   const Scratch scratch = carve_scratch(call.shape, memory);
   const TaskRows rows = rows_of(call, task);
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
-  for (int64_t r = 0; r < rows.n; ++r) {
-    const int64_t token = rows.token + r / rows.group, head = rows.head + r % rows.group;
-    std::memcpy(scratch.queries + r * d, call.q + (token * call.shape.n_heads + head) * d, static_cast<size_t>(d) * 2);
-    scratch.positions[r] = call.positions[token];
-    scratch.state_max[r] = -__builtin_inff();
-    scratch.state_sum[r] = 0.0f;
-    std::memset(scratch.state_values + r * dv, 0, static_cast<size_t>(dv) * 4);
+  for (int64_t r = 0; r < rows.n; r += rows.group) {  // a token's heads of the group lie side by side
+    const int64_t token = rows.token + r / rows.group;
+    std::memcpy(scratch.queries + r * d, call.q + (token * call.shape.n_heads + rows.head) * d, static_cast<size_t>(rows.group * d) * 2);
+    for (int64_t g = 0; g < rows.group; ++g) scratch.positions[r + g] = call.positions[token];
   }
+  for (int64_t r = 0; r < rows.n; ++r) scratch.state_max[r] = -__builtin_inff(), scratch.state_sum[r] = 0.0f;
+  std::memset(scratch.state_values, 0, static_cast<size_t>(rows.n * dv) * 4);
   const SequenceView view = view_of(call, task);
   const SequenceView following_view = following != nullptr ? view_of(call, *following) : view;
   const int64_t low = first_key(call, task);
@@ -471,8 +471,9 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     run_tile(call, rows, tile, scratch, partial);
   }
   if (task.is_split) return;
-  for (int64_t r = 0; r < rows.n; ++r)
-    write_row(call, rows.token + r / rows.group, rows.head + r % rows.group, scratch.state_values + r * dv, scratch.state_sum[r]);
+  for (int64_t r = 0, token = rows.token; r < rows.n; ++token)
+    for (int64_t g = 0; g < rows.group; ++g, ++r)
+      write_row(call, token, rows.head + g, scratch.state_values + r * dv, scratch.state_sum[r]);
 }
 
 static void attention_combine(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
