@@ -9,7 +9,7 @@ namespace diptych {
 namespace DIPTYCH_ISA {
 
 #if defined(DIPTYCH_AVX512)
-constexpr int kRows = 8;  // by 3 vectors, up to 6 rows by 4: at most 24 accumulators of 32 registers
+constexpr int kRows = 8;  // by 3 vectors, up to 7 rows by 4: at most 28 accumulators of 32 registers
 #elif defined(DIPTYCH_AVX2)
 constexpr int kRows = 2;  // by 2 vectors: 8 accumulators of 16 registers
 #else
@@ -110,7 +110,7 @@ DIPTYCH_INLINE void score_columns(const uint16_t* q, int64_t d, const uint16_t* 
 template <int R>
 constexpr int columns_of() {
 #if defined(DIPTYCH_AVX512)
-  return R <= 6 ? 4 : 3;
+  return R <= 7 ? 4 : 3;
 #elif defined(DIPTYCH_AVX2)
   return 2;
 #else
