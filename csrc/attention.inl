@@ -363,8 +363,7 @@ DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t 
     const int64_t lanes = d - i < 16 ? d - i : 16;
     F32 y = fma(load(values + i), inverse, zero());
     if (call.out_bf16) {
-      uint16_t* out = call.out_bf16 + token * call.out_stride + head * d + i;
-      lanes == 16 ? store_bf16(out, y) : store_bf16_n(out, y, lanes);
+      store_bf16_n(call.out_bf16 + token * call.out_stride + head * d + i, y, lanes);
     } else {
       store_n(call.out_f32 + token * call.out_stride + head * d + i, y, lanes);
     }

@@ -6,7 +6,7 @@ namespace DIPTYCH_ISA {
 // Sums of a row by blocks, so that the drawn token is looked for in one block only.
 constexpr int64_t kMostBlocks = 256;
 
-// exp((x - best) * factor / log2(e)) of the next `lanes` logits, 0 behind them.
+// 2^((x - best) * factor) of the next `lanes` logits, 0 behind them.
 DIPTYCH_INLINE F32 weights_of(const float* x, int64_t lanes, F32 best, F32 factor) {
   if (lanes >= 16) return exp2_lanes(mul(sub(load(x), best), factor));
   return keep(exp2_lanes(mul(sub(load_n(x, lanes), best), factor)), zero(), 0, lanes);

@@ -197,12 +197,16 @@ int64_t pieces_per_panel(const PackedLinear& w, int threads) {
   return w.shape.gated ? kPanelStrips / 2 : kPanelStrips;
 }
 
+// The threads share the tasks of a call in parts, one each or several threads to one.
+int count_parts(int threads) { return std::min(threads, Balance::kParts); }
+int part_of(int thread, int threads) { return thread * count_parts(threads) / threads; }
+
 // The tasks (piece times block of rows) of one call as one thread meets them: its own part from the front, then what others have not
 // begun, from the back. It takes half of what is left of its own at once: taking waits for all stores before it.
 class Tasks {
  public:
   Tasks(int64_t count, Balance& balance, int thread, int threads)
-      : balance_(balance), count_(count), threads_(threads), parts_(std::min(threads, Balance::kParts)), part_(thread * parts_ / threads) {
+      : balance_(balance), count_(count), threads_(threads), parts_(count_parts(threads)), part_(part_of(thread, threads)) {
     const Range own = share(count_, part_, parts_);
     half_ = (own.end - own.begin + 1) / 2;
     take();
@@ -299,9 +303,8 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
 }
 
 ReadAhead first_weights(const PackedLinear& w, int thread, int threads) {
-  const int parts = std::min(threads, Balance::kParts);
   const int64_t pieces = pieces_per_panel(w, threads), piece_bytes = w.panel_bytes / pieces;
-  const Range own = share(w.n_panels * pieces, thread * parts / threads, parts);
+  const Range own = share(w.n_panels * pieces, part_of(thread, threads), count_parts(threads));
   const uint8_t* first = w.panels + own.begin * piece_bytes;
   return {first, first + std::min(kWaitBytes, (own.end - own.begin) * piece_bytes) / kStepBytes * kStepBytes};
 }

@@ -13,7 +13,7 @@ inline Lanes hold(Lanes value, float least, float most) { return lower(higher(va
 struct Levels {
   Lanes zero, unit, inverse, error;  // error: sum of squares over the group
 
-  inline Lanes q_of(Lanes x) const { return hold(nearest((x - zero) * inverse), 0.0f, 15.0f); }
+  inline Lanes q_of(Lanes from_zero) const { return hold(nearest(from_zero * inverse), 0.0f, 15.0f); }
 };
 
 inline Levels make_levels(const Lanes* x, int64_t group, Lanes centre, Lanes unit) {
@@ -21,7 +21,7 @@ inline Levels make_levels(const Lanes* x, int64_t group, Lanes centre, Lanes uni
   levels.zero = lower(levels.zero, fill(127.0f) - unit * 15.0f);
   for (int64_t i = 0; i < group; ++i) {
     const Lanes from_zero = x[i] - levels.zero;
-    const Lanes miss = from_zero - hold(nearest(from_zero * levels.inverse), 0.0f, 15.0f) * unit;
+    const Lanes miss = from_zero - levels.q_of(from_zero) * unit;
     levels.error = levels.error + miss * miss;
   }
   return levels;
@@ -36,8 +36,9 @@ inline void keep_better(Levels& best, const Levels& other) {
 }
 
 // One group of 16 lanes: x [group][16] -> head and words [group / 8][16]; x becomes x * inverse, in units of the lanes' int8 scales.
-// Of the units just below and above the range's fifteenth part the better is taken, then shifted a little up and down: within
-// 1.5 % of the squared error of any wider search, and within 2 % of a search over scales and minima that are not whole.
+// Of the units just below and above the range's fifteenth part the better is taken, then shifted a little up and down. On groups of
+// 64 Gaussian weights that leaves 0.3 % more squared error than all six of these; seven units by 25 shifts would leave 7 % less, and
+// units and zeros that are not whole 11 % less.
 void quantize_group(float* x, const float* inverse, int64_t group, uint8_t* head, uint32_t* words) {
   Lanes* values = reinterpret_cast<Lanes*>(x);
   const Lanes factor = *reinterpret_cast<const Lanes*>(inverse);
@@ -62,7 +63,7 @@ void quantize_group(float* x, const float* inverse, int64_t group, uint8_t* head
   for (int64_t step = 0; step < group / 8; ++step) {
     Whole word = Whole{};
     for (int i = 0; i < 8; ++i)
-      word |= __builtin_convertvector(best.q_of(values[step * 8 + i]), Whole) << (i % 4 * 8 + i / 4 * 4);
+      word |= __builtin_convertvector(best.q_of(values[step * 8 + i] - best.zero), Whole) << (i % 4 * 8 + i / 4 * 4);
     reinterpret_cast<Whole*>(words)[step] = word;
   }
 }
