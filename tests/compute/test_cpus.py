@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def server(tmp_path: Path) -> Path:
 def test_a_core_has_one_thread_until_all_have_one(
     server: Path, threads: int | None, numa: str, cpus: tuple[int, ...], nodes: tuple[int, ...]
 ) -> None:
-    """Two threads of one core share its arithmetic: eight threads on four cores run no faster than four."""
+    """Two threads of one core share its arithmetic, so the second ones come last."""
     placement = choose_cpus(threads, numa, allowed_cpus(server, range(16)))
     assert placement == Placement(threads=len(cpus), cpus=tuple(cpus), nodes=nodes)
 
@@ -57,7 +58,7 @@ def test_only_allowed_cpus_are_used(server: Path) -> None:
     assert choose_cpus(None, "auto", cpus) == Placement(threads=2, cpus=(2, 13), nodes=(0, 1))
     assert choose_cpus(3, "auto", cpus) == Placement(threads=3, cpus=(2, 13, 10), nodes=(0, 1))
     assert choose_cpus(4, "auto", cpus) == Placement(threads=4)  # more threads than CPUs: the system shares them out
-    assert choose_cpus(None, "off", cpus) == Placement(threads=3)
+    assert choose_cpus(None, "off", cpus) == Placement(threads=2)
     assert choose_cpus(5, "off", cpus) == Placement(threads=5)
 
 
@@ -87,6 +88,20 @@ def test_torch_refuses_a_placement_it_does_not_follow() -> None:
     """It starts threads of its own, anywhere."""
     with pytest.raises(ConfigError, match="torch places its own threads"):
         load_model(BUNDLED, ComputeConfig(backend="torch", device="cpu", numa="0"))
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed")
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel has no NUMA policies")
+def test_a_cache_over_several_nodes_is_dealt_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Read back from the system, with the one node that every machine has; where the policy is refused, the log says so."""
+    cache = {"n_layers": 2, "n_kv_heads": 2, "head_dim": 64, "format": "bf16"}
+    node = allowed_cpus()[0].node
+    with caplog.at_level(logging.WARNING, "diptych.compute"):
+        store = cpu.CpuKVStore(cache, n_blocks=64, block_tokens=32, nodes=(node, node))
+    is_dealt = f"interleave:{node}" in Path("/proc/self/numa_maps").read_text()
+    assert is_dealt != ("KV cache stays" in caplog.text)
+    assert not store.native.interleave([1023])  # no such node
 
 
 @pytest.mark.native

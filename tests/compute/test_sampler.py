@@ -193,23 +193,22 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.native
+@pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed")
 def test_the_backends_weights_draw_the_same_tokens():
     """A served model must not sample another text than the reference, whatever is asked of a row."""
-    native = cpu._cpu.Program(2) if cpu.instruction_sets() else None
-    if native is None:
-        pytest.skip("the native kernels are not installed")
+    ways = (None, partial(cpu.weigh, cpu._cpu.Program(2)))
     vocab_size, n = 3000, 40
     for i, options in enumerate(OPTIONS):
         drawn = []
-        for way in (None, partial(cpu.weigh, native)):
+        for way in ways:
             sampler = started(vocab_size, seed=i, weigh=way, **options)
             rows = [logits(vocab_size, seed=1000 * i + step, spread=1.0 + step % 4) for step in range(n)]
             drawn.append([sampler.sample(rows[step], [1], [4 + step])[0] for step in range(n)])
         assert drawn[0] == drawn[1], options
     flat = logits(vocab_size, spread=0.01)
     options = {"top_p": 0.9, "temperature": 1.5}
-    way = partial(cpu.weigh, native)
-    tokens = [started(vocab_size, weigh=w, **options).sample(flat, [1], [4])[0] for w in (None, way)]
+    tokens = [started(vocab_size, weigh=way, **options).sample(flat, [1], [4])[0] for way in ways]
     assert tokens[0] == tokens[1]
 
 

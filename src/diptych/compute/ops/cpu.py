@@ -8,6 +8,7 @@ only when their consumer is known, because the consumer's weight format decides 
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ try:
 except ImportError as error:
     _cpu = None
     IMPORT_FAILURE = str(error)
+
+logger = logging.getLogger("diptych.compute")
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -580,8 +583,11 @@ class CpuKVStore:
         self._heads = (cache["n_kv_heads"], cache["head_dim"])
         try:
             self.native = _cpu.KvCache(n_blocks=n_blocks, block_tokens=block_tokens, **cache)
-            if len(nodes) > 1:  # any thread may meet any block
-                self.native.interleave(list(nodes))
+            # any thread may meet any block
+            if len(nodes) > 1 and not self.native.interleave(list(nodes)):
+                logger.warning(
+                    "the KV cache stays where it is first written: the system refused to deal it out over nodes"
+                )
         except MemoryError as error:
             per_block = _cpu.kv_bytes_per_block(block_tokens=block_tokens, **cache)
             raise CapacityError(

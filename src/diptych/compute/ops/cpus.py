@@ -1,8 +1,8 @@
 """Which CPUs the threads of the kernels are pinned to, and which NUMA nodes that makes.
 
 One thread per physical core by default: two threads of one core share its dot-product units and its bandwidth. Nodes are
-filled one after the other, so that few threads share one node's memory; every thread packs the weights that it later
-reads, which puts them on its own node.
+filled one after the other, so that few threads share one node's memory; every thread packs most of the weights that it
+later reads, which puts them on its own node.
 
 >>> choose_cpus(4, "auto", [Cpu(number=n, core=n % 4, node=n % 4 // 2) for n in range(8)]).cpus
 (0, 1, 2, 3)
@@ -75,7 +75,7 @@ def choose_cpus(threads: int | None, numa: str, cpus: Sequence[Cpu]) -> Placemen
     ConfigError for a node without a CPU that this process may use. More threads than CPUs are not pinned.
     """
     if numa == "off":
-        return Placement(threads=threads or len(cpus))
+        return Placement(threads=threads or len({cpu.core for cpu in cpus}))
     wanted = numa_nodes(numa)
     present = sorted({cpu.node for cpu in cpus})
     for node in wanted:
