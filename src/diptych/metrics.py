@@ -40,7 +40,7 @@ from diptych.ground.events import (
     TokenEvent,
     Usage,
 )
-from diptych.ground.phase import FinishReason, Phase
+from diptych.ground.phase import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +211,8 @@ class RequestRecord:
     def _fold_scheduled(self, event: ScheduledEvent) -> None:
         if self.first_scheduled_s is None:
             self.first_scheduled_s = event.at_s
-        if event.phase is Phase.PREFILL:
-            before = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
-            self._own_prefill = (event.step_id, before + event.chunk_tokens)
+        before = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
+        self._own_prefill = (event.step_id, before + event.chunk_tokens)
         if event.is_recompute:
             self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
         elif event.index == 0:

@@ -279,7 +279,7 @@ def drafted(plan, tokens):
     return replace(
         plan,
         chunks=tuple(
-            replace(chunk, token_ids=(*chunk.token_ids, *tokens)) if chunk.phase is Phase.DECODE else chunk
+            chunk._replace(token_ids=(*chunk.token_ids, *tokens)) if chunk.phase is Phase.DECODE else chunk
             for chunk in plan.chunks
         ),
     )

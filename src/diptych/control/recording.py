@@ -54,9 +54,15 @@ _TYPES: dict[str, Any] = {
 
 
 def encode(value: object) -> Any:
-    """A frozen dataclass of `ground` as JSON values: {"type": name, field: value}; tuples become lists."""
+    """A dataclass or named tuple of `ground` as JSON values: {"type": name, field: value}; tuples become lists.
+
+    What follows from other fields (a plan's shape) is not written.
+    """
     if is_dataclass(value):
-        return {"type": type(value).__name__} | {f.name: encode(getattr(value, f.name)) for f in fields(value)}
+        names = [field.name for field in fields(value) if field.init]
+        return {"type": type(value).__name__} | {name: encode(getattr(value, name)) for name in names}
+    if isinstance(value, Chunk):
+        return {"type": "Chunk"} | {name: encode(getattr(value, name)) for name in value._fields}
     if isinstance(value, Enum):
         return {"type": type(value).__name__, "value": value.value}
     if isinstance(value, Mapping):

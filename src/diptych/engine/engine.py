@@ -30,7 +30,8 @@ from diptych.ground.events import (
 )
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams, Segment
-from diptych.ground.step import Executor, StepPlan, TokenLogprobs
+from diptych.ground.shape import StepShape
+from diptych.ground.step import Executor, TokenLogprobs
 from diptych.metrics import EventBook, PhaseTotals, RequestRecord
 
 logger = logging.getLogger("diptych.engine")
@@ -107,7 +108,7 @@ class Engine:
         clock: Clock,
         vocab_size: int,
         grammars: GrammarCompiler,
-        observe: Callable[[StepPlan, float], None] | None = None,
+        observe: Callable[[StepShape, float], None] | None = None,
         back_memory: Callable[[Callable[[], bool]], None] = lambda wants_stop: None,
     ) -> None:
         self.core = core
@@ -232,7 +233,7 @@ class Engine:
             return False
         result = self._executor.execute(plan)
         if self._observe is not None:
-            self._observe(plan, result.device_s + result.host_s)
+            self._observe(plan.shape, result.device_s + result.host_s)
         self._publish(self.core.end_step(plan, result, self.clock.now_s()))
         return True
 

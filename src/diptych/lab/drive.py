@@ -14,26 +14,27 @@ from typing import Any
 from diptych.compute.runner import Model
 from diptych.compute.sampler import Sampler
 from diptych.control.loop import EngineCore
-from diptych.control.step_time import StepTimeModel
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.step_time import StepTimeModel
 from diptych.engine.executor import ModelExecutor
 from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
 from diptych.ground.config import BlockConfig, EngineConfig, SchedulerConfig
 from diptych.ground.events import FinishEvent, TokenEvent
 from diptych.ground.request import Request, SamplingParams
+from diptych.ground.shape import StepShape
 from diptych.ground.step import ChunkResult, Executor, StepPlan, StepResult
 
 
 class PredictedExecutor:
     """Takes as long as the cost model says, on a virtual clock; every token it draws is 0."""
 
-    def __init__(self, predict_s: Callable[[StepPlan], float], clock: VirtualClock) -> None:
+    def __init__(self, predict_s: Callable[[StepShape], float], clock: VirtualClock) -> None:
         self._predict_s = predict_s
         self._clock = clock
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Move the clock by the plan's predicted time."""
-        step_s = self._predict_s(plan)
+        step_s = self._predict_s(plan.shape)
         self._clock.advance(step_s)
         results = tuple(
             ChunkResult(seq_id=chunk.seq_id, token_ids=(0,) if chunk.samples else ()) for chunk in plan.chunks
@@ -81,7 +82,7 @@ class Driver:
         result = self._executor.execute(plan)
         self.device_s += result.device_s
         if self._step_time is not None:
-            self._step_time.observe(plan, result.device_s + result.host_s)
+            self._step_time.observe(plan.shape, result.device_s + result.host_s)
         for event in self.core.end_step(plan, result, self.clock.now_s()):
             if isinstance(event, TokenEvent):
                 self.token_s[event.request_id].append(event.at_s)
@@ -144,7 +145,7 @@ class Engines:
         core = self._core(self._predictor.predict_s, settings)
         return Driver(core, executor, clock, vocab=self._model.spec.vocab_size)
 
-    def _core(self, predict_s: Callable[[StepPlan], float], settings: dict[str, Any]) -> EngineCore:
+    def _core(self, predict_s: Callable[[StepShape], float], settings: dict[str, Any]) -> EngineCore:
         scheduler: SchedulerConfig = replace(
             self._config.scheduler, max_context_tokens=self._context_tokens, **settings
         )

@@ -123,7 +123,7 @@ class _MixRun:
                 sleep_s(max(0.0, begin_s + self._arrivals[-1].arrival_s - self._clock.now_s()))
                 continue
             result = self._executor.execute(plan)
-            self._step_time.observe(plan, result.device_s + result.host_s)
+            self._step_time.observe(plan.shape, result.device_s + result.host_s)
             self._fold(self._core.end_step(plan, result, self._clock.now_s()))
         wall_s = self._clock.now_s() - begin_s
         records = list(self._book.records.values())
