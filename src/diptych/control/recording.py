@@ -65,6 +65,8 @@ def encode(value: object) -> Any:
         return {"type": "Chunk"} | {name: encode(getattr(value, name)) for name in value._fields}
     if isinstance(value, Enum):
         return {"type": type(value).__name__, "value": value.value}
+    if isinstance(value, EngineError):
+        return {"type": "error", "message": value.message}
     if isinstance(value, Mapping):
         return {"type": "map", "items": [[encode(k), encode(v)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
@@ -79,6 +81,8 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kind = value["type"]
+    if kind == "error":
+        return EngineError(value["message"])
     if kind == "map":
         return {decode(k): decode(v) for k, v in value["items"]}
     cls = _TYPES[kind]
@@ -114,10 +118,10 @@ class Recorder:
         self._write("finish", request_id, index, now_s, reason=reason)
         return self.core.finish(request_id, index, now_s, reason=reason)
 
-    def fail(self, now_s: float) -> list[Event]:
-        """As EngineCore.fail."""
-        self._write("fail", now_s)
-        return self.core.fail(now_s)
+    def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
+        """As EngineCore.abort_step."""
+        self._write("abort_step", now_s, error=error)
+        return self.core.abort_step(now_s, error=error)
 
     def reset_prefix_cache(self) -> None:
         """As EngineCore.reset_prefix_cache."""

@@ -70,7 +70,8 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step: decode chunks first, then prefill chunks. `ended_seq_ids` may be forgotten before the step runs.
+    """One step: decode chunks first, then prefill chunks. `ended_seq_ids` may be forgotten before the step runs; after a
+    step without a result they may name sequences twice, or ones that the executor never saw.
 
     shape: what predictors, accounting and budgets see of it. It follows from the chunks; the scheduler, which builds it
     on the way, hands it over as `known_shape`.
@@ -115,7 +116,9 @@ class ChunkResult:
     """What one chunk gave. `token_ids` is empty for a chunk that does not sample.
 
     `is_complete`: the sequence's grammar can accept nothing more, so it must stop after these tokens.
-    `prompt_logprobs` has one entry per prompt token of this chunk (None for the very first token of the prompt).
+    `prompt_logprobs` has one entry per prompt token that this chunk's rows judge, as often as they are computed: positions
+    [start_pos + 1, end_pos], the last prompt token at most. A chunk from position 0 also has None for token 0, before which
+    nothing stands. Control hands each position out once.
     `error`: why this sequence cannot go on; the others of the step are untouched, and nothing else here counts.
     """
 
