@@ -193,6 +193,11 @@ class RequestRecord:
         """Tokens handed out over all choices."""
         return sum(len(choice.token_times_s) for choice in self._choices.values())
 
+    def token_times_s(self, index: int = 0) -> tuple[float, ...]:
+        """When each token of a choice was handed out."""
+        choice = self._choices.get(index)
+        return () if choice is None else tuple(choice.token_times_s)
+
     def fold(self, event: Event, step: StepBeginEvent | None = None) -> None:
         """Take in one event of this request; `step` is the step in flight or just ending."""
         if isinstance(event, PromptLogprobsEvent | ArrivalEvent | StepBeginEvent | StepEndEvent):
