@@ -25,7 +25,7 @@ Percentiles interpolate linearly between ranks (numpy's default, as vLLM does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from diptych.ground.events import (
@@ -41,6 +41,7 @@ from diptych.ground.events import (
     Usage,
 )
 from diptych.ground.phase import FinishReason
+from diptych.ground.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,12 +316,34 @@ class PhaseTotals:
     host_s: float = 0.0
 
 
-class EventBook:
-    """Folds the event log of an engine into one record per request and totals per phase. Owns both."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step that ended. What it held is its shape; device_s and host_s are the executor's."""
 
-    def __init__(self) -> None:
+    step_id: int
+    begin_s: float
+    end_s: float
+    shape: StepShape
+    predicted_s: float | None
+    device_s: float
+    host_s: float
+
+    @property
+    def time_s(self) -> float:
+        """Begin to commit."""
+        return self.end_s - self.begin_s
+
+
+class EventBook:
+    """Folds the event log of an engine into one record per request and totals per phase. Owns both.
+
+    on_step: called with every step that ends.
+    """
+
+    def __init__(self, *, on_step: Callable[[StepRecord], object] | None = None) -> None:
         self.records: dict[str, RequestRecord] = {}
         self.totals = PhaseTotals()
+        self._on_step = on_step
         self._step: StepBeginEvent | None = None
 
     def fold(self, events: Iterable[Event]) -> None:
@@ -350,6 +373,18 @@ class EventBook:
         if step is None or step.step_id != event.step_id:
             return  # the log began in the middle of this step
         duration_s = event.at_s - step.at_s
+        if self._on_step is not None:
+            self._on_step(
+                StepRecord(
+                    step_id=step.step_id,
+                    begin_s=step.at_s,
+                    end_s=event.at_s,
+                    shape=step.shape,
+                    predicted_s=step.predicted_s,
+                    device_s=event.device_s,
+                    host_s=event.host_s,
+                )
+            )
         totals.n_steps += 1
         totals.prefill_tokens += step.prefill_tokens
         totals.decode_tokens += step.decode_tokens

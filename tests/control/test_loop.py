@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diptych.control.loop import EngineCore
+from diptych.control.recording import Recorder, replay
 from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ExecutorError, IllegalMove, PromptTooLong, RequestError, SequenceError
@@ -479,3 +480,21 @@ def test_stats_add_up_to_the_pool_and_count_tokens_once():
     core.reset_prefix_cache()
     assert core.prefix_match(tuple(range(100, 117))) == 0
     assert texts(run(core, executor))["b", 0] == answer(17, 3)[1:]
+
+
+def test_a_recording_holds_failures_and_replays_them():
+    """A result with an error could not be written down, and a step that was given up has no other trace."""
+    core, executor = make()
+    recorder = Recorder(core)
+    for name in ("fails", "breaks", "lives"):
+        recorder.submit(request(request_id=name, max_tokens=9))
+    plan, _ = recorder.begin_step(0.0)
+    result = executor.execute(plan)
+    failed = ChunkResult(seq_id=plan.chunks[0].seq_id, error=SequenceError("no number"))
+    recorder.end_step(plan, replace(result, results=(failed, *result.results[1:])), 0.5)
+    recorder.begin_step(1.0)
+    recorder.abort_step(1.5, error=BROKEN)
+    recorder.submit(request(request_id="after"))
+    plan, _ = recorder.begin_step(2.0)
+    assert [chunk.seq_id for chunk in plan.chunks] == [3]
+    assert replay(recorder.lines()) == []

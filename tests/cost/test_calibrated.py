@@ -68,6 +68,20 @@ def test_plan_and_workload_give_the_same_time(model, tp):
         assert model_of_time.predict_s(plan.shape) == pytest.approx(full, rel=1e-9)
 
 
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-3-4b", "deepseek-v2-lite"])
+def test_a_shape_that_was_put_together_costs_what_it_holds(model):
+    """The quick path remembers the base of a bisection; a stale base would be a wrong price."""
+    rng = random.Random(4)
+    model_of_time = predictor(model, constants=Constants(step_s=1e-4, p=2.5))
+    for _ in range(5):
+        shape = random_plan(rng, rng.randint(1, 9)).shape
+        for _ in range(6):
+            probes = [shape.plus(chunk) for chunk in random_plan(rng, 4).shape.shapes]
+            for probe in probes:
+                assert model_of_time.predict_s(probe) == pytest.approx(model_of_time.predict(probe).total_s, rel=1e-9)
+            shape = rng.choice(probes)
+
+
 @pytest.mark.parametrize(
     "work", [Workload.prefill(batch=1, new_tokens=4096), Workload.decode(batch=4, context_tokens=900)]
 )

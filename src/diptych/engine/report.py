@@ -12,35 +12,21 @@ from diptych.compute.ceilings import Ceilings
 from diptych.cost.calibrated import CalibratedModel
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, local_predictor
-from diptych.ground.events import Event, StepBeginEvent, StepEndEvent, Timings, Usage
+from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
-from diptych.ground.shape import StepShape
-from diptych.metrics import percentile
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    work: StepShape
-    time_s: float
-    host_s: float
+from diptych.metrics import EventBook, StepRecord, percentile
 
 
 class PhaseObserver:
     """Collects the steps of one run. Use as an engine listener."""
 
     def __init__(self) -> None:
-        self._open: dict[int, StepBeginEvent] = {}
-        self.steps: list[_Step] = []
+        self.steps: list[StepRecord] = []
+        self._book = EventBook(on_step=self.steps.append)
 
     def __call__(self, events: list[Event]) -> None:
         """Fold one batch of events."""
-        for event in events:
-            if isinstance(event, StepBeginEvent):
-                self._open[event.step_id] = event
-            elif isinstance(event, StepEndEvent):
-                begin = self._open.pop(event.step_id)
-                time_s = event.at_s - begin.at_s
-                self.steps.append(_Step(begin.shape, time_s, time_s - event.device_s))
+        self._book.fold(events)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +110,9 @@ def phase_report(
 ) -> PhaseReport:
     """The report of one finished request that ran alone while `observer` listened."""
     view, predictor = CostView(loaded.model), local_predictor(loaded.model)
-    prefill_steps = [step for step in observer.steps if step.work.phase is Phase.PREFILL]
-    decode_steps = [step for step in observer.steps if step.work.phase is Phase.DECODE]
-    first_token_s = prefill_steps[-1].host_s if prefill_steps else 0.0
+    prefill_steps = [step for step in observer.steps if step.shape.phase is Phase.PREFILL]
+    decode_steps = [step for step in observer.steps if step.shape.phase is Phase.DECODE]
+    first_token_s = prefill_steps[-1].time_s - prefill_steps[-1].device_s if prefill_steps else 0.0
     itl = timings.itl_s
     return PhaseReport(
         model=loaded.name,
@@ -147,13 +133,13 @@ def phase_report(
 
 
 def _phase_row(
-    phase: Phase, steps: list[_Step], view: CostView, ceilings: Ceilings, predictor: CalibratedModel | None
+    phase: Phase, steps: list[StepRecord], view: CostView, ceilings: Ceilings, predictor: CalibratedModel | None
 ) -> PhaseRow:
-    tokens = sum(step.work.n_tokens for step in steps)
+    tokens = sum(step.shape.n_tokens for step in steps)
     time_s = sum(step.time_s for step in steps) or 1e-9
     bound_s = memory_s = compute_s = 0.0
     for step in steps:
-        cost = view.cost(step.work)
+        cost = view.cost(step.shape)
         step_memory_s = cost.bytes / ceilings.read_bytes_per_s
         step_compute_s = cost.flops / ceilings.flops_per_s
         bound_s += max(step_memory_s, step_compute_s)
@@ -166,5 +152,5 @@ def _phase_row(
         tokens_per_s=tokens / time_s,
         fraction_of_ceiling=bound_s / time_s,
         bound="memory" if memory_s >= compute_s else "arithmetic",
-        predicted_s=None if predictor is None else sum(predictor.predict(step.work).total_s for step in steps),
+        predicted_s=None if predictor is None else sum(predictor.predict(step.shape).total_s for step in steps),
     )
