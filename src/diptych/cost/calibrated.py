@@ -16,11 +16,11 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from diptych.cost.calibration import Calibration, Constants
 from diptych.cost.components import ATTENTION, cost_of, expected_experts, kv_tokens_factor, layer_groups
@@ -136,7 +136,7 @@ class CalibratedModel:
         self.calibration = calibration
         self._prefill = self._terms(calibration.prefill)
         self._decode = self._terms(calibration.decode)
-        self._attended = _Attended([window for window, *_ in self._decode.windows])
+        self._attended = {window: _Attended(window) for window, *_ in self._decode.windows if window is not None}
 
     @property
     def weights_are_cached(self) -> bool:
@@ -274,61 +274,64 @@ class CalibratedModel:
         if logits:
             device_s += pnorm(terms.head_weights_s, logits * terms.head_row_s, p)
         prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
-        for (_, kv_s, pair_s, absorbed_pair_s), seen in zip(terms.windows, self._attended.of(shape), strict=True):
-            prefill_kv_s += seen.prefill_tokens * kv_s
-            prefill_pair_s += seen.prefill_pairs * pair_s
-            decode_kv_s += seen.decode_tokens * kv_s
-            decode_pair_s += seen.decode_pairs * absorbed_pair_s
+        for window, kv_s, pair_s, absorbed_pair_s in terms.windows:
+            seen = self._attended[window].of(shape) if window is not None else _all_of(shape)
+            prefill_kv_s += seen[0] * kv_s
+            prefill_pair_s += seen[1] * pair_s
+            decode_kv_s += seen[2] * kv_s
+            decode_pair_s += seen[3] * absorbed_pair_s
         device_s += pnorm(prefill_kv_s, prefill_pair_s, p) + pnorm(decode_kv_s, decode_pair_s, p)
         device_s += terms.link_base_s + rows * terms.link_row_s + logits * terms.link_logits_row_s
         return _join(terms, device_s, shape.n_sequences)
 
 
-class _Seen(NamedTuple):
-    """What a step's attention touches within one window."""
+# what a step's attention touches: cached tokens read and pairs of prefill, then the same of decode
+_Seen = tuple[int, int, int, int]
 
-    prefill_tokens: int
-    prefill_pairs: int
-    decode_tokens: int
-    decode_pairs: int
+
+def _all_of(shape: StepShape) -> _Seen:
+    """Without a window: the sums that a shape carries."""
+    return shape.prefill_context_tokens, shape.prefill_pairs, shape.decode_context_tokens, shape.decode_pairs
 
 
 class _Attended:
-    """`_Seen` per window of any step. Remembers the last base, so that a shape that adds to it costs what it adds."""
+    """The same within one window. Remembers the last base, so that a shape that adds to it costs what it adds."""
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
-        self._windows = windows
-        self._nothing = tuple(_Seen(0, 0, 0, 0) for _ in windows)
+    def __init__(self, window: int) -> None:
+        self._window = window
         self._base: StepShape | None = None
-        self._of_base = self._nothing
+        self._of_base: _Seen = (0, 0, 0, 0)
 
-    def of(self, shape: StepShape) -> tuple[_Seen, ...]:
-        """One entry per window."""
+    def of(self, shape: StepShape) -> _Seen:
+        """What the step touches."""
         added: list[StepShape] = []
         node: StepShape | None = shape
         while node is not None and node is not self._base:
             added.append(node)
             node = node.before
-        seen = self._of_base if node is not None else self._nothing
+        seen: _Seen = (0, 0, 0, 0) if node is None else self._of_base
         for node in reversed(added):
-            seen = tuple(_seen_with(one, node, window) for one, window in zip(seen, self._windows, strict=True))
+            seen = self._with(seen, node)
             if node is not shape or node.before is None:
                 self._base, self._of_base = node, seen
         return seen
 
-
-def _seen_with(seen: _Seen, node: StepShape, window: int | None) -> _Seen:
-    if window is None:  # these sums are in the shape
-        return _Seen(node.prefill_context_tokens, node.prefill_pairs, node.decode_context_tokens, node.decode_pairs)
-    prefill_tokens, prefill_pairs, decode_tokens, decode_pairs = seen
-    for shape in node.own:
-        if shape.phase is Phase.DECODE:
-            decode_tokens += shape.count * shape.kv_read_tokens(window)
-            decode_pairs += shape.count * shape.pairs(window)
-        else:
-            prefill_tokens += shape.count * shape.kv_read_tokens(window)
-            prefill_pairs += shape.count * shape.pairs(window)
-    return _Seen(prefill_tokens, prefill_pairs, decode_tokens, decode_pairs)
+    def _with(self, seen: _Seen, node: StepShape) -> _Seen:
+        """Those of `node` on top of what stood before it."""
+        window = self._window
+        prefill_tokens, prefill_pairs, decode_tokens, decode_pairs = seen
+        if (
+            node.before is None and node.decode_tokens == node.n_tokens == node.n_sequences
+        ):  # plain decode, one row each
+            tokens = sum([min(start + 1, window) * count for _, _, start, _, count in node.own])
+            return prefill_tokens, prefill_pairs, decode_tokens + tokens, decode_pairs + tokens
+        for shape in node.own:
+            tokens, pairs = shape.count * shape.kv_read_tokens(window), shape.count * shape.pairs(window)
+            if shape.phase is Phase.DECODE:
+                decode_tokens, decode_pairs = decode_tokens + tokens, decode_pairs + pairs
+            else:
+                prefill_tokens, prefill_pairs = prefill_tokens + tokens, prefill_pairs + pairs
+        return prefill_tokens, prefill_pairs, decode_tokens, decode_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
