@@ -28,8 +28,9 @@ from diptych.cost.profile import read_profile
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
 from diptych.cost.workload import ChunkShape, Workload
 from diptych.ground.phase import Phase
-from diptych.ground.specs import HardwareSpec, KVSpec, ModelSpec, QuantSpec, StepCost
+from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost
 from diptych.ground.step import StepPlan
+from diptych.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

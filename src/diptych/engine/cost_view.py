@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from diptych.compute.runner import Model
 from diptych.cost.components import PhaseCost, cost_of
-from diptych.cost.hf_config import model_spec_from_hf
 from diptych.cost.tables import kv_spec
 from diptych.cost.workload import Workload
 from diptych.ground.specs import QuantSpec
@@ -33,7 +32,7 @@ class CostView:
     """FLOPs, bytes and the roofline time of any work on one loaded model."""
 
     def __init__(self, model: Model) -> None:
-        self.spec = model_spec_from_hf(model.hf_config)
+        self.spec = model.spec
         self.quant = quant_of(model)
         self.kv = kv_spec(model.kv_format)
 
