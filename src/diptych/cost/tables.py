@@ -1,4 +1,4 @@
-"""The named devices, models and number formats, read from `data/*.json`.
+"""The named devices, read from `data/devices.json`, and the look-up of models and number formats by name.
 
 >>> device_spec("a100-80gb-sxm").memory_bytes_per_s
 2039000000000.0
@@ -15,39 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.ground.errors import ConfigError
+from diptych.ground.formats import KV_FORMATS, QUANT_ALIASES, QUANTS
 from diptych.ground.specs import Flag, HardwareSpec, KVSpec, Provenance, QuantSpec
 from diptych.models.named import ALIASES, ROWS, named_model
 from diptych.models.spec import ModelSpec
-
-# Bytes per parameter include scales. q8_0/q4_0: blocks of 32 with one fp16 scale, head in q8_0/q6_k as llama.cpp does.
-QUANTS: dict[str, QuantSpec] = {
-    quant.name: quant
-    for quant in (
-        QuantSpec(name="fp32", weight_bytes=4.0, compute="fp32", attention_compute="fp32", activation_bytes=4.0),
-        QuantSpec(name="bf16", weight_bytes=2.0),
-        QuantSpec(name="fp8", weight_bytes=1.0, compute="fp8"),
-        QuantSpec(name="int8", weight_bytes=1.0),
-        QuantSpec(name="w8a8", weight_bytes=1.0, compute="int8"),
-        QuantSpec(name="int4", weight_bytes=0.625),
-        QuantSpec(name="fp4", weight_bytes=0.5625, head_weight_bytes=2.0, compute="fp4"),
-        QuantSpec(name="mxfp4", weight_bytes=2.0, expert_weight_bytes=0.53125),
-        QuantSpec(name="mxfp4-gguf", weight_bytes=1.0625, expert_weight_bytes=0.53125, compute="int8"),
-        QuantSpec(name="q8_0", weight_bytes=1.0625, compute="int8"),
-        QuantSpec(name="q4_0", weight_bytes=0.5625, head_weight_bytes=0.8203125, compute="int8"),
-    )
-}
-QUANT_ALIASES = {"fp16": "bf16", "f16": "bf16", "float16": "bf16", "bfloat16": "bf16", "int4g32": "int4", "q4": "q4_0"}
-
-KV_FORMATS: dict[str, KVSpec] = {
-    kv.name: kv
-    for kv in (
-        KVSpec(name="fp32", bytes_per_element=4.0),
-        KVSpec(name="bf16", bytes_per_element=2.0),
-        KVSpec(name="fp8", bytes_per_element=1.0),
-        KVSpec(name="int8", bytes_per_element=1.0),
-        KVSpec(name="int4", bytes_per_element=0.5),
-    )
-}
 
 
 def model_names() -> tuple[str, ...]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diptych.ground.errors import ConfigError
+from diptych.ground.formats import ENGINE_KV, ENGINE_WEIGHTS
 
 BACKENDS = ("auto", "cpu", "torch")
-WEIGHT_FORMATS = ("auto", "fp32", "bf16", "int8", "int4")
-KV_FORMATS = ("auto", "fp32", "bf16", "int8")
+WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
+KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
 INSTRUCTION_SETS = ("auto", "avx512", "avx2", "scalar")
 

@@ -34,6 +34,7 @@ from diptych.compute.ops.cpus import Placement, allowed_cpus, choose_cpus
 from diptych.compute.sampler import Weighed
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, ExecutorError
+from diptych.ground.formats import ENGINE_WEIGHTS
 
 try:
     from diptych.compute.ops import _cpu  # type: ignore[attr-defined]
@@ -53,7 +54,8 @@ BACKED_BYTES = 32 << 20  # asked for at a time: a twentieth of a second on a slo
 KEPT_LOGITS_ROWS = (
     64  # 39 MB for a vocabulary of 152k; more rows are wanted only where log-probabilities of prompts are
 )
-INT4_GROUP = 64  # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
+# inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
+INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
 
 
 def is_available() -> tuple[bool, str]:
