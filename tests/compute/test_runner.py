@@ -14,9 +14,9 @@ from checkpoints import make_checkpoint
 from diptych.compute import runner
 from diptych.compute.ops.cpu import instruction_sets
 from diptych.compute.runner import choose_backend, load_model, random_model
-from diptych.compute.shapes import SHAPES
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
+from diptych.models.named import SHAPES
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from diptych.cli import options
 from diptych.cli.bench_serve import serve
 from diptych.cli.options import console, engine_config, loading_bar
 from diptych.compute.runner import Model, random_model
-from diptych.compute.shapes import SHAPES
 from diptych.engine.load import load
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.lab.bench import BenchReport, StaticBench
 from diptych.lab.mix import MixReport, run_mix
+from diptych.models.named import SHAPES
 from diptych.workload import LengthRange, WorkloadSpec
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)

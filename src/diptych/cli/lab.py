@@ -12,7 +12,6 @@ from rich.table import Table
 from diptych.cli import options
 from diptych.cli.options import console, engine_config, loading_bar
 from diptych.compute.runner import random_model
-from diptych.compute.shapes import SHAPES
 from diptych.cost.profile import profile_path
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig
@@ -25,6 +24,7 @@ from diptych.lab.quality import measure_quality
 from diptych.lab.report import prediction_text
 from diptych.lab.rounds import Effort
 from diptych.lab.session import LabRun, choose
+from diptych.models.named import SHAPES
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 MOST_ANSWER_TOKENS = 256  # written after the longest prompt

@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.compute.model import Blueprint
-from diptych.compute.models.hf_config import HfConfig
-from diptych.compute.models.registry import family_of
+from diptych.compute.model import draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.cpu import INT4_GROUP, CpuLoader, PackedSource
-from diptych.compute.weights import Checkpoint, FileTensor, Progress, read_json, resolve_model_dir
+from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
+from diptych.models.config import HfConfig, read_json
 
 METHOD = "diptych"
 PACKED_LAYOUT = 2  # raised when the packed form of csrc/pack.cpp changes
@@ -144,14 +143,14 @@ def save_quantised(
         raise ConfigError(f"{directory} is not empty", hint="name a new folder")
     source = resolve_model_dir(model)
     hf_config = read_json(source / "config.json")
-    parsed = HfConfig(hf_config, path=str(source / "config.json"))
-    parsed.refuse_quantised()
-    family = family_of(parsed)
+    config_path = str(source / "config.json")
+    HfConfig(hf_config, path=config_path).refuse_quantised()
     checkpoint = Checkpoint(source)
     checkpoint.progress = progress
     collector = PackedCollector()
     loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), collector)
-    Blueprint(family=family, spec=family.spec(parsed, None), hf_config=hf_config, source=checkpoint).load(loader)
+    blueprint = draw_blueprint(hf_config, checkpoint, path=config_path)
+    blueprint.load(loader)
 
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in COPIED:
@@ -160,7 +159,8 @@ def save_quantised(
                 shutil.copyfile(path, directory / path.name)
     written = _write_tensors(directory / "model.safetensors", loader, collector, checkpoint)
     section = {"quant_method": METHOD, "weights": weights, "packed_layout": PACKED_LAYOUT, "group": INT4_GROUP}
-    text = json.dumps({**hf_config, "quantization_config": section}, indent=2)
+    changed = {"quantization_config": section, "tie_word_embeddings": blueprint.spec.is_tied}
+    text = json.dumps({**hf_config, **changed}, indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     return written
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from diptych.compute.ops.contract import WeightTensor
 from diptych.ground.errors import LoadError
+from diptych.models.config import read_json
 
 # what a model needs and nothing else: no Python files, no pickled weights
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -61,17 +61,6 @@ def resolve_model_dir(name: str | Path) -> Path:
             f"{name} is not a folder, and the hub could not be reached: {_first_line(error)}",
             hint="give the path of a downloaded checkpoint, or go online once to fill the hub's cache",
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; LoadError when there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read {path}: {_first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{path} holds a {type(value).__name__}; a JSON object is needed")
-    return value
 
 
 class Source(Protocol):

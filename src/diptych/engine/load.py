@@ -83,7 +83,7 @@ def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
     Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory;
     the message names the largest context that does.
     """
-    model_context = model.spec.max_positions
+    model_context = model.spec.max_context_tokens
     asked = config.max_context_tokens
     if asked is not None and asked > model_context:
         raise ConfigError(

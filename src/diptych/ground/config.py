@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diptych.ground.errors import ConfigError
+from diptych.ground.formats import ENGINE_KV, ENGINE_WEIGHTS
 
 BACKENDS = ("auto", "cpu", "torch")
-WEIGHT_FORMATS = ("auto", "fp32", "bf16", "int8", "int4")
-KV_FORMATS = ("auto", "fp32", "bf16", "int8")
+WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
+KV_FORMATS = ("auto", *ENGINE_KV)
+LONGROPE_FACTORS = ("auto", "short", "long")
 INSTRUCTION_SETS = ("auto", "avx512", "avx2", "scalar")
 
 
@@ -65,6 +67,7 @@ class ComputeConfig:
 
     threads: of the kernels; None is one per physical core that this process may use. numa: where they are pinned: `auto`
     (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all).
+    longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
     backend: str = "auto"
@@ -74,6 +77,7 @@ class ComputeConfig:
     threads: int | None = None
     instruction_set: str = "auto"
     numa: str = "auto"
+    longrope: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""
@@ -81,6 +85,7 @@ class ComputeConfig:
         one_of("weights", self.weights, WEIGHT_FORMATS)
         one_of("kv", self.kv, KV_FORMATS)
         one_of("instruction_set", self.instruction_set, INSTRUCTION_SETS)
+        one_of("longrope", self.longrope, LONGROPE_FACTORS)
         if self.threads is not None:
             at_least("threads", self.threads, 1)
         numa_nodes(self.numa)
