@@ -12,7 +12,7 @@ import torch
 from checkpoints import make_checkpoint
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.model import Model
-from diptych.compute.ops.cpu import CpuKVStore
+from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError

@@ -12,7 +12,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from diptych.compute import runner
-from diptych.compute.ops.cpu import instruction_sets
+from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import choose_backend, load_model, random_model
 from diptych.compute.shapes import SHAPES
 from diptych.ground.config import ComputeConfig
@@ -38,7 +38,7 @@ def test_backend_choice(
     config: ComputeConfig, has_kernels: bool, has_gpu: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """'auto' prefers a GPU, then the native kernels; a backend asked for is never replaced."""
-    monkeypatch.setattr(runner.cpu_backend, "is_available", lambda: (has_kernels, "detail"))
+    monkeypatch.setattr(runner.cpu_kernels, "is_available", lambda: (has_kernels, "detail"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert choose_backend(config)[0] == backend
 
@@ -49,9 +49,9 @@ def test_missing_kernels_are_a_warning_that_says_what_to_do(
 ) -> None:
     """pip hides the output of a failed build; without a word here the user has a slow engine and no idea why."""
     path = make_checkpoint("llama", tmp_path)
-    monkeypatch.setattr(runner.cpu_backend, "_cpu", None)
-    monkeypatch.setattr(runner.cpu_backend, "find_spec", lambda name: None)
-    monkeypatch.setattr(runner.cpu_backend.shutil, "which", lambda name: name if name == compiler else None)
+    monkeypatch.setattr(runner.cpu_kernels, "_cpu", None)
+    monkeypatch.setattr(runner.cpu_kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(runner.cpu_kernels.shutil, "which", lambda name: name if name == compiler else None)
     model = load_model(path, ComputeConfig(device="cpu"))
     model.close()
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

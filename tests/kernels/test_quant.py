@@ -10,7 +10,7 @@ import torch
 from worlds import alone, prompt
 
 from checkpoints import make_checkpoint
-from diptych.compute.ops.cpu import instruction_sets
+from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig

@@ -154,7 +154,7 @@ def make_machinery(
         predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
         seed=config.seed,
     )
-    sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, argmax=model.argmax, weigh=model.weigh)
+    sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     executor = ModelExecutor(model, kv, sampler, clock=clock)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
