@@ -464,3 +464,29 @@ def test_best_of_a_row_without_numbers_is_no_number(isa: str) -> None:
     ids, values = program.run_best(*arrays)
     assert ids == [0, 0]
     assert np.isnan(values).all()
+
+
+def test_an_operation_on_what_is_not_there_is_refused() -> None:
+    """An unknown store kind was taken for add_f32, and a wrong number was looked up past the end of a list."""
+    program = cpu._cpu.Program(BEST, 1)
+    x, y, rows = program.add_f32(16), program.add_f32(32), program.add_rows("bf16", 16)
+    weight = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=32, k=16), [noise(32, 16, seed=1)])
+    good = {"category": "qkv", "weight": weight, "rows": rows, "out": y}
+    program.linear(**good, store="f32")
+    for wrong, match in (
+        ({"store": "f16"}, "store kind f16"), ({"activation": "relu"}, "activation relu"),
+        ({"category": "other"}, "category other"), ({"weight": 1}, "weight 1 of 1"), ({"out": 9}, "buffer 9 of 3"),
+        ({"rows": -1}, "buffer -1"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            program.linear(**{**good, **wrong})
+    with pytest.raises(ValueError, match="vector 0 of 0"):
+        program.norm(x, 0, 1e-6, rows)
+    with pytest.raises(ValueError, match="weight format fp8"):
+        cpu._cpu.LinearShape(format="fp8", n=32, k=16)
+    with pytest.raises(ValueError, match="group"):
+        cpu._cpu.LinearShape(format="int4", n=32, k=16, group=48)
+    with pytest.raises(ValueError, match="KV format fp8"):
+        cpu._cpu.KvCache(n_layers=1, n_blocks=1, block_tokens=16, n_kv_heads=1, head_dim=2, format="fp8")
+    with pytest.raises(ValueError, match="this machine has"):
+        cpu._cpu.Program("abacus", 1)

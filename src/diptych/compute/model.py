@@ -29,6 +29,9 @@ from diptych.compute.weights import Source
 Best = tuple[list[int], list[float]]
 
 
+WARM_UP_TOKENS = 15  # a prefill of little more than one decode's time
+
+
 class Want(Enum):
     """What a forward is for."""
 
@@ -112,6 +115,16 @@ class Model(ABC):
         HIDDEN: [R, D] fp32 on `device`, the final norm's output, of which the head makes the logits.
         """
 
+    def warm_up(self, kv: KVStore) -> None:
+        """Run a small prefill and one decode over block 0, whose contents are lost.
+
+        A first step pays for threads, room for activations, pages of code and of the cache: tens of milliseconds, which
+        belong to loading and not to the first request's prefill.
+        """
+        n = min(kv.block_tokens - 1, WARM_UP_TOKENS)
+        self.forward(_one_chunk(0, n), kv, Want.LOGITS)
+        self.forward(_one_chunk(n, n + 1), kv, Want.BEST)
+
     @abstractmethod
     def argmax(self, logits_RV: torch.Tensor) -> Sequence[int]:
         """The likeliest id of each row of logits on `device`, the lowest among equals; any id for a row of NaN."""
@@ -125,3 +138,14 @@ class Model(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the weights' memory back; the model is not used afterwards."""
+
+
+def _one_chunk(begin: int, end: int) -> ForwardBatch:
+    n = end - begin
+    return ForwardBatch(
+        token_ids_T=np.zeros(n, dtype=np.int32),
+        query_start_S1=np.array([0, n], dtype=np.int32),
+        context_tokens_S=np.array([end], dtype=np.int32),
+        block_table_SM=np.zeros((1, 1), dtype=np.int32),
+        logits_rows_R=np.array([n - 1], dtype=np.int32),
+    )
