@@ -210,7 +210,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(kernels, isa, format_n
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
-def test_many_rows_have_the_bits_of_few(kernels, format_name):
+def test_many_rows_have_the_bits_of_few(kernels, isa, format_name):
     """Prefill cuts rows into cache blocks; rows at the edges of a block are the ones that could differ."""
     x, w, bias = world(12, 500, 130, 192)
     packed = pack(kernels, isa, format_name, [w], bias=bias, group=64)
