@@ -16,7 +16,6 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
-INSTRUCTION_SETS = ("auto", "avx512", "avx2", "scalar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,8 @@ class ComputeConfig:
     """Which kernels run and on what. `auto` is resolved once at start and logged, never silently changed later.
 
     threads: of the kernels; None is one per physical core that this process may use. numa: where they are pinned: `auto`
-    (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all).
+    (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all). instruction_set: the
+    cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
@@ -84,7 +84,6 @@ class ComputeConfig:
         one_of("backend", self.backend, BACKENDS)
         one_of("weights", self.weights, WEIGHT_FORMATS)
         one_of("kv", self.kv, KV_FORMATS)
-        one_of("instruction_set", self.instruction_set, INSTRUCTION_SETS)
         one_of("longrope", self.longrope, LONGROPE_FACTORS)
         if self.threads is not None:
             at_least("threads", self.threads, 1)
