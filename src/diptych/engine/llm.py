@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.control.loop import CoreStats
-from diptych.engine.engine import Engine, OpenRequest, OutputDelta, Prompt
+from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.load import LoadedModel, Progress, load, make_engine
+from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
+from diptych.ground.bounds import entries
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import CapacityError, EngineError, ExecutorError
+from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
@@ -92,15 +94,16 @@ class LLM:
         on_delta(prompt index, delta) is called as text appears. is_cancelled() is asked before each step; once true, what
         is left is aborted and comes back with what it has. A refused prompt raises before anything runs.
         """
-        prompt_list: list[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
+        asked = prompt_list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompt_list)
-        if len(sampling) != len(prompt_list):
-            raise EngineError(f"{len(prompt_list)} prompts came with {len(sampling)} sampling settings")
+            sampling = [sampling or SamplingParams()] * len(asked)
+        settings = entries("sampling", sampling, RequestError)
+        if len(settings) != len(asked):
+            raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
         arrival_s = self.engine.clock.now_s()
         requests = [
-            self.engine.make_request(prompt, params, arrival_s=arrival_s)
-            for prompt, params in zip(prompt_list, sampling, strict=True)
+            self.engine.make_request(prompt, params, arrival_s=arrival_s)  # type: ignore[arg-type]
+            for prompt, params in zip(asked, settings, strict=True)
         ]
         deltas: list[list[OutputDelta]] = [[] for _ in requests]
         opened: list[OpenRequest] = []
@@ -127,12 +130,6 @@ class LLM:
 
 def _ignore(_: OutputDelta) -> None:
     """Takes the last deltas of a request whose caller has left."""
-
-
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompts, str | RenderedPrompt):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], int)
 
 
 def _collector(
