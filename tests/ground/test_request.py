@@ -140,10 +140,17 @@ def test_what_is_kept_does_not_change_with_what_was_given() -> None:
     assert isinstance(kept.logit_bias, Mapping)
 
 
-@pytest.mark.parametrize("values", [{"kind": 1, "source": "a"}, {"kind": "regex", "source": ["a"]},
-                                    {"kind": "regex", "source": "a", "reasoning": "<think>"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kind": 1, "source": "a"},
+        {"kind": "regex", "source": ["a"]},
+        {"kind": "regex", "source": "\ud800"},
+        {"kind": "regex", "source": "a", "reasoning": "<think>"},
+    ],
+)
 def test_constraints_are_text(values: dict[str, object]) -> None:
-    """They are keys of a cache: a list as the source would be a TypeError deep inside."""
+    """They are keys of a cache: a list as the source would be a TypeError deep inside, and a lone surrogate was."""
     with pytest.raises(BadSampling):
         StructuredSpec(**values)  # type: ignore[arg-type]
     with pytest.raises(BadSampling):

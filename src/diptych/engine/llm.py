@@ -1,6 +1,6 @@
 """`LLM`: prompts in, completions out, on the caller's thread. `AsyncLLM`: many clients at once, the engine on its own thread.
 
->>> llm = LLM.from_pretrained("bundled")                       # doctest: +SKIP
+>>> llm = LLM("bundled", max_context_tokens=2048)  # doctest: +SKIP
 >>> llm.generate(["Once upon a time"], SamplingParams(max_tokens=20, temperature=0.0))[0].choices[0].text  # doctest: +SKIP
 """
 
@@ -12,11 +12,12 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diptych.control.loop import CoreStats
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta
-from diptych.engine.load import LoadedModel, Progress, load, make_engine
+from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.bounds import entries
@@ -61,20 +62,30 @@ class Completion:
 
 
 class LLM:
-    """An engine for programs: give it prompts, wait for completions. One thread at a time."""
+    """An engine for programs: give it prompts, wait for completions. One thread at a time.
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.loaded = loaded
-        self.config = config
-        self.engine = make_engine(loaded, config)
+    >>> LLM("bundled", weights="int8", max_context_tokens=8192)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "bundled",
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a checkpoint ('bundled', a folder, or a hub name) unless it is loaded, and allocate its KV pool.
+
+        settings: fields of SchedulerConfig, ComputeConfig and EngineConfig by name; they stand over `config`.
+        """
+        self.loaded, self.config = opened(model, config, settings, progress)
+        self.engine = make_engine(self.loaded, self.config)
 
     @classmethod
-    def from_pretrained(
-        cls, model: str = "bundled", config: EngineConfig | None = None, *, progress: Progress | None = None
-    ) -> LLM:
-        """Load a checkpoint ('bundled', a folder, or a hub name) and allocate its KV pool."""
-        config = config or EngineConfig()
-        return cls(load(model, config, progress=progress), config)
+    def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> LLM:
+        """The same by another name, as in `transformers`."""
+        return cls(model, *arguments, **settings)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedPrompt:
         """The model's chat template over messages, with the token range of each segment."""
@@ -246,10 +257,17 @@ class RequestHandle:
 class AsyncLLM:
     """An engine for servers. Every method may be called from any event loop or thread; the engine steps on its own."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.loaded = loaded
-        self.config = config
-        self.engine: Engine = make_engine(loaded, config)
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "bundled",
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        """As for `LLM`; `start` begins stepping."""
+        self.loaded, self.config = opened(model, config, settings, progress)
+        self.engine: Engine = make_engine(self.loaded, self.config)
         self.failure: BaseException | None = None
         self.is_draining = False
         self._wake = threading.Condition()
@@ -261,12 +279,9 @@ class AsyncLLM:
         self._on_failure: Callable[[BaseException], object] | None = None
 
     @classmethod
-    def from_pretrained(
-        cls, model: str = "bundled", config: EngineConfig | None = None, *, progress: Progress | None = None
-    ) -> AsyncLLM:
-        """Load a checkpoint and allocate its KV pool; `start` begins stepping."""
-        config = config or EngineConfig()
-        return cls(load(model, config, progress=progress), config)
+    def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> AsyncLLM:
+        """The same by another name, as in `transformers`."""
+        return cls(model, *arguments, **settings)
 
     def start(self, *, on_failure: Callable[[BaseException], object] | None = None) -> None:
         """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,7 +27,7 @@ from diptych.engine.executor import ModelExecutor
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
-from diptych.ground.config import BlockConfig, EngineConfig
+from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError
 
 logger = logging.getLogger("diptych.engine")
@@ -75,6 +76,27 @@ def load(
         load_s=clock.now_s() - begin_s,
         clock=clock,
     )
+
+
+def opened(
+    model: str | Path | LoadedModel,
+    config: EngineConfig | None,
+    settings: dict[str, Any],
+    progress: Progress | None = None,
+) -> tuple[LoadedModel, EngineConfig]:
+    """What `LLM`, `AsyncLLM` and `TwoPhase` begin with: a model, loaded here unless it is already, and its config.
+
+    Raises ConfigError for unknown or impossible settings, and for those that a loaded model can no longer follow.
+    """
+    config = engine_config(config, **settings)
+    if not isinstance(model, LoadedModel):
+        return load(str(model), config, progress=progress), config
+    late = [name for name in settings if SETTINGS[name] == "compute"]
+    if late:
+        raise ConfigError(
+            f"{late[0]} is set, but the model is already loaded", hint="give the setting when it is loaded"
+        )
+    return model, config
 
 
 def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:

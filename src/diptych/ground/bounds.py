@@ -100,7 +100,7 @@ def exactly(kind: type[_Plain], name: str, value: object, error: type[EngineErro
     raise error(f"{name} is {shown(value)}; it must be {noun}", param=name)
 
 
-def text(name: str, value: object, error: type[EngineError], *, least: int, most: int) -> str:
+def text(name: str, value: object, error: type[EngineError], *, least: int = 0, most: int = 2**31 - 1) -> str:
     """`value` when it is a string of Unicode characters with a length within the limits."""
     words = exactly(str, name, value, error)
     if not least <= len(words) <= most:

@@ -63,8 +63,8 @@ class FreeReasoning:
     def __post_init__(self) -> None:
         """Refuse what is no text."""
         if self.begin is not None:
-            exactly(str, "begin", self.begin, BadSampling)
-        exactly(str, "end", self.end, BadSampling)
+            text("begin", self.begin, BadSampling)
+        text("end", self.end, BadSampling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,8 @@ class StructuredSpec:
 
     def __post_init__(self) -> None:
         """Refuse what is no text; whether the constraint has a meaning is seen when it is compiled."""
-        exactly(str, "kind", self.kind, BadSampling)
-        exactly(str, "source", self.source, BadSampling)
+        text("kind", self.kind, BadSampling)
+        text("source", self.source, BadSampling)
         _instance("reasoning", self.reasoning, FreeReasoning)
 
 
