@@ -35,7 +35,7 @@ COLOUR = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.WITHHELD: "yello
 def lab(
     context: typer.Context,
     model: options.Model = "bundled",
-    shape: Annotated[str | None, typer.Option(help="random weights of a known shape instead of a model")] = None,
+    shape: options.Shape = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="folder of the report; results found in it are kept")] = Path(
         "lab-report"
     ),

@@ -8,21 +8,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from diptych.compute.shapes import SHAPES
-from diptych.engine.llm import LLM
-from diptych.engine.load import Progress as ProgressCall
 from diptych.ground.config import BACKENDS, KV_FORMATS, WEIGHT_FORMATS, EngineConfig
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import BOUNDS as SAMPLING
 from diptych.ground.request import SamplingParams
+
+if TYPE_CHECKING:  # doctor needs options, and no tensor library
+    from diptych.engine.llm import LLM
+    from diptych.engine.load import Progress as ProgressCall
 
 Model = Annotated[str, typer.Option("--model", "-m", help="'bundled', a checkpoint folder, or a hub name")]
 Backend = Annotated[str, typer.Option(help=" | ".join(BACKENDS))]
