@@ -90,7 +90,7 @@ def test_light_rooms_import_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"])
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "docs/glossary.md"])
 def test_paths_named_in_the_pages_exist(page: str) -> None:
     """A map that names rooms that are gone leads a newcomer astray."""
     text = (ROOT / page).read_text()

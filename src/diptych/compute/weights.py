@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import math
 import mmap
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -390,4 +391,5 @@ def give_pages_back(tensor: torch.Tensor) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^Got: \w+: (\[Errno -?\d+\] )?", "", line)  # the hub's client puts its own error's name first
