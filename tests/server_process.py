@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,12 @@ class ServerProcess:
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def histogram_above(self, name: str, edge: float) -> float:
+        """How many values of a histogram lie above one of its edges."""
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+        counts = dict(re.findall(rf'^{re.escape(name)}_bucket{{le="([^"]+)"}} (\S+)$', text, re.MULTILINE))
+        return float(counts["+Inf"]) - float(counts[str(edge)])
 
     def blocks_in_use(self) -> int:
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text

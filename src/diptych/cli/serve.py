@@ -37,6 +37,9 @@ def serve(
         int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
     ] = None,
     max_open_requests: Annotated[int, typer.Option(help="requests open at one time")] = 1024,
+    max_body_bytes: Annotated[
+        int | None, typer.Option(help="most bytes of a request's body (default: 4 MiB and 32 bytes per context token)")
+    ] = None,
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     stall_budget_ms: options.StallBudget = None,
@@ -67,6 +70,7 @@ def serve(
         served_model_name=served_model_name,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
         max_open_requests=max_open_requests,
+        max_body_bytes=max_body_bytes,
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
     )

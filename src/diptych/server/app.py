@@ -12,17 +12,19 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from diptych.engine.engine import Engine
 from diptych.ground.clock import wall_time_s
 from diptych.ground.errors import EngineError
+from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.chat import Chat, render_messages
 from diptych.server.completions import Completion
-from diptych.server.door import RequireKey, read_body, unless_disconnected
+from diptych.server.door import RequireKey, unless_disconnected
 from diptych.server.errors import ApiError, error_response, from_engine_error
 from diptych.server.generation import check_model
 from diptych.server.live import timeline_json
@@ -31,10 +33,11 @@ from diptych.server.openapi import body_of, install_openapi, responses
 from diptych.server.schema import ChatBody, CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
+from diptych.server.telemetry import Distribution
 
 logger = logging.getLogger("diptych.server")
 
-MAX_COUNTED_TOKENS = 65536  # of a text that is only tokenised, where the model's context is shorter
+WATCH_S = 0.05
 PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -55,9 +58,11 @@ def create_app(state: ServerState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.engine.subscribe(state.telemetry.on_events)
+        watch = asyncio.ensure_future(watch_loop(state.telemetry.loop_lag_s))
         try:
             yield
         finally:
+            watch.cancel()
             state.live.close()
             state.workers.close()
 
@@ -68,6 +73,7 @@ def create_app(state: ServerState) -> FastAPI:
         version=state.model.version,
         docs_url=None,
         redoc_url=None,  # both load scripts from elsewhere
+        openapi_url=None,  # made on a thread, as it takes 0.1 s
         lifespan=lifespan,
         middleware=middleware,
     )
@@ -79,6 +85,15 @@ def create_app(state: ServerState) -> FastAPI:
     _add_page(app, state)
     install_openapi(app, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TemplateBody)
     return app
+
+
+async def watch_loop(lag_s: Distribution) -> None:
+    """Note how late timers fire, for ever. What holds the event loop or the interpreter holds every stream."""
+    now_s = asyncio.get_running_loop().time
+    while True:
+        due_s = now_s() + WATCH_S
+        await asyncio.sleep(WATCH_S)
+        lag_s.add(max(0.0, now_s() - due_s))
 
 
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
@@ -115,33 +130,35 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_generation(app: FastAPI, state: ServerState) -> None:
-    async def generate(request: Request, job: Completion | Chat, *, is_stream: bool) -> Response:
+    async def generate(request: Request, job: Completion | Chat, body: CompletionBody | ChatBody) -> Response:
         await job.start()
-        if is_stream:
+        if body.stream:
             return EventStream(job.stream(), on_close=job.close)
         try:
             answer = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
         finally:
             job.close()
-        return JSONResponse(answer)
+        return JsonAnswer(
+            await state.workers.run(json_bytes, answer) if body.is_answered_at_length else to_json(answer)
+        )
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=responses(400, 404, 413, 503))
     async def completions(request: Request) -> Response:
         """Continue a text or token ids."""
         arrival_s = state.now_s()
-        body = await read_body(request, CompletionBody, state.workers)
-        return await generate(request, Completion(state, body, arrival_s=arrival_s), is_stream=bool(body.stream))
+        body = await state.bodies.read(request, CompletionBody)
+        return await generate(request, Completion(state, body, arrival_s=arrival_s), body)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=responses(400, 404, 413, 503))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrival_s = state.now_s()
-        body = await read_body(request, ChatBody, state.workers)
-        return await generate(request, Chat(state, body, arrival_s=arrival_s), is_stream=bool(body.stream))
+        body = await state.bodies.read(request, ChatBody)
+        return await generate(request, Chat(state, body, arrival_s=arrival_s), body)
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:
-    counted_tokens = max(state.context_tokens, MAX_COUNTED_TOKENS)
+    counted_tokens = state.counted_tokens
 
     def ids_of(body: TokenizeBody) -> list[int]:
         text = body.prompt or ""
@@ -149,61 +166,74 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         return state.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(400, 404, 413))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """Token ids of a text or of messages."""
-        body = await read_body(request, TokenizeBody, state.workers)
+        body = await state.bodies.read(request, TokenizeBody)
         check_model(state, body.model)
         if body.messages is not None:
             rendered = await render_messages(state, body, limit_tokens=counted_tokens)
             ids = list(rendered.token_ids)
         else:
             ids = await state.workers.run(ids_of, body)
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.context_tokens, "tokens": ids}
-        if body.return_token_strs:
-            answer["token_strs"] = [state.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
-        return answer
+        with_texts = bool(body.return_token_strs)
+
+        def encoded() -> bytes:
+            answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.context_tokens, "tokens": ids}
+            if with_texts:
+                answer["token_strs"] = [state.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
+            return json_bytes(answer)
+
+        return JsonAnswer(await state.workers.run(encoded))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(400, 404, 413))
     async def detokenize(request: Request) -> dict[str, Any]:
         """Text of token ids."""
-        body = await read_body(request, DetokenizeBody, state.workers)
+        body = await state.bodies.read(request, DetokenizeBody)
         check_model(state, body.model)
-        highest = state.engine.loaded.model.spec.vocab_size - 1
-        if body.tokens and max(body.tokens) > highest:
-            raise ApiError(400, f"tokens holds {max(body.tokens)}; ids must be at most {highest}", param="tokens")
+        highest, asked = state.engine.loaded.model.spec.vocab_size - 1, max(body.tokens, default=0)
+        if asked > highest:
+            raise ApiError(400, f"tokens holds {asked}; ids must be at most {highest}", param="tokens")
         text = await state.workers.run(partial(state.tokenizer.decode, body.tokens, skip_special_tokens=False))
         return {"prompt": text}
 
     @app.post("/apply-template", openapi_extra=body_of(TemplateBody), responses=responses(400, 404, 413))
-    async def apply_template(request: Request) -> dict[str, Any]:
+    async def apply_template(request: Request) -> Response:
         """What the chat template makes of messages, with the token range of each part and what the cache holds."""
-        body = await read_body(request, TemplateBody, state.workers)
+        body = await state.bodies.read(request, TemplateBody)
         check_model(state, body.model)
         rendered = await render_messages(state, body, limit_tokens=counted_tokens, documents=body.documents)
 
         def hits(engine: Engine) -> int:
             return engine.core.prefix_match(rendered.token_ids, None)
 
-        return {
-            "prompt": rendered.text,
-            "tokens": list(rendered.token_ids),
-            "segments": [
-                {"name": one.name, "start": one.start, "end": one.end, "tokens": one.end - one.start}
-                for one in rendered.segments
-            ],
-            "cached_tokens": await state.engine.call(hits),
-            "block_tokens": state.model.block_tokens,
-        }
+        cached_tokens = await state.engine.call(hits)
+
+        def encoded() -> bytes:
+            return json_bytes(
+                {
+                    "prompt": rendered.text,
+                    "tokens": list(rendered.token_ids),
+                    "segments": [
+                        {"name": one.name, "start": one.start, "end": one.end, "tokens": one.end - one.start}
+                        for one in rendered.segments
+                    ],
+                    "cached_tokens": cached_tokens,
+                    "block_tokens": state.model.block_tokens,
+                }
+            )
+
+        return JsonAnswer(await state.workers.run(encoded))
 
 
 def _add_requests(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/requests/{request_id}/timeline", responses=responses(404))
-    async def timeline(request_id: str) -> dict[str, Any]:
+    async def timeline(request_id: str) -> Response:
         """Chunks, tokens, stalls and preemptions of an open or recent request."""
         log = state.timelines.find(request_id)
         if log is None:
             raise ApiError(404, f"no request {request_id[:100]!r} is open or among the last ones", code="not_found")
-        return timeline_json(log, now_s=state.now_s())
+        now_s = state.now_s()
+        return JsonAnswer(await state.workers.run(lambda: json_bytes(timeline_json(log, now_s=now_s))))
 
     @app.delete("/v1/requests/{request_id}", responses=responses(404))
     async def abort(request_id: str) -> dict[str, Any]:
@@ -248,6 +278,11 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
         }
 
     created = int(wall_time_s())
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """The OpenAPI document."""
+        return JsonAnswer(await state.workers.run(lambda: json_bytes(app.openapi())))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from diptych.engine.text.reasoning import Opening, opening_of_prompt, tags_of_template
@@ -79,9 +78,9 @@ async def render_messages(
     """Run the chat template on a worker thread. Raises TemplateError, or PromptTooLong for far more than limit_tokens."""
     continues = bool(body.continue_final_message)
     adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return await state.workers.run(
-        partial(
-            state.template.render,
+
+    def render() -> RenderedPrompt:
+        return state.template.render(
             message_dicts(body.messages or ()),
             tools=tool_dicts(body.tools) if has_tools else None,
             documents=documents,
@@ -90,7 +89,8 @@ async def render_messages(
             kwargs=body.chat_template_kwargs,
             limit_tokens=limit_tokens,
         )
-    )
+
+    return await state.workers.run(render)
 
 
 class Chat:
@@ -185,10 +185,12 @@ class Chat:
             for step in steps:
                 self._choices[step.index].push(step)
         self._note_reasoning()
-        return (
-            self._frame("chat.completion", [self._whole(one, at) for at, one in enumerate(self._choices)])
-            | self._accounts()
-        )
+
+        def whole() -> list[dict[str, Any]]:
+            return [self._whole(one, at) for at, one in enumerate(self._choices)]
+
+        made = await self._state.workers.run(whole) if self._body.is_answered_at_length else whole()
+        return self._frame("chat.completion", made) | self._accounts()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events: one per step and choice, usage and timings on the last, then [DONE]."""

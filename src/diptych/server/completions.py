@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from diptych.ground.clock import wall_time_s
@@ -117,7 +118,12 @@ class Completion:
         async for steps in merged_steps(self.opened):
             for step in steps:
                 self._add(choices[step.prompt * self._n + step.index], step)
-        return self._frame([self._whole(number, choice) for number, choice in enumerate(choices)]) | self._accounts()
+
+        def whole() -> list[dict[str, Any]]:
+            return [self._whole(number, choice) for number, choice in enumerate(choices)]
+
+        made = await self._state.workers.run(whole) if self._body.is_answered_at_length else whole()
+        return self._frame(made) | self._accounts()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events: one per step and choice, usage and timings on the last, then [DONE]."""
@@ -129,11 +135,14 @@ class Completion:
                 for step in steps:
                     number = step.prompt * self._n + step.index
                     n_open -= step.finish_reason is not None
-                    data = self._frame([self._part(number, choices[number], step)])
+                    part = partial(self._part, number, choices[number], step)
+                    # with echo the first one holds the whole prompt
+                    is_long = bool(self._body.echo) and self._body.is_answered_at_length
+                    data = self._frame([await self._state.workers.run(part) if is_long else part()])
                     if n_open == 0 and not includes_usage:
                         self.close()
                         data |= self._accounts()
-                    yield event(data)
+                    yield await self._state.workers.run(event, data) if is_long else event(data)
             if includes_usage:
                 yield event(self._frame([]) | self._accounts())
             yield DONE

@@ -18,6 +18,7 @@ class ServerConfig:
     max_queue_s: a request that would wait longer than this for its first step is refused with 503, bursts excepted (see
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
+    max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
     """
 
     host: str = "127.0.0.1"
@@ -27,6 +28,7 @@ class ServerConfig:
     served_model_name: str | None = None
     max_queue_s: float | None = None
     max_open_requests: int = 1024
+    max_body_bytes: int | None = None
     drain_timeout_s: float = 30.0
     metrics_compat: str = "vllm"
     kept_timelines: int = 256
@@ -41,6 +43,8 @@ class ServerConfig:
         if self.drain_timeout_s < 0.0:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
         at_least("max_open_requests", self.max_open_requests, 1)
+        if self.max_body_bytes is not None:
+            at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("kept_timelines", self.kept_timelines, 0)
         if self.metrics_compat not in METRICS_COMPAT:
             raise ConfigError(

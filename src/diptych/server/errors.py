@@ -9,6 +9,7 @@ Owns the mapping from `EngineError` to HTTP. Imports ground only, besides the we
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,6 +18,9 @@ from starlette.responses import JSONResponse, Response
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError, SequenceError
 
 MAX_SHOWN_VALUE = 120  # characters of a refused value that are repeated in the message
+_BRIEF = reprlib.Repr()  # looks at the beginning of a value only, as it may have a million entries
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = MAX_SHOWN_VALUE
+_BRIEF.maxlist = _BRIEF.maxdict = 12
 
 _TYPES = {
     400: "invalid_request_error",
@@ -113,7 +117,7 @@ def from_validation_error(error: ValidationError) -> ApiError:
 
 def shown(value: object) -> str:
     """A refused value, short enough for a message and free of lone surrogates."""
-    text = repr(value)
+    text = _BRIEF.repr(value)
     text = text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "..."
     return text.encode("utf-8", "replace").decode()
 

@@ -31,7 +31,6 @@ from diptych.ground.request import (
     MAX_TOP_LOGPROBS,
 )
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
 MAX_TOOLS = 128
@@ -354,6 +353,12 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None
     user: User
     metadata: dict[str, Any] | None = None
+
+    @property
+    def is_answered_at_length(self) -> bool:
+        """Whether the answer has more than its text for each token: too much to be made on the event loop."""
+        logprobs = getattr(self, "logprobs", None)
+        return bool(self.return_token_ids) or (logprobs is not None and logprobs is not False)
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:

@@ -20,12 +20,14 @@ from diptych.ground.errors import EngineError
 from diptych.server.accounting import Account, Accountant, Thinking
 from diptych.server.admission import Admission, Backlog, Outlook
 from diptych.server.config import ServerConfig
-from diptych.server.door import Workers
+from diptych.server.door import BodyLimits, BodyReader, Workers
 from diptych.server.errors import ApiError
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
 from diptych.server.segments import TokenWork
 from diptych.server.telemetry import RequestLog, Telemetry
+
+MAX_COUNTED_TOKENS = 65536  # of a text that is only tokenised, where the model's context is shorter
 
 
 class Timelines:
@@ -64,6 +66,7 @@ class ServerState:
         self.model = served_model(engine, config)
         self.model_names = {self.model.name, engine.loaded.name, str(engine.loaded.directory)}
         self.workers = Workers()
+        self.bodies = BodyReader(self.workers, BodyLimits.of_context(self.counted_tokens, config.max_body_bytes))
         self.telemetry = Telemetry()
         self.timelines = Timelines(self.telemetry, kept=config.kept_timelines)
         self.collector = MetricsCollector(
@@ -85,6 +88,11 @@ class ServerState:
     def context_tokens(self) -> int:
         """Prompt and output of one sequence together."""
         return self.model.max_context_tokens
+
+    @property
+    def counted_tokens(self) -> int:
+        """Of a text that is only tokenised."""
+        return max(self.context_tokens, MAX_COUNTED_TOKENS)
 
     def now_s(self) -> float:
         """The engine's clock."""
