@@ -53,6 +53,9 @@ def serve(
     numa: options.Numa = "auto",
     max_context_tokens: options.MaxContext = None,
     kv_memory_bytes: options.KvMemory = None,
+    reads_control_tokens: Annotated[
+        bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -69,6 +72,7 @@ def serve(
         max_open_requests=max_open_requests,
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
+        reads_control_tokens=reads_control_tokens,
     )
     engine = engine_config(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,

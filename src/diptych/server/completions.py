@@ -13,22 +13,20 @@ from diptych.ground.clock import wall_time_s
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import TokenLogprobs
+from diptych.server.accounting import running_usage
 from diptych.server.errors import ApiError
 from diptych.server.generation import (
-    Ids,
+    Generation,
     OpenedRequest,
     StepDelta,
     asked,
-    check_model,
     close_all,
     merged_steps,
     open_requests,
-    output_limit,
     sampling_params,
 )
-from diptych.server.schema import MAX_PROMPTS, CompletionBody, Prompt
+from diptych.server.schema import MAX_PROMPTS, CompletionBody
 from diptych.server.sse import DONE, error_event, event
-from diptych.server.state import ServerState
 from diptych.server.structured import structured_spec
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -47,11 +45,11 @@ class _Choice:
     shown_chars: int = 0
 
 
-class Completion:
+class CompletionAnswer:
     """One body on its way to an answer. `opened` is set by `start`; `close` must follow in every case."""
 
-    def __init__(self, state: ServerState, body: CompletionBody, *, arrival_s: float) -> None:
-        self._state = state
+    def __init__(self, generation: Generation, body: CompletionBody, *, arrival_s: float) -> None:
+        self._generation = generation
         self._body = body
         self._asked = asked(body, prefix="cmpl", arrival_s=arrival_s)
         self._created = int(wall_time_s())
@@ -62,29 +60,29 @@ class Completion:
 
     async def start(self) -> None:
         """Tokenise, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
-        body, state = self._body, self._state
-        check_model(state, body.model)
+        body, generation = self._body, self._generation
+        generation.check_model(body.model)
         if body.max_tokens == 0 and not self._is_prompt_only:
             raise ApiError(400, "max_tokens is 0; it must be at least 1 (0 only with echo)", param="max_tokens")
         n_choices = len(body.prompt) * (body.n or 1)
         if n_choices > MAX_PROMPTS * 4:
             raise ApiError(400, f"{n_choices} choices are asked for; at most {MAX_PROMPTS * 4} are made", param="n")
-        prompts = await self._token_ids(body.prompt)
+        prompts = await generation.reader.ids(
+            body.prompt,
+            limit_tokens=generation.context_tokens,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
         if body.echo:
-            decode = state.tokenizer.decode
             self._echoes = [
-                sent if isinstance(sent, str) else await state.workers.run(decode, list(ids))
+                sent if isinstance(sent, str) else await generation.reader.text(ids)
                 for sent, ids in zip(body.prompt, prompts, strict=True)
             ]
         structured = structured_spec(body)
         sampling: list[SamplingParams] = [
             sampling_params(
                 body,
-                max_tokens=output_limit(
-                    body.max_tokens,
-                    default=DEFAULT_MAX_TOKENS,
-                    prompt_tokens=len(ids),
-                    context_tokens=state.context_tokens,
+                max_tokens=generation.output_limit(
+                    body.max_tokens, default=DEFAULT_MAX_TOKENS, prompt_tokens=len(ids), param="max_tokens"
                 ),
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,
@@ -92,20 +90,7 @@ class Completion:
             )
             for ids in prompts
         ]
-        self.opened = await open_requests(state, prompts, sampling, self._asked)
-
-    async def _token_ids(self, prompts: Sequence[Prompt]) -> list[Ids]:
-        tokenizer, limit = self._state.tokenizer, self._state.context_tokens
-
-        def ids_of(prompt: Prompt) -> Ids:
-            if isinstance(prompt, str):
-                tokenizer.refuse_endless(prompt, limit)
-                return tuple(tokenizer.encode(prompt))
-            return tuple(prompt)
-
-        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= 2048:
-            return [ids_of(prompt) for prompt in prompts]
-        return await self._state.workers.run(lambda: [ids_of(prompt) for prompt in prompts])
+        self.opened = await open_requests(generation.desk, prompts, sampling, self._asked)
 
     def close(self) -> None:
         """Abort what still runs."""
@@ -122,14 +107,20 @@ class Completion:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events: one per step and choice, usage and timings on the last, then [DONE]."""
         choices = self._new_choices()
-        n_open = len(choices)
-        includes_usage = self._body.stream_options is not None and bool(self._body.stream_options.include_usage)
+        n_open, n_made = len(choices), 0
+        n_prompt = sum(len(one.handle.request.prompt_token_ids) for one in self.opened)
+        options = self._body.stream_options
+        includes_usage = options is not None and bool(options.include_usage)
+        counts_usage = options is not None and bool(options.continuous_usage_stats)
         try:
             async for steps in merged_steps(self.opened):
                 for step in steps:
                     number = step.prompt * self._n + step.index
                     n_open -= step.finish_reason is not None
                     data = self._frame([self._part(number, choices[number], step)])
+                    n_made += len(step.token_ids)
+                    if counts_usage:
+                        data |= running_usage(n_prompt, n_made)
                     if n_open == 0 and not includes_usage:
                         self.close()
                         data |= self._accounts()
@@ -227,23 +218,24 @@ class Completion:
         }
 
     def _name(self, token_id: int) -> str:
-        return self._state.tokenizer.token_bytes(token_id).decode(errors="replace")
+        return self._generation.reader.tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._asked.response_id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._state.model.name,
+            "model": self._generation.model.name,
             "choices": choices,
         }
 
     def _accounts(self) -> dict[str, Any]:
-        accounts = [self._state.account(one.handle, []) for one in self.opened]
-        usage = self._state.accountant.usage(accounts)
+        accountant = self._generation.accountant
+        accounts = [accountant.account(one.handle) for one in self.opened]
+        usage = accountant.usage(accounts)
         if self._is_prompt_only:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return {"usage": usage, "timings": self._state.accountant.timings(accounts)}
+        return {"usage": usage, "timings": accountant.timings(accounts)}
 
 
 def finite(logprob: float) -> float:

@@ -18,6 +18,7 @@ class ServerConfig:
     max_queue_s: a request that would wait longer than this for its first step is refused with 503, bursts excepted (see
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
+    reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
     """
 
     host: str = "127.0.0.1"
@@ -30,6 +31,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     metrics_compat: str = "vllm"
     kept_timelines: int = 256
+    reads_control_tokens: bool = False
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -42,6 +44,11 @@ class ServerConfig:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
         at_least("max_open_requests", self.max_open_requests, 1)
         at_least("kept_timelines", self.kept_timelines, 0)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ConfigError(
+                "the API key is empty, or holds a line break or another character that no HTTP header can carry",
+                hint="$(cat FILE) drops the line break at the end of a file",
+            )
         if self.metrics_compat not in METRICS_COMPAT:
             raise ConfigError(
                 f"metrics_compat is {self.metrics_compat!r}; it must be one of {', '.join(METRICS_COMPAT)}"
