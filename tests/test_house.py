@@ -21,10 +21,11 @@ MAY_IMPORT = {
     "metrics": {"ground"},
     "workload": {"ground"},
     "compute": {"ground"},
+    "insight": {"ground"},
     "engine": {"ground", "control", "cost", "metrics", "compute"},
-    "server": {"ground", "metrics", "cost", "workload", "engine", "compute", "control"},
+    "server": {"ground", "metrics", "cost", "workload", "engine", "compute", "control", "insight"},
     "lab": {"ground", "metrics", "cost", "workload", "engine", "compute", "control"},
-    "cli": {"ground", "metrics", "cost", "workload", "engine", "compute", "control", "server", "lab"},
+    "cli": {"ground", "metrics", "cost", "workload", "engine", "compute", "control", "insight", "server", "lab"},
 }
 # only these modules may import time or read the environment
 TIME_OWNERS = {"ground/clock.py"}

@@ -80,7 +80,7 @@ def test_oversize_bodies_headers_and_broken_requests_are_refused(server: ServerP
         answer = http.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 400
+    assert http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
     assert http.get("/nothing/here").json()["error"]["message"].startswith("there is no")
     wrong_verb = http.get("/v1/completions")
     assert (wrong_verb.status_code, wrong_verb.headers["allow"]) == (405, "POST")
@@ -202,8 +202,8 @@ PARAMETER_BOMBS = [
 def test_parameter_bombs_end_in_a_400_or_a_bounded_answer(http: httpx.Client, extra: dict[str, object]) -> None:
     """Each field at or beyond its limit, alone and together with others."""
     answer = http.post("/v1/completions", json={**PROMPT, **extra})
-    assert answer.status_code in (200, 400), answer.text
-    if answer.status_code == 400:
+    assert answer.status_code in (200, 400, 413), answer.text
+    if answer.status_code != 200:
         assert answer.json()["error"]["message"]
     elif isinstance(extra.get("prompt"), list) and isinstance(extra["prompt"][0], str):
         assert answer.json()["usage"]["completion_tokens"] >= 64
@@ -227,14 +227,14 @@ def test_deep_and_long_json_is_refused_without_a_stack(http: httpx.Client) -> No
     for body in bodies:
         path = "/v1/chat/completions" if '"messages"' in body[:20] else "/v1/completions"
         answer = http.post(path, content=body, headers={"content-type": "application/json"})
-        assert answer.status_code in (200, 400), (body[:60], answer.text[:300])
+        assert answer.status_code in (200, 400, 413), (body[:60], answer.text[:300])
         assert len(answer.content) < 10_000, "a refusal does not repeat what it refuses"
 
 
 @pytest.mark.usefixtures("answer_before")
 def test_the_longest_text_is_refused_from_its_beginning(server: ServerProcess, http: httpx.Client) -> None:
-    """15 MB of words used to be tokenised to the end: 2 GB of memory and half a minute, for a 400."""
-    text = "word " * 3_000_000
+    """Megabytes of words used to be tokenised to the end: 2 GB of memory and half a minute, for a 400."""
+    text = "word " * 1_000_000
     messages = [{"role": "user", "content": text}]
     before = server.rss_bytes()
     for path, body in (
@@ -246,7 +246,7 @@ def test_the_longest_text_is_refused_from_its_beginning(server: ServerProcess, h
         answer = http.post(path, json=body)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "context_length_exceeded"
-        assert "1500" in answer.json()["error"]["message"]
+        assert "500" in answer.json()["error"]["message"]
     assert server.rss_bytes() - before < 800_000_000
 
 

@@ -43,7 +43,9 @@ def serve(
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     stall_budget_ms: options.StallBudget = None,
-    max_running_sequences: Annotated[int, typer.Option(help="sequences that run at one time")] = 64,
+    max_running_sequences: Annotated[
+        int | None, typer.Option(help="sequences that run at one time (default: what memory and step time allow)")
+    ] = None,
     max_step_tokens: Annotated[int, typer.Option(help="most tokens of one step (largest prefill chunk)")] = 2048,
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
@@ -56,6 +58,9 @@ def serve(
     numa: options.Numa = "auto",
     max_context_tokens: options.MaxContext = None,
     kv_memory_bytes: options.KvMemory = None,
+    reads_control_tokens: Annotated[
+        bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -73,6 +78,7 @@ def serve(
         max_body_bytes=max_body_bytes,
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
+        reads_control_tokens=reads_control_tokens,
     )
     engine = engine_config(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,

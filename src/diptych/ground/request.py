@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 from diptych.ground.errors import BadSampling
 
@@ -20,6 +21,33 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: smaller ones could overflow
 GREEDY_BELOW_TEMPERATURE = 1e-5  # the likeliest token would be drawn anyway, and dividing by less could overflow
+
+
+class Bound(NamedTuple):
+    """low <= value <= high, or low < value where `is_low_open`."""
+
+    low: float
+    high: float
+    is_low_open: bool = False
+
+
+# every number of a request
+BOUNDS: Mapping[str, Bound] = MappingProxyType(
+    {
+        "max_tokens": Bound(1, 2**31 - 1),
+        "min_tokens": Bound(0, 2**31 - 1),
+        "temperature": Bound(0.0, 100.0),
+        "top_k": Bound(1, 2**31 - 1),
+        "top_p": Bound(0.0, 1.0, is_low_open=True),
+        "min_p": Bound(0.0, 1.0),
+        "repetition_penalty": Bound(MIN_REPETITION_PENALTY, 100.0),
+        "presence_penalty": Bound(-2.0, 2.0),
+        "frequency_penalty": Bound(-2.0, 2.0),
+        "logit_bias": Bound(-100.0, 100.0),
+        "n": Bound(1, MAX_N),
+        "logprobs": Bound(0, MAX_TOP_LOGPROBS),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

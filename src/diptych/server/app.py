@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib import resources
 from typing import Any
 
@@ -22,18 +21,26 @@ from diptych.engine.engine import Engine
 from diptych.ground.clock import wall_time_s
 from diptych.ground.errors import EngineError
 from diptych.server.answers import JsonAnswer, json_bytes
-from diptych.server.chat import Chat, render_messages
-from diptych.server.completions import Completion
+from diptych.server.chat import ChatAnswer
+from diptych.server.completions import CompletionAnswer
 from diptych.server.door import RequireKey, unless_disconnected
 from diptych.server.errors import ApiError, error_response, from_engine_error
-from diptych.server.generation import check_model
-from diptych.server.live import timeline_json
+from diptych.server.fields import ignored_header
 from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses
-from diptych.server.schema import ChatBody, CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
+from diptych.server.request_id import RequestIds, request_id_of
+from diptych.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TemplateBody,
+    TokenizeBody,
+)
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
 from diptych.server.telemetry import Distribution
+from diptych.server.timelines import timelines_json
 
 logger = logging.getLogger("diptych.server")
 
@@ -67,7 +74,7 @@ def create_app(state: ServerState) -> FastAPI:
             state.workers.close()
 
     key = state.config.api_key
-    middleware = [Middleware(RequireKey, key=key)] if key is not None else []
+    middleware = [Middleware(RequestIds), *([Middleware(RequireKey, key=key)] if key is not None else [])]
     app = FastAPI(
         title="Diptych",
         version=state.model.version,
@@ -102,7 +109,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
         return error_response(error)
 
     async def on_known(request: Request, error: Exception) -> Response:
-        return refuse(from_engine_error(error, retry_after_s=state.retry_after_s()))
+        return refuse(from_engine_error(error, retry_after_s=state.desk.retry_after_s()))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -130,57 +137,62 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_generation(app: FastAPI, state: ServerState) -> None:
-    async def generate(request: Request, job: Completion | Chat, body: CompletionBody | ChatBody) -> Response:
+    def free_id(request: Request) -> str | None:
+        """The id in the client's header, unless a request under it is still open: proxies send a retry under the same one."""
+        name = request_id_of(request)
+        is_open = name is not None and any(log.end_s is None for log in state.timelines.find(name))
+        return None if is_open else name
+
+    async def generate(request: Request, job: CompletionAnswer | ChatAnswer, body: GenerationBody) -> Response:
         await job.start()
+        headers = ignored_header(body.ignored_fields)
         if body.stream:
-            return EventStream(job.stream(), on_close=job.close)
+            return EventStream(job.stream(), on_close=job.close, headers=headers)
         try:
             answer = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
         finally:
             job.close()
-        return JsonAnswer(
-            await state.workers.run(json_bytes, answer) if body.is_answered_at_length else to_json(answer)
-        )
+        if body.is_answered_at_length:
+            return JsonAnswer(await state.workers.run(json_bytes, answer), headers=headers)
+        return JsonAnswer(to_json(answer), headers=headers)
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=responses(400, 404, 413, 503))
     async def completions(request: Request) -> Response:
         """Continue a text or token ids."""
         arrival_s = state.now_s()
         body = await state.bodies.read(request, CompletionBody)
-        return await generate(request, Completion(state, body, arrival_s=arrival_s), body)
+        body.request_id = body.request_id or free_id(request)
+        return await generate(request, CompletionAnswer(state.generation, body, arrival_s=arrival_s), body)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=responses(400, 404, 413, 503))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrival_s = state.now_s()
         body = await state.bodies.read(request, ChatBody)
-        return await generate(request, Chat(state, body, arrival_s=arrival_s), body)
+        body.request_id = body.request_id or free_id(request)
+        return await generate(request, ChatAnswer(state.generation, body, arrival_s=arrival_s), body)
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:
+    context_tokens, reader = state.model.max_context_tokens, state.reader
     counted_tokens = state.counted_tokens
-
-    def ids_of(body: TokenizeBody) -> list[int]:
-        text = body.prompt or ""
-        state.tokenizer.refuse_endless(text, counted_tokens)
-        return state.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(400, 404, 413))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of messages."""
         body = await state.bodies.read(request, TokenizeBody)
-        check_model(state, body.model)
+        state.generation.check_model(body.model)
         if body.messages is not None:
-            rendered = await render_messages(state, body, limit_tokens=counted_tokens)
-            ids = list(rendered.token_ids)
+            ids = (await reader.render(body, limit_tokens=counted_tokens)).token_ids
         else:
-            ids = await state.workers.run(ids_of, body)
+            add = body.add_special_tokens is not False
+            [ids] = await reader.ids([body.prompt or ""], limit_tokens=counted_tokens, add_special_tokens=add)
         with_texts = bool(body.return_token_strs)
 
         def encoded() -> bytes:
-            answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.context_tokens, "tokens": ids}
+            answer: dict[str, Any] = {"count": len(ids), "max_model_len": context_tokens, "tokens": list(ids)}
             if with_texts:
-                answer["token_strs"] = [state.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
+                answer["token_strs"] = [reader.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
             return json_bytes(answer)
 
         return JsonAnswer(await state.workers.run(encoded))
@@ -189,22 +201,21 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
     async def detokenize(request: Request) -> dict[str, Any]:
         """Text of token ids."""
         body = await state.bodies.read(request, DetokenizeBody)
-        check_model(state, body.model)
+        state.generation.check_model(body.model)
         highest, asked = state.engine.loaded.model.spec.vocab_size - 1, max(body.tokens, default=0)
         if asked > highest:
             raise ApiError(400, f"tokens holds {asked}; ids must be at most {highest}", param="tokens")
-        text = await state.workers.run(partial(state.tokenizer.decode, body.tokens, skip_special_tokens=False))
-        return {"prompt": text}
+        return {"prompt": await reader.text(body.tokens, skip_special_tokens=False)}
 
     @app.post("/apply-template", openapi_extra=body_of(TemplateBody), responses=responses(400, 404, 413))
     async def apply_template(request: Request) -> Response:
         """What the chat template makes of messages, with the token range of each part and what the cache holds."""
         body = await state.bodies.read(request, TemplateBody)
-        check_model(state, body.model)
-        rendered = await render_messages(state, body, limit_tokens=counted_tokens, documents=body.documents)
+        state.generation.check_model(body.model)
+        rendered = await reader.render(body, limit_tokens=counted_tokens, documents=body.documents)
 
         def hits(engine: Engine) -> int:
-            return engine.core.prefix_match(rendered.token_ids, None)
+            return engine.core.prefix_match(rendered.token_ids, body.cache_salt)
 
         cached_tokens = await state.engine.call(hits)
 
@@ -229,20 +240,23 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/requests/{request_id}/timeline", responses=responses(404))
     async def timeline(request_id: str) -> Response:
         """Chunks, tokens, stalls and preemptions of an open or recent request."""
-        log = state.timelines.find(request_id)
-        if log is None:
+        logs = state.timelines.find(request_id)
+        if not logs:
             raise ApiError(404, f"no request {request_id[:100]!r} is open or among the last ones", code="not_found")
         now_s = state.now_s()
-        return JsonAnswer(await state.workers.run(lambda: json_bytes(timeline_json(log, now_s=now_s))))
+        return JsonAnswer(await state.workers.run(lambda: json_bytes(timelines_json(request_id, logs, now_s=now_s))))
 
     @app.delete("/v1/requests/{request_id}", responses=responses(404))
     async def abort(request_id: str) -> dict[str, Any]:
         """End an open request; its reader gets finish_reason "abort"."""
-        log = state.timelines.find(request_id)
-        if log is None or log.request_id not in state.telemetry.logs:
+        still_open = [log for log in state.timelines.find(request_id) if log.request_id in state.telemetry.logs]
+        if not still_open:
             raise ApiError(404, f"no request {request_id[:100]!r} is open", code="not_found")
-        state.engine.abort(log.request_id)
-        return {"id": log.request_id, "object": "request.aborted", "aborted": True}
+        for log in still_open:
+            state.engine.abort(log.request_id)
+        # several: the prompts of one body
+        name = still_open[0].request_id if len(still_open) == 1 else request_id
+        return {"id": name, "object": "request.aborted", "aborted": True}
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict[str, Any]:
@@ -262,7 +276,7 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
     @app.get("/ready", responses=responses(503))
     async def ready() -> dict[str, str]:
         """The model is loaded and requests are taken; false while draining."""
-        state.refuse_when_draining()
+        state.desk.refuse_when_draining()
         return {"status": "ready"}
 
     def model_card() -> dict[str, Any]:
@@ -272,7 +286,7 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
             "created": created,
             "owned_by": "diptych",
             "root": state.engine.loaded.name,  # where clients look for the tokenizer
-            "max_model_len": state.context_tokens,
+            "max_model_len": state.model.max_context_tokens,
             "backend": state.model.backend,
             "weights": state.model.weights,
         }
@@ -292,14 +306,14 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models/{name:path}", responses=responses(404))
     async def model(name: str) -> dict[str, Any]:
         """One model by name."""
-        check_model(state, name)
+        state.generation.check_model(name)
         return model_card()
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""
         return Response(
-            exposition(state.collector, state.engine.stats(), state.outlook()),
+            exposition(state.collector, state.engine.stats(), state.desk.outlook()),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 

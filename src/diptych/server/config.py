@@ -19,6 +19,7 @@ class ServerConfig:
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
     max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
+    reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
     """
 
     host: str = "127.0.0.1"
@@ -32,6 +33,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     metrics_compat: str = "vllm"
     kept_timelines: int = 256
+    reads_control_tokens: bool = False
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -46,6 +48,11 @@ class ServerConfig:
         if self.max_body_bytes is not None:
             at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("kept_timelines", self.kept_timelines, 0)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ConfigError(
+                "the API key is empty, or holds a line break or another character that no HTTP header can carry",
+                hint="$(cat FILE) drops the line break at the end of a file",
+            )
         if self.metrics_compat not in METRICS_COMPAT:
             raise ConfigError(
                 f"metrics_compat is {self.metrics_compat!r}; it must be one of {', '.join(METRICS_COMPAT)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -42,9 +42,16 @@ class EventStream(Response):
     SEND_TIMEOUT_S; also when nothing was ever sent.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, on_close: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        on_close: Callable[[], None] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(
             headers={
+                **(headers or {}),
                 "content-type": "text/event-stream; charset=utf-8",
                 "cache-control": "no-cache",
                 "x-accel-buffering": "no",  # proxies must not hold tokens back

@@ -24,7 +24,7 @@ _NAMED_SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 # Special tokens that stay in the text, because clients and our own parsers look for them there.
-_SHOWN_TOKENS = frozenset(
+SHOWN_TOKENS = frozenset(
     {"<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>"}
     | {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
 )
@@ -51,13 +51,14 @@ class Tokenizer:
         self._config = config
         self.eos_token_ids = tuple(dict.fromkeys(int(token_id) for token_id in eos_token_ids))
         added = backend.get_added_tokens_decoder()
+        self.added_tokens: Mapping[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # what text never spells; models write tags such as <tool_call> as one token whether it is flagged special or not
         self.mark_token_ids = frozenset(
             token_id for token_id, token in added.items() if token.special or _is_tag(token.content)
         )
-        shown = {token_id for token_id, token in added.items() if token.content in _SHOWN_TOKENS}
+        shown = {token_id for token_id, token in added.items() if token.content in SHOWN_TOKENS}
         self.hidden_token_ids = self.special_token_ids - shown
         decoder = backend.decoder  # its pickled form is the JSON of tokenizer.json
         self.piece_kind, self.stripped_spaces = _piece_kind(decoder and json.loads(decoder.__getstate__()))
