@@ -61,9 +61,8 @@ def raw_exchange(server: ServerProcess, data: bytes, *, shut: bool = False, time
 
 def post(body: bytes, *, path: str = "/v1/completions", headers: str = "", length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n{headers}\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{headers}"
+    head += f"Content-Length: {size}\r\n\r\n"
     return head.encode() + body
 
 
@@ -267,7 +266,8 @@ def test_bodies_without_a_length_are_bounded_as_they_come(server: ServerProcess,
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     small = b'{"prompt":"a","max_tokens":1}'
     chunked = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in small) + b"0\r\n\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
     assert raw_exchange(server, head + chunked).startswith(b"HTTP/1.1 200")
     assert b" 400 " in raw_exchange(server, head + b"zz\r\n{}\r\n0\r\n\r\n")[:40]
 
@@ -275,7 +275,7 @@ def test_bodies_without_a_length_are_bounded_as_they_come(server: ServerProcess,
 @pytest.mark.usefixtures("answer_before")
 def test_bytes_that_are_no_text_in_path_query_and_headers(server: ServerProcess) -> None:
     for target in (b"/v1/models/\xff\xfe", b"/v1/models/%ff%00", b"/v1/requests/%F0%28%8C%28/timeline?x=%ff", b"/\x00"):
-        status = raw_exchange(server, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")[:12]
+        status = raw_exchange(server, b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")[:12]
         assert status in (b"HTTP/1.1 404", b"HTTP/1.1 400"), (target, status)
     for header in (
         b"Authorization: Bearer \xff\xfe",
@@ -284,7 +284,7 @@ def test_bytes_that_are_no_text_in_path_query_and_headers(server: ServerProcess)
         b"Content-Length: 1_0",
     ):
         answer = raw_exchange(
-            server, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n\r\n", timeout_s=3
+            server, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n\r\n", timeout_s=3
         )
         assert answer[:12] in (b"HTTP/1.1 400", b""), (header, answer[:80])
 
@@ -295,7 +295,7 @@ def test_clients_that_send_or_read_too_slowly_are_cut_off(server: ServerProcess,
     """Within 30 s for headers, 60 s for a body, and about 75 s for a stream nobody reads; meanwhile others are served."""
     started_s = CLOCK.now_s()
     headers = socket.create_connection((server.host, server.port), timeout=120)
-    headers.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+    headers.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
     body = socket.create_connection((server.host, server.port), timeout=120)
     body.sendall(post(b'{"prompt":', length=500))
     reader = socket.create_connection((server.host, server.port), timeout=120)

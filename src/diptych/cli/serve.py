@@ -28,6 +28,13 @@ def serve(
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 8000,
     api_key: Annotated[str | None, typer.Option(help="key that clients must send (default: DIPTYCH_API_KEY)")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="listen beyond this machine without a key")] = False,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="answer to this name in Host too (may be repeated; *: to any)")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="let pages of this site use the server: https://app.example.com (may be repeated; *: any)"),
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="name of the model in answers")] = None,
     max_queue_s: Annotated[
         float | None,
@@ -72,6 +79,8 @@ def serve(
         port=port,
         api_key=api_key or env_text("API_KEY"),
         is_insecure=insecure,
+        allowed_hosts=tuple(allowed_host or ()),
+        allow_origins=tuple(origin.lower() for origin in allow_origin or ()),
         served_model_name=served_model_name,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
         max_open_requests=max_open_requests,

@@ -141,15 +141,15 @@ def local_predictor(model: Model) -> CalibratedModel | None:
     return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
 
 
-def default_places(pool_tokens: int, calibrated: CalibratedModel | None) -> Places:
+def default_places(pool_tokens: int, context_tokens: int, calibrated: CalibratedModel | None) -> Places:
     """How many sequences run at one time, by the measured profile where there is one."""
     if calibrated is None:
-        return places(pool_tokens, None)
+        return places(pool_tokens, context_tokens, None)
 
-    def predict_s(sequences: int, context_tokens: int) -> float:
-        return calibrated.predict(Workload.decode(batch=sequences, context_tokens=context_tokens)).total_s
+    def predict_s(sequences: int, tokens: int) -> float:
+        return calibrated.predict(Workload.decode(batch=sequences, context_tokens=tokens)).total_s
 
-    return places(pool_tokens, predict_s)
+    return places(pool_tokens, context_tokens, predict_s)
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ def make_machinery(
     calibrated = local_predictor(model)
     number = config.scheduler.max_running_sequences
     if number is None:
-        found = default_places(n_blocks * config.block_tokens, calibrated)
+        found = default_places(n_blocks * config.block_tokens, context, calibrated)
         number = found.number
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     core = EngineCore(

@@ -37,6 +37,7 @@ from diptych.server.schema import (
     TemplateBody,
     TokenizeBody,
 )
+from diptych.server.sites import site_middleware
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
 from diptych.server.telemetry import Distribution
@@ -74,7 +75,11 @@ def create_app(state: ServerState) -> FastAPI:
             state.workers.close()
 
     key = state.config.api_key
-    middleware = [Middleware(RequestIds), *([Middleware(RequireKey, key=key)] if key is not None else [])]
+    middleware = [
+        Middleware(RequestIds),
+        *site_middleware(state.config),
+        *([Middleware(RequireKey, key=key)] if key is not None else []),
+    ]
     app = FastAPI(
         title="Diptych",
         version=state.model.version,

@@ -22,6 +22,7 @@ class Desk:
         self.admission = admission
         self.telemetry = telemetry
         self.timelines = timelines
+        self.is_leaving = False  # what is aborted now was not asked for: its client gets an error
         self._tasks: set[asyncio.Task[None]] = set()
 
     def now_s(self) -> float:

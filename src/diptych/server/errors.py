@@ -25,6 +25,7 @@ _BRIEF.maxlist = _BRIEF.maxdict = 12
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",

@@ -110,6 +110,9 @@ class OpenedRequest:
             merged = self._merge(group)
             if FinishReason.ERROR in self.reasons.values():
                 raise from_engine_error(self.handle.error or EngineError("the request was dropped"))
+            if self._desk.is_leaving and FinishReason.ABORT in self.reasons.values():
+                message = "this server is going down and has cut this answer off\nhint: send the request again"
+                raise ApiError(503, message, code="shutting_down", retry_after_s=5)
             yield merged
 
     def _merge(self, group: list[OutputDelta]) -> list[StepDelta]:
