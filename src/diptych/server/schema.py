@@ -24,6 +24,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from diptych.compute.structured import MAX_REGEX_BYTES
 from diptych.ground.request import (
     BOUNDS,
     MAX_LOGIT_BIAS,
@@ -37,8 +39,6 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
 MAX_TOOLS = 128
-MAX_SCHEMA_BYTES = 64 * 1024
-MAX_SCHEMA_DEPTH = 32
 MAX_KWARGS_BYTES = 16 * 1024
 MAX_KWARGS_DEPTH = 16
 MAX_USER_BYTES = 512
@@ -276,7 +276,7 @@ class ResponseFormat(Body):
 
 
 Schema = dict[str, Any] | str
-Regex = Annotated[str, Field(min_length=1, max_length=4096)]
+Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_BYTES)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=4096)]], _StopAtFirst(), Field(min_length=1, max_length=1024)
 ]

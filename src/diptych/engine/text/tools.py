@@ -26,6 +26,7 @@ from enum import Enum
 from random import SystemRandom
 from typing import Any
 
+from diptych.compute.json_schema import holdable
 from diptych.engine.text.reasoning import partial_end
 from diptych.ground.errors import RequestError
 from diptych.ground.request import StructuredSpec
@@ -476,7 +477,8 @@ def tool_call_spec(
     """The grammar for tool_choice "required" (name None) or a named function.
 
     tools: OpenAI tool objects. is_parallel: several calls may follow each other. tag_ids: those of CALL_TAGS that are
-    tokens of their own; they are written as such, not letter by letter. Raises RequestError for an unknown name.
+    tokens of their own; they are written as such, not letter by letter. Objects are closed (`compute.json_schema`).
+    Raises RequestError for an unknown name, GrammarError for parameters that no grammar can hold.
     """
     functions = [_function(tool, i) for i, tool in enumerate(tools)]
     if name is not None:
@@ -500,7 +502,7 @@ def tool_call_spec(
     lines.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         # each schema is a root of its own, or its `$ref`s would point nowhere
-        schema = {**_parameters(function), "x-guidance": {"whitespace_pattern": _BLANKS}}
+        schema = {**holdable(_parameters(function)), "x-guidance": {"whitespace_pattern": _BLANKS}}
         lines.append(f"call{i}: {_call_rule(function['name'], f'arguments{i}', tool_format, tags)}")
         lines.append(f"arguments{i}: %json {json.dumps(schema)}")
     return StructuredSpec(kind="grammar", source="\n".join([*lines, f"BLANKS: /{_BLANKS}/"]))
