@@ -364,6 +364,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart], _StopAtFirst()] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name
     name: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[HistoryToolCall], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=256)

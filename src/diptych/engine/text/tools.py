@@ -28,7 +28,7 @@ from typing import Any
 
 from diptych.compute.json_schema import holdable
 from diptych.engine.text.reasoning import partial_end
-from diptych.ground.errors import RequestError
+from diptych.ground.errors import GrammarError, RequestError
 from diptych.ground.request import StructuredSpec
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
@@ -502,7 +502,7 @@ def tool_call_spec(
     lines.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         # each schema is a root of its own, or its `$ref`s would point nowhere
-        schema = {**holdable(_parameters(function)), "x-guidance": {"whitespace_pattern": _BLANKS}}
+        schema = {**_holdable_parameters(function), "x-guidance": {"whitespace_pattern": _BLANKS}}
         lines.append(f"call{i}: {_call_rule(function['name'], f'arguments{i}', tool_format, tags)}")
         lines.append(f"arguments{i}: %json {json.dumps(schema)}")
     return StructuredSpec(kind="grammar", source="\n".join([*lines, f"BLANKS: /{_BLANKS}/"]))
@@ -517,9 +517,14 @@ def _call_rule(name: str, arguments: str, tool_format: ToolFormat, tags: Mapping
     return " BLANKS ".join([*(json.dumps(part) for part in parts), arguments, json.dumps("}")])
 
 
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _holdable_parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments are an object, also where the schema forgets to say so."""
-    return {"type": "object", **(function.get("parameters") or {})}
+    try:
+        return holdable({"type": "object", **(function.get("parameters") or {})})
+    except GrammarError as error:
+        raise GrammarError(
+            f"parameters of tool {function['name']!r}: {error.message}", hint=error.hint, param="tools"
+        ) from error
 
 
 def _function(tool: Mapping[str, Any], place: int) -> Mapping[str, Any]:
