@@ -27,7 +27,6 @@ from diptych.cost.components import ATTENTION, cost_of, expected_experts, kv_tok
 from diptych.cost.profile import read_profile
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
 from diptych.cost.workload import ChunkShape, Workload
-from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec, KVSpec, ModelSpec, QuantSpec, StepCost
 from diptych.ground.step import StepPlan
 
@@ -353,8 +352,3 @@ def weight_class(weight_bytes: float, name: str) -> str:
 def _read_as(weights: str, *, is_unpacked: bool) -> str:
     """The format whose achieved bandwidth applies: one the device cannot multiply is unpacked on the way, like int8."""
     return "int8" if is_unpacked and weights == "fp8" else weights
-
-
-def phase_of(work: Workload) -> Phase:
-    """DECODE when every chunk is a decode row, else PREFILL."""
-    return Phase.DECODE if all(shape.is_decode for shape in work.shapes) else Phase.PREFILL

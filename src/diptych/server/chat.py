@@ -26,25 +26,29 @@ from diptych.server.turn_parts import ChoiceParts, Finish, Part, TextPart, Think
 def template_kwargs(body: ChatBody, template_source: str) -> dict[str, Any]:
     """The fields that only a template can honour, as its variables. Raises ApiError 400 where it knows none of that name."""
     made: dict[str, Any] = {}
-    for name, value, harmless in (
-        ("reasoning_effort", body.reasoning_effort, None),
-        ("verbosity", body.verbosity, "medium"),  # OpenAI's default
-    ):
-        if value is None:
-            continue
-        if name in template_source:
-            made[name] = value
-        elif name == "reasoning_effort" and value == "none" and "enable_thinking" in template_source:
-            made["enable_thinking"] = False
-        elif value != harmless:
-            raise ApiError(
-                400,
-                f"{name} is {value!r}; the chat template of this model has no such setting "
-                "(hint: leave it out; what the template does know can be sent as chat_template_kwargs)",
-                param=name,
-                code="invalid_value",
-            )
+    effort, verbosity = body.reasoning_effort, body.verbosity
+    if effort is not None:
+        if "enable_thinking" in template_source:  # as vLLM does: it can only be on or off
+            made["enable_thinking"] = effort != "none"
+        if "reasoning_effort" in template_source:
+            made["reasoning_effort"] = effort
+        if not made:
+            raise _unknown_to_template("reasoning_effort", effort)
+    if verbosity is not None and "verbosity" in template_source:
+        made["verbosity"] = verbosity
+    elif verbosity not in (None, "medium"):  # OpenAI's default
+        raise _unknown_to_template("verbosity", verbosity)
     return made
+
+
+def _unknown_to_template(name: str, value: str | None) -> ApiError:
+    return ApiError(
+        400,
+        f"{name} is {value!r}; the chat template of this model has no such setting "
+        "(hint: leave it out; what the template does know can be sent as chat_template_kwargs)",
+        param=name,
+        code="invalid_value",
+    )
 
 
 def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:

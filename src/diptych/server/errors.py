@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError, SequenceError
+from diptych.server.wording import complaint
 
 MAX_SHOWN_VALUE = 120  # characters of a refused value that are repeated in the message
 _BRIEF = reprlib.Repr()  # looks at the beginning of a value only, as it may have a million entries
@@ -81,7 +82,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> ApiError:
-    """Translate an engine's error. Unknown exceptions become 500 without their text: it may hold other users' data."""
+    """Translate an engine's error. What is no fault of the client becomes 500 without its text: it is for the log alone."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLong):
@@ -91,9 +92,9 @@ def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> Ap
     if isinstance(error, CapacityError):
         return ApiError(503, str(error), param=error.param, code="overloaded", retry_after_s=retry_after_s)
     if isinstance(error, SequenceError):
-        return ApiError(500, f"this request failed: {error.message}", code="request_failed")
+        return ApiError(500, "this request failed in the engine; see the server's log", code="request_failed")
     if isinstance(error, EngineError):
-        return ApiError(500, f"the engine failed: {error.message}", code="engine_failed")
+        return ApiError(500, "the engine failed; see the server's log", code="engine_failed")
     return ApiError(500, "the server failed while answering; see its log", code="internal_error")
 
 
@@ -103,17 +104,12 @@ def from_validation_error(error: ValidationError) -> ApiError:
     # of the branches of a union, the one that got furthest is what the client meant
     first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
-        return ApiError(400, f"body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     path = _path(first["loc"])
     if first["type"] == "missing":
         return ApiError(400, f"{path} is missing; it is required", param=path, code="missing_required_parameter")
-    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if not path:
-        return ApiError(400, reason, param=first.get("ctx", {}).get("param"), code="invalid_value")
-    message = f"{path} is {shown(first['input'])}; it must be {reason}"
-    if first["type"] == "value_error":
-        message = f"{path} {reason}"
-    return ApiError(400, message, param=path, code="invalid_value")
+    message = complaint(first, path, shown(first["input"]))
+    return ApiError(400, message, param=path or first.get("ctx", {}).get("param"), code="invalid_value")
 
 
 def shown(value: object) -> str:

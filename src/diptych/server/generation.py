@@ -7,6 +7,7 @@ also when the client leaves half-way; then its account is final and counted.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import RequestHandle
 from diptych.engine.text.template import RenderedPrompt
-from diptych.ground.errors import EngineError, GrammarError
+from diptych.ground.errors import EngineError, GrammarError, RequestError
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.ground.step import TokenLogprobs
@@ -26,6 +27,8 @@ from diptych.server.metrics_export import ServedModel
 from diptych.server.reader import Ids, Reader
 from diptych.server.schema import GenerationBody
 from diptych.server.structured import constraint_field
+
+logger = logging.getLogger("diptych.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +112,10 @@ class OpenedRequest:
         async for group in self.handle.steps():
             merged = self._merge(group)
             if FinishReason.ERROR in self.reasons.values():
-                raise from_engine_error(self.handle.error or EngineError("the request was dropped"))
+                error = self.handle.error or EngineError("the request was dropped")
+                if not isinstance(error, RequestError):  # the client is told that it failed, the log why
+                    logger.error("request failed id=%s: %s", self.handle.request_id, error.message)
+                raise from_engine_error(error)
             if self._desk.is_leaving and FinishReason.ABORT in self.reasons.values():
                 message = "this server is going down and has cut this answer off\nhint: send the request again"
                 raise ApiError(503, message, code="shutting_down", retry_after_s=5)

@@ -24,6 +24,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from diptych.compute.structured import MAX_REGEX_BYTES
 from diptych.ground.request import (
     BOUNDS,
     MAX_LOGIT_BIAS,
@@ -36,8 +38,6 @@ from diptych.server.fields import FieldRefused, check_extra
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
 MAX_TOOLS = 128
-MAX_SCHEMA_BYTES = 64 * 1024
-MAX_SCHEMA_DEPTH = 32
 MAX_KWARGS_BYTES = 16 * 1024
 MAX_KWARGS_DEPTH = 16
 MAX_USER_BYTES = 512
@@ -275,7 +275,7 @@ class ResponseFormat(Body):
 
 
 Schema = dict[str, Any] | str
-Regex = Annotated[str, Field(min_length=1, max_length=4096)]
+Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_BYTES)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=4096)]], _StopAtFirst(), Field(min_length=1, max_length=1024)
 ]
@@ -363,6 +363,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart], _StopAtFirst()] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name
     name: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[HistoryToolCall], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=256)
