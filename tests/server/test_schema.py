@@ -26,7 +26,7 @@ def refused(body_type: type[Body], body: object) -> ApiError:
     [
         ("n", 65, ["n is 65", "64"]),
         ("n", 0, ["n is 0", "1"]),
-        ("n", "2", ["n is '2'", "integer"]),
+        ("n", "2", ["n is '2'", "whole number"]),
         ("n", True, ["n is True"]),
         ("temperature", -0.5, ["temperature is -0.5", "0"]),
         ("top_p", 0, ["top_p is 0", "greater than 0"]),
