@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.ground.clock import MonotonicClock, sleep_s
 
@@ -23,7 +25,9 @@ BACKEND = os.environ.get("DIPTYCH_TEST_BACKEND", "auto")
 
 
 class ServerProcess:
-    """`diptych serve` on a free port. Use `stop` or the context manager."""
+    """`diptych serve` on a free port. Use `stop` or the context manager. `running`: those not yet ended, of all tests."""
+
+    running: ClassVar[list[ServerProcess]] = []
 
     def __init__(self, *arguments: str, script: Path | None = None, key: str | None = None) -> None:
         begin = [str(script)] if script is not None else ["-m", "diptych"]
@@ -40,6 +44,7 @@ class ServerProcess:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.url = self._url()
+        ServerProcess.running.append(self)
         self.host, _, port = self.url.removeprefix("http://").rpartition(":")
         self.port = int(port)
 
@@ -80,6 +85,12 @@ class ServerProcess:
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
+    def histogram_above(self, name: str, edge: float) -> float:
+        """How many values of a histogram lie above one of its edges."""
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+        counts = dict(re.findall(rf'^{re.escape(name)}_bucket{{le="([^"]+)"}} (\S+)$', text, re.MULTILINE))
+        return float(counts["+Inf"]) - float(counts[str(edge)])
+
     def blocks_in_use(self) -> int:
         text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
         line = next(line for line in text.splitlines() if line.startswith('diptych_kv_blocks{state="in_use"}'))
@@ -94,6 +105,35 @@ class ServerProcess:
                 return
             sleep_s(0.02)
         raise AssertionError(f"not idle: {left} sequences, {self.blocks_in_use()} blocks in use")
+
+    def check_balance(self) -> None:
+        """Of an idle server: every token, request, choice and block that came in has gone out, in either family of names."""
+        if self.process.poll() is not None or httpx.get(f"{self.url}/ready").status_code != 200:
+            return
+        self.wait_idle()
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+        values = {sample.name: 0.0 for family in text_string_to_metric_families(text) for sample in family.samples}
+        sources, states, info = {}, {}, {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                values[sample.name] += sample.value
+                if sample.name == "diptych_prompt_tokens_total":
+                    sources[sample.labels["source"]] = sample.value
+                elif sample.name == "diptych_kv_blocks":
+                    states[sample.labels["state"]] = sample.value
+                elif sample.name == "vllm:cache_config_info":
+                    info = sample.labels
+        told = {name: value for name, value in values.items() if not name.endswith("_bucket")}
+        assert sources["computed"] + sources["cached"] + sources["dropped"] == told["vllm:prompt_tokens_total"], told
+        assert told["diptych_requests_total"] == told["diptych_requests_taken_total"], told
+        assert told["diptych_choices_finished_total"] == told["vllm:request_success_total"]
+        assert told["diptych_choices_finished_total"] >= told["diptych_requests_total"]
+        assert told["vllm:request_max_num_generation_tokens_count"] == told["diptych_requests_total"]
+        assert told["vllm:request_max_num_generation_tokens_sum"] <= told["diptych_output_tokens_total"]
+        assert told["diptych_output_tokens_total"] == told["vllm:generation_tokens_total"]
+        assert states["in_use"] == 0
+        assert sum(states.values()) == float(info["num_gpu_blocks"])
+        assert told["diptych_waiting_tokens"] == 0
 
     def rss_bytes(self) -> int:
         """Resident memory of the process."""
@@ -111,6 +151,7 @@ class ServerProcess:
         return self
 
     def __exit__(self, *problem: object) -> None:
+        ServerProcess.running.remove(self)
         for client in self._clients:
             client.close()
         if self.process.poll() is None:

@@ -57,7 +57,7 @@ def engine_config(
     max_context_tokens: int | None = None,
     kv_memory_bytes: int | None = None,
     stall_budget_ms: float | None = None,
-    max_running_sequences: int = 64,
+    max_running_sequences: int | None = None,
     max_step_tokens: int = 2048,
 ) -> EngineConfig:
     """The shared options as an EngineConfig; ConfigError for impossible values."""

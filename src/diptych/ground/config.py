@@ -21,13 +21,14 @@ INSTRUCTION_SETS = ("auto", "avx512", "avx2", "scalar")
 class SchedulerConfig:
     """Limits of one step and of the waiting line.
 
-    max_step_tokens: token budget of a step. stall_budget_s: a step that holds running decodes may not be predicted to
+    max_step_tokens: token budget of a step. max_running_sequences: None: what KV memory and the time of a step allow (the
+    engine settles it, see `engine.places`). stall_budget_s: a step that holds running decodes may not be predicted to
     last longer than this (None: no limit). max_waiting_tokens: admission bound over prompt + max_tokens of all waiting
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves.
     """
 
     max_step_tokens: int = 2048
-    max_running_sequences: int = 64
+    max_running_sequences: int | None = None
     stall_budget_s: float | None = None
     max_waiting_tokens: int = 4_194_304
     max_context_tokens: int = 4096
@@ -37,7 +38,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
         at_least("max_step_tokens", self.max_step_tokens, 1)
-        at_least("max_running_sequences", self.max_running_sequences, 1)
+        if self.max_running_sequences is not None:
+            at_least("max_running_sequences", self.max_running_sequences, 1)
         at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
         at_least("max_context_tokens", self.max_context_tokens, 2)
         if self.stall_budget_s is not None and self.stall_budget_s <= 0.0:

@@ -119,7 +119,9 @@ class Engines:
         self._context_tokens = context_tokens
         block_tokens = config.block_tokens
         # every sequence may leave its last block partly empty
-        n_blocks = -(-n_tokens // block_tokens) + config.scheduler.max_running_sequences
+        n_blocks = -(-n_tokens // block_tokens) + (
+            config.scheduler.max_running_sequences or config.scheduler.max_step_tokens
+        )
         self._blocks = BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)
         self._kv = model.make_kv(n_blocks, block_tokens)
 

@@ -11,17 +11,19 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from diptych.engine.engine import Engine
 from diptych.ground.clock import wall_time_s
 from diptych.ground.errors import EngineError
+from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.chat import ChatAnswer
 from diptych.server.completions import CompletionAnswer
-from diptych.server.door import RequireKey, read_body, unless_disconnected
+from diptych.server.door import RequireKey, unless_disconnected
 from diptych.server.errors import ApiError, error_response, from_engine_error
 from diptych.server.fields import ignored_header
 from diptych.server.metrics_export import exposition
@@ -35,13 +37,15 @@ from diptych.server.schema import (
     TemplateBody,
     TokenizeBody,
 )
+from diptych.server.sites import site_middleware
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
+from diptych.server.telemetry import Distribution
 from diptych.server.timelines import timelines_json
 
 logger = logging.getLogger("diptych.server")
 
-MAX_COUNTED_TOKENS = 65536  # of a text that is only tokenised, where the model's context is shorter
+WATCH_S = 0.05
 PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -62,19 +66,26 @@ def create_app(state: ServerState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.engine.subscribe(state.telemetry.on_events)
+        watch = asyncio.ensure_future(watch_loop(state.telemetry.loop_lag_s))
         try:
             yield
         finally:
+            watch.cancel()
             state.live.close()
             state.workers.close()
 
     key = state.config.api_key
-    middleware = [Middleware(RequestIds), *([Middleware(RequireKey, key=key)] if key is not None else [])]
+    middleware = [
+        Middleware(RequestIds),
+        *site_middleware(state.config),
+        *([Middleware(RequireKey, key=key)] if key is not None else []),
+    ]
     app = FastAPI(
         title="Diptych",
         version=state.model.version,
         docs_url=None,
         redoc_url=None,  # both load scripts from elsewhere
+        openapi_url=None,  # made on a thread, as it takes 0.1 s
         lifespan=lifespan,
         middleware=middleware,
     )
@@ -86,6 +97,15 @@ def create_app(state: ServerState) -> FastAPI:
     _add_page(app, state)
     install_openapi(app, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TemplateBody)
     return app
+
+
+async def watch_loop(lag_s: Distribution) -> None:
+    """Note how late timers fire, for ever. What holds the event loop or the interpreter holds every stream."""
+    now_s = asyncio.get_running_loop().time
+    while True:
+        due_s = now_s() + WATCH_S
+        await asyncio.sleep(WATCH_S)
+        lag_s.add(max(0.0, now_s() - due_s))
 
 
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
@@ -137,13 +157,15 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
             answer = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
         finally:
             job.close()
-        return JSONResponse(answer, headers=headers)
+        if body.is_answered_at_length:
+            return JsonAnswer(await state.workers.run(json_bytes, answer), headers=headers)
+        return JsonAnswer(to_json(answer), headers=headers)
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=responses(400, 404, 413, 503))
     async def completions(request: Request) -> Response:
         """Continue a text or token ids."""
         arrival_s = state.now_s()
-        body = await read_body(request, CompletionBody, state.workers)
+        body = await state.bodies.read(request, CompletionBody)
         body.request_id = body.request_id or free_id(request)
         return await generate(request, CompletionAnswer(state.generation, body, arrival_s=arrival_s), body)
 
@@ -151,70 +173,83 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrival_s = state.now_s()
-        body = await read_body(request, ChatBody, state.workers)
+        body = await state.bodies.read(request, ChatBody)
         body.request_id = body.request_id or free_id(request)
         return await generate(request, ChatAnswer(state.generation, body, arrival_s=arrival_s), body)
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:
     context_tokens, reader = state.model.max_context_tokens, state.reader
-    counted_tokens = max(context_tokens, MAX_COUNTED_TOKENS)
+    counted_tokens = state.counted_tokens
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(400, 404, 413))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """Token ids of a text or of messages."""
-        body = await read_body(request, TokenizeBody, state.workers)
+        body = await state.bodies.read(request, TokenizeBody)
         state.generation.check_model(body.model)
         if body.messages is not None:
             ids = (await reader.render(body, limit_tokens=counted_tokens)).token_ids
         else:
             add = body.add_special_tokens is not False
             [ids] = await reader.ids([body.prompt or ""], limit_tokens=counted_tokens, add_special_tokens=add)
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": context_tokens, "tokens": list(ids)}
-        if body.return_token_strs:
-            answer["token_strs"] = [reader.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
-        return answer
+        with_texts = bool(body.return_token_strs)
+
+        def encoded() -> bytes:
+            answer: dict[str, Any] = {"count": len(ids), "max_model_len": context_tokens, "tokens": list(ids)}
+            if with_texts:
+                answer["token_strs"] = [reader.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
+            return json_bytes(answer)
+
+        return JsonAnswer(await state.workers.run(encoded))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(400, 404, 413))
     async def detokenize(request: Request) -> dict[str, Any]:
         """Text of token ids."""
-        body = await read_body(request, DetokenizeBody, state.workers)
+        body = await state.bodies.read(request, DetokenizeBody)
         state.generation.check_model(body.model)
-        highest = state.engine.loaded.model.spec.vocab_size - 1
-        if body.tokens and max(body.tokens) > highest:
-            raise ApiError(400, f"tokens holds {max(body.tokens)}; ids must be at most {highest}", param="tokens")
+        highest, asked = state.engine.loaded.model.spec.vocab_size - 1, max(body.tokens, default=0)
+        if asked > highest:
+            raise ApiError(400, f"tokens holds {asked}; ids must be at most {highest}", param="tokens")
         return {"prompt": await reader.text(body.tokens, skip_special_tokens=False)}
 
     @app.post("/apply-template", openapi_extra=body_of(TemplateBody), responses=responses(400, 404, 413))
-    async def apply_template(request: Request) -> dict[str, Any]:
+    async def apply_template(request: Request) -> Response:
         """What the chat template makes of messages, with the token range of each part and what the cache holds."""
-        body = await read_body(request, TemplateBody, state.workers)
+        body = await state.bodies.read(request, TemplateBody)
         state.generation.check_model(body.model)
         rendered = await reader.render(body, limit_tokens=counted_tokens, documents=body.documents)
 
         def hits(engine: Engine) -> int:
             return engine.core.prefix_match(rendered.token_ids, body.cache_salt)
 
-        return {
-            "prompt": rendered.text,
-            "tokens": list(rendered.token_ids),
-            "segments": [
-                {"name": one.name, "start": one.start, "end": one.end, "tokens": one.end - one.start}
-                for one in rendered.segments
-            ],
-            "cached_tokens": await state.engine.call(hits),
-            "block_tokens": state.model.block_tokens,
-        }
+        cached_tokens = await state.engine.call(hits)
+
+        def encoded() -> bytes:
+            return json_bytes(
+                {
+                    "prompt": rendered.text,
+                    "tokens": list(rendered.token_ids),
+                    "segments": [
+                        {"name": one.name, "start": one.start, "end": one.end, "tokens": one.end - one.start}
+                        for one in rendered.segments
+                    ],
+                    "cached_tokens": cached_tokens,
+                    "block_tokens": state.model.block_tokens,
+                }
+            )
+
+        return JsonAnswer(await state.workers.run(encoded))
 
 
 def _add_requests(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/requests/{request_id}/timeline", responses=responses(404))
-    async def timeline(request_id: str) -> dict[str, Any]:
+    async def timeline(request_id: str) -> Response:
         """Chunks, tokens, stalls and preemptions of an open or recent request."""
         logs = state.timelines.find(request_id)
         if not logs:
             raise ApiError(404, f"no request {request_id[:100]!r} is open or among the last ones", code="not_found")
-        return timelines_json(request_id, logs, now_s=state.now_s())
+        now_s = state.now_s()
+        return JsonAnswer(await state.workers.run(lambda: json_bytes(timelines_json(request_id, logs, now_s=now_s))))
 
     @app.delete("/v1/requests/{request_id}", responses=responses(404))
     async def abort(request_id: str) -> dict[str, Any]:
@@ -262,6 +297,11 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
         }
 
     created = int(wall_time_s())
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """The OpenAPI document."""
+        return JsonAnswer(await state.workers.run(lambda: json_bytes(app.openapi())))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import running_usage
+from diptych.server.answers import Fragments
 from diptych.server.completions import finite
 from diptych.server.errors import ApiError
 from diptych.server.generation import Generation, asked, sampling_params
@@ -115,9 +116,13 @@ class ChatAnswer:
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         turn = self._started
-        async for _ in turn.deltas():
-            pass
-        whole = self._frame("chat.completion", [self._whole(one, at) for at, one in enumerate(turn.choices)])
+        logprobs = [Fragments() for _ in turn.choices]
+        async for deltas in turn.deltas():
+            if self._body.logprobs:
+                for delta in deltas:
+                    logprobs[delta.index].add(self._logprobs(delta.logprobs))
+        choices = [self._whole(one, at, logprobs[at]) for at, one in enumerate(turn.choices)]
+        whole = self._frame("chat.completion", choices)
         if self._body.return_token_ids:
             whole["prompt_token_ids"] = list(turn.prompt_token_ids)
         return whole | self._accounts()
@@ -147,11 +152,11 @@ class ChatAnswer:
         finally:
             self.close()
 
-    def _whole(self, choice: ChoiceParts, index: int) -> dict[str, Any]:
+    def _whole(self, choice: ChoiceParts, index: int, logprobs: Fragments) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": index,
             "message": message(choice),
-            "logprobs": {"content": self._logprobs(choice.logprobs)} if self._body.logprobs else None,
+            "logprobs": {"content": logprobs} if self._body.logprobs else None,
             "finish_reason": finish_word(choice.finish),
             "stop_reason": None if choice.finish is None else choice.finish.stop,
         }

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from diptych.ground.clock import wall_time_s
@@ -14,6 +16,7 @@ from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import running_usage
+from diptych.server.answers import Fragments
 from diptych.server.errors import ApiError
 from diptych.server.generation import (
     Generation,
@@ -39,7 +42,8 @@ class _Choice:
     prompt: int
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: Fragments = field(default_factory=Fragments)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     shown_chars: int = 0
@@ -102,7 +106,12 @@ class CompletionAnswer:
         async for steps in merged_steps(self.opened):
             for step in steps:
                 self._add(choices[step.prompt * self._n + step.index], step)
-        return self._frame([self._whole(number, choice) for number, choice in enumerate(choices)]) | self._accounts()
+
+        def whole() -> list[dict[str, Any]]:
+            return [self._whole(number, choice) for number, choice in enumerate(choices)]
+
+        made = await self._generation.workers.run(whole) if self._body.is_answered_at_length else whole()
+        return self._frame(made) | self._accounts()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events: one per step and choice, usage and timings on the last, then [DONE]."""
@@ -117,14 +126,17 @@ class CompletionAnswer:
                 for step in steps:
                     number = step.prompt * self._n + step.index
                     n_open -= step.finish_reason is not None
-                    data = self._frame([self._part(number, choices[number], step)])
+                    part = partial(self._part, number, choices[number], step)
+                    # with echo the first one holds the whole prompt
+                    is_long = bool(self._body.echo) and self._body.is_answered_at_length
+                    data = self._frame([await self._generation.workers.run(part) if is_long else part()])
                     n_made += len(step.token_ids)
                     if counts_usage:
                         data |= running_usage(n_prompt, n_made)
                     if n_open == 0 and not includes_usage:
                         self.close()
                         data |= self._accounts()
-                    yield event(data)
+                    yield await self._generation.workers.run(event, data) if is_long else event(data)
             if includes_usage:
                 yield event(self._frame([]) | self._accounts())
             yield DONE
@@ -143,23 +155,29 @@ class CompletionAnswer:
     def _add(self, choice: _Choice, step: StepDelta) -> None:
         choice.text.append(step.text)
         choice.token_ids += step.token_ids
-        choice.logprobs += step.logprobs
+        if self._body.logprobs is not None and not self._is_prompt_only:
+            token_logprobs, top_logprobs = self._weighed(step.logprobs)
+            choice.token_logprobs += token_logprobs
+            choice.top_logprobs.add(top_logprobs)
         if step.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = step.finish_reason, step.stop_reason
 
     def _whole(self, number: int, choice: _Choice) -> dict[str, Any]:
         text = "" if self._is_prompt_only else "".join(choice.text)
-        entries: list[TokenLogprobs | None] = [] if self._is_prompt_only else list(choice.logprobs)
         ids: list[int] = [] if self._is_prompt_only else choice.token_ids
+        token_logprobs, top_logprobs = choice.token_logprobs, choice.top_logprobs
         handle = self.opened[choice.prompt].handle
         prompt_ids = list(handle.request.prompt_token_ids)
         if self._body.echo:
             text = self._echoes[choice.prompt] + text
-            entries = [*handle.prompt_logprobs, *entries]
+            of_prompt, top_of_prompt = self._weighed(handle.prompt_logprobs)
+            token_logprobs, top_logprobs = of_prompt + token_logprobs, Fragments()
+            top_logprobs.add(top_of_prompt)
+            top_logprobs.parts += choice.top_logprobs.parts
             ids = prompt_ids + ids
         shown = self._shape(number, text, choice)
         if self._body.logprobs is not None:
-            shown["logprobs"] = self._logprobs(ids, entries, offset=0)
+            shown["logprobs"] = self._logprobs(ids, token_logprobs, top_logprobs, offset=0)
         if self._body.return_token_ids:
             shown["prompt_token_ids"], shown["token_ids"] = prompt_ids, choice.token_ids
         return shown
@@ -180,7 +198,7 @@ class CompletionAnswer:
         choice.token_ids += step.token_ids
         shown = self._shape(number, text, choice)
         if self._body.logprobs is not None:
-            shown["logprobs"] = self._logprobs(ids, entries, offset=choice.shown_chars)
+            shown["logprobs"] = self._logprobs(ids, *self._weighed(entries), offset=choice.shown_chars)
         if self._body.return_token_ids:
             shown["token_ids"] = step.token_ids
             if is_first:
@@ -197,24 +215,37 @@ class CompletionAnswer:
             "stop_reason": choice.stop_reason,
         }
 
-    def _logprobs(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], *, offset: int) -> dict[str, Any]:
-        """OpenAI's four parallel lists. A token's text may be half a character; it shows as U+FFFD then."""
+    def _weighed(
+        self, entries: Sequence[TokenLogprobs | None]
+    ) -> tuple[list[float | None], list[dict[str, float] | None]]:
+        """The log-probability of each token, and its alternatives by their text."""
         name = self._name
-        tokens = [name(token_id) for token_id in ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
+        return (
+            [None if entry is None else finite(entry.logprob) for entry in entries],
+            [
                 None
                 if entry is None
                 else {name(one): finite(logprob) for one, logprob in (*entry.top, (entry.token_id, entry.logprob))}
                 for entry in entries
             ],
-            "text_offset": offsets,
+        )
+
+    def _logprobs(
+        self,
+        ids: Sequence[int],
+        token_logprobs: Sequence[float | None],
+        top_logprobs: Sequence[dict[str, float] | None] | Fragments,
+        *,
+        offset: int,
+    ) -> dict[str, Any]:
+        """OpenAI's four parallel lists. A token's text may be half a character; it shows as U+FFFD then."""
+        tokens = [self._name(token_id) for token_id in ids]
+        offsets = list(accumulate((len(token) for token in tokens), initial=offset))
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets[:-1],
         }
 
     def _name(self, token_id: int) -> str:

@@ -22,6 +22,7 @@ class Desk:
         self.admission = admission
         self.telemetry = telemetry
         self.timelines = timelines
+        self.is_leaving = False  # what is aborted now was not asked for: its client gets an error
         self._tasks: set[asyncio.Task[None]] = set()
 
     def now_s(self) -> float:
@@ -57,7 +58,7 @@ class Desk:
             oldest_s=0.0 if oldest is None else now_s - oldest.arrival_s,
             decode_step_s=telemetry.step_s["decode"].mean,
             sequences=counts.running + counts.waiting + len(entering),
-            max_running=self.engine.config.scheduler.max_running_sequences,
+            max_running=self.engine.engine.core.max_running_sequences,
         )
 
     def admit(self, request_id: str, prompt_tokens: int) -> AbstractContextManager[None]:

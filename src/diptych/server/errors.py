@@ -9,6 +9,7 @@ Owns the mapping from `EngineError` to HTTP. Imports ground only, besides the we
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,10 +19,14 @@ from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, Req
 from diptych.server.wording import complaint
 
 MAX_SHOWN_VALUE = 120  # characters of a refused value that are repeated in the message
+_BRIEF = reprlib.Repr()  # looks at the beginning of a value only, as it may have a million entries
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = MAX_SHOWN_VALUE
+_BRIEF.maxlist = _BRIEF.maxdict = 12
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -109,7 +114,7 @@ def from_validation_error(error: ValidationError) -> ApiError:
 
 def shown(value: object) -> str:
     """A refused value, short enough for a message and free of lone surrogates."""
-    text = repr(value)
+    text = _BRIEF.repr(value)
     text = text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "..."
     return text.encode("utf-8", "replace").decode()
 

@@ -21,6 +21,7 @@ from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import Accountant
 from diptych.server.desk import Desk
+from diptych.server.door import Workers
 from diptych.server.errors import ApiError, from_engine_error
 from diptych.server.metrics_export import ServedModel
 from diptych.server.reader import Ids, Reader
@@ -38,6 +39,7 @@ class Generation:
     names: frozenset[str]
     reader: Reader
     desk: Desk
+    workers: Workers
     accountant: Accountant
 
     @property
@@ -114,6 +116,9 @@ class OpenedRequest:
                 if not isinstance(error, RequestError):  # the client is told that it failed, the log why
                     logger.error("request failed id=%s: %s", self.handle.request_id, error.message)
                 raise from_engine_error(error)
+            if self._desk.is_leaving and FinishReason.ABORT in self.reasons.values():
+                message = "this server is going down and has cut this answer off\nhint: send the request again"
+                raise ApiError(503, message, code="shutting_down", retry_after_s=5)
             yield merged
 
     def _merge(self, group: list[OutputDelta]) -> list[StepDelta]:

@@ -105,7 +105,7 @@ class LiveFeed:
             "context_tokens": model.max_context_tokens,
             "load_s": model.load_s,
             "ceilings": self._ceilings(),
-            "max_running": config.max_running_sequences,
+            "max_running": self._desk.engine.engine.core.max_running_sequences,
             "max_step_tokens": config.max_step_tokens,
             "stall_budget_s": config.stall_budget_s,
             "now_s": self._desk.now_s(),

@@ -35,7 +35,6 @@ from diptych.ground.request import (
 )
 from diptych.server.fields import FieldRefused, check_extra
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
 MAX_TOOLS = 128
@@ -426,6 +425,12 @@ class GenerationBody(Body):
             raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
         self.__pydantic_extra__ = {}
         return self
+
+    @property
+    def is_answered_at_length(self) -> bool:
+        """Whether the answer has more than its text for each token: too much to be made on the event loop."""
+        logprobs = getattr(self, "logprobs", None)
+        return bool(self.return_token_ids) or (logprobs is not None and logprobs is not False)
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:

@@ -15,13 +15,15 @@ from diptych.server.accounting import Accountant
 from diptych.server.admission import Admission
 from diptych.server.config import ServerConfig
 from diptych.server.desk import Desk
-from diptych.server.door import Workers
+from diptych.server.door import BodyLimits, BodyReader, Workers
 from diptych.server.generation import Generation
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
 from diptych.server.reader import Reader
 from diptych.server.telemetry import Telemetry
 from diptych.server.timelines import Timelines
+
+MAX_COUNTED_TOKENS = 65536  # of a text that is only tokenised, where the model's context is shorter
 
 
 class ServerState:
@@ -34,6 +36,7 @@ class ServerState:
         self.config = config
         self.model = served_model(engine, config)
         self.workers = Workers()
+        self.bodies = BodyReader(self.workers, BodyLimits.of_context(self.counted_tokens, config.max_body_bytes))
         self.telemetry = Telemetry()
         self.timelines = Timelines(self.telemetry, kept=config.kept_timelines)
         self.collector = MetricsCollector(
@@ -49,6 +52,7 @@ class ServerState:
             names=frozenset({self.model.name, loaded.name, str(loaded.directory)}),
             reader=self.reader,
             desk=self.desk,
+            workers=self.workers,
             accountant=Accountant(
                 timelines=self.timelines,
                 work=work,
@@ -58,6 +62,11 @@ class ServerState:
             ),
         )
         self.live = LiveFeed(self.desk, self.model, work=work, ceilings=ceilings)
+
+    @property
+    def counted_tokens(self) -> int:
+        """Of a text that is only tokenised."""
+        return max(self.model.max_context_tokens, MAX_COUNTED_TOKENS)
 
     def now_s(self) -> float:
         """The engine's clock."""

@@ -67,7 +67,6 @@ class ChoiceParts:
     tool_names: Sequence[str] | None
     thinking: Thinking = field(default_factory=Thinking)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
     calls: dict[int, ToolCall] = field(default_factory=dict)
     finish: Finish | None = None
     _texts: list[str] = field(default_factory=list)
@@ -97,7 +96,6 @@ class ChoiceParts:
         """Take a step; returns what it adds to the answer."""
         is_first, self._has_begun = not self._has_begun, True
         self.token_ids += step.token_ids
-        self.logprobs += step.logprobs
         is_last = step.finish_reason is not None
         thought, rest = self._split(step, is_last=is_last)
         calls, text = self._parse(rest, is_last=is_last)

@@ -30,6 +30,8 @@ SHOWN_TOKENS = frozenset(
 )
 
 
+# only `encode_batch` lets other threads run meanwhile; 90,000 tokens held every stream for 0.2 s
+_LONG_TEXT_CHARS = 4096
 _MANY_CHARS_PER_TOKEN = 16  # English has about 4; only blanks and repeated signs have so many
 
 
@@ -133,6 +135,8 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
+            if len(text) > _LONG_TEXT_CHARS:
+                return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:  # what the library says to text it cannot read
             at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
