@@ -79,39 +79,41 @@ class ServerProcess:
         self._clients.append(client)
         return client
 
+    def scrape(self) -> str:
+        """The text of `/metrics`."""
+        return httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+
     def metric(self, name: str) -> float:
         """The sum of a metric's samples (labels ignored)."""
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
-        lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+        return _sum_of(self.scrape(), name)
 
     def histogram_above(self, name: str, edge: float) -> float:
         """How many values of a histogram lie above one of its edges."""
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
-        counts = dict(re.findall(rf'^{re.escape(name)}_bucket{{le="([^"]+)"}} (\S+)$', text, re.MULTILINE))
+        counts = dict(re.findall(rf'^{re.escape(name)}_bucket{{le="([^"]+)"}} (\S+)$', self.scrape(), re.MULTILINE))
         return float(counts["+Inf"]) - float(counts[str(edge)])
 
     def blocks_in_use(self) -> int:
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
-        line = next(line for line in text.splitlines() if line.startswith('diptych_kv_blocks{state="in_use"}'))
-        return int(float(line.rpartition(" ")[2]))
+        return _blocks_in_use(self.scrape())
 
-    def wait_idle(self, timeout_s: float = 60.0) -> None:
-        """Until nothing runs or waits and no block is held; fails after the time is over."""
+    def wait_idle(self, timeout_s: float = 60.0) -> str:
+        """Until nothing runs or waits and no block is held; returns the metrics then. Fails after the time is over."""
         deadline_s = CLOCK.now_s() + timeout_s
         while CLOCK.now_s() < deadline_s:
-            left = self.metric("diptych_sequences_running") + self.metric("diptych_sequences_waiting")
-            if left == 0 and self.blocks_in_use() == 0:
-                return
+            text = self.scrape()
+            left = _sum_of(text, "diptych_sequences_running") + _sum_of(text, "diptych_sequences_waiting")
+            if left == 0 and _blocks_in_use(text) == 0:
+                return text
             sleep_s(0.02)
-        raise AssertionError(f"not idle: {left} sequences, {self.blocks_in_use()} blocks in use")
+        raise AssertionError(f"not idle: {left} sequences, {_blocks_in_use(text)} blocks in use")
 
     def check_balance(self) -> None:
         """Of an idle server: every token, request, choice and block that came in has gone out, in either family of names."""
-        if self.process.poll() is not None or httpx.get(f"{self.url}/ready").status_code != 200:
-            return
-        self.wait_idle()
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+        try:
+            if httpx.get(f"{self.url}/ready", timeout=60).status_code != 200:
+                return  # a test has told it to end
+        except httpx.TransportError:
+            return  # it has ended
+        text = self.wait_idle()
         values = {sample.name: 0.0 for family in text_string_to_metric_families(text) for sample in family.samples}
         sources, states, info = {}, {}, {}
         for family in text_string_to_metric_families(text):
@@ -157,6 +159,16 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+
+
+def _sum_of(text: str, name: str) -> float:
+    lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def _blocks_in_use(text: str) -> int:
+    line = next(line for line in text.splitlines() if line.startswith('diptych_kv_blocks{state="in_use"}'))
+    return int(float(line.rpartition(" ")[2]))
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:

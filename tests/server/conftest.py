@@ -21,11 +21,12 @@ def server() -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(autouse=True)
-def balance() -> Iterator[None]:
-    """After every test, nothing is lost in any server: no token, no request, no block."""
+def balance(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test with a server, nothing is lost in any: no token, no request, no block."""
     yield
-    for process in ServerProcess.running:
-        process.check_balance()
+    if any(isinstance(value, ServerProcess | httpx.Client) for value in request.node.funcargs.values()):
+        for process in ServerProcess.running:
+            process.check_balance()
 
 
 @pytest.fixture

@@ -472,3 +472,17 @@ def test_a_crash_in_a_step_errors_every_open_request_and_ends_the_process(monkey
                 assert answer.json()["error"]["code"] == "engine_failed"
         code = process.process.wait(timeout=60)
         assert code == 1
+
+
+def test_overload_is_told_in_the_log_and_not_once_per_request() -> None:
+    with ServerProcess("--max-open-requests", "1", "--kv-memory-bytes", "33554432") as process:
+        body = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with process.client() as http, http.stream("POST", "/v1/completions", json=body) as stream:
+            parts = stream.iter_raw()
+            next(parts)
+            codes = [process.client().post("/v1/completions", json=PROMPT).status_code for _ in range(20)]
+        assert codes == [503] * 20
+        code, errors = process.stop()
+        assert code == 0
+        assert 1 <= errors.count("overloaded refused=") <= 3
+        assert "this server takes at most 1" in errors

@@ -23,6 +23,8 @@ from diptych.ground.events import FinishEvent, TokenEvent
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.step import ChunkResult, Executor, StepPlan, StepResult
 
+MAX_SEQUENCES = 64  # that an experiment runs at one time where it does not say
+
 
 class PredictedExecutor:
     """Takes as long as the cost model says, on a virtual clock; every token it draws is 0."""
@@ -118,10 +120,9 @@ class Engines:
         self._predictor = predictor
         self._context_tokens = context_tokens
         block_tokens = config.block_tokens
+        sequences = config.scheduler.max_running_sequences or MAX_SEQUENCES
         # every sequence may leave its last block partly empty
-        n_blocks = -(-n_tokens // block_tokens) + (
-            config.scheduler.max_running_sequences or config.scheduler.max_step_tokens
-        )
+        n_blocks = -(-n_tokens // block_tokens) + sequences
         self._blocks = BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)
         self._kv = model.make_kv(n_blocks, block_tokens)
 

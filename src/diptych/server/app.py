@@ -46,6 +46,7 @@ from diptych.server.timelines import timelines_json
 logger = logging.getLogger("diptych.server")
 
 WATCH_S = 0.05
+LOG_EVERY_S = 10.0
 PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -108,9 +109,28 @@ async def watch_loop(lag_s: Distribution) -> None:
         lag_s.add(max(0.0, now_s() - due_s))
 
 
+class OverloadLog:
+    """Tells of refusals for overload at most every LOG_EVERY_S: a flood must not fill the log too."""
+
+    def __init__(self) -> None:
+        self._n_refused = 0
+        self._next_s = float("-inf")
+
+    def note(self, error: ApiError, now_s: float) -> None:
+        """Count one, and log those that have come since the last line."""
+        self._n_refused += 1
+        if now_s >= self._next_s:
+            logger.warning("overloaded refused=%d last=%r", self._n_refused, error.message.partition("\n")[0])
+            self._n_refused, self._next_s = 0, now_s + LOG_EVERY_S
+
+
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
+    overload = OverloadLog()
+
     def refuse(error: ApiError) -> Response:
         state.telemetry.on_refused(error.status)
+        if error.status == 503:
+            overload.note(error, state.now_s())
         return error_response(error)
 
     async def on_known(request: Request, error: Exception) -> Response:
