@@ -17,7 +17,7 @@ from diptych.server.desk import Desk
 from diptych.server.errors import ApiError
 from diptych.server.metrics_export import ServedModel
 from diptych.server.sse import event as sse_event
-from diptych.server.telemetry import Distribution
+from diptych.server.telemetry import Distribution, RequestLog
 
 FRAME_S = 0.25
 MAX_FRAME_STEPS = 48  # drawn steps of a frame; the rest are counted in its totals
@@ -141,7 +141,7 @@ class LiveFeed:
             "preempted": frame.preempted,
             "steps": steps,
             "requests": self._open_requests(),
-            "finished": frame.finished[-MAX_LISTED_REQUESTS:],
+            "finished": [one | self._final_counts(one["id"]) for one in frame.finished[-MAX_LISTED_REQUESTS:]],
             "ttft_s": _distribution(telemetry.ttft_s),
             "itl_s": _distribution(telemetry.itl_s),
             "totals": {
@@ -157,16 +157,13 @@ class LiveFeed:
     def _open_requests(self) -> list[dict[str, Any]]:
         logs = list(self._desk.telemetry.logs.values())
         return [
-            {
-                "id": log.request_id,
-                "arrival_s": log.arrival_s,
-                "prompt_tokens": log.prompt_tokens,
-                "computed_to": log.chunks[-1].end if log.chunks else 0,
-                "output_tokens": sum(len(times) for times in list(log.token_s.values())),
-                "preemptions": len(log.preempted_s),
-            }
+            {"id": log.request_id, "arrival_s": log.arrival_s, "preemptions": len(log.preempted_s)} | _counts(log)
             for log in logs[:MAX_LISTED_REQUESTS]
         ]
+
+    def _final_counts(self, request_id: str) -> dict[str, int]:
+        """Of a request that has just ended: its log is kept for a while."""
+        return next((_counts(log) for log in self._desk.timelines.find(request_id)), {})
 
     def _on_events(self, events: list[Event]) -> None:
         frame = self._frame
@@ -204,6 +201,14 @@ class LiveFeed:
         # steps with prefill are the story; plain decode steps are drawn while there is room
         if len(frame.steps) < (MAX_FRAME_STEPS if not step["p"] else 2 * MAX_FRAME_STEPS):
             frame.steps.append(step)
+
+
+def _counts(log: RequestLog) -> dict[str, int]:
+    return {
+        "prompt_tokens": log.prompt_tokens,
+        "computed_to": log.chunks[-1].end if log.chunks else 0,
+        "output_tokens": sum(len(times) for times in list(log.token_s.values())),
+    }
 
 
 def _distribution(distribution: Distribution) -> dict[str, Any]:
