@@ -213,7 +213,7 @@ def test_an_unknown_device_borrows_constants_with_a_wider_interval():
     assert spread("a30") > 1.1 * near
     assert spread("a100-80gb-sxm", weights="fp8") > 1.02 * near  # gpt-fast has no such rows
     assert near < spread("a100-80gb-sxm", batch=2) < spread("a100-80gb-sxm", batch=64)
-    assert spread("mi300x", weights="fp8", batch=64) > 1.5 * near
+    assert spread("mi300x", weights="fp8", batch=64) > spread("mi300x", batch=64) > spread("mi300x") > near
 
 
 def test_fp8_weights_on_a_device_without_fp8_are_unpacked():

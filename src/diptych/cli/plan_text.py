@@ -32,7 +32,7 @@ PIPED_COLUMNS = 120  # width of tables that go to a file or a pipe
 class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Leave a closed pipe (`diptych plan ... | head`) to the one handler of all commands; rich would exit 1."""
-        raise  # noqa: PLE0704
+        raise
 
 
 def _console() -> Console:
