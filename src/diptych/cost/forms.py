@@ -142,7 +142,7 @@ FORMS: tuple[StackForm, ...] = (
         free=(
             Free(path="layer_s", start=100e-6, limits=_TIME),
             Free(path="ef.other", start=0.72, limits=_FRACTION),
-            Free(path="expert_ef.bf16", start=0.29, limits=_FRACTION),
+            Free(path="expert_ef.bf16", start=0.6, limits=_FRACTION),
         ),
     ),
     *(

@@ -24,7 +24,10 @@ from diptych.ground.phase import Phase
 
 FormKey = tuple[str, Phase, tuple[str, ...]]
 NEAR = "model"  # held back by model (or device) only: what the residual of the fit is made of
-OWN_ROWS = 8  # held-back rows from which on a form has a width of its own; with fewer it takes the middle of all
+OWN_ROWS = 8  # held-back rows from which on a form has a width of its own; with fewer it takes one from all others
+OTHERS_SHARE = (
+    0.7  # of the other software that this width is to cover: at half, too few rows of unseen mixtures are held
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,7 @@ def _split(row: PublishedRow) -> int:
 def widths_of(held: Iterable[HeldRow], residuals: Mapping[object, Residual], form: StackForm) -> dict[str, float]:
     """Spread of one step along each axis: what 80 % of the held-back rows need beyond the residual of their fit.
 
-    Its own rows where there are enough, else the middle of all software in this phase (or in both), but at least
+    Its own rows where there are enough, else what covers most of the software in this phase (or in both), but at least
     `reach.ASSUMED`: what other software shows is no proof for this one.
     """
     needs: dict[str, dict[FormKey, list[float]]] = {}
@@ -146,8 +149,8 @@ def _width(axis: str, needs: Mapping[FormKey, Sequence[float]], form: FormKey) -
     if len(own) >= OWN_ROWS:
         return max(rank(own, SHARE), ASSUMED[axis] / 2.0)  # forms were chosen while watching these rows
     phase = [rank(values, SHARE) for owner, values in needs.items() if owner[1] is form[1]]
-    # the middle over the software: the one with the most rows (44 of Apple's chips) is not to speak for all
-    others = quantile(phase or [rank(values, SHARE) for values in needs.values()], 0.5)
+    # over the software, not its rows: the one with the most (44 of Apple's chips) is not to speak for all
+    others = quantile(phase or [rank(values, SHARE) for values in needs.values()], OTHERS_SHARE)
     return max(others, ASSUMED[axis])
 
 

@@ -30,10 +30,10 @@ ASSUMED = {
     "device": 0.2,
     "vendor": 0.35,
     "format": 0.15,
-    "mixture": 0.25,
+    "mixture": 0.15,
     "batch": 0.08,
     "split": 0.1,
-    "length": 0.08,
+    "length": 0.06,
 }
 AXES = tuple(ASSUMED)
 

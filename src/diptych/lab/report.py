@@ -205,7 +205,7 @@ def _under_roof(axes: Axes, points: Sequence[Point], roofs: Sequence[Roof]) -> N
     whole = [p for p in points if p.label]
     label_dots(axes, [p.x for p in whole], [p.measured for p in whole], [p.label for p in whole])
     for phase, colour in phases.items():
-        axes.plot([], [], MARKERS[0], color=colour, markersize=8, label=f"{phase}, a whole step")
+        axes.plot([], [], MARKERS[0], color=colour, markersize=8, label=phase)
     for number, part in enumerate(parts):
         if part:
             axes.plot([], [], MARKERS[number], color=GREY, markerfacecolor="none", label=part)
