@@ -20,10 +20,12 @@ MAY_IMPORT = {
     "cost": {"ground"},
     "metrics": {"ground"},
     "workload": {"ground"},
+    "stepper": {"ground"},
     "compute": {"ground"},
-    "engine": {"ground", "control", "cost", "metrics", "compute"},
+    "engine": {"ground", "control", "cost", "metrics", "stepper", "compute"},
+    "sim": {"ground", "control", "cost", "metrics", "workload", "stepper"},
     "server": {"ground", "metrics", "cost", "workload", "engine", "compute", "control"},
-    "lab": {"ground", "metrics", "cost", "workload", "engine", "compute", "control"},
+    "lab": {"ground", "metrics", "cost", "workload", "stepper", "engine", "sim", "compute", "control"},
     "cli": {"ground", "metrics", "cost", "workload", "engine", "compute", "control", "server", "lab"},
 }
 # only these modules may import time or read the environment
@@ -80,6 +82,7 @@ def test_light_rooms_import_without_torch() -> None:
     """`diptych --help` and `diptych plan` must not wait for a tensor library."""
     code = (
         "import sys, diptych, diptych.cli, diptych.cost.planner, diptych.control.loop, diptych.metrics, diptych.workload\n"
+        "import diptych.sim.engine\n"
         "heavy = {'torch', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

@@ -18,7 +18,8 @@ from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.lab.bench import BenchReport, StaticBench
-from diptych.lab.mix import MixReport, MixSpec, run_mix
+from diptych.lab.mix import MixReport, run_mix
+from diptych.workload import LengthRange, WorkloadSpec
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 app.command("serve")(serve)
@@ -94,10 +95,10 @@ def mix(
     )  # fmt: skip
     if rate is not None and rate <= 0.0:
         raise ConfigError(f"--rate is {rate}; it must be greater than 0")
-    spec = MixSpec(
+    spec = WorkloadSpec(
         n_requests=requests,
-        prompt_tokens=_span("--prompt-tokens", prompt_tokens),
-        new_tokens=_span("--new-tokens", new_tokens),
+        prompt=_span("--prompt-tokens", prompt_tokens),
+        output=_span("--new-tokens", new_tokens),
         rate_per_s=rate,
         seed=seed,
     )
@@ -133,11 +134,11 @@ def _numbers(name: str, text: str) -> list[int]:
     return values
 
 
-def _span(name: str, text: str) -> tuple[int, int]:
+def _span(name: str, text: str) -> LengthRange:
     low, _, high = text.partition(":")
     if not low.isdigit() or not (high or low).isdigit() or not 1 <= int(low) <= int(high or low):
         raise ConfigError(f"{name} is {text!r}; it must be LOW:HIGH with 1 <= LOW <= HIGH")
-    return int(low), int(high or low)
+    return LengthRange(low=int(low), high=int(high or low))
 
 
 def _print_static(report: BenchReport) -> None:

@@ -31,7 +31,9 @@ def serve(
     concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop: requests in flight")] = None,
     prompt_tokens: Annotated[str, typer.Option(help="N or LOW:HIGH")] = "128",
     new_tokens: Annotated[str, typer.Option(help="N or LOW:HIGH")] = "64",
-    shared_prefix_tokens: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
+    shared_prefix_tokens: Annotated[
+        int, typer.Option(min=0, help="tokens that all prompts begin with, before their own")
+    ] = 0,
     vocab_size: Annotated[int | None, typer.Option(help="send random token ids below this (exact lengths)")] = None,
     seed: Annotated[int, typer.Option(help="arrivals, lengths and prompts")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="ask for exactly --new-tokens")] = True,

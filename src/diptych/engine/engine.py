@@ -30,8 +30,9 @@ from diptych.ground.events import (
 )
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams, Segment
-from diptych.ground.step import Executor, StepPlan, TokenLogprobs
+from diptych.ground.step import Executor, TokenLogprobs
 from diptych.metrics import EventBook, PhaseTotals, RequestRecord
+from diptych.stepper import Observe, Stepper
 
 logger = logging.getLogger("diptych.engine")
 
@@ -107,21 +108,20 @@ class Engine:
         clock: Clock,
         vocab_size: int,
         grammars: GrammarCompiler,
-        observe: Callable[[StepPlan, float], None] | None = None,
+        observe: Observe | None = None,
         back_memory: Callable[[Callable[[], bool]], None] = lambda wants_stop: None,
     ) -> None:
         self.core = core
         self.clock = clock
         self.tokenizer = tokenizer
-        self._executor = executor
         self._vocab_size = vocab_size
         self._grammars = grammars
-        self._observe = observe
         self.back_memory = back_memory
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
         self._book = EventBook()
         self._listeners: list[Callable[[list[Event]], None]] = []
+        self.stepper = Stepper(core, executor, clock, fold=self._publish, observe=observe)
 
     @property
     def has_work(self) -> bool:
@@ -214,27 +214,23 @@ class Engine:
 
     def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request in any state. False when it is not open (finished, or never seen)."""
-        if request_id not in self._open:
-            return False
-        self._publish(self.core.cancel(request_id, self.clock.now_s(), reason=reason))
-        self._forget(request_id)
-        return True
+        is_open = request_id in self._open
+        try:
+            self._publish(self.core.cancel(request_id, self.clock.now_s(), reason=reason))
+        finally:
+            self._forget(request_id)
+        return is_open
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id, None)
         self._book.take(request_id)
 
     def step(self) -> bool:
-        """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails."""
-        plan, events = self.core.begin_step(self.clock.now_s())
-        self._publish(events)
-        if plan is None:
-            return False
-        result = self._executor.execute(plan)
-        if self._observe is not None:
-            self._observe(plan, result.device_s + result.host_s)
-        self._publish(self.core.end_step(plan, result, self.clock.now_s()))
-        return True
+        """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails.
+
+        Whatever it raises, the requests of the step have ended with ERROR and the next step may follow.
+        """
+        return self.stepper.step()
 
     def fail_all(self, error: EngineError) -> None:
         """After a failed step: end every open request with ERROR, so that each gets its answer."""

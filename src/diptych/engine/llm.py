@@ -10,7 +10,8 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,20 +110,21 @@ class LLM:
                 opened.append(self.engine.submit(request, _collector(number, deltas[number], on_delta)))
             while not all(one.is_finished for one in opened):
                 if is_cancelled is not None and is_cancelled():
-                    self._abort(opened)
+                    self._abort(requests)
                 else:
                     self.engine.step()
-        except BaseException:
-            # a refusal half-way, or an error in on_delta: nothing of this call may stay behind in the engine
+        except BaseException as error:
+            # a refusal half-way, an error in on_delta, Ctrl-C at any moment: nothing of this call may stay in the engine
             for one in opened:
                 one.on_delta = _ignore
-            self._abort(opened)
+            self.engine.stepper.abort(error)
+            self._abort(requests)
             raise
         return [completion(one, parts) for one, parts in zip(opened, deltas, strict=True)]
 
-    def _abort(self, opened: Sequence[OpenRequest]) -> None:
-        for one in opened:
-            self.engine.abort(one.request.request_id)
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.request_id)
 
 
 def _ignore(_: OutputDelta) -> None:
@@ -178,13 +180,17 @@ def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion
 
 
 class RequestHandle:
-    """One request as its client sees it: iterate it for deltas; `record` and `prompt_logprobs` are final at the end."""
+    """One request as its client sees it: iterate it for deltas; `record` and `prompt_logprobs` are final at the end.
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+    Leaving the iteration before the end aborts the request.
+    """
+
+    def __init__(self, request: Request, leave: Callable[[], object]) -> None:
         self.request = request
         self.opened: OpenRequest | None = None
-        self._loop = loop
+        self._leave = leave
         self._queue: asyncio.Queue[OutputDelta | EngineError] = asyncio.Queue()
+        self._held: OutputDelta | EngineError | None = None  # taken from the queue, and of a later step
         self._open_choices = request.sampling.n
 
     @property
@@ -216,34 +222,39 @@ class RequestHandle:
         return self._deltas()
 
     async def _deltas(self) -> AsyncIterator[OutputDelta]:
-        while self._open_choices > 0:
-            item = await self._queue.get()
+        async with aclosing(self.steps()) as steps:
+            async for group in steps:
+                for delta in group:
+                    yield delta
+
+    async def steps(self) -> AsyncGenerator[list[OutputDelta], None]:
+        """The same deltas in groups, one per engine step: a stream sends one event per step and choice.
+
+        A consumer that leaves before the end (break, an exception, cancellation) ends the request.
+        """
+        try:
+            while self._open_choices > 0:
+                yield await self._next_step()
+        finally:
+            if self._open_choices > 0:
+                self._leave()
+
+    async def _next_step(self) -> list[OutputDelta]:
+        group: list[OutputDelta] = []
+        item = self._held if self._held is not None else await self._queue.get()
+        self._held = None
+        while True:
             if isinstance(item, EngineError):
                 raise item
-            if item.finish_reason is not None:
-                self._open_choices -= 1
-            yield item
-
-    async def steps(self) -> AsyncIterator[list[OutputDelta]]:
-        """The same deltas in groups, one per engine step: a stream sends one event per step and choice."""
-        held: OutputDelta | EngineError | None = None
-        while self._open_choices > 0:
-            group: list[OutputDelta] = []
-            item = held if held is not None else await self._queue.get()
-            held = None
-            while True:
-                if isinstance(item, EngineError):
-                    raise item
-                if group and item.at_s != group[0].at_s:
-                    held = item
-                    break
-                group.append(item)
-                self._open_choices -= item.finish_reason is not None
-                # a step's deltas are put together, so an empty queue means that the step is complete
-                if self._queue.empty():
-                    break
-                item = self._queue.get_nowait()
-            yield group
+            if group and item.at_s != group[0].at_s:
+                self._held = item
+                return group
+            group.append(item)
+            self._open_choices -= item.finish_reason is not None
+            # a step's deltas are put together, so an empty queue means that the step is complete
+            if self._queue.empty():
+                return group
+            item = self._queue.get_nowait()
 
 
 class AsyncLLM:
@@ -330,7 +341,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
         )
         loop = asyncio.get_running_loop()
-        handle = RequestHandle(request, loop)
+        handle = RequestHandle(request, lambda: self.abort(request.request_id))
         accepted: asyncio.Future[None] = loop.create_future()
         self._post(lambda: self._submit(handle, loop, accepted))
         try:

@@ -17,9 +17,9 @@ from diptych.compute.sampler import Sampler
 from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
-from diptych.control.step_time import StepTimeModel
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile, profile_path
+from diptych.cost.step_time import StepTimeModel
 from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor

@@ -14,6 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class TwoPhase:
         state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[])
         try:
             self.extend(state, token_ids, chunk_tokens=chunk_tokens)
-        except Exception:
+        except BaseException:
             self.free(state)
             raise
         return state
@@ -148,21 +149,39 @@ class TwoPhase:
         """Read what `save` wrote. Raises LoadError for a damaged file or one of another model."""
         try:
             with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                self._check_metadata(path, metadata)
-                state = PhaseState(
-                    token_ids=file.get_tensor("token_ids").tolist(),
-                    logits=file.get_tensor("logits").to(self.model.device),
-                    block_ids=[],
-                )
-                state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
-                for layer in range(self.model.spec.n_layers):
-                    keys = file.get_tensor(f"layers.{layer}.keys")
-                    values = file.get_tensor(f"layers.{layer}.values")
-                    self.kv.write(layer, state.block_ids, keys, values)
+                self._check_metadata(path, file.metadata() or {})
+                token_ids = self._saved_token_ids(path, file.get_tensor("token_ids"))
+                logits = _saved(path, file, "logits", (self.model.spec.vocab_size,), torch.float32)
+                state = PhaseState(token_ids=token_ids, logits=logits.to(self.model.device), block_ids=[])
+                self._load_blocks(path, file, state)
         except (OSError, SafetensorError) as error:
             raise LoadError(f"cannot read the state in {path}: {error}") from error
         return state
+
+    def _saved_token_ids(self, path: Path | str, saved: torch.Tensor) -> list[int]:
+        if saved.dtype is not torch.int64 or saved.ndim != 1 or not 1 <= len(saved) <= self.max_context_tokens:
+            raise LoadError(
+                f"token_ids in {path} is {saved.dtype} of shape {tuple(saved.shape)}; "
+                f"1 to {self.max_context_tokens} ids of torch.int64 are needed"
+            )
+        vocab_size = self.model.spec.vocab_size
+        if not 0 <= int(saved.min()) <= int(saved.max()) < vocab_size:
+            raise LoadError(f"{path} has token id {int(saved.max())}; ids are between 0 and {vocab_size - 1}")
+        return [int(token_id) for token_id in saved]
+
+    def _load_blocks(self, path: Path | str, file: Any, state: PhaseState) -> None:
+        """Take blocks for the state and fill them; nothing is taken when anything is wrong."""
+        sample = self.kv.read(0, [0], 1)[0]
+        shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
+        state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
+        try:
+            for layer in range(self.model.spec.n_layers):
+                names = f"layers.{layer}.keys", f"layers.{layer}.values"
+                keys, values = (_saved(path, file, name, shape, sample.dtype) for name in names)
+                self.kv.write(layer, state.block_ids, keys, values)
+        except BaseException:
+            self._give_back_blocks(state, 0)
+            raise
 
     def _check_metadata(self, path: Path | str, metadata: dict[str, str]) -> None:
         if metadata.get("format") != FORMAT:
@@ -212,3 +231,13 @@ class TwoPhase:
         kept = -(-n_tokens // self.kv.block_tokens)
         self._free_block_ids += reversed(state.block_ids[kept:])
         del state.block_ids[kept:]
+
+
+def _saved(path: Path | str, file: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """One tensor of a saved state, which must be what `save` writes for this model."""
+    tensor: torch.Tensor = file.get_tensor(name)
+    if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
+        raise LoadError(
+            f"{name} in {path} is {tensor.dtype} of shape {tuple(tensor.shape)}; {dtype} of shape {shape} is needed"
+        )
+    return tensor
