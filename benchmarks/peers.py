@@ -29,11 +29,11 @@ from rich.table import Table
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model, load_model
-from diptych.compute.shapes import SHAPES
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import EngineError, ExecutorError
 from diptych.lab.bench import Spread, StaticBench
 from diptych.lab.mix import run_mix
+from diptych.models.named import SHAPES
 from diptych.workload import LengthRange, WorkloadSpec, requests_of
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -37,11 +37,11 @@ def explain_command(
     ],
     tools: Annotated[Path | None, typer.Option(help="a JSON file with a list of tools")] = None,
     url: Annotated[str | None, typer.Option(help="measure on this server; without it the time is predicted")] = None,
-    api_key: Annotated[str | None, typer.Option(help="key (default: DIPTYCH_API_KEY)")] = None,
+    api_key: options.ApiKey = None,
     model: options.Model = "bundled",
     backend: options.Backend = "auto",
     weights: options.Weights = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Say what each part of a prompt costs, what the prefix cache can keep, and which order would be cheaper."""
     body = read_body(messages, tools)

@@ -7,65 +7,114 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 
+from diptych import __version__
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.decoder import DecoderWeights, family_named, head_name, load_decoder, prefix_of, run_decoder
 from diptych.compute.kv_store import KVStore
-from diptych.compute.models.decoder import DecoderSpec, DecoderWeights, Family, load_decoder, run_decoder
 from diptych.compute.ops.contract import Handle, Loader, Ops
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.sampler import Weigh
-from diptych.compute.weights import Checkpoint, RandomSource
+from diptych.compute.sampler import Weighed
+from diptych.compute.weights import Source
+from diptych.models.config import HfConfig
+from diptych.models.read import read_model, refuse_unrun
+from diptych.models.spec import ModelSpec
+
+logger = logging.getLogger("diptych.compute")
 
 # Of each logits row the likeliest token, the lowest id among equals, and its logit; NaN where the row holds no number.
 Best = tuple[list[int], list[float]]
 
 
+WARM_UP_TOKENS = 15  # a prefill of little more than one decode's time
+
+
+class Want(Enum):
+    """What a forward is for."""
+
+    BEST = auto()
+    LOGITS = auto()
+    HIDDEN = auto()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """Everything about a model but its numbers: checked config, family, and where the tensors come from."""
+    """Everything about a model but its numbers: its shape, the config behind it, and where the tensors come from."""
 
-    family: Family
-    spec: DecoderSpec
+    spec: ModelSpec
     hf_config: dict[str, Any]
-    source: Checkpoint | RandomSource
+    source: Source
 
     def load(self, loader: Loader) -> DecoderWeights:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
-        weights = load_decoder(self.family, self.source, loader, self.spec)
-        if isinstance(self.source, Checkpoint):
-            has_own_head = not self.spec.is_tied
-            ignored = self.family.ignored if has_own_head else (*self.family.ignored, "lm_head.weight")
-            self.source.refuse_unused(lambda name: any(part in name for part in ignored))
-            self.source.finish()
+        weights = load_decoder(self.source, loader, self.spec)
+        ignored = (*family_named(self.spec).ignored, *(("lm_head.weight",) if self.spec.is_tied else ()))
+        self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 
     def forward(self, ops: Ops, weights: DecoderWeights) -> Handle:
         """The family's forward in the vocabulary of `ops`; logits [R, V]."""
-        return run_decoder(self.family, ops, self.spec, weights)
+        return run_decoder(ops, self.spec, weights)
 
-    def revision(self, *formats: str) -> str:
-        """SHA-256 over config, tensors and the formats that decide the numbers (weights, KV, backend, ...).
+    def revision(self, *decides: str) -> str:
+        """SHA-256 over config, tensors, this version, and what else `decides` the bits: formats, backend, kernels, device.
 
         Two models of equal revision write equal keys and values for equal tokens. Call after `load`.
         """
         digest = hashlib.sha256(json.dumps(self.hf_config, sort_keys=True).encode())
         digest.update(self.source.fingerprint().encode())
         # which rotary frequencies the context length chose
-        digest.update(repr([layer.rope for layer in self.spec.attention]).encode())
-        digest.update(" ".join(formats).encode())
+        digest.update(repr([layer.attention.rope for layer in self.spec.layers]).encode())
+        digest.update("\n".join((__version__, *decides)).encode())
         return digest.hexdigest()
+
+
+def draw_blueprint(
+    hf_config: dict[str, Any],
+    source: Source,
+    *,
+    path: str = "config.json",
+    max_context_tokens: int | None = None,
+    longrope: str = "auto",
+) -> Blueprint:
+    """The blueprint of a config whose family the engine runs; LoadError, UnsupportedModel for any other."""
+    config = HfConfig(hf_config, path=path)
+    refuse_unrun(config)
+    spec = read_model(config, max_context_tokens, longrope=longrope)
+    rope = spec.attention.rope
+    if rope is not None and rope.divisors_name is not None:
+        logger.info(
+            "longrope factors=%s chosen=%s trained_tokens=%d max_context_tokens=%d",
+            rope.divisors_name, "by max_context_tokens" if longrope == "auto" else "asked for", rope.trained_tokens,
+            max_context_tokens or spec.max_context_tokens,
+        )  # fmt: skip
+    if spec.is_tied and _holds_another_head(source, spec):
+        logger.warning(
+            "%s ties the output projection to the embedding, but the files hold an lm_head with other values: "
+            "the files' own is used, as transformers does", path,
+        )  # fmt: skip
+        spec = replace(spec, is_tied=False)
+    return Blueprint(spec=spec, hf_config=hf_config, source=source)
+
+
+def _holds_another_head(source: Source, spec: ModelSpec) -> bool:
+    prefix = prefix_of(source, spec)
+    return source.differ(head_name(source, prefix), f"{prefix}embed_tokens.weight")
 
 
 class Model(ABC):
     """A model ready to run. One forward at a time."""
 
-    spec: DecoderSpec
+    spec: ModelSpec
     hf_config: dict[str, Any]
     backend_name: str
     weights_format: str  # fp32 | bf16 | int8 | int4, of the layers
@@ -75,12 +124,9 @@ class Model(ABC):
     weight_bytes: int  # read by a decode step: all but an embedding table that is not the head
     n_parameters: int
     threads: int
+    instruction_set: str  # whose kernels compute it; part of the revision
     placement: Placement  # of the kernels' threads; no CPUs where the backend leaves that to the system
     device: torch.device  # where logits are
-    argmax: Callable[[torch.Tensor], Sequence[int]] | None = None  # a faster arg-max of the backend, if it has one
-    weigh: Weigh | None = None  # a faster softmax and draw of the backend, if it has one
-    # forward for steps that want nothing but the likeliest tokens, if the backend can do without writing the logits
-    forward_best: Callable[[ForwardBatch, KVStore], Best] | None = None
 
     @abstractmethod
     def kv_bytes_per_block(self, block_tokens: int) -> int:
@@ -90,13 +136,54 @@ class Model(ABC):
     def make_kv(self, n_blocks: int, block_tokens: int) -> KVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
 
-    @abstractmethod
-    def forward(self, batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
-        """Logits [R, V] fp32 of the batch's logits rows on `device`; writes the batch's keys and values to kv.
+    @overload
+    def forward(
+        self, batch: ForwardBatch, kv: KVStore, want: Literal[Want.LOGITS, Want.HIDDEN] = Want.LOGITS
+    ) -> torch.Tensor: ...
 
-        The logits are valid until the next forward.
+    @overload
+    def forward(self, batch: ForwardBatch, kv: KVStore, want: Literal[Want.BEST]) -> Best: ...
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, kv: KVStore, want: Want = Want.LOGITS) -> torch.Tensor | Best:
+        """What is wanted of the batch's logits rows; writes the batch's keys and values to kv.
+
+        LOGITS: [R, V] fp32 on `device`, valid until the next forward; to be drawn from by `argmax` and `weigh`.
+        BEST: of each row the likeliest token, for steps that want nothing else; a backend may get by without logits.
+        HIDDEN: [R, D] fp32 on `device`, the final norm's output, of which the head makes the logits.
         """
+
+    def warm_up(self, kv: KVStore) -> None:
+        """Run a small prefill and one decode over block 0, whose contents are lost.
+
+        A first step pays for threads, room for activations, pages of code and of the cache: tens of milliseconds, which
+        belong to loading and not to the first request's prefill.
+        """
+        n = min(kv.block_tokens - 1, WARM_UP_TOKENS)
+        self.forward(_one_chunk(0, n), kv, Want.LOGITS)
+        self.forward(_one_chunk(n, n + 1), kv, Want.BEST)
+
+    @abstractmethod
+    def argmax(self, logits_RV: torch.Tensor) -> Sequence[int]:
+        """The likeliest id of each row of logits on `device`, the lowest among equals; any id for a row of NaN."""
+
+    @abstractmethod
+    def weigh(
+        self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
+    ) -> Sequence[Weighed]:
+        """For each named row of logits on the CPU a token of softmax(logits / temperature), by inverse CDF at its quantile."""
 
     @abstractmethod
     def close(self) -> None:
         """Give the weights' memory back; the model is not used afterwards."""
+
+
+def _one_chunk(begin: int, end: int) -> ForwardBatch:
+    n = end - begin
+    return ForwardBatch(
+        token_ids_T=np.zeros(n, dtype=np.int32),
+        query_start_S1=np.array([0, n], dtype=np.int32),
+        context_tokens_S=np.array([end], dtype=np.int32),
+        block_table_SM=np.zeros((1, 1), dtype=np.int32),
+        logits_rows_R=np.array([n - 1], dtype=np.int32),
+    )

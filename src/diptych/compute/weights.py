@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import math
 import mmap
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import huggingface_hub
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from diptych.compute.ops.contract import WeightTensor
 from diptych.ground.errors import LoadError
+from diptych.models.config import read_json
 
 # what a model needs and nothing else: no Python files, no pickled weights
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -63,19 +65,8 @@ def resolve_model_dir(name: str | Path) -> Path:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; LoadError when there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read {path}: {_first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{path} holds a {type(value).__name__}; a JSON object is needed")
-    return value
-
-
 class Source(Protocol):
-    """Where a family's weights come from: a checkpoint, or random numbers."""
+    """Where a model's weights come from: a checkpoint, one that was packed before, or random numbers."""
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -83,6 +74,32 @@ class Source(Protocol):
 
     def tensor(self, name: str, *shape: int) -> WeightTensor:
         """The tensor of that name; LoadError when it is missing or of another shape."""
+        ...
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both tensors are there and hold different numbers."""
+        ...
+
+    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+        """The bytes of a weight that was packed and saved under `key`; None where it must be packed from its tensors."""
+        ...
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """All that the model wants was read. LoadError where more is there than was asked for and `is_ignored` excuses."""
+        ...
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all tensors asked for, each counted once."""
+        ...
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that most elements are stored in."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A digest that differs where the numbers differ."""
         ...
 
 
@@ -184,8 +201,23 @@ class Checkpoint:
                 self.progress(self._read_bytes, max(self._file_bytes, self._read_bytes))
         return tensor
 
-    def finish(self) -> None:
-        """All is loaded: the pages go back, and progress is complete even if the files hold tensors that nobody reads."""
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both tensors are there and hold different numbers."""
+        if not (self.has(name) and self.has(other)):
+            return False
+        left, right = self.read(name), self.read(other)
+        return left.dtype != right.dtype or not torch.equal(left, right)
+
+    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+        """None: nothing is packed here."""
+        return None
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """All is loaded: the pages go back, and progress is complete even if the files hold tensors that nobody reads.
+
+        LoadError when the files hold tensors that nobody asked for and `is_ignored` does not excuse.
+        """
+        self._refuse_unused(is_ignored)
         self._give_pages_back()
         if self.progress is not None:
             self.progress(self._file_bytes, self._file_bytes)
@@ -196,9 +228,8 @@ class Checkpoint:
         # the last ones read may be used only from now on (gate while up is read): their pages go back again the next time
         self._given_back, self._resident = self._resident, []
 
-    def refuse_unused(self, ignored: Callable[[str], bool]) -> None:
-        """LoadError when the files hold tensors that nobody asked for and `ignored` does not excuse."""
-        unused = sorted(name for name in self._file_of if name not in self._used and not ignored(name))
+    def _refuse_unused(self, is_ignored: Callable[[str], bool]) -> None:
+        unused = sorted(name for name in self._file_of if name not in self._used and not is_ignored(name))
         if unused:
             raise LoadError(
                 f"{self.directory} holds {len(unused)} tensors that its config does not call for, "
@@ -324,6 +355,17 @@ class RandomSource:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         return RandomTensor(name, shape, int.from_bytes(digest[:7], "little"))
 
+    def differ(self, name: str, other: str) -> bool:
+        """Never: a tied head is the embedding."""
+        return False
+
+    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+        """None: nothing is packed here."""
+        return None
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """Nothing is left over."""
+
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of every tensor."""
@@ -349,4 +391,5 @@ def give_pages_back(tensor: torch.Tensor) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^Got: \w+: (\[Errno -?\d+\] )?", "", line)  # the hub's client puts its own error's name first

@@ -30,7 +30,8 @@ from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_
 from diptych.cost.workload import Workload
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
-from diptych.ground.specs import HardwareSpec, KVSpec, ModelSpec, QuantSpec, StepCost
+from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost
+from diptych.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from diptych.cost.calibration import Coverage, Residual
 from diptych.cost.tables import device_spec
-from diptych.ground.specs import HardwareSpec, ModelSpec
+from diptych.ground.specs import HardwareSpec
+from diptych.models.spec import ModelSpec
 
 # An interval is never narrower than this: published rows of one setup repeat no better.
 LEAST_SPREAD = 0.05

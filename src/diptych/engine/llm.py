@@ -1,6 +1,6 @@
 """`LLM`: prompts in, completions out, on the caller's thread. `AsyncLLM`: many clients at once, the engine on its own thread.
 
->>> llm = LLM.from_pretrained("bundled")                       # doctest: +SKIP
+>>> llm = LLM("bundled", max_context_tokens=2048)  # doctest: +SKIP
 >>> llm.generate(["Once upon a time"], SamplingParams(max_tokens=20, temperature=0.0))[0].choices[0].text  # doctest: +SKIP
 """
 
@@ -13,14 +13,17 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diptych.control.loop import CoreStats
-from diptych.engine.engine import Engine, OpenRequest, OutputDelta, Prompt
-from diptych.engine.load import LoadedModel, Progress, load, make_engine
+from diptych.engine.engine import Engine, OpenRequest, OutputDelta
+from diptych.engine.load import LoadedModel, Progress, make_engine, opened
+from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
+from diptych.ground.bounds import entries
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import CapacityError, EngineError, ExecutorError
+from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
@@ -60,20 +63,30 @@ class Completion:
 
 
 class LLM:
-    """An engine for programs: give it prompts, wait for completions. One thread at a time."""
+    """An engine for programs: give it prompts, wait for completions. One thread at a time.
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.loaded = loaded
-        self.config = config
-        self.engine = make_engine(loaded, config)
+    >>> LLM("bundled", weights="int8", max_context_tokens=8192)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "bundled",
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a checkpoint ('bundled', a folder, or a hub name) unless it is loaded, and allocate its KV pool.
+
+        settings: fields of SchedulerConfig, ComputeConfig and EngineConfig by name; they stand over `config`.
+        """
+        self.loaded, self.config = opened(model, config, settings, progress)
+        self.engine = make_engine(self.loaded, self.config)
 
     @classmethod
-    def from_pretrained(
-        cls, model: str = "bundled", config: EngineConfig | None = None, *, progress: Progress | None = None
-    ) -> LLM:
-        """Load a checkpoint ('bundled', a folder, or a hub name) and allocate its KV pool."""
-        config = config or EngineConfig()
-        return cls(load(model, config, progress=progress), config)
+    def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> LLM:
+        """The same by another name, as in `transformers`."""
+        return cls(model, *arguments, **settings)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedPrompt:
         """The model's chat template over messages, with the token range of each segment."""
@@ -93,15 +106,16 @@ class LLM:
         on_delta(prompt index, delta) is called as text appears. is_cancelled() is asked before each step; once true, what
         is left is aborted and comes back with what it has. A refused prompt raises before anything runs.
         """
-        prompt_list: list[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
+        asked = prompt_list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompt_list)
-        if len(sampling) != len(prompt_list):
-            raise EngineError(f"{len(prompt_list)} prompts came with {len(sampling)} sampling settings")
+            sampling = [sampling or SamplingParams()] * len(asked)
+        settings = entries("sampling", sampling, RequestError)
+        if len(settings) != len(asked):
+            raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
         arrival_s = self.engine.clock.now_s()
         requests = [
-            self.engine.make_request(prompt, params, arrival_s=arrival_s)
-            for prompt, params in zip(prompt_list, sampling, strict=True)
+            self.engine.make_request(prompt, params, arrival_s=arrival_s)  # type: ignore[arg-type]
+            for prompt, params in zip(asked, settings, strict=True)
         ]
         deltas: list[list[OutputDelta]] = [[] for _ in requests]
         opened: list[OpenRequest] = []
@@ -129,12 +143,6 @@ class LLM:
 
 def _ignore(_: OutputDelta) -> None:
     """Takes the last deltas of a request whose caller has left."""
-
-
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompts, str | RenderedPrompt):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], int)
 
 
 def _collector(
@@ -260,10 +268,17 @@ class RequestHandle:
 class AsyncLLM:
     """An engine for servers. Every method may be called from any event loop or thread; the engine steps on its own."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.loaded = loaded
-        self.config = config
-        self.engine: Engine = make_engine(loaded, config)
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "bundled",
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        """As for `LLM`; `start` begins stepping."""
+        self.loaded, self.config = opened(model, config, settings, progress)
+        self.engine: Engine = make_engine(self.loaded, self.config)
         self.failure: BaseException | None = None
         self.is_draining = False
         self._wake = threading.Condition()
@@ -275,12 +290,9 @@ class AsyncLLM:
         self._on_failure: Callable[[BaseException], object] | None = None
 
     @classmethod
-    def from_pretrained(
-        cls, model: str = "bundled", config: EngineConfig | None = None, *, progress: Progress | None = None
-    ) -> AsyncLLM:
-        """Load a checkpoint and allocate its KV pool; `start` begins stepping."""
-        config = config or EngineConfig()
-        return cls(load(model, config, progress=progress), config)
+    def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> AsyncLLM:
+        """The same by another name, as in `transformers`."""
+        return cls(model, *arguments, **settings)
 
     def start(self, *, on_failure: Callable[[BaseException], object] | None = None) -> None:
         """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered."""

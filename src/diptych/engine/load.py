@@ -9,11 +9,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from diptych.compute.runner import Model, load_model
 from diptych.compute.sampler import Sampler
+from diptych.compute.shapes import SHAPES
 from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
@@ -26,8 +28,8 @@ from diptych.engine.executor import ModelExecutor
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
-from diptych.ground.config import BlockConfig, EngineConfig
-from diptych.ground.errors import CapacityError, ConfigError
+from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
+from diptych.ground.errors import CapacityError, ConfigError, LoadError
 
 logger = logging.getLogger("diptych.engine")
 
@@ -46,7 +48,8 @@ class LoadedModel:
     model: Model
     tokenizer: Tokenizer
     template: ChatTemplate
-    load_s: float
+    checkpoint_s: float  # to read and pack the weights
+    load_s: float  # until the first step can be run
     clock: Clock
 
 
@@ -55,26 +58,76 @@ def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
     return Path(__file__).resolve().parent.parent / "bundled" / name
 
 
+def model_dir(name: str) -> Path:
+    """The folder of 'bundled', of a local path or of a hub name. Raises LoadError that says what the name is instead."""
+    if name == "bundled":
+        return bundled_dir()
+    path = Path(name).expanduser()
+    if _is_gguf(path):
+        raise LoadError(
+            f"{path} is a GGUF file; a checkpoint is a Hugging Face folder with config.json and *.safetensors",
+            hint="take the original checkpoint, and --weights int8 or int4 for packed weights",
+        )
+    try:
+        return resolve_model_dir(name)
+    except LoadError as error:
+        if name not in SHAPES:
+            raise
+        hint = f"{name} is a shape: bench and lab take it, with random weights, as --shape {name}"
+        raise LoadError(error.message, hint=hint) from error
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF" or path.suffix == ".gguf"
+    except OSError:  # a folder, or nothing at all
+        return False
+
+
 def load(
     name: str, config: EngineConfig, *, progress: Progress | None = None, clock: Clock | None = None
 ) -> LoadedModel:
     """Load `name`: 'bundled', a local folder, or a hub name. Raises LoadError, UnsupportedModel or ConfigError."""
     clock = clock or MonotonicClock()
     begin_s = clock.now_s()
-    directory = bundled_dir() if name == "bundled" else resolve_model_dir(name)
+    directory = model_dir(name)
     tokenizer = Tokenizer.from_dir(directory)
     template = ChatTemplate.from_dir(directory, tokenizer)
     model = load_model(directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress)
     served_name = BUNDLED_MODEL if name == "bundled" else name
+    checkpoint_s = clock.now_s() - begin_s
     return LoadedModel(
         name=served_name,
         directory=directory,
         model=model,
         tokenizer=tokenizer,
         template=template,
-        load_s=clock.now_s() - begin_s,
+        checkpoint_s=checkpoint_s,
+        load_s=checkpoint_s,
         clock=clock,
     )
+
+
+def opened(
+    model: str | Path | LoadedModel,
+    config: EngineConfig | None,
+    settings: dict[str, Any],
+    progress: Progress | None = None,
+) -> tuple[LoadedModel, EngineConfig]:
+    """What `LLM`, `AsyncLLM` and `TwoPhase` begin with: a model, loaded here unless it is already, and its config.
+
+    Raises ConfigError for unknown or impossible settings, and for those that a loaded model can no longer follow.
+    """
+    config = engine_config(config, **settings)
+    if not isinstance(model, LoadedModel):
+        return load(str(model), config, progress=progress), config
+    late = [name for name in settings if SETTINGS[name] == "compute"]
+    if late:
+        raise ConfigError(
+            f"{late[0]} is set, but the model is already loaded", hint="give the setting when it is loaded"
+        )
+    return model, config
 
 
 def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
@@ -83,7 +136,7 @@ def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
     Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory;
     the message names the largest context that does.
     """
-    model_context = model.spec.max_positions
+    model_context = model.spec.max_context_tokens
     asked = config.max_context_tokens
     if asked is not None and asked > model_context:
         raise ConfigError(
@@ -144,6 +197,7 @@ def make_machinery(
     """Allocate the KV pool and join scheduler, executor and sampler."""
     context, n_blocks = size_pool(model, config)
     kv = model.make_kv(n_blocks, config.block_tokens)
+    model.warm_up(kv)
     step_time = StepTimeModel()
     calibrated = local_predictor(model)
     core = EngineCore(
@@ -154,7 +208,7 @@ def make_machinery(
         predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
         seed=config.seed,
     )
-    sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, argmax=model.argmax, weigh=model.weigh)
+    sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     executor = ModelExecutor(model, kv, sampler, clock=clock)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
@@ -165,9 +219,11 @@ def make_machinery(
 
 def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     """An engine over a loaded model."""
+    begin_s = loaded.clock.now_s()
     tokenizer, vocab_size = loaded.tokenizer, loaded.model.spec.vocab_size
     grammars = GrammarCompiler(tokenizer, vocab_size)
     machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars)
+    loaded.load_s = loaded.checkpoint_s + loaded.clock.now_s() - begin_s
     return Engine(
         machinery.core,
         machinery.executor,

@@ -44,7 +44,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """What `diptych generate` prints after the text."""
+    """What `diptych generate` prints after the text. load_s is None where nobody waited for the model to load."""
 
     model: str
     backend: str
@@ -53,7 +53,7 @@ class PhaseReport:
     ceilings: Ceilings
     prefill: PhaseRow
     decode: PhaseRow | None
-    load_s: float
+    load_s: float | None
     queue_s: float
     prefill_s: float
     first_token_s: float
@@ -79,10 +79,12 @@ class PhaseReport:
         )
         lines = [head, f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}"]
         lines += [_row_line(row) for row in (self.prefill, self.decode) if row is not None]
+        parts = {"queue": self.queue_s, "prefill": self.prefill_s, "first token": self.first_token_s}
+        start = ""
+        if self.load_s is not None:
+            parts, start = {"load": self.load_s} | parts, " from a cold start"
         lines.append(
-            f"  TTFT {_ms(self.load_s + self.queue_s + self.prefill_s + self.first_token_s)} from a cold start = "
-            f"load {_ms(self.load_s)} + queue {_ms(self.queue_s)} + prefill {_ms(self.prefill_s)} + "
-            f"first token {_ms(self.first_token_s)}"
+            f"  TTFT {_ms(sum(parts.values()))}{start} = " + " + ".join(f"{name} {_ms(s)}" for name, s in parts.items())
         )
         if self.itl_p50_s is not None and self.itl_p99_s is not None:
             lines.append(f"  between tokens p50 {_ms(self.itl_p50_s)}, p99 {_ms(self.itl_p99_s)}")
@@ -106,9 +108,15 @@ def _row_line(row: PhaseRow) -> str:
 
 
 def phase_report(
-    loaded: LoadedModel, observer: PhaseObserver, *, ceilings: Ceilings, usage: Usage, timings: Timings
+    loaded: LoadedModel,
+    observer: PhaseObserver,
+    *,
+    ceilings: Ceilings,
+    usage: Usage,
+    timings: Timings,
+    is_cold: bool = True,
 ) -> PhaseReport:
-    """The report of one finished request that ran alone while `observer` listened."""
+    """The report of one finished request that ran alone while `observer` listened. is_cold: it waited for the loading."""
     view, predictor = CostView(loaded.model), local_predictor(loaded.model)
     prefill_steps = [step for step in observer.steps if step.shape.phase is Phase.PREFILL]
     decode_steps = [step for step in observer.steps if step.shape.phase is Phase.DECODE]
@@ -122,7 +130,7 @@ def phase_report(
         ceilings=ceilings,
         prefill=_phase_row(Phase.PREFILL, prefill_steps, view, ceilings, predictor),
         decode=_phase_row(Phase.DECODE, decode_steps, view, ceilings, predictor) if decode_steps else None,
-        load_s=loaded.load_s,
+        load_s=loaded.load_s if is_cold else None,
         queue_s=timings.queue_s,
         prefill_s=max(0.0, timings.prefill_s - first_token_s),
         first_token_s=first_token_s,
