@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.compute.shapes import SHAPES
 from diptych.ground.config import BACKENDS, KV_FORMATS, WEIGHT_FORMATS, EngineConfig
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import BOUNDS as SAMPLING
 from diptych.ground.request import SamplingParams
+from diptych.models.named import SHAPES
 
 if TYPE_CHECKING:  # doctor needs options, and no tensor library
     from diptych.engine.llm import LLM

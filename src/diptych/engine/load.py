@@ -15,7 +15,6 @@ import psutil
 
 from diptych.compute.runner import Model, load_model
 from diptych.compute.sampler import Sampler
-from diptych.compute.shapes import SHAPES
 from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
@@ -30,6 +29,7 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
+from diptych.models.named import SHAPES
 
 logger = logging.getLogger("diptych.engine")
 
