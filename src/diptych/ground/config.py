@@ -22,6 +22,7 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
+_NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
 # every number of the configs below; `what` is the text of the help pages
@@ -119,6 +120,10 @@ class ComputeConfig:
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             hint = "a CUDA device is named cuda, or cuda:0 where there are several"
             raise ConfigError(f"device is {shown(self.device)}; it must be auto, cpu, cuda or cuda:N", hint=hint)
+        if not isinstance(self.instruction_set, str) or not _NAME.fullmatch(self.instruction_set):
+            raise ConfigError(
+                f"instruction_set is {shown(self.instruction_set)}; it must be auto or the name of a kernel set"
+            )
         _take(self, "threads")
         numa_nodes(self.numa)
 
