@@ -44,7 +44,7 @@ struct Job {
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
 };
 
-KBlocks cut_inputs(const PackedLinear& w, Format tile_format, bool is_single_tile) {
+KBlocks cut_inputs(const PackedLinear& w, Format tile_format, const TileShape& shape, bool is_single_tile) {
   if (tile_format == Format::int4) {
     const int64_t groups = w.k_padded / w.shape.group;
     return {groups, groups, 0, w.shape.group / 4};
@@ -53,7 +53,7 @@ KBlocks cut_inputs(const PackedLinear& w, Format tile_format, bool is_single_til
   const int64_t blocks = is_single_tile ? 1 : std::max<int64_t>(1, (panel_bytes + kBlockPanelBytes - 1) / kBlockPanelBytes);
   // Whole unrolled rounds of the kernels (8 steps), and whole pairs of groups where int4 is expanded.
   const int64_t round = w.shape.format == Format::int4 ? w.shape.group / 2 : 8;
-  return {units, round_up((units + blocks - 1) / blocks, round), kStepBytes, 1};
+  return {units, round_up((units + blocks - 1) / blocks, round), kStepBytes, shape.form == XForm::widened ? 2 : 1};
 }
 
 // What one task covers: a panel, or some strips of it.
@@ -123,8 +123,12 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
     const Range rows = tile_rows(job, begin, end, tile);
     const uint8_t* x[kMaxTileRows];
     for (int64_t i = rows.begin; i < rows.end; ++i) x[i - rows.begin] = job.x.data + job.row_of(i) * job.x.stride_bytes;
-    job.kernels.interleave_rows(x, rows.end - rows.begin, job.words_per_row(), job.shape.rows,
-                                job.words + tile * job.words_per_row() * job.shape.rows * 4);
+    uint8_t* words = job.words + tile * job.words_per_row() * job.shape.rows * 4;
+    if (job.shape.form == XForm::widened) {
+      job.kernels.widen_rows(x, rows.end - rows.begin, job.cut.units, job.shape.rows, words);
+    } else {
+      job.kernels.interleave_rows(x, rows.end - rows.begin, job.words_per_row(), job.shape.rows, words);
+    }
   }
 }
 
@@ -280,10 +284,10 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
   const int64_t tiles = (m + shape.rows - 1) / shape.rows;
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows;
   const int64_t block_rows = (tiles + blocks - 1) / blocks * shape.rows;
-  const KBlocks cut = cut_inputs(w, tile_format, tiles == 1);
+  const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);
   const int64_t acc_bytes = block_rows * kPanelLanes * 4;
-  const bool has_sums = tile_format == Format::int4 && !shape.interleaved;
-  const int64_t words_bytes = shape.interleaved ? block_rows * cut.units * cut.unit_words * 4 : has_sums ? shape.rows * cut.units * 4 : 0;
+  const bool has_sums = tile_format == Format::int4 && !shape.interleaved();
+  const int64_t words_bytes = shape.interleaved() ? block_rows * cut.units * cut.unit_words * 4 : has_sums ? shape.rows * cut.units * 4 : 0;
   const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
   uint8_t* memory = scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
   uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
@@ -293,7 +297,7 @@ void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t
   int64_t ready = -1;
   for (Tasks tasks(blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / n_pieces, begin = block * block_rows, end = std::min(m, begin + block_rows);
-    if (shape.interleaved && block != ready) interleave_block(job, begin, end);
+    if (shape.interleaved() && block != ready) interleave_block(job, begin, end);
     if (has_sums && block != ready) sum_groups(job, begin, end);
     ready = block;
     const int64_t piece = tasks.current() % n_pieces, strip = piece % pieces * strips;

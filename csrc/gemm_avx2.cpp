@@ -87,11 +87,11 @@ void tile_int8(const TileArgs& args) {
 
 const KernelTable& avx2_kernels() {
   static const KernelTable table{
-      {{{1, 1, false, tile_bf16<1>}, {2, 1, false, tile_bf16<2>}, {3, 1, false, tile_bf16<3>}, {4, 1, false, tile_bf16<4>}},
-       {{1, 1, false, tile_int8<1>}, {2, 1, false, tile_int8<2>}, {3, 1, false, tile_int8<3>}, {4, 1, false, tile_int8<4>}},
+      {{{1, 1, XForm::rows, tile_bf16<1>}, {2, 1, XForm::rows, tile_bf16<2>}, {3, 1, XForm::rows, tile_bf16<3>}, {4, 1, XForm::rows, tile_bf16<4>}},
+       {{1, 1, XForm::rows, tile_int8<1>}, {2, 1, XForm::rows, tile_int8<2>}, {3, 1, XForm::rows, tile_int8<3>}, {4, 1, XForm::rows, tile_int8<4>}},
        {}},
-      {{4, 1, false, tile_bf16<4>}, {4, 1, false, tile_int8<4>}},
-      nullptr,  // no interleaved shape
+      {{4, 1, XForm::rows, tile_bf16<4>}, {4, 1, XForm::rows, tile_int8<4>}},
+      nullptr, nullptr,  // no interleaved shape
       finish,
       transpose_words,
       load_inputs,

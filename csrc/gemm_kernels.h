@@ -50,11 +50,16 @@ struct TileArgs {
 };
 using TileKernel = void (*)(const TileArgs& args);
 
-// One tile shape a set offers for a format. rows * strips accumulators. Interleaved shapes read x as words, row after row.
+// How a tile reads x: row by row as it lies in Rows, as words interleaved row after row, or (bf16) as fp32 interleaved likewise, two
+// to a word.
+enum class XForm { rows, words, widened };
+
+// One tile shape a set offers for a format. rows * strips accumulators.
 struct TileShape {
   int64_t rows, strips;
-  bool interleaved;
+  XForm form;
   TileKernel run;
+  bool interleaved() const { return form != XForm::rows; }
 };
 constexpr int kMaxShapes = 16;
 
@@ -99,6 +104,7 @@ struct KernelTable {
   TileShape narrow[3][kMaxShapes];  // one strip wide, ascending rows, ended by rows == 0: W passes once, as one stream
   TileShape wide[2];                // bf16, int8; for many rows: the best reuse of W from cache
   InterleaveRows interleave_rows;
+  InterleaveRows widen_rows;        // as interleave_rows, each bf16 as fp32: out [2 n_words][tile_rows]; null: no widened shape
   FinishKernel finish;
   TransposeWords transpose_words;
   LoadInputs load_inputs;

@@ -40,9 +40,9 @@ void tile_int8(const TileArgs& args) {
 
 const KernelTable& scalar_kernels() {
   static const KernelTable table{
-      {{{1, 1, false, tile_bf16}}, {{1, 1, false, tile_int8}}, {}},
-      {{1, 1, false, tile_bf16}, {1, 1, false, tile_int8}},
-      nullptr,  // no interleaved shape
+      {{{1, 1, XForm::rows, tile_bf16}}, {{1, 1, XForm::rows, tile_int8}}, {}},
+      {{1, 1, XForm::rows, tile_bf16}, {1, 1, XForm::rows, tile_int8}},
+      nullptr, nullptr,  // no interleaved shape
       finish,
       transpose_words,
       load_inputs,
