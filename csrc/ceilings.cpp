@@ -48,7 +48,7 @@ void read_words(const uint8_t* data, int64_t bytes, int64_t) {
 
 CeilingLoops active_loops() {
 #if defined(__x86_64__)
-  if (active_isa() == Isa::avx512) return ceiling_loops_avx512();
+  if (active_isa() >= Isa::avx512) return ceiling_loops_avx512();
   if (active_isa() == Isa::avx2) return ceiling_loops_avx2();
 #endif
   return ceiling_loops_scalar();
