@@ -47,7 +47,7 @@ CpuFeatures detect() {
 
 std::atomic<int> chosen_isa{-1};
 
-bool can_run(Isa isa) { return isa <= best_isa() || (isa == Isa::amx_twin && best_isa() == Isa::avx512); }
+bool can_run(Isa isa) { return isa <= best_isa() || (isa >= Isa::amx_twin && best_isa() == Isa::avx512); }
 
 }  // namespace
 
@@ -79,6 +79,7 @@ const char* isa_name(Isa isa) {
     case Isa::avx2: return "avx2";
     case Isa::avx512: return "avx512";
     case Isa::amx_twin: return "amx_twin";
+    case Isa::amx: return "amx";
   }
   return "unknown";
 }

@@ -4,7 +4,7 @@
 
 namespace diptych {
 
-enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, amx_twin = 3 };
+enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, amx_twin = 3, amx = 4 };
 
 struct CpuFeatures {
   bool avx2 = false;         // AVX2, FMA and F16C together: what the avx2 kernels use

@@ -202,6 +202,7 @@ const KernelTable& active_kernels() {
     case Isa::avx2: return avx2_kernels();
     case Isa::avx512: return avx512_kernels();
     case Isa::amx_twin: return amx_twin_kernels();
+    case Isa::amx: return amx_kernels();
   }
 #endif
   return scalar_kernels();
