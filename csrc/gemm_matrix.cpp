@@ -129,7 +129,7 @@ class Walk {
   void run_block(int64_t panel, int64_t strip, int64_t step) const {
     const Block own = block(panel, strip, step), next = following(panel, strip, step);
     const bool is_stream = job_.is_narrow && !job_.is_expanded, is_last_step = step + own.steps == job_.steps;
-    const bool is_one_pass = !job_.is_narrow && own.steps == job_.steps;  // then the tiles share their sums, in L1
+    const bool is_one_pass = !job_.is_narrow && job_.shape.strips == kPanelStrips && own.steps == job_.steps;  // the tiles share sums in L1
     uint8_t* sums = job_.sums + (panel - piece_.panels.begin) * job_.block_rows * kSumsStride;
     const int64_t sums_step = is_one_pass ? 0 : job_.shape.rows * kSumsStride, strip_offset = (strip - piece_.strips.begin) * kStepBytes;
     MatrixArgs args;
