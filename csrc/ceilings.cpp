@@ -4,8 +4,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "cpu_features.h"
 #include "gemm.h"
+#include "kernel_sets.h"
 
 namespace diptych {
 namespace {
@@ -46,14 +46,6 @@ void read_words(const uint8_t* data, int64_t bytes, int64_t) {
   (void)sink;
 }
 
-CeilingLoops active_loops() {
-#if defined(__x86_64__)
-  if (active_isa() >= Isa::avx512) return ceiling_loops_avx512();
-  if (active_isa() == Isa::avx2) return ceiling_loops_avx2();
-#endif
-  return ceiling_loops_scalar();
-}
-
 template <class Work>
 double best_s(int repeats, Work&& work) {
   using Clock = std::chrono::steady_clock;
@@ -79,9 +71,11 @@ double ops_per_s(ThreadPool& pool, int repeats, double (*burst)(int64_t)) {
 
 }  // namespace
 
-CeilingLoops ceiling_loops_scalar() { return {fp32_burst, int32_burst, read_words}; }
+namespace scalar {
+extern const CeilingLoops kCeilings = {fp32_burst, int32_burst, read_words};
+}
 
-double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats) {
+double measure_read_bytes_per_s(const CeilingLoops& loops, ThreadPool& pool, int64_t bytes, int repeats) {
   const PageBuffer buffer(bytes);
   // Untouched pages may all be one page of zeros, which would be read from the cache.
   pool.run([&](int thread, int threads) {
@@ -94,7 +88,7 @@ double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats) {
     const double seconds = best_s(repeats, [&] {
       pool.run([&](int thread, int threads) {
         const Range part = share(bytes, thread, threads, 4096);
-        active_loops().read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
+        loops.read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
       });
     });
     best = std::max(best, static_cast<double>(bytes) / seconds);
@@ -102,8 +96,12 @@ double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats) {
   return best;
 }
 
-double measure_bf16_ops_per_s(ThreadPool& pool, int repeats) { return ops_per_s(pool, repeats, active_loops().bf16_burst); }
+double measure_bf16_ops_per_s(const CeilingLoops& loops, ThreadPool& pool, int repeats) {
+  return ops_per_s(pool, repeats, loops.bf16_burst);
+}
 
-double measure_int8_ops_per_s(ThreadPool& pool, int repeats) { return ops_per_s(pool, repeats, active_loops().int8_burst); }
+double measure_int8_ops_per_s(const CeilingLoops& loops, ThreadPool& pool, int repeats) {
+  return ops_per_s(pool, repeats, loops.int8_burst);
+}
 
 }  // namespace diptych

@@ -8,22 +8,18 @@
 
 namespace diptych {
 
-// One instruction set's loops, for one thread. Bursts return the operations done (a multiply and an add are two).
+// A kernel set's loops, for one thread. Bursts return the operations done (a multiply and an add are two).
 struct CeilingLoops {
   double (*bf16_burst)(int64_t rounds);
   double (*int8_burst)(int64_t rounds);
   void (*read_all)(const uint8_t* data, int64_t bytes, int64_t ahead);  // ahead: software prefetch distance, 0: none
 };
 
-CeilingLoops ceiling_loops_scalar();
-CeilingLoops ceiling_loops_avx2();
-CeilingLoops ceiling_loops_avx512();
-
 // Best of `repeats` passes over a fresh buffer of `bytes`, which should exceed every cache several times.
-double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats);
+double measure_read_bytes_per_s(const CeilingLoops& loops, ThreadPool& pool, int64_t bytes, int repeats);
 
-// Best of `repeats` bursts of the active instruction set.
-double measure_bf16_ops_per_s(ThreadPool& pool, int repeats);
-double measure_int8_ops_per_s(ThreadPool& pool, int repeats);
+// Best of `repeats` bursts.
+double measure_bf16_ops_per_s(const CeilingLoops& loops, ThreadPool& pool, int repeats);
+double measure_int8_ops_per_s(const CeilingLoops& loops, ThreadPool& pool, int repeats);
 
 }  // namespace diptych

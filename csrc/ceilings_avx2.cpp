@@ -1,5 +1,5 @@
 // Without dot instructions bf16 is multiplied as fp32 and int8 as pairs of int16: these are then the ceilings.
-#include "ceilings.h"
+#include "kernel_sets.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -56,7 +56,9 @@ void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
 
 }  // namespace
 
-CeilingLoops ceiling_loops_avx2() { return {bf16_burst, int8_burst, read_all}; }
+namespace avx2 {
+extern const CeilingLoops kCeilings = {bf16_burst, int8_burst, read_all};
+}
 
 }  // namespace diptych
 #endif

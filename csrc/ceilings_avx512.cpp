@@ -1,5 +1,5 @@
 // The ceilings themselves: dot instructions on registers alone, and loads that use nothing.
-#include "ceilings.h"
+#include "kernel_sets.h"
 
 #if defined(__x86_64__)
 #include "avx512_math.h"
@@ -56,7 +56,9 @@ void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
 
 }  // namespace
 
-CeilingLoops ceiling_loops_avx512() { return {bf16_burst, int8_burst, read_all}; }
+namespace avx512 {
+extern const CeilingLoops kCeilings = {bf16_burst, int8_burst, read_all};
+}
 
 }  // namespace diptych
 #endif

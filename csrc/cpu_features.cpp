@@ -1,87 +1,80 @@
 #include "cpu_features.h"
 
-#include <atomic>
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
 #include <unistd.h>
+#endif
+
+#include <cerrno>
 
 namespace diptych {
 namespace {
 
 #if defined(__x86_64__)
-unsigned long long saved_state() {
+uint64_t saved_state() {
   unsigned low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (static_cast<unsigned long long>(high) << 32) | low;
+  return (static_cast<uint64_t>(high) << 32) | low;
 }
 
-void detect_sets(CpuFeatures& features) {
-  unsigned a, b, c, d;
-  if (!__get_cpuid(1, &a, &b, &c, &d)) return;
-  const bool has_fma = c & (1u << 12), has_f16c = c & (1u << 29), has_osxsave = c & (1u << 27);
-  if (!has_osxsave) return;
-  const unsigned long long state = saved_state();
-  const bool keeps_ymm = (state & 0x6) == 0x6, keeps_zmm = (state & 0xe6) == 0xe6;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
-  const unsigned last_subleaf = a;
-  features.avx2 = keeps_ymm && has_fma && has_f16c && (b & (1u << 5));
-  const unsigned wanted = (1u << 16) | (1u << 17) | (1u << 30) | (1u << 31);  // F DQ BW VL
-  features.avx512 = keeps_zmm && features.avx2 && (b & wanted) == wanted;
-  features.avx512_vnni = features.avx512 && (c & (1u << 11));
-  if (last_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
-    features.avx512_bf16 = features.avx512 && (a & (1u << 5));
+struct Cpuid {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  Cpuid(unsigned leaf, unsigned subleaf) { __get_cpuid_count(leaf, subleaf, &a, &b, &c, &d); }
+};
+
+Capabilities detect() {
+  Capabilities found;
+  const Cpuid basic(1, 0);
+  if (!(basic.c & (1u << 27))) return found;  // no xgetbv: the system saves nothing wide
+  const uint64_t state = saved_state();
+  const Cpuid extended(7, 0), more(7, extended.a >= 1 ? 1 : 0);
+  auto add = [&](Capability capability, bool is_there, uint64_t saved) {
+    if (is_there && (state & saved) == saved) found.add(capability);
+  };
+  constexpr uint64_t kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;
+  add(Capability::avx2, extended.b & (1u << 5), kYmm);
+  add(Capability::fma, basic.c & (1u << 12), kYmm);
+  add(Capability::f16c, basic.c & (1u << 29), kYmm);
+  add(Capability::avx512f, extended.b & (1u << 16), kZmm);
+  add(Capability::avx512dq, extended.b & (1u << 17), kZmm);
+  add(Capability::avx512bw, extended.b & (1u << 30), kZmm);
+  add(Capability::avx512vl, extended.b & (1u << 31), kZmm);
+  add(Capability::avx512_vnni, extended.c & (1u << 11), kZmm);
+  add(Capability::avx512_bf16, extended.a >= 1 && (more.a & (1u << 5)), kZmm);
+  add(Capability::amx_bf16, extended.d & (1u << 22), kTiles);
+  add(Capability::amx_tile, extended.d & (1u << 24), kTiles);
+  add(Capability::amx_int8, extended.d & (1u << 25), kTiles);
+  return found;
 }
 #else
-void detect_sets(CpuFeatures&) {}
+Capabilities detect() { return {}; }
 #endif
-
-CpuFeatures detect() {
-  CpuFeatures features;
-  detect_sets(features);
-  features.l2_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  if (features.l2_bytes <= 0) features.l2_bytes = 1 << 20;
-  return features;
-}
-
-std::atomic<int> chosen_isa{-1};
-
-bool can_run(Isa isa) { return isa <= best_isa() || (isa >= Isa::amx_twin && best_isa() == Isa::avx512); }
 
 }  // namespace
 
-const CpuFeatures& cpu_features() {
-  static const CpuFeatures features = detect();
-  return features;
+const Capabilities& cpu_capabilities() {
+  static const Capabilities found = detect();
+  return found;
 }
 
-Isa best_isa() {
-  const CpuFeatures& features = cpu_features();
-  if (features.avx512_bf16 && features.avx512_vnni) return Isa::avx512;
-  return features.avx2 ? Isa::avx2 : Isa::scalar;
+int request_tiles() {
+#if defined(__linux__) && defined(__x86_64__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const int refusal = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;
+  return refusal;
+#else
+  return ENOSYS;
+#endif
 }
 
-Isa active_isa() {
-  const int isa = chosen_isa.load(std::memory_order_relaxed);
-  return isa < 0 ? best_isa() : static_cast<Isa>(isa);
-}
-
-bool set_isa(Isa isa) {
-  if (!can_run(isa)) return false;
-  chosen_isa.store(static_cast<int>(isa), std::memory_order_relaxed);
-  return true;
-}
-
-const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::scalar: return "scalar";
-    case Isa::avx2: return "avx2";
-    case Isa::avx512: return "avx512";
-    case Isa::amx_twin: return "amx_twin";
-    case Isa::amx: return "amx";
-  }
-  return "unknown";
+const char* capability_name(Capability capability) {
+  static const char* const kNames[] = {"avx2",     "fma",         "f16c",        "avx512f",  "avx512bw", "avx512dq",
+                                       "avx512vl", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"};
+  static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Capability::count));
+  return kNames[static_cast<int>(capability)];
 }
 
 }  // namespace diptych

@@ -1,30 +1,40 @@
-// What this CPU (and the operating system's saved state) can run, decided once. Kernels of one instruction set live in
-// one translation unit; everything above them goes through active_isa().
+// What this processor can do and the operating system saves the state of: a set of capabilities, not a ladder. Kernel sets say
+// which of them they need (kernel_sets.h); nothing else asks.
 #pragma once
+
+#include <cstdint>
+#include <initializer_list>
 
 namespace diptych {
 
-enum class Isa : int { scalar = 0, avx2 = 1, avx512 = 2, amx_twin = 3, amx = 4 };
-
-struct CpuFeatures {
-  bool avx2 = false;         // AVX2, FMA and F16C together: what the avx2 kernels use
-  bool avx512 = false;       // F, BW, DQ, VL together
-  bool avx512_bf16 = false;  // vdpbf16ps
-  bool avx512_vnni = false;  // vpdpbusd
-  long l2_bytes = 0;         // per core; 1 MiB where the CPU does not say
+enum class Capability : int {
+  avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_bf16, avx512_vnni, amx_tile, amx_int8, amx_bf16, count
 };
 
-const CpuFeatures& cpu_features();
+const char* capability_name(Capability capability);  // as Linux spells it in /proc/cpuinfo
 
-// The widest set whose kernels this CPU runs: avx512 needs BF16 and VNNI, otherwise avx2, otherwise scalar.
-Isa best_isa();
+class Capabilities {
+ public:
+  constexpr Capabilities() = default;
+  constexpr Capabilities(std::initializer_list<Capability> all) {
+    for (const Capability one : all) add(one);
+  }
+  constexpr void add(Capability one) { bits_ |= uint64_t{1} << static_cast<int>(one); }
+  constexpr Capabilities operator|(const Capabilities& others) const {
+    Capabilities all = *this;
+    all.bits_ |= others.bits_;
+    return all;
+  }
+  bool has(Capability one) const { return bits_ >> static_cast<int>(one) & 1; }
+  bool has_all(const Capabilities& others) const { return (bits_ & others.bits_) == others.bits_; }
 
-// best_isa() unless lowered by set_isa. Read by every dispatching function; change it only while no kernel runs.
-Isa active_isa();
+ private:
+  uint64_t bits_ = 0;
+};
 
-// False (and no change) when this CPU cannot run the set. For tests and comparisons.
-bool set_isa(Isa isa);
+const Capabilities& cpu_capabilities();
 
-const char* isa_name(Isa isa);
+// Asks the system for the state of AMX's tiles, once for the process and all its threads: 0, or the error number of its refusal.
+int request_tiles();
 
 }  // namespace diptych

@@ -1,12 +1,12 @@
 // The driver of the linear layers: cuts (rows x panels) among threads, blocks K and rows for the caches, and calls the
-// tiles of the active instruction set. Nothing here touches the order of a sum.
+// tiles of a kernel set. Nothing here touches the order of a sum.
 #include "gemm.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "cpu_features.h"
 #include "gemm_driver.h"
+#include "kernel_sets.h"
 
 namespace diptych {
 namespace {
@@ -58,19 +58,20 @@ struct Piece {
 
 // Few rows: the lowest strip-wide shape that takes them all in one pass over W, or half of them in two where that leaves fewer
 // spare rows than the wide tiles of many rows. The format becomes int8 where the tiles meet int4 expanded.
-const TileShape& choose_shape(const KernelTable& kernels, int64_t m, Format& format) {
-  const TileShape* highest = kernels.narrow[static_cast<int>(format)];
+const TileShape& choose_shape(const KernelSet& set, int64_t m, Format& format) {
+  const Tiles& tiles = *set.tiles[static_cast<int>(format)];
+  const TileShape* highest = tiles.narrow;
   for (const TileShape* shape = highest; shape->rows != 0; ++shape) {
     if (shape->rows >= m) return *shape;
     highest = shape;
   }
   if (format == Format::int4) {
     format = Format::int8;
-    return choose_shape(kernels, m, format);
+    return choose_shape(set, m, format);
   }
-  const TileShape& wide = kernels.wide[static_cast<int>(format)];
+  const TileShape& wide = tiles.wide;
   if (m > 2 * highest->rows) return wide;
-  const TileShape& half = choose_shape(kernels, (m + 1) / 2, format);
+  const TileShape& half = choose_shape(set, (m + 1) / 2, format);
   return 2 * half.rows < round_up(m, wide.rows) ? half : wide;
 }
 
@@ -195,28 +196,14 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
   if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
 }
 
-const KernelTable& active_kernels() {
-#if defined(__x86_64__)
-  switch (active_isa()) {
-    case Isa::scalar: return scalar_kernels();
-    case Isa::avx2: return avx2_kernels();
-    case Isa::avx512: return avx512_kernels();
-    case Isa::amx_twin: return amx_twin_kernels();
-    case Isa::amx: return amx_kernels();
-  }
-#endif
-  return scalar_kernels();
-}
-
-void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m, const Epilogue& epilogue,
-            int thread, int threads) {
+void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m,
+            const Epilogue& epilogue, int thread, int threads) {
   if (m <= 0) return;
-  const KernelTable& kernels = active_kernels();
-  const LinearCall call{kernels, w, x, x_rows, m, epilogue};
-  const MatrixTiles* matrix = kernels.matrix[static_cast<int>(w.shape.format)];
+  const LinearCall call{*set.linear, w, x, x_rows, m, epilogue};
+  const MatrixTiles* matrix = set.tiles[static_cast<int>(w.shape.format)]->matrix;
   if (matrix != nullptr && m >= matrix->least_rows) return linear_by_matrix(call, *matrix, thread, threads);
   Format tile_format = w.shape.format;
-  const TileShape& shape = choose_shape(kernels, m, tile_format);
+  const TileShape& shape = choose_shape(set, m, tile_format);
   const int64_t tiles = (m + shape.rows - 1) / shape.rows;
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows;
   const int64_t block_rows = (tiles + blocks - 1) / blocks * shape.rows;
@@ -285,31 +272,33 @@ Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
 
 namespace {
 
-void prepare_source(const Rows& rows, int64_t row, const void* x, Source source) {
+void prepare_source(const LinearKernels& kernels, const Rows& rows, int64_t row, const void* x, Source source) {
   uint8_t* data = rows.data + row * rows.stride_bytes;
   if (rows.kind == RowsKind::int8) {
-    active_kernels().quantize_row(x, source, rows.k, reinterpret_cast<int8_t*>(data), rows.scales + row, rows.sums + row);
+    kernels.quantize_row(x, source, rows.k, reinterpret_cast<int8_t*>(data), rows.scales + row, rows.sums + row);
     return;
   }
   uint16_t* out = reinterpret_cast<uint16_t*>(data);
   if (source == Source::bf16) {
     std::memcpy(out, x, 2 * rows.k);
   } else {
-    active_kernels().round_inputs(static_cast<const float*>(x), rows.k, out);
+    kernels.round_inputs(static_cast<const float*>(x), rows.k, out);
   }
   std::memset(out + rows.k, 0, 2 * (rows.k_padded - rows.k));
 }
 
 }  // namespace
 
-void prepare_row(const Rows& rows, int64_t row, const float* x) { prepare_source(rows, row, x, Source::f32); }
-
-void prepare_rows(const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) prepare_source(rows, row, x + row * x_stride, Source::f32);
+void prepare_row(const KernelSet& set, const Rows& rows, int64_t row, const float* x) {
+  prepare_source(*set.linear, rows, row, x, Source::f32);
 }
 
-void prepare_rows(const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) prepare_source(rows, row, x + row * x_stride, Source::bf16);
+void prepare_rows(const KernelSet& set, const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) prepare_source(*set.linear, rows, row, x + row * x_stride, Source::f32);
+}
+
+void prepare_rows(const KernelSet& set, const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) prepare_source(*set.linear, rows, row, x + row * x_stride, Source::bf16);
 }
 
 void clear_padding(const Rows& rows, int64_t begin, int64_t end) {

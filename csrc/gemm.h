@@ -2,17 +2,17 @@
 //
 // The promise: output (row, lane) depends on that row of x and that lane of W alone. Not one bit changes with the number
 // of rows, the other rows, the thread count or the way the work is cut, because every output lane adds its products
-// over K in one fixed order (bf16: fp32 in ascending pairs) or exactly (int8 and int4: int32). Holds within one instruction set.
+// over K in one fixed order (bf16: fp32 in ascending pairs) or exactly (int8 and int4: int32). Holds within one kernel set.
 //
 // Life of a layer, all functions called inside a ThreadPool region by every thread unless noted:
 //   LinearShape shape{Format::int8, n, k};                       // once, at load
 //   blob = allocate 64-byte aligned packed_bytes(shape)          //   (PageBuffer gives huge pages)
-//   pack_linear(shape, parts, n_parts, bias, blob, thread, threads)
+//   pack_linear(set, shape, parts, n_parts, bias, blob, thread, threads)
 //   PackedLinear w = view_packed(shape, blob);                   // a view; the blob can also come from a mapped file
 //   Rows x = view_rows(rows_kind(format), m, k, memory);         // once per step and distinct input
-//   prepare_rows(x, f32 input, stride, begin, end);              // each thread a part of the rows
+//   prepare_rows(set, x, f32 input, stride, begin, end);              // each thread a part of the rows
 //   pool.barrier(thread)
-//   linear(w, x, {}, m, epilogue, thread, threads);              // no barrier inside; the caller puts one after
+//   linear(set, w, x, {}, m, epilogue, thread, threads);              // no barrier inside; the caller puts one after
 #pragma once
 
 #include <atomic>
@@ -22,6 +22,8 @@
 #include <vector>
 
 namespace diptych {
+
+struct KernelSet;  // kernel_sets.h
 
 constexpr int64_t kPanelLanes = 64;  // output lanes of one packed panel
 
@@ -50,11 +52,11 @@ int64_t packed_bytes(const LinearShape& shape);
 
 // Packs W into blob. Threads divide the panels; each byte of the blob is written by exactly one thread.
 //   parts: sum of rows == shape.n      bias [n] fp32 in checkpoint order, read if shape.has_bias
-void pack_linear(const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias, void* blob,
-                 int thread, int threads);
+void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias,
+                 void* blob, int thread, int threads);
 
 // As pack_linear with random weights, uniform in +-amplitude, a pure function of (seed, lane, input). For benchmarks.
-void pack_random(const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads);
+void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads);
 
 // How the threads of one call share its work. Each walks a part of its own from the front, one stream of weights; who has finished
 // takes from the back of another's (cores of one machine rarely run at one speed). Zero between calls.
@@ -114,11 +116,11 @@ int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k);  // a multiple of 64
 Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory);
 
 // Row `row` from x [k] fp32 (a fused norm calls this with its result while that is still in L1). bf16 rounds to nearest even.
-void prepare_row(const Rows& rows, int64_t row, const float* x);
+void prepare_row(const KernelSet& set, const Rows& rows, int64_t row, const float* x);
 
 // Rows [begin, end) from x [m, x_stride], fp32 or bf16.
-void prepare_rows(const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end);
-void prepare_rows(const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end);
+void prepare_rows(const KernelSet& set, const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end);
+void prepare_rows(const KernelSet& set, const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end);
 
 // bf16 kind only: the row's storage, for producers that write bf16 themselves; they leave [k, k_padded) alone after
 // clear_padding has zeroed it once.
@@ -159,8 +161,8 @@ struct Epilogue {
 
 // y[i] = x[x_rows ? x_rows[i] : i] W^T (+ bias), i in [0, m), stored by the epilogue. Any m >= 0. One expert of a MoE is
 // a call with x_rows = the tokens routed to it. Each output element is written by exactly one thread.
-void linear(const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m, const Epilogue& epilogue,
-            int thread, int threads);
+void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m,
+            const Epilogue& epilogue, int thread, int threads);
 
 // The weights that thread reads first in a call on few rows: something to bring into its cache while it waits for the others.
 struct ReadAhead {
@@ -202,6 +204,8 @@ class PageBuffer {
   void back(int64_t begin, int64_t end) const;
   // Pages not yet backed come from these NUMA nodes in turn. False where the system cannot, and nothing changes then.
   bool interleave(const std::vector<int>& nodes) const;
+  // Bytes [begin, end) belong to nobody: under AddressSanitizer whoever touches them is told. What lies behind bytes() is so anyway.
+  void forbid(int64_t begin, int64_t end) const;
 
  private:
   uint8_t* data_ = nullptr;

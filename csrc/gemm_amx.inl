@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "amx_tiles.h"
-#include "gemm_kernels.h"
+#include "kernel_sets.h"
 
 namespace diptych {
 namespace {
@@ -157,16 +157,21 @@ constexpr MatrixTiles tiles(int64_t least_rows) {
   return {least_rows, {shape<kWhole, 1, 1>(), shape<kWhole, 2, 1>()}, shape<kWhole, 1, 4>(), kBlocking};
 }
 
-}  // namespace
+constexpr MatrixTiles kBf16 = tiles<false>(1), kInt8 = tiles<true>(kLeastRowsInt8), kInt4 = tiles<true>(kLeastRowsInt4);
 
-const KernelTable& DIPTYCH_AMX_TABLE() {
-  static const KernelTable table = [] {
-    static const MatrixTiles bf16 = tiles<false>(1), int8 = tiles<true>(kLeastRowsInt8), int4 = tiles<true>(kLeastRowsInt4);
-    KernelTable all = avx512_kernels();
-    all.matrix[0] = &bf16, all.matrix[1] = &int8, all.matrix[2] = &int4;
-    return all;
-  }();
-  return table;
+Tiles with(const Tiles& few_rows, const MatrixTiles& matrix) {
+  Tiles all = few_rows;
+  all.matrix = &matrix;
+  return all;
 }
 
+}  // namespace
+
+namespace DIPTYCH_AMX_SET {
+
+extern const Tiles kBf16Tiles = with({}, kBf16);  // the bits of no other instruction
+extern const Tiles kInt8Tiles = with(avx512::kInt8Tiles, kInt8);
+extern const Tiles kInt4Tiles = with(avx512::kInt4Tiles, kInt4);
+
+}  // namespace DIPTYCH_AMX_SET
 }  // namespace diptych

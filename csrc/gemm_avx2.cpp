@@ -3,7 +3,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "gemm_kernels.h"
+#include "kernel_sets.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -85,26 +85,23 @@ void tile_int8(const TileArgs& args) {
 
 }  // namespace
 
-const KernelTable& avx2_kernels() {
-  static const KernelTable table{
-      {{{1, 1, XForm::rows, tile_bf16<1>}, {2, 1, XForm::rows, tile_bf16<2>}, {3, 1, XForm::rows, tile_bf16<3>}, {4, 1, XForm::rows, tile_bf16<4>}},
-       {{1, 1, XForm::rows, tile_int8<1>}, {2, 1, XForm::rows, tile_int8<2>}, {3, 1, XForm::rows, tile_int8<3>}, {4, 1, XForm::rows, tile_int8<4>}},
-       {}},
-      {{4, 1, XForm::rows, tile_bf16<4>}, {4, 1, XForm::rows, tile_int8<4>}},
-      nullptr, nullptr,  // no interleaved shape
-      finish,
-      transpose_words,
-      load_inputs,
-      round_inputs,
-      abs_max,
-      quantize_int8,
-      quantize_row,
-      sum_groups,
-      quantize_group,
-      expand_int4,
-  };
-  return table;
-}
+namespace avx2 {
+
+extern const Tiles kBf16Tiles = {
+    {{1, 1, XForm::rows, tile_bf16<1>}, {2, 1, XForm::rows, tile_bf16<2>}, {3, 1, XForm::rows, tile_bf16<3>}, {4, 1, XForm::rows, tile_bf16<4>}},
+    {4, 1, XForm::rows, tile_bf16<4>},
+};
+extern const Tiles kInt8Tiles = {
+    {{1, 1, XForm::rows, tile_int8<1>}, {2, 1, XForm::rows, tile_int8<2>}, {3, 1, XForm::rows, tile_int8<3>}, {4, 1, XForm::rows, tile_int8<4>}},
+    {4, 1, XForm::rows, tile_int8<4>},
+};
+extern const Tiles kInt4Tiles = {};
+extern const LinearKernels kLinear = {
+    nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    sum_groups, quantize_group, expand_int4,
+};
+
+}  // namespace avx2
 
 }  // namespace diptych
 #endif

@@ -1,6 +1,6 @@
 // AVX-512 kernels (F, BW, DQ, VL, BF16, VNNI). One register tile is up to 6 rows x 64 lanes = 24 accumulators, 4 vectors of
 // weights and one broadcast of x: 24 dot instructions per 10 loads.
-#include "gemm_kernels.h"
+#include "kernel_sets.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -543,25 +543,17 @@ constexpr XForm form_of(bool interleaved) { return interleaved ? XForm::words : 
 
 }  // namespace
 
-const KernelTable& avx512_kernels() {
-  static const KernelTable table{
-      {DIPTYCH_NARROW_WIDENED, DIPTYCH_NARROW(6, tile_dot<__m512i, ), DIPTYCH_NARROW(6, tile_int4<)},
-      {{12, 2, XForm::widened, tile_widened<12, 2>}, {6, 4, XForm::rows, tile_dot<__m512i, 6, 4, false>}},
-      interleave_rows,
-      widen_rows,
-      finish,
-      transpose_words,
-      load_inputs,
-      round_inputs,
-      abs_max,
-      quantize_int8,
-      quantize_row,
-      sum_groups,
-      quantize_group,
-      expand_int4,
-  };
-  return table;
-}
+namespace avx512 {
+
+extern const Tiles kBf16Tiles = {DIPTYCH_NARROW_WIDENED, {12, 2, XForm::widened, tile_widened<12, 2>}};
+extern const Tiles kInt8Tiles = {DIPTYCH_NARROW(6, tile_dot<__m512i, ), {6, 4, XForm::rows, tile_dot<__m512i, 6, 4, false>}};
+extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(6, tile_int4<), {}};
+extern const LinearKernels kLinear = {
+    interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    sum_groups, quantize_group, expand_int4,
+};
+
+}  // namespace avx512
 
 }  // namespace diptych
 #endif

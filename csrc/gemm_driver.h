@@ -9,7 +9,7 @@ namespace diptych {
 
 // One thread's part in a call of linear().
 struct LinearCall {
-  const KernelTable& kernels;
+  const LinearKernels& kernels;
   const PackedLinear& w;
   const Rows& x;
   const int32_t* x_rows;

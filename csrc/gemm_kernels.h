@@ -1,4 +1,4 @@
-// Inside of the linear layers: what one instruction set provides (KernelTable) and the layout all of them share.
+// Inside of the linear layers: what a kernel set provides (Tiles for each format, LinearKernels) and the layout all of them share.
 //
 // A panel of 64 lanes is 4 strips of 16, one after the other. A strip holds K in ascending steps of 64 bytes, one 32-bit
 // word per lane and step, so that a tile of any width (64, 32 or 16 lanes) reads contiguous memory:
@@ -143,12 +143,18 @@ using ExpandInt4 = void (*)(const uint8_t* strip, int64_t group, int64_t first, 
 // sums [groups] of x [groups * group]; group is 32, 64 or 128.
 using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32_t* sums);
 
-struct KernelTable {
-  // By Format. Every shape of a set and format gives the same bits. int4 without a shape of its own is expanded to int8 first.
-  TileShape narrow[3][kMaxShapes];  // one strip wide, ascending rows, ended by rows == 0: W passes once, as one stream
-  TileShape wide[2];                // bf16, int8; for many rows: the best reuse of W from cache
-  InterleaveRows interleave_rows;
-  InterleaveRows widen_rows;        // as interleave_rows, each bf16 as fp32: out [2 n_words][tile_rows]; null: no widened shape
+// One weight format's. Every shape gives the same bits. int4 has no wide shape, and where it has no narrow one either, or too many
+// rows for them, it is expanded to int8 first.
+struct Tiles {
+  TileShape narrow[kMaxShapes];  // one strip wide, ascending rows, ended by rows == 0: W passes once, as one stream
+  TileShape wide;                // for many rows: the best reuse of W from cache
+  const MatrixTiles* matrix = nullptr;  // instead of both from its least_rows on
+};
+
+// What the linear layers need beside their tiles.
+struct LinearKernels {
+  InterleaveRows interleave_rows;  // null where no tile reads interleaved rows
+  InterleaveRows widen_rows;       // as interleave_rows, each bf16 as fp32: out [2 n_words][tile_rows]; null: no widened shape
   FinishKernel finish;
   TransposeWords transpose_words;
   LoadInputs load_inputs;
@@ -159,17 +165,7 @@ struct KernelTable {
   SumGroups sum_groups;
   QuantizeGroup quantize_group;
   ExpandInt4 expand_int4;
-  const MatrixTiles* matrix[3] = {};
 };
-
-const KernelTable& scalar_kernels();
-#if defined(__x86_64__)
-const KernelTable& avx2_kernels();
-const KernelTable& avx512_kernels();
-const KernelTable& amx_kernels();
-const KernelTable& amx_twin_kernels();
-#endif
-const KernelTable& active_kernels();
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 

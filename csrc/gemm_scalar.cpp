@@ -3,7 +3,7 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "gemm_kernels.h"
+#include "kernel_sets.h"
 
 namespace diptych {
 namespace {
@@ -38,23 +38,16 @@ void tile_int8(const TileArgs& args) {
 
 }  // namespace
 
-const KernelTable& scalar_kernels() {
-  static const KernelTable table{
-      {{{1, 1, XForm::rows, tile_bf16}}, {{1, 1, XForm::rows, tile_int8}}, {}},
-      {{1, 1, XForm::rows, tile_bf16}, {1, 1, XForm::rows, tile_int8}},
-      nullptr, nullptr,  // no interleaved shape
-      finish,
-      transpose_words,
-      load_inputs,
-      round_inputs,
-      abs_max,
-      quantize_int8,
-      quantize_row,
-      sum_groups,
-      quantize_group,
-      expand_int4,
-  };
-  return table;
-}
+namespace scalar {
+
+extern const Tiles kBf16Tiles = {{{1, 1, XForm::rows, tile_bf16}}, {1, 1, XForm::rows, tile_bf16}};
+extern const Tiles kInt8Tiles = {{{1, 1, XForm::rows, tile_int8}}, {1, 1, XForm::rows, tile_int8}};
+extern const Tiles kInt4Tiles = {};
+extern const LinearKernels kLinear = {
+    nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    sum_groups, quantize_group, expand_int4,
+};
+
+}  // namespace scalar
 
 }  // namespace diptych

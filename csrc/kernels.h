@@ -1,4 +1,4 @@
-// The program's own kernels (everything but the linear layers), one table of functions per instruction set.
+// The program's own kernels (everything but the linear layers): tables of functions, parts of a kernel set (kernel_sets.h).
 //
 // Legend: S sequences, T packed tokens of the step, H query heads, K kv heads, G = H / K, d head dim, P tokens per block,
 // M block table width. All kernels compute a row or a token from that row or token alone, in one order of summation.
@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "cpu_features.h"
 #include "gemm.h"
 #include "kv_cache.h"
 
@@ -113,12 +112,15 @@ struct Drawn {
 };
 using DrawRow = void (*)(const float* x, int64_t n, float temperature, double quantile, Drawn* drawn);
 
-struct Kernels {
+struct AttentionKernels {
+  AttentionRun run;
+  AttentionCombine combine;
+  AttentionScratchBytes scratch_bytes;
+};
+
+struct StepKernels {
   RmsNormRow rms_norm_row;
   RotateToken rotate_token;
-  AttentionRun attention;
-  AttentionCombine attention_combine;
-  AttentionScratchBytes attention_scratch_bytes;
   AddRow add_row;
   SoftcapRow softcap_row;
   EmbedRow embed_row;
@@ -126,11 +128,5 @@ struct Kernels {
   FindBest find_best;
   DrawRow draw_row;
 };
-
-const Kernels& program_kernels();  // of active_isa()
-
-namespace avx512 { extern const Kernels kKernels; }
-namespace avx2 { extern const Kernels kKernels; }
-namespace scalar { extern const Kernels kKernels; }
 
 }  // namespace diptych

@@ -1,5 +1,5 @@
-// Body of one kernels_<set>.cpp: every kernel written once over simd.h, and their table.
-#include "kernels.h"
+// Body of one kernels_<set>.cpp: every kernel written once over simd.h, and their tables.
+#include "kernel_sets.h"
 #include "simd.h"
 
 #include "norm.inl"
@@ -17,10 +17,8 @@ int64_t scratch_bytes(const AttentionShape& shape) {
   return (floats * 4 + halves * 2 + 10 * 64 + 4095) / 4096 * 4096;
 }
 
-extern const Kernels kKernels = {
-    rms_norm_row, rotate_token, attention, attention_combine, scratch_bytes, add_row,
-    softcap_row,  embed_row,    softmax_row, find_best,  draw_row,
-};
+extern const AttentionKernels kAttention = {attention, attention_combine, scratch_bytes};
+extern const StepKernels kStep = {rms_norm_row, rotate_token, add_row, softcap_row, embed_row, softmax_row, find_best, draw_row};
 
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

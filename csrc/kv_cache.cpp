@@ -95,6 +95,18 @@ void KvCache::copy_block(int64_t source, int64_t target) {
   }
 }
 
+void KvCache::export_block(int64_t block, uint8_t* out) const {
+  const int64_t bytes = shape_.block_bytes();
+  for (int64_t index = 0; index < shape_.n_layers; ++index)
+    std::memcpy(out + index * bytes, layer(index).data + block * bytes, static_cast<size_t>(bytes));
+}
+
+void KvCache::import_block(int64_t block, const uint8_t* data) {
+  const int64_t bytes = shape_.block_bytes();
+  for (int64_t index = 0; index < shape_.n_layers; ++index)
+    std::memcpy(layer(index).data + block * bytes, data + index * bytes, static_cast<size_t>(bytes));
+}
+
 void KvCache::read(int64_t index, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const {
   const KvLayer view = layer(index);
   const int64_t d = shape_.head_dim, block_tokens = shape_.block_tokens;

@@ -65,6 +65,9 @@ class KvCache {
   void back(int64_t begin, int64_t end) const { buffer_.back(begin, end); }
   bool interleave(const std::vector<int>& nodes) const { return buffer_.interleave(nodes); }
   void copy_block(int64_t source, int64_t target);  // in every layer
+  // The bytes of one block as they lie, layer after layer: n_layers * block_bytes().
+  void export_block(int64_t block, uint8_t* out) const;
+  void import_block(int64_t block, const uint8_t* data);
 
   // Unpacks tokens [0, n_tokens) that lie in block_ids, to k and v [K, n_tokens, d] fp32.
   void read(int64_t layer, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const;

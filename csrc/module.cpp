@@ -30,6 +30,8 @@ using F32Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device
 using F32Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using F32Cube = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BytesTable = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using BytesOut = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 Source source_of(const AnyArray& array) {
   const nb::dlpack::dtype dtype = array.dtype();
@@ -51,6 +53,19 @@ Format format_of(const std::string& name) {
   if (name == "int8") return Format::int8;
   if (name == "int4") return Format::int4;
   throw std::invalid_argument("unknown weight format " + name);
+}
+
+Store store_of(const std::string& name) {
+  if (name == "f32") return Store::f32;
+  if (name == "bf16") return Store::bf16;
+  if (name == "add_f32") return Store::add_f32;
+  throw std::invalid_argument("unknown store kind " + name);
+}
+
+KvFormat kv_format_of(const std::string& name) {
+  if (name == "bf16") return KvFormat::bf16;
+  if (name == "int8") return KvFormat::int8;
+  throw std::invalid_argument("unknown KV format " + name);
 }
 
 Activation activation_of(const std::string& name) {
@@ -142,6 +157,15 @@ std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I
   return out;
 }
 
+void run_hidden(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
+                F32Out hidden) {
+  const Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  if (hidden.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(hidden.shape(1)) != program.hidden_width())
+    throw std::invalid_argument("hidden must be [rows wanted, model dimension]");
+  nb::gil_scoped_release release;
+  program.run_hidden(step, kv, hidden.data());
+}
+
 nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> argmax(Program& program, F32Matrix logits) {
   const int64_t rows = static_cast<int64_t>(logits.shape(0)), vocab = static_cast<int64_t>(logits.shape(1));
   int64_t* ids = new int64_t[rows > 0 ? rows : 1];
@@ -204,6 +228,24 @@ void copy_blocks(KvCache& kv, const std::vector<std::array<int64_t, 2>>& pairs) 
   for (const auto& pair : pairs) kv.copy_block(pair[0], pair[1]);
 }
 
+void check_raw(const KvCache& kv, const I32& block_ids, size_t rows, size_t bytes) {
+  check_blocks(kv, block_ids, 0);
+  const int64_t wanted = kv.shape().n_layers * kv.shape().block_bytes();
+  if (rows != block_ids.shape(0) || static_cast<int64_t>(bytes) != wanted) throw std::invalid_argument("raw blocks must be [blocks, bytes of a block]");
+}
+
+void export_blocks(const KvCache& kv, I32 block_ids, BytesOut out) {
+  check_raw(kv, block_ids, out.shape(0), out.shape(1));
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < block_ids.shape(0); ++i) kv.export_block(block_ids(i), out.data() + i * out.shape(1));
+}
+
+void import_blocks(KvCache& kv, I32 block_ids, BytesTable data) {
+  check_raw(kv, block_ids, data.shape(0), data.shape(1));
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < block_ids.shape(0); ++i) kv.import_block(block_ids(i), data.data() + i * data.shape(1));
+}
+
 using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 template <class Cube>
@@ -235,11 +277,10 @@ void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
 }
 
 KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
-  if (format != "bf16" && format != "int8") throw std::invalid_argument("unknown KV format " + format);
   KvShape shape;
   shape.n_layers = n_layers, shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
   shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim;
-  shape.format = format == "bf16" ? KvFormat::bf16 : KvFormat::int8;
+  shape.format = kv_format_of(format);
   return shape;
 }
 
@@ -257,6 +298,8 @@ AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head
 void bind_shapes(nb::module_& m) {
   nb::class_<LinearShape>(m, "LinearShape")
       .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias) {
+        if (n < 1 || k < 1 || (is_gated && n % 2 != 0)) throw std::invalid_argument("n and k must be at least 1, and n even where it is gated");
+        if (group != 32 && group != 64 && group != 128) throw std::invalid_argument("group must be 32, 64 or 128");
         new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias};
       }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false)
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
@@ -276,7 +319,10 @@ void bind_kv(nb::module_& m) {
       .def_prop_ro("nbytes", &KvCache::bytes)
       .def("interleave", &KvCache::interleave, nb::arg("nodes"))
       .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("block_bytes", [](const KvCache& kv) { return kv.shape().n_layers * kv.shape().block_bytes(); })
       .def("copy_blocks", &copy_blocks)
+      .def("export_blocks", &export_blocks, nb::arg("block_ids"), nb::arg("out"))
+      .def("import_blocks", &import_blocks, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
   m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
@@ -294,8 +340,7 @@ void bind_operations(nb::class_<Program>& program) {
       .def("add", [](Program& p, int y, int x) { p.record(Category::norm, AddOp{y, x}); })
       .def("prepare", [](Program& p, int x, int rows) { p.record(Category::norm, PrepareOp{x, rows}); })
       .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation) {
-        const Store kind = store == "f32" ? Store::f32 : store == "bf16" ? Store::bf16 : Store::add_f32;
-        p.record(category_of(category), LinearOp{weight, rows, out, kind, activation_of(activation)});
+        p.record(category_of(category), LinearOp{weight, rows, out, store_of(store), activation_of(activation)});
       }, nb::kw_only(), nb::arg("category"), nb::arg("weight"), nb::arg("rows"), nb::arg("out"), nb::arg("store") = "f32", nb::arg("activation") = "silu")
       .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
                         std::optional<int> k_norm, bool has_full_width_norm, float norm_eps) {
@@ -331,8 +376,10 @@ void bind_operations(nb::class_<Program>& program) {
 
 void bind_program(nb::module_& m) {
   nb::class_<Program> program(m, "Program");
-  program.def(nb::init<int>(), nb::arg("threads"))
-      .def(nb::init<int, std::vector<int>>(), nb::arg("threads"), nb::arg("cpus"))
+  program
+      .def("__init__", [](Program* place, const std::string& kernels, int threads, std::optional<std::vector<int>> cpus) {
+        new (place) Program(kernel_set(kernels), threads, cpus ? std::move(*cpus) : ThreadPool::allowed_cpus());
+      }, nb::arg("kernels"), nb::arg("threads"), nb::arg("cpus").none() = nb::none())
       .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
@@ -346,6 +393,9 @@ void bind_program(nb::module_& m) {
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"))
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"))
+      .def("run_hidden", &run_hidden, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"))
+      .def_prop_ro("hidden_width", &Program::hidden_width)
       .def("argmax", &argmax)
       .def("draw", &draw, nb::arg("logits"), nb::arg("rows"), nb::arg("temperatures"), nb::arg("quantiles"))
       .def("nanoseconds", &nanoseconds)
@@ -356,23 +406,24 @@ void bind_program(nb::module_& m) {
       .def("packed_blob", &packed_blob)
       .def_prop_ro("weight_bytes", &Program::weight_bytes)
       .def_prop_ro("table_bytes", &Program::table_bytes)
+      .def_prop_ro("kernels", [](const Program& p) { return std::string(p.kernels().name); })
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
 }
 
 void bind_ceilings(nb::module_& m) {
-  m.def("measure_read_bytes_per_s", [](int64_t bytes, int threads, std::vector<int> cpus, int repeats) {
+  m.def("measure_read_bytes_per_s", [](const std::string& kernels, int64_t bytes, int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
-    return measure_read_bytes_per_s(pool, bytes, repeats);
-  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("measure_bf16_ops_per_s", [](int threads, std::vector<int> cpus, int repeats) {
+    return measure_read_bytes_per_s(*kernel_set(kernels).ceilings, pool, bytes, repeats);
+  }, nb::arg("kernels"), nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("measure_bf16_ops_per_s", [](const std::string& kernels, int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
-    return measure_bf16_ops_per_s(pool, repeats);
-  }, nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("measure_int8_ops_per_s", [](int threads, std::vector<int> cpus, int repeats) {
+    return measure_bf16_ops_per_s(*kernel_set(kernels).ceilings, pool, repeats);
+  }, nb::arg("kernels"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("measure_int8_ops_per_s", [](const std::string& kernels, int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
-    return measure_int8_ops_per_s(pool, repeats);
-  }, nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+    return measure_int8_ops_per_s(*kernel_set(kernels).ceilings, pool, repeats);
+  }, nb::arg("kernels"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace
@@ -385,15 +436,15 @@ NB_MODULE(_cpu, m) {
   bind_shapes(m);
   bind_kv(m);
   bind_program(m);
-  m.def("instruction_sets", [] {
+  m.def("capabilities", [] {
     std::vector<std::string> names;
-    for (int isa = static_cast<int>(best_isa()); isa >= 0; --isa) names.push_back(isa_name(static_cast<Isa>(isa)));
+    for (int i = 0; i < static_cast<int>(Capability::count); ++i)
+      if (const Capability one = static_cast<Capability>(i); cpu_capabilities().has(one)) names.push_back(capability_name(one));
     return names;
   });
-  m.def("instruction_set", [] { return std::string(isa_name(active_isa())); });
-  m.def("set_instruction_set", [](const std::string& name) {
-    for (int isa = 0; isa <= static_cast<int>(Isa::avx512); ++isa)
-      if (name == isa_name(static_cast<Isa>(isa))) return set_isa(static_cast<Isa>(isa));
-    return false;
+  m.def("kernel_sets", [] {  // best first
+    std::vector<std::string> names;
+    for (const KernelSet* set : kernel_sets()) names.push_back(set->name);
+    return names;
   });
 }

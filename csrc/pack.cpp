@@ -3,7 +3,7 @@
 #include <cstring>
 #include <vector>
 
-#include "gemm_kernels.h"
+#include "kernel_sets.h"
 
 namespace diptych {
 namespace {
@@ -34,7 +34,7 @@ SourceRow find_row(const LinearShape& shape, const WeightPart* parts, int64_t n_
 }
 
 // Inputs [begin, begin + count) of one row as fp32, zero past k.
-void load_row(const KernelTable& kernels, const SourceRow& row, int64_t k, int64_t begin, int64_t count, float* out) {
+void load_row(const LinearKernels& kernels, const SourceRow& row, int64_t k, int64_t begin, int64_t count, float* out) {
   const int64_t present = row.data == nullptr ? 0 : std::clamp<int64_t>(k - begin, 0, count);
   if (present > 0) kernels.load_inputs(row.data, row.source, begin, present, out);
   std::memset(out + present, 0, sizeof(float) * (count - present));
@@ -47,13 +47,13 @@ struct alignas(64) Scratch {
 };
 
 // Words of 64 lanes [64][n_words] to their four strips; first is the place of the first word in strip 0.
-void transpose_panel(const KernelTable& kernels, const LinearShape& shape, const uint32_t* words, int64_t stride, int64_t n_words,
+void transpose_panel(const LinearKernels& kernels, const LinearShape& shape, const uint32_t* words, int64_t stride, int64_t n_words,
                      uint8_t* first) {
   for (int64_t strip = 0; strip < kPanelStrips; ++strip)
     kernels.transpose_words(words + strip * kStripLanes * stride, stride, n_words, first + strip * bytes_of_strip(shape));
 }
 
-void pack_bf16(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel) {
+void pack_bf16(const LinearKernels& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel) {
   const int64_t k = padded_inputs(shape), stride = kBlockInputs / 2;
   for (int64_t begin = 0; begin < k; begin += kBlockInputs) {
     const int64_t count = std::min(kBlockInputs, k - begin);
@@ -71,7 +71,7 @@ void pack_bf16(const KernelTable& kernels, const LinearShape& shape, const Sourc
 }
 
 // Symmetric, one scale per lane: scale = max |w| / 127. inverse is 0 for a lane of zeros.
-void find_scales(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, float* scales,
+void find_scales(const LinearKernels& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, float* scales,
                  float* inverse) {
   for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
     float highest = 0.0f;
@@ -85,7 +85,7 @@ void find_scales(const KernelTable& kernels, const LinearShape& shape, const Sou
   }
 }
 
-void pack_int8(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
+void pack_int8(const LinearKernels& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
                float* scales) {
   const int64_t k = padded_inputs(shape), stride = kBlockInputs / 4;
   float inverse[kPanelLanes];
@@ -103,7 +103,7 @@ void pack_int8(const KernelTable& kernels, const LinearShape& shape, const Sourc
 }
 
 // The grid of int8, of which each group uses 16 levels.
-void pack_int4(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
+void pack_int4(const LinearKernels& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, uint8_t* panel,
                float* scales) {
   const int64_t group = shape.group, k = padded_inputs(shape), groups = k / group;
   alignas(64) float inverse[kPanelLanes];
@@ -152,7 +152,7 @@ uint64_t mix(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-void pack_panel(const KernelTable& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, const Blob& blob,
+void pack_panel(const LinearKernels& kernels, const LinearShape& shape, const SourceRow* rows, Scratch& scratch, const Blob& blob,
                 int64_t panel) {
   uint8_t* out = blob.panels + panel * bytes_of_panel(shape);
   float* scales = blob.scales + panel * kPanelLanes;
@@ -186,9 +186,9 @@ PackedLinear view_packed(const LinearShape& shape, const void* blob) {
   return w;
 }
 
-void pack_linear(const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias, void* blob, int thread,
-                 int threads) {
-  const KernelTable& kernels = active_kernels();
+void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias,
+                 void* blob, int thread, int threads) {
+  const LinearKernels& kernels = *set.linear;
   const Blob out = lay_out(shape, blob);
   const Range mine = share(packed_lanes(shape) / kPanelLanes, thread, threads);
   Scratch scratch;
@@ -203,8 +203,8 @@ void pack_linear(const LinearShape& shape, const WeightPart* parts, int64_t n_pa
   }
 }
 
-void pack_random(const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads) {
-  const KernelTable& kernels = active_kernels();
+void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads) {
+  const LinearKernels& kernels = *set.linear;
   const Blob out = lay_out(shape, blob);
   const Range mine = share(packed_lanes(shape) / kPanelLanes, thread, threads);
   Scratch scratch;

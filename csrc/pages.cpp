@@ -5,6 +5,17 @@
 #include <unistd.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__)
+#define DIPTYCH_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define DIPTYCH_ASAN 1
+#endif
+#endif
+#if DIPTYCH_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include <new>
 #include <utility>
 
@@ -12,8 +23,27 @@
 
 namespace diptych {
 namespace {
+
 constexpr int64_t kHugePage = 2 << 20;
+
+// The sanitizer knows nothing of mapped pages until it is told.
+void forbid_memory(const void* begin, int64_t bytes) {
+#if DIPTYCH_ASAN
+  ASAN_POISON_MEMORY_REGION(begin, static_cast<size_t>(bytes));
+#else
+  (void)begin, (void)bytes;
+#endif
 }
+
+void allow_memory(const void* begin, int64_t bytes) {
+#if DIPTYCH_ASAN
+  ASAN_UNPOISON_MEMORY_REGION(begin, static_cast<size_t>(bytes));
+#else
+  (void)begin, (void)bytes;
+#endif
+}
+
+}  // namespace
 
 // Mapped with room to align to a huge page; a walk over weights then misses the TLB once per 2 MiB instead of per 4 KiB.
 PageBuffer::PageBuffer(int64_t bytes) : bytes_(bytes) {
@@ -29,11 +59,16 @@ PageBuffer::PageBuffer(int64_t bytes) : bytes_(bytes) {
 #if defined(MADV_HUGEPAGE)
   madvise(data_, round_up(bytes, kHugePage), MADV_HUGEPAGE);
 #endif
+  forbid_memory(data_ + bytes, static_cast<uint8_t*>(mapping_) + mapped_bytes_ - (data_ + bytes));
 }
 
 PageBuffer::~PageBuffer() {
-  if (mapping_ != nullptr) munmap(mapping_, mapped_bytes_);
+  if (mapping_ == nullptr) return;
+  allow_memory(mapping_, mapped_bytes_);  // the next mapping may come to lie here
+  munmap(mapping_, mapped_bytes_);
 }
+
+void PageBuffer::forbid(int64_t begin, int64_t end) const { forbid_memory(data_ + begin, end - begin); }
 
 void PageBuffer::back(int64_t begin, int64_t end) const {
 #if defined(__linux__)

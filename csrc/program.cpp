@@ -34,7 +34,8 @@ void Routing::resize(int64_t tokens, int64_t top_k, int64_t n_experts) {
   expanded_rows.resize(tokens * top_k);
 }
 
-Program::Program(int threads, std::vector<int> cpus) : pool_(threads, std::move(cpus)), waiting_(pool_.size()) {}
+Program::Program(const KernelSet& kernels, int threads, std::vector<int> cpus)
+    : kernels_(kernels), pool_(threads, std::move(cpus)), waiting_(pool_.size()) {}
 
 // ---- weights ----
 
@@ -53,7 +54,7 @@ uint8_t* Program::reserve_weights(int64_t bytes) {
 int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias) {
   uint8_t* blob = reserve_weights(packed_bytes(shape));
   pool_.run([&](int thread, int threads) {
-    pack_linear(shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob, thread, threads);
+    pack_linear(kernels_, shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob, thread, threads);
   });
   linears_.push_back(view_packed(shape, blob));
   return static_cast<int>(linears_.size()) - 1;
@@ -61,7 +62,7 @@ int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>&
 
 int Program::add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude) {
   uint8_t* blob = reserve_weights(packed_bytes(shape));
-  pool_.run([&](int thread, int threads) { pack_random(shape, seed, amplitude, blob, thread, threads); });
+  pool_.run([&](int thread, int threads) { pack_random(kernels_, shape, seed, amplitude, blob, thread, threads); });
   linears_.push_back(view_packed(shape, blob));
   return static_cast<int>(linears_.size()) - 1;
 }
@@ -116,7 +117,51 @@ int64_t Program::table_bytes() const {
 
 // ---- recording ----
 
+namespace {
+
+struct Counts {
+  size_t buffers, weights, vectors, tables, ropes;
+};
+
+void require_below(std::initializer_list<int> numbers, size_t count, const char* what) {
+  for (const int number : numbers)
+    if (number < 0 || static_cast<size_t>(number) >= count)
+      throw std::invalid_argument("an operation names " + std::string(what) + " " + std::to_string(number) + " of " + std::to_string(count));
+}
+
+// That what an operation names is there. Numbers it does not use are not looked at.
+struct Names {
+  Counts has;
+  void buffers(std::initializer_list<int> numbers) const { require_below(numbers, has.buffers, "buffer"); }
+  void weights(std::initializer_list<int> numbers) const { require_below(numbers, has.weights, "weight"); }
+  void vectors(std::initializer_list<int> numbers) const { require_below(numbers, has.vectors, "vector"); }
+
+  void operator()(const EmbedOp& op) const { require_below({op.table}, has.tables, "table"), buffers({op.x}); }
+  void operator()(const TiedEmbedOp& op) const { weights({op.head}), buffers({op.x}); }
+  void operator()(const NormOp& op) const { buffers({op.x, op.out}), vectors({op.weight}); }
+  void operator()(const AddNormOp& op) const { buffers({op.x, op.y}), vectors({op.weight}); }
+  void operator()(const AddOp& op) const { buffers({op.x, op.y}); }
+  void operator()(const PrepareOp& op) const { buffers({op.x, op.rows}); }
+  void operator()(const LinearOp& op) const { buffers({op.rows, op.out}), weights({op.weight}); }
+  void operator()(const RotateOp& op) const {
+    buffers({op.qkv, op.q});
+    if (op.has_rope) require_below({op.rope}, has.ropes, "rotary table");
+    if (op.has_q_norm) vectors({op.q_norm});
+    if (op.has_k_norm) vectors({op.k_norm});
+  }
+  void operator()(const AttentionOp& op) const { buffers({op.q, op.out}); }
+  void operator()(const MoeOp& op) const {
+    buffers({op.router_rows, op.scores, op.rows, op.hidden_rows, op.expanded, op.out}), weights({op.router});
+    if (op.has_hidden) buffers({op.hidden});
+    for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
+  }
+  void operator()(const HeadOp& op) const { buffers({op.x, op.rows}), weights({op.weight}), vectors({op.norm}); }
+};
+
+}  // namespace
+
 void Program::record(Category category, OpBody body) {
+  std::visit(Names{{buffers_.size(), linears_.size(), vectors_.size(), tables_.size(), ropes_.size()}}, body);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
     auto same = [&](const AttentionShape& other) { return other.window == op->shape.window; };
@@ -133,7 +178,7 @@ void Program::record(Category category, OpBody body) {
     if (shape.k != buffers_.at(op->x).width) throw std::invalid_argument("a tied embedding is not as wide as its buffer");
     table_rows_ = std::min(table_rows_, shape.n);
   }
-  if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = linears_.at(op->weight).n_outputs;
+  if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = linears_[op->weight].n_outputs, hidden_width_ = buffers_[op->x].width;
   if (const int weight = first_weight(body); weight >= 0)
     for (size_t i = ops_.size(); i-- > 0;) {
       next_weight_[i] = weight;
@@ -189,15 +234,18 @@ void Program::reserve(int64_t tokens) {
     int64_t bytes = 4096;
     for (const Op& op : ops_) {
       if (const auto* attention = std::get_if<AttentionOp>(&op.body))
-        bytes = std::max(bytes, program_kernels().attention_scratch_bytes(attention->shape));
+        bytes = std::max(bytes, kernels_.attention->scratch_bytes(attention->shape));
       if (const auto* embed = std::get_if<TiedEmbedOp>(&op.body)) bytes = std::max(bytes, linears_[embed->head].k_padded * 2);
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
       if (const auto* head = std::get_if<HeadOp>(&op.body)) bytes = std::max(bytes, buffers_[head->x].width * 4 + 64);
     }
-    scratch_stride_ = (bytes + 4095) / 4096 * 4096;
+    constexpr int64_t kPage = 4096;
+    scratch_stride_ = (bytes + kPage - 1) / kPage * kPage + kPage;  // a page between the threads that no kernel touches
     scratch_ = PageBuffer(scratch_stride_ * pool_.size());
+    for (int thread = 0; thread < pool_.size(); ++thread)
+      scratch_.forbid(thread * scratch_stride_ + bytes, (thread + 1) * scratch_stride_);
   }
 }
 

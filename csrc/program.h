@@ -4,7 +4,7 @@
 // phase's nanoseconds to its category. Buffers live in one arena that grows to the largest step seen; nothing else is
 // allocated while a step runs. A buffer holds `rows_per_token` rows for each token of the step.
 //
-//   Program program(threads);
+//   Program program(kernel_set("avx512"), threads);
 //   int w = program.add_linear(shape, parts, bias);   int x = program.add_f32(hidden);   ...
 //   program.record(NormOp{x, norm, eps, rows});  program.record(LinearOp{...});  ...
 //   program.run(step, kv, logits);   or, where only the likeliest tokens are wanted:   program.run_best(step, kv);
@@ -19,7 +19,7 @@
 
 #include "attention_plan.h"
 #include "gemm.h"
-#include "kernels.h"
+#include "kernel_sets.h"
 #include "kv_cache.h"
 #include "thread_pool.h"
 
@@ -110,8 +110,8 @@ struct Routing {
 
 class Program {
  public:
-  explicit Program(int threads) : Program(threads, ThreadPool::allowed_cpus()) {}
-  Program(int threads, std::vector<int> cpus);  // as ThreadPool
+  Program(const KernelSet& kernels, int threads) : Program(kernels, threads, ThreadPool::allowed_cpus()) {}
+  Program(const KernelSet& kernels, int threads, std::vector<int> cpus);  // threads and cpus as ThreadPool
 
   // Weights. Packing runs on the pool. The three forms: from rows, random, and already packed bytes (copied).
   int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias);
@@ -127,6 +127,8 @@ class Program {
   void run(const Step& step, KvCache& kv, float* logits);
   // As run, but the logits are written nowhere: the best of each of the R rows, lowest first among equals.
   std::vector<Best> run_best(const Step& step, KvCache& kv);
+  // As run, up to the norm before the head: hidden [R, D] fp32.
+  void run_hidden(const Step& step, KvCache& kv, float* hidden);
   // ids[i] = index of the largest of logits[i], lowest first among equals; on the pool.
   void argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids);
   // drawn[i] from row rows[i] of logits [R, vocab] at temperatures[i] > 0 and quantiles[i] in [0, 1); on the pool.
@@ -138,10 +140,12 @@ class Program {
   int64_t buffer_width(int index) const { return buffers_.at(index).width; }
 
   const std::array<int64_t, kCategories>& nanoseconds() const { return nanoseconds_; }  // of the last run
+  const KernelSet& kernels() const { return kernels_; }
   int threads() const { return pool_.size(); }
   int64_t weight_bytes() const;  // packed weights and vectors: what a step reads whole
   int64_t table_bytes() const;   // embedding tables beside them, of which a step reads single rows
   int64_t vocab() const { return vocab_; }
+  int64_t hidden_width() const { return hidden_width_; }  // D
   const PackedLinear& linear_at(int index) const { return linears_.at(index); }
   const uint8_t* blob_at(int index) const { return linears_.at(index).panels; }  // it begins with its panels
 
@@ -150,7 +154,7 @@ class Program {
   friend struct Run;
 
   static int first_weight(const OpBody& body);  // that an operation reads, or -1
-  void execute(const Step& step, KvCache& kv, float* logits, Best* best);
+  void execute(const Step& step, KvCache& kv, float* logits, Best* best, float* hidden);
   void check(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
   void reserve(int64_t tokens);
@@ -158,6 +162,7 @@ class Program {
   void place_tokens(const Step& step, int64_t block_tokens);
   void plan_attention(const Step& step);
 
+  const KernelSet& kernels_;  // every model has its own: nothing of the process says how one is computed
   ThreadPool pool_;
   std::vector<PageBuffer> weight_pages_;
   int64_t weights_left_ = 0;  // bytes of the last of them that nothing has taken
@@ -172,7 +177,7 @@ class Program {
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   PageBuffer arena_, scratch_, partials_;
-  int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, n_layers_ = 0;
+  int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, n_layers_ = 0;
   int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
   Routing routing_;
   std::vector<int32_t> positions_, slots_;        // [T] of the step: where a token stands, block * P + offset where its KV goes

@@ -40,8 +40,10 @@ struct Program::Run {
   const Step& step;
   KvCache& kv;
   float* logits;  // [R, vocab], or null and
-  Best* best;     // [threads, R]
-  const Kernels& kernels;
+  Best* best;     // [threads, R], or null and
+  float* hidden;  // [R, D]
+  const KernelSet& set;
+  const StepKernels& kernels;
   std::vector<std::atomic<int32_t>>& counters;
 
   uint8_t* scratch(int thread) const { return program.scratch_.data() + thread * program.scratch_stride_; }
@@ -104,7 +106,7 @@ void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const 
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
     kernels.rms_norm_row(x.f32() + t * x.width, vector(op.weight), x.width, op.eps, target);
-    if (out.kind == BufferKind::rows) prepare_row(out.rows, t, row);
+    if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
   }
 }
 
@@ -129,9 +131,9 @@ void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) con
   const Rows& rows = buffer(op.rows).rows;
   const Range part = share(step.n_tokens * x.rows_per_token, thread, threads);
   if (x.kind == BufferKind::bf16) {
-    prepare_rows(rows, reinterpret_cast<const uint16_t*>(x.data), x.width, part.begin, part.end);
+    prepare_rows(set, rows, reinterpret_cast<const uint16_t*>(x.data), x.width, part.begin, part.end);
   } else {
-    prepare_rows(rows, x.f32(), x.width, part.begin, part.end);
+    prepare_rows(set, rows, x.f32(), x.width, part.begin, part.end);
   }
 }
 
@@ -150,7 +152,7 @@ Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation) 
 }
 
 void Program::Run::run(const LinearOp& op, size_t, int thread, int threads) const {
-  linear(program.linears_[op.weight], buffer(op.rows).rows, nullptr, step.n_tokens, epilogue_to(op.out, op.store, op.activation),
+  linear(set, program.linears_[op.weight], buffer(op.rows).rows, nullptr, step.n_tokens, epilogue_to(op.out, op.store, op.activation),
          thread, threads);
 }
 
@@ -199,14 +201,14 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
   for (int32_t i = take(); i < n_tasks; i = take()) {
     const int32_t following = i + threads;  // likely the next of this thread
-    kernels.attention(call, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch(thread));
+    set.attention->run(call, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch(thread));
   }
   if (plan.combines.empty()) return;
   barrier(thread);
   const int64_t group = op.shape.n_heads / op.shape.n_kv_heads;
   for (const AttentionTask& task : plan.combines) {
     const Range rows = share((task.token_end - task.token_begin) * group, thread, threads);
-    kernels.attention_combine(call, task, rows.begin, rows.end, scratch(thread));
+    set.attention->combine(call, task, rows.begin, rows.end, scratch(thread));
   }
 }
 
@@ -263,14 +265,14 @@ void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights,
     const int64_t element = epilogue.store == Store::bf16 ? 2 : 4;
     target.out = static_cast<uint8_t*>(epilogue.out) + begin * epilogue.out_stride * element;
     const int32_t* row_ids = is_gathered ? routing.source_rows.data() + begin : program.row_numbers_.data() + begin;
-    linear(program.linears_[weights[e]], rows, row_ids, n, target, thread, threads);
+    linear(set, program.linears_[weights[e]], rows, row_ids, n, target, thread, threads);
   }
 }
 
 void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
   const Range tokens = share(step.n_tokens, thread, threads);
   const int64_t choices = step.n_tokens * op.top_k;
-  linear(program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
+  linear(set, program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
          epilogue_to(op.scores, Store::f32, Activation::silu), thread, threads);
   barrier(thread);
   for (int64_t t = tokens.begin; t < tokens.end; ++t) route_token(op, t);
@@ -284,7 +286,7 @@ void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
   const Rows& hidden_rows = buffer(op.hidden_rows).rows;
   if (op.has_hidden) {
     const Range part = share(choices, thread, threads);
-    prepare_rows(hidden_rows, buffer(op.hidden).f32(), buffer(op.hidden).width, part.begin, part.end);
+    prepare_rows(set, hidden_rows, buffer(op.hidden).f32(), buffer(op.hidden).width, part.begin, part.end);
     barrier(thread);
   }
   run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation), thread, threads);
@@ -302,7 +304,7 @@ void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
 // What comes after the head's product, where a tile's logits lie in cache: the softcap, and the best where nothing else is wanted.
 class HeadReader final : public OutputReader {
  public:
-  HeadReader(const Kernels& kernels, const HeadOp& op, Best* best) : kernels_(kernels), op_(op), best_(best) {}
+  HeadReader(const StepKernels& kernels, const HeadOp& op, Best* best) : kernels_(kernels), op_(op), best_(best) {}
 
   void read(int64_t row, int64_t rows, int64_t first, int64_t count, void* const* outputs) override {
     for (int64_t i = 0; i < rows; ++i) {
@@ -321,7 +323,7 @@ class HeadReader final : public OutputReader {
     if (other.is_before(*best)) *best = other;
   }
 
-  const Kernels& kernels_;
+  const StepKernels& kernels_;
   const HeadOp& op_;
   Best* best_;  // [R] of the thread
 };
@@ -333,35 +335,40 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
   float* row = reinterpret_cast<float*>(scratch(thread));
   const Range part = share(step.n_logits, thread, threads);
   for (int64_t r = part.begin; r < part.end; ++r) {
-    kernels.rms_norm_row(x.f32() + step.logits_rows[r] * x.width, vector(op.norm), x.width, op.eps, row);
+    float* target = hidden != nullptr ? hidden + r * x.width : row;
+    kernels.rms_norm_row(x.f32() + step.logits_rows[r] * x.width, vector(op.norm), x.width, op.eps, target);
+    if (hidden != nullptr) continue;
     if (op.scale != 1.0f)
       for (int64_t i = 0; i < x.width; ++i) row[i] *= op.scale;
-    prepare_row(rows, r, row);
+    prepare_row(set, rows, r, row);
   }
+  if (hidden != nullptr) return;
   barrier(thread);
   Epilogue epilogue;
   epilogue.out = logits;
   epilogue.out_stride = program.vocab_;
   HeadReader reader(kernels, op, best != nullptr ? best + thread * step.n_logits : nullptr);
   if (best != nullptr || op.has_softcap) epilogue.reader = &reader;
-  linear(program.linears_[op.weight], rows, nullptr, step.n_logits, epilogue, thread, threads);
+  linear(set, program.linears_[op.weight], rows, nullptr, step.n_logits, epilogue, thread, threads);
 }
 
 // ---- the step ----
 
-void Program::run(const Step& step, KvCache& kv, float* logits) { execute(step, kv, logits, nullptr); }
+void Program::run(const Step& step, KvCache& kv, float* logits) { execute(step, kv, logits, nullptr, nullptr); }
+
+void Program::run_hidden(const Step& step, KvCache& kv, float* hidden) { execute(step, kv, nullptr, nullptr, hidden); }
 
 std::vector<Best> Program::run_best(const Step& step, KvCache& kv) {
   const int64_t rows = step.n_logits;
   std::vector<Best> best(pool_.size() * rows);
-  execute(step, kv, nullptr, best.data());
+  execute(step, kv, nullptr, best.data(), nullptr);
   for (int64_t i = rows; i < static_cast<int64_t>(best.size()); ++i)  // the threads' joined into those of thread 0
     if (best[i].is_before(best[i % rows])) best[i % rows] = best[i];
   best.resize(rows);
   return best;
 }
 
-void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best) {
+void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, float* hidden) {
   check(step, kv);
   reserve(step.n_tokens);
   place_tokens(step, kv.shape().block_tokens);
@@ -375,7 +382,7 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best) 
   for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
   nanoseconds_.fill(0);
 
-  const Run run{*this, step, kv, logits, best, program_kernels(), counters_};
+  const Run run{*this, step, kv, logits, best, hidden, kernels_, *kernels_.step, counters_};
   pool_.run([&](int thread, int threads) {
     const FlushDenormals flush;
     int64_t before = thread == 0 ? now_ns() : 0;
@@ -399,7 +406,7 @@ void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
 }
 
 void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids) {
-  const Kernels& kernels = program_kernels();
+  const StepKernels& kernels = *kernels_.step;
   auto some = [&](int thread, int threads) {
     const Range part = share(rows, thread, threads);
     for (int64_t r = part.begin; r < part.end; ++r) {
@@ -413,7 +420,7 @@ void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* 
 
 void Program::draw(const float* logits, int64_t vocab, const int32_t* rows, int64_t n, const float* temperatures,
                    const double* quantiles, Drawn* drawn) {
-  const Kernels& kernels = program_kernels();
+  const StepKernels& kernels = *kernels_.step;
   auto some = [&](int thread, int threads) {
     const Range part = share(n, thread, threads);
     for (int64_t i = part.begin; i < part.end; ++i)

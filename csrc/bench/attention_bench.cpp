@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "attention_plan.h"
-#include "../ceilings.h"
-#include "kernels.h"
+#include "kernel_sets.h"
 #include "thread_pool.h"
 
 namespace diptych {
@@ -57,8 +56,8 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
   plan_attention_tasks(call.shape, {starts.data(), positions.data(), c.sequences}, pool.size(), plan);
   std::vector<float> partials(plan.partial_floats + 64);
   call.partials = partials.data();
-  const Kernels& kernels = program_kernels();
-  const int64_t stride = kernels.attention_scratch_bytes(call.shape);
+  const AttentionKernels& kernels = *kernel_sets().front()->attention;
+  const int64_t stride = kernels.scratch_bytes(call.shape);
   PageBuffer scratch(stride * pool.size());
 
   double best = 1e9;
@@ -72,13 +71,13 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
         const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
         for (int32_t i = next[layer]++; i < n_tasks; i = next[layer]++) {
           const int32_t following = i + threads;
-          kernels.attention(mine, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch.data() + thread * stride);
+          kernels.run(mine, plan.tasks[i], following < n_tasks ? &plan.tasks[following] : nullptr, scratch.data() + thread * stride);
         }
         pool.barrier();
         if (plan.combines.empty()) continue;
         for (const AttentionTask& task : plan.combines) {
           const Range rows = share(c.n_heads / c.n_kv_heads, thread, threads);
-          kernels.attention_combine(mine, task, rows.begin, rows.end, scratch.data() + thread * stride);
+          kernels.combine(mine, task, rows.begin, rows.end, scratch.data() + thread * stride);
         }
         pool.barrier();
       }
@@ -100,9 +99,10 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
 int main(int argc, char** argv) {
   using namespace diptych;
   ThreadPool pool(argc > 1 ? std::atoi(argv[1]) : 0);
+  const CeilingLoops& ceilings = *kernel_sets().front()->ceilings;
   for (KvFormat format : {KvFormat::bf16, KvFormat::int8})
     for (const Case& c : kCases)
       if ((argc < 3 || std::strstr(c.name, argv[2])) && (argc < 4 || (argv[3][0] == 'b') == (format == KvFormat::bf16)))
-        run_case(pool, c, format, measure_read_bytes_per_s(pool, int64_t{128} << 20, 3), measure_bf16_ops_per_s(pool, 3));
+        run_case(pool, c, format, measure_read_bytes_per_s(ceilings, pool, int64_t{128} << 20, 3), measure_bf16_ops_per_s(ceilings, pool, 3));
   return 0;
 }

@@ -9,13 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "../cpu_features.h"
 #include "../gemm.h"
+#include "../kernel_sets.h"
 #include "../thread_pool.h"
-#include "ceilings.h"
 
 namespace diptych {
 namespace {
+
+const KernelSet& kSet = *kernel_sets().front();
 
 double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -41,7 +42,7 @@ double measure_bandwidth(ThreadPool& pool, const PageBuffer& buffer) {
     const double seconds = best_of(2, [&] {
       pool.run([&](int thread, int threads) {
         const Range part = share(buffer.bytes(), thread, threads, 4096);
-        ceiling_loops_avx512().read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
+        kSet.ceilings->read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
       });
     });
     best = std::max(best, static_cast<double>(buffer.bytes()) / seconds);
@@ -61,7 +62,7 @@ double measure_burst(ThreadPool& pool, double (*burst)(int64_t)) {
 }
 
 Ceilings measure_ceilings(ThreadPool& pool, const PageBuffer& buffer) {
-  return {measure_bandwidth(pool, buffer), measure_burst(pool, ceiling_loops_avx512().bf16_burst), measure_burst(pool, ceiling_loops_avx512().int8_burst)};
+  return {measure_bandwidth(pool, buffer), measure_burst(pool, kSet.ceilings->bf16_burst), measure_burst(pool, kSet.ceilings->int8_burst)};
 }
 
 struct ModelShape {
@@ -82,7 +83,7 @@ struct Model {
 
 PackedLinear make_linear(ThreadPool& pool, Model& model, LinearShape shape) {
   PageBuffer blob(packed_bytes(shape));
-  pool.run([&](int thread, int threads) { pack_random(shape, model.blobs.size(), 0.05f, blob.data(), thread, threads); });
+  pool.run([&](int thread, int threads) { pack_random(kSet, shape, model.blobs.size(), 0.05f, blob.data(), thread, threads); });
   model.bytes += packed_bytes(shape);
   model.weights += shape.n * shape.k;
   model.blobs.push_back(std::move(blob));
@@ -131,8 +132,8 @@ Buffers make_buffers(const ModelShape& shape, Format format, int64_t m) {
   buffers.residual = reinterpret_cast<float*>(starts[4]);
   for (int64_t i = 0; i < m * shape.hidden; ++i) buffers.f32_hidden[i] = static_cast<float>((i * 7919) % 2001 - 1000) * 1e-3f;
   for (int64_t i = 0; i < m * wide; ++i) buffers.f32_out[i] = static_cast<float>((i * 104729) % 2001 - 1000) * 1e-3f;
-  prepare_rows(buffers.hidden, buffers.f32_hidden, shape.hidden, 0, m);
-  prepare_rows(buffers.ffn, buffers.f32_out, shape.ffn, 0, m);
+  prepare_rows(kSet, buffers.hidden, buffers.f32_hidden, shape.hidden, 0, m);
+  prepare_rows(kSet, buffers.ffn, buffers.f32_out, shape.ffn, 0, m);
   return buffers;
 }
 
@@ -150,13 +151,13 @@ double pass_s(ThreadPool& pool, const ModelShape& shape, const Model& model, con
       for (int64_t i = 0; i < layers; ++i) {
         const Layer& layer = model.layers[i];
         const Layer& following = model.layers[(i + 1) % layers];
-        linear(layer.qkv, b.hidden, nullptr, m, wide, thread, threads);
+        linear(kSet, layer.qkv, b.hidden, nullptr, m, wide, thread, threads);
         meet(pool, first_weights(layer.out, thread, threads));
-        linear(layer.out, b.hidden, nullptr, m, add, thread, threads);
+        linear(kSet, layer.out, b.hidden, nullptr, m, add, thread, threads);
         meet(pool, first_weights(layer.gate_up, thread, threads));
-        linear(layer.gate_up, b.hidden, nullptr, m, gate, thread, threads);
+        linear(kSet, layer.gate_up, b.hidden, nullptr, m, gate, thread, threads);
         meet(pool, first_weights(layer.down, thread, threads));
-        linear(layer.down, b.ffn, nullptr, m, add, thread, threads);
+        linear(kSet, layer.down, b.ffn, nullptr, m, add, thread, threads);
         meet(pool, first_weights(following.qkv, thread, threads));
       }
     });
@@ -186,7 +187,7 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
                double layer_bytes, double operations, int64_t layers, const PageBuffer& buffer) {
   const int64_t m = buffers.hidden.m;
   Sample sample;
-  sample.peak = measure_burst(pool, format == Format::bf16 ? ceiling_loops_avx512().bf16_burst : ceiling_loops_avx512().int8_burst);
+  sample.peak = measure_burst(pool, format == Format::bf16 ? kSet.ceilings->bf16_burst : kSet.ceilings->int8_burst);
   const double before = measure_bandwidth(pool, buffer);
   sample.seconds = pass_s(pool, shape, model, buffers, m, layers, 2) / static_cast<double>(layers);
   sample.bytes_per_s = 0.5 * (before + measure_bandwidth(pool, buffer));
@@ -247,15 +248,11 @@ Options parse(int argc, char** argv) {
 
 int main_(int argc, char** argv) {
   const Options options = parse(argc, argv);
-  if (best_isa() != Isa::avx512) {
-    std::fprintf(stderr, "this benchmark's ceilings need AVX-512 BF16 and VNNI; this CPU runs %s\n", isa_name(best_isa()));
-    return 1;
-  }
   ThreadPool pool(options.threads);
   PageBuffer buffer(int64_t{256} << 20);
   std::memset(buffer.data(), 1, buffer.bytes());
   const Ceilings top = measure_ceilings(pool, buffer);
-  std::printf("threads %d   read %.1f GB/s   bf16 %.0f Gop/s   int8 %.0f Gop/s\n", pool.size(), top.bytes_per_s * 1e-9,
+  std::printf("%s   threads %d   read %.1f GB/s   bf16 %.0f Gop/s   int8 %.0f Gop/s\n", kSet.name, pool.size(), top.bytes_per_s * 1e-9,
               top.bf16_per_s * 1e-9, top.int8_per_s * 1e-9);
   std::printf("%-5s %-5s %5s %10s %7s %6s %8s %6s %8s\n", "shape", "fmt", "rows", "us/layer", "GB/s", "", "Gop/s", "", "of limit");
   for (const ModelShape& shape : kShapes)

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <vector>
 
-#include "../cpu_features.h"
 #include "../gemm.h"
+#include "../kernel_sets.h"
 #include "../thread_pool.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -21,19 +21,23 @@ LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_b
 
 }  // namespace
 
-EXPORT int kernels_set_isa(int isa) { return set_isa(static_cast<Isa>(isa)) ? 1 : 0; }
-EXPORT int kernels_best_isa() { return static_cast<int>(best_isa()); }
+// A set to give to the functions below; null where this machine cannot run it.
+EXPORT const void* kernels_find(const char* name) {
+  for (const KernelSet* set : kernel_sets())
+    if (std::strcmp(set->name, name) == 0) return set;
+  return nullptr;
+}
 EXPORT int64_t kernels_packed_bytes(const int64_t* shape) { return packed_bytes(make_shape(shape)); }
 
 // parts: n_parts times (address, source, rows, stride)
-EXPORT void kernels_pack(const int64_t* shape, const int64_t* parts, int64_t n_parts, const float* bias, void* blob, int threads) {
+EXPORT void kernels_pack(const KernelSet* set, const int64_t* shape, const int64_t* parts, int64_t n_parts, const float* bias, void* blob, int threads) {
   std::vector<WeightPart> list;
   for (int64_t i = 0; i < n_parts; ++i) {
     const int64_t* p = parts + 4 * i;
     list.push_back({reinterpret_cast<const void*>(p[0]), static_cast<Source>(p[1]), p[2], p[3]});
   }
   ThreadPool pool(threads);
-  pool.run([&](int thread, int count) { pack_linear(make_shape(shape), list.data(), n_parts, bias, blob, thread, count); });
+  pool.run([&](int thread, int count) { pack_linear(*set, make_shape(shape), list.data(), n_parts, bias, blob, thread, count); });
 }
 
 EXPORT void kernels_unpack(const int64_t* shape, const void* blob, float* out) {
@@ -42,18 +46,18 @@ EXPORT void kernels_unpack(const int64_t* shape, const void* blob, float* out) {
 }
 
 // x [x_rows_count, k] fp32 -> what the int8 or bf16 rows stand for, fp32, and the raw bytes of the int8 rows.
-EXPORT void kernels_prepare(int kind, int64_t m, int64_t k, const float* x, int8_t* q, float* scales) {
+EXPORT void kernels_prepare(const KernelSet* set, int kind, int64_t m, int64_t k, const float* x, int8_t* q, float* scales) {
   PageBuffer memory(rows_bytes(static_cast<RowsKind>(kind), m, k));
   const Rows rows = view_rows(static_cast<RowsKind>(kind), m, k, memory.data());
-  prepare_rows(rows, x, k, 0, m);
+  prepare_rows(*set, rows, x, k, 0, m);
   const int64_t element = rows.kind == RowsKind::bf16 ? 2 : 1;
   for (int64_t row = 0; row < m; ++row) std::memcpy(q + row * k * element, rows.data + row * rows.stride_bytes, k * element);
   if (rows.kind == RowsKind::int8) std::memcpy(scales, rows.scales, m * sizeof(float));
 }
 
 // out [., out_stride] is fp32 or bf16 as store says. row_ids, out_rows [m] and weights [m] may be null.
-EXPORT void kernels_linear(const int64_t* shape, const void* blob, const float* x, int64_t x_count, const int32_t* row_ids,
-                           int64_t m, int store, int activation, void* out, int64_t out_stride, const int32_t* out_rows,
+EXPORT void kernels_linear(const KernelSet* set, const int64_t* shape, const void* blob, const float* x, int64_t x_count,
+                           const int32_t* row_ids, int64_t m, int store, int activation, void* out, int64_t out_stride, const int32_t* out_rows,
                            const float* weights, int threads) {
   const PackedLinear w = view_packed(make_shape(shape), blob);
   const RowsKind kind = rows_kind(w.shape.format);
@@ -63,9 +67,9 @@ EXPORT void kernels_linear(const int64_t* shape, const void* blob, const float* 
   ThreadPool pool(threads);
   pool.run([&](int thread, int count) {
     const Range mine = share(x_count, thread, count);
-    prepare_rows(rows, x, w.shape.k, mine.begin, mine.end);
+    prepare_rows(*set, rows, x, w.shape.k, mine.begin, mine.end);
     pool.barrier();
-    linear(w, rows, row_ids, m, epilogue, thread, count);
+    linear(*set, w, rows, row_ids, m, epilogue, thread, count);
   });
 }
 

@@ -9,8 +9,7 @@
 #include <vector>
 
 #include "amx_emulation.h"
-#include "cpu_features.h"
-#include "gemm.h"
+#include "kernel_sets.h"
 #include "thread_pool.h"
 
 namespace diptych {
@@ -30,8 +29,7 @@ class Round {
     w_ = floats(shape_.n * shape_.k), bias_ = floats(shape_.n), x_ = floats(x_count_ * shape_.k);
   }
 
-  std::vector<float> run(Isa isa) const {
-    set_isa(isa);
+  std::vector<float> run(const KernelSet& set) const {
     PageBuffer blob(packed_bytes(shape_)), memory(rows_bytes(rows_kind(shape_.format), x_count_, shape_.k));
     const Rows rows = view_rows(rows_kind(shape_.format), x_count_, shape_.k, memory.data());
     const PackedLinear w = view_packed(shape_, blob.data());
@@ -41,11 +39,11 @@ class Round {
     const WeightPart part{w_.data(), Source::f32, shape_.n, shape_.k};
     ThreadPool pool(threads_);
     pool.run([&](int thread, int threads) {
-      pack_linear(shape_, &part, 1, bias_.data(), blob.data(), thread, threads);
+      pack_linear(set, shape_, &part, 1, bias_.data(), blob.data(), thread, threads);
       const Range own = share(x_count_, thread, threads);
-      prepare_rows(rows, x_.data(), shape_.k, own.begin, own.end);
+      prepare_rows(set, rows, x_.data(), shape_.k, own.begin, own.end);
       pool.barrier();
-      linear(w, rows, row_ids_.empty() ? nullptr : row_ids_.data(), m_, epilogue, thread, threads);
+      linear(set, w, rows, row_ids_.empty() ? nullptr : row_ids_.data(), m_, epilogue, thread, threads);
     });
     return out;
   }
@@ -80,17 +78,21 @@ int main(int argc, char** argv) {
   using std::chrono::steady_clock;
   const double seconds = argc > 1 ? std::atof(argv[1]) : 10;
   const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-  emulate_amx();
+  const KernelSet& twin_set = kernel_set("amx_twin");
+  KernelSet amx_set = twin_set;
+  amx_set.tiles[0] = &amx::kBf16Tiles, amx_set.tiles[1] = &amx::kInt8Tiles, amx_set.tiles[2] = &amx::kInt4Tiles;
+  const bool is_real = std::strcmp(kernel_sets().front()->name, "amx") == 0;
+  if (!is_real) emulate_amx();
   const auto begin = steady_clock::now();
   uint64_t seed = first;
   for (; std::chrono::duration<double>(steady_clock::now() - begin).count() < seconds; ++seed) {
     const Round round(seed);
-    const std::vector<float> twin = round.run(Isa::amx_twin), amx = round.run(Isa::amx);
+    const std::vector<float> twin = round.run(twin_set), amx = round.run(amx_set);
     if (std::memcmp(twin.data(), amx.data(), twin.size() * 4) == 0) continue;
     std::printf("bits differ with seed %llu: ", static_cast<unsigned long long>(seed));
     round.print();
     return 1;
   }
-  std::printf("%llu random layers without a differing bit\n", static_cast<unsigned long long>(seed - first));
+  std::printf("%llu random layers without a differing bit, AMX %s\n", static_cast<unsigned long long>(seed - first), is_real ? "of this processor" : "emulated");
   return 0;
 }

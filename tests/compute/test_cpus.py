@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import diptych
-from diptych.compute.ops import cpu
+from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.ops.cpus import Placement, allowed_cpus, choose_cpus, parse_list
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -91,21 +92,21 @@ def test_torch_refuses_a_placement_it_does_not_follow() -> None:
 
 
 @pytest.mark.native
-@pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed")
+@pytest.mark.skipif(not cpu_kernels.instruction_sets(), reason="the native kernels are not installed")
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel has no NUMA policies")
 def test_a_cache_over_several_nodes_is_dealt_out(caplog: pytest.LogCaptureFixture) -> None:
     """Read back from the system, with the one node that every machine has; where the policy is refused, the log says so."""
     cache = {"n_layers": 2, "n_kv_heads": 2, "head_dim": 64, "format": "bf16"}
     node = allowed_cpus()[0].node
     with caplog.at_level(logging.WARNING, "diptych.compute"):
-        store = cpu.CpuKVStore(cache, n_blocks=64, block_tokens=32, nodes=(node, node))
+        store = CpuKVStore(cache, n_blocks=64, block_tokens=32, nodes=(node, node))
     is_dealt = f"interleave:{node}" in Path("/proc/self/numa_maps").read_text()
     assert is_dealt != ("KV cache stays" in caplog.text)
     assert not store.native.interleave([1023])  # no such node
 
 
 @pytest.mark.native
-@pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed")
+@pytest.mark.skipif(not cpu_kernels.instruction_sets(), reason="the native kernels are not installed")
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 @pytest.mark.parametrize("numa", ["auto", "off"])
 def test_threads_run_where_they_were_placed(numa: str) -> None:
@@ -121,7 +122,7 @@ def test_threads_run_where_they_were_placed(numa: str) -> None:
     allowed = allowed_cpus()
     placement = choose_cpus(min(2, len(allowed)), numa, allowed)
     before = masks()
-    program = cpu._cpu.Program(placement.threads, placement.cpus)
+    program = cpu_kernels._cpu.Program(cpu_kernels.instruction_sets()[0], placement.threads, placement.cpus)
     program.argmax(np.zeros((4, 4), dtype=np.float32))  # every worker has begun
     new = [mask for thread, mask in masks().items() if thread not in before]
     assert len(new) == placement.threads - 1

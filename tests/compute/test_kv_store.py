@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from diptych.compute.kv_store import TorchKVStore
+from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Model
-from diptych.compute.ops.cpu import CpuKVStore
+from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import CapacityError
+from diptych.ground.errors import CapacityError, TransferError
 from stepping import Stepper
 
 CPU = torch.device("cpu")
+NATIVE = (
+    pytest.mark.native,
+    pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
+)
 LINUX = (
     tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2]) if platform.system() == "Linux" else (0, 0)
 )
@@ -107,3 +115,74 @@ def test_backing_the_memory_leaves_what_is_written() -> None:
     assert torch.equal(read_keys, keys)
     assert torch.equal(read_values, values)
     assert not kv.read(0, [0, 1], 64)[0].any()
+
+
+def filled(make: Callable[[str], KVStore], revision: str, seed: int) -> KVStore:
+    """A store of 6 blocks full of noise."""
+    kv = make(revision)
+    torch.manual_seed(seed)
+    for layer in range(2):
+        kv.write(layer, list(range(6)), torch.randn(2, 96, 4), torch.randn(2, 96, 4))
+    return kv
+
+
+def torch_store(revision: str) -> KVStore:
+    return TorchKVStore(
+        n_layers=2,
+        n_blocks=6,
+        block_tokens=16,
+        n_kv_heads=2,
+        head_dim=4,
+        dtype=torch.bfloat16,
+        device=CPU,
+        revision=revision,
+    )
+
+
+def native_store(revision: str, kv_format: str = "bf16") -> KVStore:
+    cache = {"n_layers": 2, "n_kv_heads": 2, "head_dim": 4, "format": kv_format}
+    return CpuKVStore(cache, n_blocks=6, block_tokens=16, revision=revision)
+
+
+STORES = [
+    torch_store,
+    pytest.param(native_store, marks=NATIVE),
+    pytest.param(partial(native_store, kv_format="int8"), marks=NATIVE, id="native int8"),
+]
+
+
+@pytest.mark.parametrize("make", STORES)
+def test_exported_blocks_are_the_same_bits_elsewhere(make: Callable[[str], KVStore]) -> None:
+    """A sequence that moves to another process goes on with the bits it would have had, in blocks of other numbers."""
+    here, there = filled(make, "a", seed=1), filled(make, "a", seed=2)
+    before = there.export_blocks([5, 4])
+    there.import_blocks([3, 0, 1], here.export_blocks([0, 5, 2]))
+    for layer in range(2):
+        for got, expected in zip(there.read(layer, [3, 0, 1], 48), here.read(layer, [0, 5, 2], 48), strict=True):
+            assert torch.equal(got, expected)
+    assert there.export_blocks([3, 0, 1]).checksums == here.export_blocks([0, 5, 2]).checksums
+    assert there.export_blocks([5, 4]).checksums == before.checksums, "the other blocks are untouched"
+
+
+@pytest.mark.parametrize("make", STORES)
+def test_blocks_that_are_not_this_stores_are_refused_whole(make: Callable[[str], KVStore]) -> None:
+    """Decoding from another model's keys, or from damaged ones, gives fluent nonsense and no error."""
+    here, there = filled(make, "a", seed=1), filled(make, "a", seed=2)
+    payload = here.export_blocks([0, 1, 2])
+    flipped = payload.data_NB.copy()
+    flipped[2, -1] ^= 1
+    wrong = {
+        "revision": replace(payload, header=replace(payload.header, revision="b")),
+        "layout": replace(payload, header=replace(payload.header, layout="another")),
+        "dtype": replace(payload, header=replace(payload.header, dtype="fp8")),
+        "block_tokens": replace(payload, header=replace(payload.header, block_tokens=32)),
+        "shape": replace(payload, data_NB=payload.data_NB[:2]),
+        "block 2 of 3": replace(payload, data_NB=flipped),
+    }
+    before = there.export_blocks(list(range(6))).checksums
+    for named, bad in wrong.items():
+        with pytest.raises(TransferError, match=named):
+            there.import_blocks([0, 1, 2], bad)
+    with pytest.raises(TransferError, match="3 checksums"):
+        there.import_blocks([0, 1], payload)
+    assert there.export_blocks(list(range(6))).checksums == before, "nothing of a refused payload is written"

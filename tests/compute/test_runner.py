@@ -6,13 +6,16 @@ import gc
 import logging
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, make_reference
 from diptych.compute import runner
-from diptych.compute.ops.cpu import instruction_sets
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.model import Want
+from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import choose_backend, load_model, random_model
 from diptych.compute.shapes import SHAPES
 from diptych.ground.config import ComputeConfig
@@ -38,7 +41,7 @@ def test_backend_choice(
     config: ComputeConfig, has_kernels: bool, has_gpu: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """'auto' prefers a GPU, then the native kernels; a backend asked for is never replaced."""
-    monkeypatch.setattr(runner.cpu_backend, "is_available", lambda: (has_kernels, "detail"))
+    monkeypatch.setattr(runner.cpu_kernels, "is_available", lambda: (has_kernels, "detail"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert choose_backend(config)[0] == backend
 
@@ -49,9 +52,9 @@ def test_missing_kernels_are_a_warning_that_says_what_to_do(
 ) -> None:
     """pip hides the output of a failed build; without a word here the user has a slow engine and no idea why."""
     path = make_checkpoint("llama", tmp_path)
-    monkeypatch.setattr(runner.cpu_backend, "_cpu", None)
-    monkeypatch.setattr(runner.cpu_backend, "find_spec", lambda name: None)
-    monkeypatch.setattr(runner.cpu_backend.shutil, "which", lambda name: name if name == compiler else None)
+    monkeypatch.setattr(runner.cpu_kernels, "_cpu", None)
+    monkeypatch.setattr(runner.cpu_kernels, "find_spec", lambda name: None)
+    monkeypatch.setattr(runner.cpu_kernels.shutil, "which", lambda name: name if name == compiler else None)
     model = load_model(path, ComputeConfig(device="cpu"))
     model.close()
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -88,3 +91,41 @@ def test_closed_model_gives_its_weights_back_at_once(shape: str) -> None:
         assert held - process.memory_info().rss > 0.9 * weight_bytes
     finally:
         gc.enable()
+
+
+def test_an_instruction_set_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    """With what this machine has; and torch, which chooses its own, does not drop the option in silence."""
+    path = make_checkpoint("llama", tmp_path)
+    if instruction_sets():
+        with pytest.raises(ConfigError, match=f"'abacus'; this machine runs .*{instruction_sets()[-1]}"):
+            load_model(path, ComputeConfig(backend="cpu", instruction_set="abacus"))
+    with pytest.raises(ConfigError, match="torch chooses its own"):
+        load_model(path, ComputeConfig(backend="torch", device="cpu", instruction_set="avx2"))
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=pytest.mark.native)])
+def test_hidden_states_are_those_that_transformers_gives(backend: str, tmp_path: Path) -> None:
+    """Drafting heads and embeddings start from them; with scale and softcap of the head (Gemma 2) left out."""
+    if backend == "cpu" and not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    reference = make_reference("gemma2")
+    path = make_checkpoint("gemma2", tmp_path)
+    model = load_model(path, ComputeConfig(backend=backend, device="cpu"))
+    ids = [5, 9, 2, 77, 31, 8]
+    batch = ForwardBatch(
+        token_ids_T=np.array(ids, dtype=np.int32),
+        query_start_S1=np.array([0, len(ids)], dtype=np.int32),
+        context_tokens_S=np.array([len(ids)], dtype=np.int32),
+        block_table_SM=np.array([[0]], dtype=np.int32),
+        logits_rows_R=np.array([5, 1], dtype=np.int32),
+    )
+    kv = model.make_kv(n_blocks=1, block_tokens=16)
+    got = model.forward(batch, kv, Want.HIDDEN)
+    with torch.no_grad():
+        expected = reference.model(torch.tensor([ids])).last_hidden_state[0, [5, 1]]
+    assert got.shape == expected.shape
+    assert (got - expected).abs().max() < (1e-4 if model.weights_format == "fp32" else 0.1) * expected.abs().max()
+    ids_best, values = model.forward(batch, kv, Want.BEST)
+    logits = model.forward(batch, kv, Want.LOGITS)
+    assert ids_best == logits.argmax(dim=-1).tolist()
+    assert values == logits.max(dim=-1).values.tolist()

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from diptych.compute.ops import cpu
-from diptych.compute.sampler import Sampler, Weigh, draw, uniform
+from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu_model import CpuModel
+from diptych.compute.sampler import Drawing, PlainDrawing, Sampler, draw, uniform
 from diptych.ground.errors import BadSampling, InternalError, SequenceError
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import SequenceStart
@@ -27,19 +29,25 @@ EOS = (0, 1)
 
 
 @pytest.fixture(params=["numpy", pytest.param("native", marks=pytest.mark.native)])
-def weigh(request: pytest.FixtureRequest) -> Weigh | None:
+def drawing(request: pytest.FixtureRequest) -> Drawing:
     """The two ways to weigh a whole vocabulary."""
     if request.param == "numpy":
-        return None
-    if not cpu.instruction_sets():
+        return PlainDrawing()
+    if not cpu_kernels.instruction_sets():
         pytest.skip("the native kernels are not installed")
-    return partial(cpu.weigh, cpu._cpu.Program(2))
+    return native_drawing()
+
+
+def native_drawing() -> Drawing:
+    """A native model's weights, without the model."""
+    native = SimpleNamespace(program=cpu_kernels._cpu.Program(cpu_kernels.instruction_sets()[0], 2))
+    return SimpleNamespace(argmax=PlainDrawing().argmax, weigh=partial(CpuModel.weigh, native))
 
 
 def started(
-    vocab_size: int = 50, *, seed: int = 11, seq_id: int = 1, weigh: Weigh | None = None, **options: object
+    vocab_size: int = 50, *, seed: int = 11, seq_id: int = 1, drawing: Drawing | None = None, **options: object
 ) -> Sampler:
-    sampler = Sampler(vocab_size, weigh=weigh)
+    sampler = Sampler(vocab_size, drawing=drawing)
     sampler.begin(start(seed=seed, seq_id=seq_id, **options))
     return sampler
 
@@ -194,33 +202,33 @@ OPTIONS = [
 
 
 @pytest.mark.native
-@pytest.mark.skipif(not cpu.instruction_sets(), reason="the native kernels are not installed")
+@pytest.mark.skipif(not cpu_kernels.instruction_sets(), reason="the native kernels are not installed")
 def test_the_backends_weights_draw_the_same_tokens():
     """A served model must not sample another text than the reference, whatever is asked of a row."""
-    ways = (None, partial(cpu.weigh, cpu._cpu.Program(2)))
+    ways = (None, native_drawing())
     vocab_size, n = 3000, 40
     for i, options in enumerate(OPTIONS):
         drawn = []
         for way in ways:
-            sampler = started(vocab_size, seed=i, weigh=way, **options)
+            sampler = started(vocab_size, seed=i, drawing=way, **options)
             rows = [logits(vocab_size, seed=1000 * i + step, spread=1.0 + step % 4) for step in range(n)]
             drawn.append([sampler.sample(rows[step], [1], [4 + step])[0] for step in range(n)])
         assert drawn[0] == drawn[1], options
     flat = logits(vocab_size, spread=0.01)
     options = {"top_p": 0.9, "temperature": 1.5}
-    tokens = [started(vocab_size, weigh=way, **options).sample(flat, [1], [4])[0] for way in ways]
+    tokens = [started(vocab_size, drawing=way, **options).sample(flat, [1], [4])[0] for way in ways]
     assert tokens[0] == tokens[1]
 
 
-def test_neighbours_change_nothing(weigh):
+def test_neighbours_change_nothing(drawing):
     """The same sequence, alone and in every company, draws the same tokens and reports the same log-probabilities."""
     vocab_size = 3000
     rows = [[logits(vocab_size, seed=100 * i + step)[0] for step in range(6)] for i in range(len(OPTIONS))]
     alone = []
     for i, options in enumerate(OPTIONS):
-        sampler = started(vocab_size, seed=i, seq_id=i, weigh=weigh, **options)
+        sampler = started(vocab_size, seed=i, seq_id=i, drawing=drawing, **options)
         alone.append([sampler.sample(rows[i][step][None], [i], [4 + step])[0] for step in range(6)])
-    together = Sampler(vocab_size, weigh=weigh)
+    together = Sampler(vocab_size, drawing=drawing)
     for i, options in enumerate(OPTIONS):
         together.begin(start(seed=i, seq_id=i, **options))
     for step in range(6):
@@ -291,17 +299,17 @@ def test_greedy_takes_the_first_of_equals_and_does_not_touch_logits():
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}])
-def test_logits_that_are_not_numbers_fail_their_own_row_alone(options, weigh):
+def test_logits_that_are_not_numbers_fail_their_own_row_alone(options, drawing):
     """Drawing from NaN would give plausible rubbish; failing every row would punish those who did nothing."""
     good, bad = logits(seed=1), logits()
     bad[0, 17] = math.nan
-    sampler = Sampler(50, weigh=weigh)
+    sampler = Sampler(50, drawing=drawing)
     for seq_id in (1, 2, 3):
         sampler.begin(start(seq_id=seq_id, **options))
     first, second, third = sampler.sample(torch.cat([good, bad, good]), [1, 2, 3], [4, 4, 4])
     assert isinstance(second, SequenceError)
     assert "the largest logit is nan" in second.message
-    alone = started(weigh=weigh, **options).sample(good, [1], [4])[0]
+    alone = started(drawing=drawing, **options).sample(good, [1], [4])[0]
     assert first == third == alone
 
 
@@ -348,11 +356,12 @@ def test_backends_own_argmax_is_used():
     """The CPU backend has one that needs no torch."""
     calls = []
 
-    def argmax(rows: torch.Tensor) -> list[int]:
-        calls.append(rows.shape)
-        return rows.argmax(-1).tolist()
+    class Counted(PlainDrawing):
+        def argmax(self, logits_RV: torch.Tensor) -> list[int]:
+            calls.append(logits_RV.shape)
+            return super().argmax(logits_RV)
 
-    sampler = Sampler(50, argmax=argmax)
+    sampler = Sampler(50, drawing=Counted())
     sampler.begin(start(temperature=0.0))
     assert sampler.sample(logits(), [1], [4])[0].token_id == int(logits().argmax())
     assert calls == [(1, 50)]

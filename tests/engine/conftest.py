@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import make_checkpoint
 
-from diptych.compute.ops import cpu as cpu_backend
+from diptych.compute.ops import cpu_kernels
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
@@ -42,8 +42,8 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", params=BACKENDS)
 def loaded(tiny_dir: Path, request: pytest.FixtureRequest) -> LoadedModel:
     """The tiny model on each backend: what holds for one must hold for the other."""
-    if request.param == "cpu" and not cpu_backend.is_available()[0]:
-        pytest.skip(cpu_backend.is_available()[1])
+    if request.param == "cpu" and not cpu_kernels.is_available()[0]:
+        pytest.skip(cpu_kernels.is_available()[1])
     return load(str(tiny_dir), tiny_config(request.param))
 
 

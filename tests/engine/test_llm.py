@@ -15,7 +15,7 @@ from tests.engine.conftest import tiny_config
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
-from diptych.compute.model import Best
+from diptych.compute.model import Best, Want
 from diptych.cost.profile import profile_path
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
@@ -191,28 +191,24 @@ def test_extreme_options_are_refused_or_harmless(llm: LLM) -> None:
 def break_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch, prompt_tokens: int) -> None:
     """Make the logits of every sequence whose prompt has this length NaN once it decodes: one broken row among good ones."""
     model = llm.loaded.model
-    forward, forward_best = model.forward, model.forward_best
+    forward = model.forward
 
     def broken_rows(batch: ForwardBatch) -> list[int]:
         sequences = [int(np.searchsorted(batch.query_start_S1, t, side="right")) - 1 for t in batch.logits_rows_R]
         is_broken_S = (np.diff(batch.query_start_S1) == 1) & (batch.context_tokens_S == prompt_tokens + 3)
         return [row for row, s in enumerate(sequences) if is_broken_S[s]]
 
-    def broken(batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
-        logits_RV = forward(batch, kv).clone()
+    def broken(batch: ForwardBatch, kv: KVStore, want: Want) -> torch.Tensor | Best:
+        if want is Want.BEST:
+            token_ids, logits = forward(batch, kv, Want.BEST)
+            for row in broken_rows(batch):
+                logits[row] = math.nan
+            return token_ids, logits
+        logits_RV = forward(batch, kv, Want.LOGITS).clone()
         logits_RV[broken_rows(batch)] = torch.nan
         return logits_RV
 
-    def broken_best(batch: ForwardBatch, kv: KVStore) -> Best:
-        assert forward_best is not None
-        token_ids, logits = forward_best(batch, kv)
-        for row in broken_rows(batch):
-            logits[row] = math.nan
-        return token_ids, logits
-
     monkeypatch.setattr(model, "forward", broken)
-    if forward_best is not None:
-        monkeypatch.setattr(model, "forward_best", broken_best)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}, {"n": 2, "logprobs": 1}])
@@ -244,20 +240,19 @@ def test_broken_row_fails_its_request_and_leaves_the_others_bits(
 def test_greedy_text_is_the_same_with_and_without_logits(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities need the logits, plain greedy decoding does not: asking for them must not change a token."""
     model = llm.loaded.model
-    n_rows: list[int] = []
+    wanted: set[Want] = set()
     forward = model.forward
 
-    def counted(batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
-        n_rows.append(len(batch.logits_rows_R))
-        return forward(batch, kv)
+    def counted(batch: ForwardBatch, kv: KVStore, want: Want) -> object:
+        wanted.add(want)
+        return forward(batch, kv, want)
 
     monkeypatch.setattr(model, "forward", counted)
     plain = [one.choices[0].token_ids for one in llm.generate(PROMPTS, GREEDY)]
-    assert bool(n_rows) == (model.forward_best is None), "only a backend that cannot do without logits makes them"
-    n_rows.clear()
+    assert wanted == {Want.BEST}
     mixed = [replace(GREEDY, logprobs=1), *[GREEDY] * (len(PROMPTS) - 1)]
     assert [one.choices[0].token_ids for one in llm.generate(PROMPTS, mixed)] == plain
-    assert n_rows
+    assert Want.LOGITS in wanted
     assert [one.choices[0].token_ids for one in llm.generate(PROMPTS, replace(GREEDY, prompt_logprobs=0))] == plain
 
 

@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, make_checkpoint, make_reference
 from compute.golden import ask_reference, make_golden
-from diptych.compute.ops import cpu as cpu_backend
+from diptych.compute.ops import cpu_kernels
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from stepping import Stepper
 
 pytestmark = [
     pytest.mark.native,
-    pytest.mark.skipif(not cpu_backend.is_available()[0], reason=cpu_backend.is_available()[1]),
+    pytest.mark.skipif(not cpu_kernels.is_available()[0], reason=cpu_kernels.is_available()[1]),
 ]
 
 # |ours - fp32| / |fp32| over all logits. With bf16 activations a router sometimes picks another of two nearly equal experts: in
@@ -63,7 +63,7 @@ def test_family_agrees_with_transformers(family: str, dtype: torch.dtype, tmp_pa
 @pytest.mark.parametrize("family", TIED)
 def test_tied_head_answers_as_a_table_beside_it(family: str, name: str, tmp_path: Path) -> None:
     """The packed head is the only copy of a tied bf16 embedding; not one bit may tell."""
-    if name not in cpu_backend.instruction_sets():
+    if name not in cpu_kernels.instruction_sets():
         pytest.skip(f"this CPU cannot run {name}")
     path = make_checkpoint(family, tmp_path / "tied", dtype=torch.bfloat16)
     separate = Path(shutil.copytree(path, tmp_path / "separate"))
@@ -74,14 +74,11 @@ def test_tied_head_answers_as_a_table_beside_it(family: str, name: str, tmp_path
     save_file({**tensors, "lm_head.weight": table.clone()}, separate / "model.safetensors")
     prompt = torch.randint(len(table), (41,), generator=torch.Generator().manual_seed(0)).tolist()
     logits, sizes = [], []
-    try:
-        for directory in (path, separate):
-            model = load_model(directory, ComputeConfig(backend="cpu", threads=2, instruction_set=name))
-            steppers = [Stepper(model), Stepper(model)]
-            logits += [steppers[0].prefill("it", prompt, chunk=None), steppers[1].prefill("it", prompt, chunk=1)]
-            sizes.append(model.program.table_bytes)
-            model.close()
-    finally:
-        cpu_backend.choose_instruction_set("auto")
+    for directory in (path, separate):
+        model = load_model(directory, ComputeConfig(backend="cpu", threads=2, instruction_set=name))
+        steppers = [Stepper(model), Stepper(model)]
+        logits += [steppers[0].prefill("it", prompt, chunk=None), steppers[1].prefill("it", prompt, chunk=1)]
+        sizes.append(model.program.table_bytes)
+        model.close()
     assert all(torch.equal(answer, logits[0]) for answer in logits)
     assert sizes[1] - sizes[0] == table.nbytes

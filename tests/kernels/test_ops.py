@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +10,8 @@ import pytest
 import torch
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops import cpu, reference
+from diptych.compute.ops import cpu_kernels as cpu
+from diptych.compute.ops import reference
 from diptych.compute.ops.contract import EDGE_SHAPES, OPS, Activation, AttentionSpec, EdgeShape, ExpertsSpec, RopeSpec
 
 pytestmark = [
@@ -32,14 +32,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9},
 }  # fmt: skip
 
+BEST = next(iter(cpu.instruction_sets()), "")
+
 
 @pytest.fixture(params=["avx512", "avx2", "scalar"])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+def isa(request: pytest.FixtureRequest) -> str:
     if request.param not in cpu.instruction_sets():
         pytest.skip(f"this CPU cannot run {request.param}")
-    cpu.choose_instruction_set(request.param)
-    yield request.param
-    cpu.choose_instruction_set("auto")
+    return request.param
 
 
 def noise(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -71,8 +71,8 @@ def make_batch(shape: EdgeShape) -> tuple[ForwardBatch, int]:
 class Bench:
     """A program around one op: its input comes from a table, its result is read from a buffer."""
 
-    def __init__(self, x: torch.Tensor, *, threads: int = 1) -> None:
-        self.program = cpu._cpu.Program(threads)
+    def __init__(self, isa: str, x: torch.Tensor, *, threads: int = 1) -> None:
+        self.program = cpu._cpu.Program(isa, threads)
         self.n_tokens, self.width = x.shape
         width = self.width
         self.x = self.program.add_f32(width)
@@ -134,7 +134,7 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
         heads = shape.n_heads + 2 * shape.n_kv_heads
         qkv = rounded(noise(batch.n_tokens, heads * shape.head_dim, seed=3))
         kv, keys, values = native_cache(shape, n_blocks, kv_format)
-        bench = Bench(qkv, threads=2)
+        bench = Bench(isa, qkv, threads=2)
         sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
         native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes, **variant)
         q, out = (
@@ -190,7 +190,7 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
     batch, n_blocks = make_batch(shape)
     qkv = noise(batch.n_tokens, 10 * 24, seed=5)
     kv, _, _ = native_cache(shape, n_blocks, "bf16")
-    bench = Bench(qkv)
+    bench = Bench(isa, qkv)
     rope = RopeSpec(
         inv_freq=tuple(10000 ** (-i / max(rotary_dim // 2, 1)) for i in range(rotary_dim // 2)), attention_factor=1.2
     )
@@ -232,7 +232,7 @@ def test_norm_and_sums_of_rows(isa: str, width: int) -> None:
     x = noise(5, width, seed=1)
     x[3] = 0
     weight = noise(width, seed=2)
-    bench = Bench(x)
+    bench = Bench(isa, x)
     out, index = bench.program.add_f32(width), bench.program.add_vector(weight)
     bench.program.norm(bench.x, index, 1e-5, out)
     bench.program.add_norm(out, index, 1e-5, bench.x)
@@ -250,7 +250,7 @@ def test_embedding_rows_are_exact(isa: str, dtype: torch.dtype) -> None:
     """fp16 subnormals, zeros and the largest values included."""
     table = noise(4, 37, seed=1).to(dtype)
     table[1, :4] = torch.tensor([6e-8, -6e-8, 0.0, 65504.0]).to(dtype)
-    bench = Bench(table)
+    bench = Bench(isa, table)
     assert torch.equal(bench.run(bench.x, 37), table.float())
 
 
@@ -260,7 +260,7 @@ def test_rows_of_a_packed_head_have_the_bits_of_its_table(isa: str, width: int, 
     """A tied bf16 embedding is read out of the packed head: panels of 64 rows in strips of 16, pairs of inputs."""
     table = noise(150, width, seed=1, scale=10.0).to(BF16)
     table[3] = torch.tensor([0.0, -0.0, 3e38, -1e-40, torch.inf] * width).to(BF16)[:width]
-    bench = Bench(table.float(), threads=2)  # its tokens are rows 0, 1, 2, ...
+    bench = Bench(isa, table.float(), threads=2)  # its tokens are rows 0, 1, 2, ...
     program = bench.program
     head = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=150, k=width), [table])
     separate, tied = program.add_f32(width), program.add_f32(width)
@@ -276,14 +276,14 @@ def test_rows_of_a_packed_head_have_the_bits_of_its_table(isa: str, width: int, 
 
 def test_a_head_that_cannot_serve_as_the_embedding_is_refused() -> None:
     """An int8 head has lost bits, a gated one is in another order, and a token past the last row is not there."""
-    program = cpu._cpu.Program(1)
+    program = cpu._cpu.Program(BEST, 1)
     weight = noise(32, 16, seed=1)
     int8 = program.add_linear(cpu._cpu.LinearShape(format="int8", n=32, k=16), [weight])
     gated = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=32, k=16, is_gated=True), [weight])
     for head in (int8, gated):
         with pytest.raises(ValueError, match="bf16 head"):
             program.embed_tied(head, program.add_f32(16), 1.0)
-    bench = Bench(noise(40, 16, seed=2))
+    bench = Bench(BEST, noise(40, 16, seed=2))
     head = bench.program.add_linear(cpu._cpu.LinearShape(format="bf16", n=39, k=16), [noise(39, 16, seed=2)])
     with pytest.raises(ValueError, match="wide"):
         bench.program.embed_tied(head, bench.program.add_f32(17), 1.0)
@@ -307,7 +307,7 @@ def test_experts(isa: str, weights: str, renormalises: bool, activation: Activat
     router[3] = router[1]
     gate_up = [rounded(noise(2 * ffn, hidden, seed=3 + e, scale=hidden**-0.5)) for e in range(n_experts)]
     down = [rounded(noise(hidden, ffn, seed=30 + e, scale=ffn**-0.5)) for e in range(n_experts)]
-    bench = Bench(x)
+    bench = Bench(isa, x)
     program = bench.program
 
     def pack(w: torch.Tensor, kind: str, *, is_gated: bool = False) -> int:
@@ -335,7 +335,7 @@ def test_argmax_takes_the_first_of_equals_and_no_nan(isa: str, vocab: int) -> No
     logits[2, vocab // 2 :] = logits[2].max() + 1
     logits[3, 0] = torch.nan
     logits[4] = -torch.inf
-    got = cpu._cpu.Program(2).argmax(logits)
+    got = cpu._cpu.Program(isa, 2).argmax(logits)
     expected = [int(torch.nan_to_num(row, nan=-torch.inf, neginf=-torch.inf).argmax()) for row in logits]
     expected[3] = expected[3] if vocab > 1 else 0
     assert got.tolist() == expected
@@ -349,7 +349,7 @@ def test_draws_follow_the_running_sum_of_the_softmax(isa: str, vocab: int) -> No
     logits[2] = 0.0
     logits[3] *= 10
     quantiles = np.append(np.linspace(0.0, 1.0, 60, endpoint=False), [np.nextafter(1.0, 0.0)])
-    program = cpu._cpu.Program(2)
+    program = cpu._cpu.Program(isa, 2)
     for temperature in (0.2, 1.0, 3.0):
         weights = torch.exp((logits.double() - logits.max(dim=1, keepdim=True).values) / float(np.float32(temperature)))
         ends = (weights.cumsum(dim=1) / weights.sum(dim=1, keepdim=True)).numpy()
@@ -370,7 +370,7 @@ def test_draws_say_where_a_row_is_no_distribution(isa: str) -> None:
     logits = noise(3, 100, seed=5)
     logits[0, 77] = torch.nan
     logits[1] = -torch.inf
-    program = cpu._cpu.Program(1)
+    program = cpu._cpu.Program(isa, 1)
     arguments = np.ones(3, dtype=np.float32), np.full(3, 0.5)
     _, best, totals = program.draw(logits, np.arange(3, dtype=np.int32), *arguments)
     assert np.isnan(totals[0])
@@ -385,7 +385,7 @@ def test_draws_say_where_a_row_is_no_distribution(isa: str) -> None:
 def test_head_norms_projects_and_softcaps_the_wanted_rows(isa: str) -> None:
     """Only the rows asked for, in the order asked for."""
     x, norm, weight = noise(6, 40, seed=1), noise(40, seed=2) + 1, rounded(noise(77, 40, seed=3, scale=40**-0.5))
-    program = cpu._cpu.Program(1)
+    program = cpu._cpu.Program(isa, 1)
     buffer = program.add_f32(40)
     program.embed(program.add_table(x), buffer, 1.0)
     program.attention(
@@ -408,11 +408,11 @@ def test_head_norms_projects_and_softcaps_the_wanted_rows(isa: str) -> None:
 
 
 def head_program(
-    x: torch.Tensor, weight: torch.Tensor, *, weights: str, softcap: float | None, threads: int
+    isa: str, x: torch.Tensor, weight: torch.Tensor, *, weights: str, softcap: float | None, threads: int
 ) -> tuple[Any, Any]:
     """(program, cache) of a head over the embedding x; the attention gives the program its cache's shape."""
     width = x.shape[1]
-    program = cpu._cpu.Program(threads)
+    program = cpu._cpu.Program(isa, threads)
     buffer = program.add_f32(width)
     program.embed(program.add_table(x), buffer, 1.0)
     shape = cpu._cpu.AttentionShape(n_heads=1, n_kv_heads=1, head_dim=2, scale=1.0)
@@ -440,7 +440,7 @@ def test_best_without_logits_is_the_arg_max_of_the_logits(
         x[5] = 0.0  # all logits 0: the first wins
         x[7] = torch.nan
         x[9, 3] = torch.inf
-        program, kv = head_program(x, weight, weights=weights, softcap=softcap, threads=threads)
+        program, kv = head_program(isa, x, weight, weights=weights, softcap=softcap, threads=threads)
         batch, _ = make_batch(EdgeShape(name="", sequences=((0, n_rows),)))
         for wanted in ([5], [7], [9, 2], [*range(20, 25)], [*range(47, 30, -1)], [*range(48)]):
             rows = np.array(wanted, dtype=np.int32)
@@ -457,10 +457,36 @@ def test_best_without_logits_is_the_arg_max_of_the_logits(
 def test_best_of_a_row_without_numbers_is_no_number(isa: str) -> None:
     """The sampler ends a sequence by this; a plausible logit would let rubbish through."""
     x = torch.full((2, 32), torch.nan)
-    program, kv = head_program(x, noise(100, 32, seed=1), weights="bf16", softcap=None, threads=2)
+    program, kv = head_program(isa, x, noise(100, 32, seed=1), weights="bf16", softcap=None, threads=2)
     batch, _ = make_batch(EdgeShape(name="", sequences=((0, 2),)))
     rows = np.array([1, 0], dtype=np.int32)
     arrays = (batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, rows, kv)
     ids, values = program.run_best(*arrays)
     assert ids == [0, 0]
     assert np.isnan(values).all()
+
+
+def test_an_operation_on_what_is_not_there_is_refused() -> None:
+    """An unknown store kind was taken for add_f32, and a wrong number was looked up past the end of a list."""
+    program = cpu._cpu.Program(BEST, 1)
+    x, y, rows = program.add_f32(16), program.add_f32(32), program.add_rows("bf16", 16)
+    weight = program.add_linear(cpu._cpu.LinearShape(format="bf16", n=32, k=16), [noise(32, 16, seed=1)])
+    good = {"category": "qkv", "weight": weight, "rows": rows, "out": y}
+    program.linear(**good, store="f32")
+    for wrong, match in (
+        ({"store": "f16"}, "store kind f16"), ({"activation": "relu"}, "activation relu"),
+        ({"category": "other"}, "category other"), ({"weight": 1}, "weight 1 of 1"), ({"out": 9}, "buffer 9 of 3"),
+        ({"rows": -1}, "buffer -1"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            program.linear(**{**good, **wrong})
+    with pytest.raises(ValueError, match="vector 0 of 0"):
+        program.norm(x, 0, 1e-6, rows)
+    with pytest.raises(ValueError, match="weight format fp8"):
+        cpu._cpu.LinearShape(format="fp8", n=32, k=16)
+    with pytest.raises(ValueError, match="group"):
+        cpu._cpu.LinearShape(format="int4", n=32, k=16, group=48)
+    with pytest.raises(ValueError, match="KV format fp8"):
+        cpu._cpu.KvCache(n_layers=1, n_blocks=1, block_tokens=16, n_kv_heads=1, head_dim=2, format="fp8")
+    with pytest.raises(ValueError, match="this machine has"):
+        cpu._cpu.Program("abacus", 1)

@@ -11,7 +11,7 @@ from worlds import after_fork, after_prefix_hit, alone, beside, in_dirty_blocks,
 
 from checkpoints import FAMILIES, make_checkpoint
 from diptych.compute.model import Model
-from diptych.compute.ops.cpu import instruction_sets
+from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 
@@ -112,13 +112,34 @@ def test_each_instruction_set_is_equal_within_itself(directories: dict[str, Path
     """A machine without AVX-512 gets the same promise."""
     if name not in instruction_sets():
         pytest.skip(f"this CPU cannot run {name}")
-    try:
-        for weights, kv in FORMATS:
-            model = models(directories, "gemma2", replace(CONFIG, weights=weights, kv=kv, instruction_set=name))[0]
-            tokens = prompt(40)
-            whole = alone(model, tokens, None)
-            for chunk in (1, 7):
-                assert not alone(model, tokens, chunk).differs_from(whole)
-            assert not beside(model, tokens, 5, seed=3).differs_from(whole)
-    finally:
-        load_model(directories["gemma2"], CONFIG).close()  # back to the widest set
+    for weights, kv in FORMATS:
+        model = models(directories, "gemma2", replace(CONFIG, weights=weights, kv=kv, instruction_set=name))[0]
+        tokens = prompt(40)
+        whole = alone(model, tokens, None)
+        for chunk in (1, 7):
+            assert not alone(model, tokens, chunk).differs_from(whole)
+        assert not beside(model, tokens, 5, seed=3).differs_from(whole)
+
+
+@pytest.mark.skipif(len(instruction_sets()) < 2, reason="this machine runs one kernel set only")
+@pytest.mark.parametrize("n_heads", [4, 40])
+def test_models_of_two_instruction_sets_live_side_by_side(tmp_path: Path, n_heads: int) -> None:
+    """The set used to be a switch of the process: loading the second model changed the first one's bits, and a set with larger
+    scratch memory wrote past the end of what the first had taken.
+    """
+    path = make_checkpoint(
+        "llama", tmp_path, hidden_size=80, num_attention_heads=n_heads, num_key_value_heads=2, head_dim=64
+    )
+    configs = [replace(CONFIG, threads=2, instruction_set=name) for name in instruction_sets()]
+    tokens = prompt(70)
+    expected = []
+    for config in configs:
+        model = load_model(path, config)
+        expected.append(alone(model, tokens, None))
+        model.close()
+    together = [load_model(path, config) for config in configs]
+    for order in (range(len(configs)), reversed(range(len(configs)))):  # scratch is taken at the first step
+        for i in order:
+            assert not alone(together[i], tokens, 9).differs_from(expected[i]), instruction_sets()[i]
+    assert len({model.revision for model in together}) == len(together)
+    assert expected[0].differs_from(expected[-1]), "equal bits would prove nothing"

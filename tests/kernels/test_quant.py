@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,11 @@ import torch
 from worlds import alone, prompt
 
 from checkpoints import make_checkpoint
-from diptych.compute.ops.cpu import instruction_sets
+from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.errors import CapacityError, ConfigError, LoadError
 
 pytestmark = [
     pytest.mark.native,
@@ -74,3 +77,39 @@ def test_folder_in_use_and_unknown_format_are_refused(packed: Path, tmp_path: Pa
         save_quantised(packed, tmp_path / "new", weights="bf16")
     with pytest.raises(LoadError, match="diptych"):
         save_quantised(packed, tmp_path / "new", weights="int8")
+
+
+def test_a_flipped_bit_in_any_tensor_is_an_error(packed: Path, tmp_path: Path) -> None:
+    """A damaged byte in packed weights used to load in silence and answer with other words."""
+    shutil.copytree(packed, tmp_path / "damaged")
+    path = tmp_path / "damaged" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    n_header = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + n_header])
+    names = [name for name in header if name != "__metadata__"]
+    assert {name.startswith("packed:") for name in names} == {True, False}
+    for name in (names[0], names[len(names) // 2], next(name for name in names if not name.startswith("packed:"))):
+        at = 8 + n_header + header[name]["data_offsets"][1] - 1
+        data[at] ^= 0x10
+        path.write_bytes(data)
+        with pytest.raises(LoadError, match=f"tensor {re.escape(name)} .*damaged"):
+            load_model(tmp_path / "damaged", CONFIG)
+        data[at] ^= 0x10
+    path.write_bytes(data)
+    load_model(tmp_path / "damaged", CONFIG).close()
+
+
+def test_a_full_disk_leaves_nothing_behind(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a folder loads as a broken checkpoint next week; it used to stay, under a traceback."""
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("diptych.compute.quant.os.fsync", full)
+    with pytest.raises(CapacityError, match="No space left on device"):
+        save_quantised(packed.parent / "original", tmp_path / "new", weights="int8", threads=1)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be a folder"):
+        save_quantised(packed.parent / "original", tmp_path / "file", weights="int8", threads=1)

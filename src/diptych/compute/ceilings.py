@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.compute.ops import cpu as cpu_backend
+from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.runner import Model
 from diptych.ground.clock import MonotonicClock
 
@@ -40,8 +40,8 @@ def machine_ceilings(model: Model) -> Ceilings:
     dtype = compute_dtype(model.weights_format)
     if model.backend_name == "cpu":
         return Ceilings(
-            read_bytes_per_s=cpu_backend.measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS),
-            flops_per_s=cpu_backend.measure_ops_per_s(dtype, model.placement),
+            read_bytes_per_s=read_ceiling(model),
+            flops_per_s=measure_ops_per_s(dtype, model.placement, instruction_set=model.instruction_set),
             compute_dtype=dtype,
             threads=model.threads,
         )
@@ -56,7 +56,7 @@ def machine_ceilings(model: Model) -> Ceilings:
 def read_ceiling(model: Model) -> float:
     """Only the bandwidth, quickly: for use just before and after a measured point."""
     if model.backend_name == "cpu":
-        return cpu_backend.measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
+        return measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS, instruction_set=model.instruction_set)
     return _torch_read_bytes_per_s(model.device)
 
 

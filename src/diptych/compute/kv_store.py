@@ -1,16 +1,71 @@
 """Where keys and values live. Control owns block ids; a KVStore owns their bytes, in a layout of its own.
 
+Blocks travel as raw bytes (`export_blocks`, `import_blocks`), which only an equal store of an equal revision takes in.
+
 Legend: N pool blocks, P tokens per block, K kv heads, T tokens, d head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol
 
+import numpy as np
 import torch
+import xxhash
 
-from diptych.ground.errors import CapacityError
+from diptych.ground.errors import CapacityError, TransferError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVHeader:
+    """What the bytes of a store's blocks mean. Equal headers: a block's bytes in one are the same block in the other.
+
+    revision: of the model that wrote them (`Model.revision`). layout: the order of the bytes in a block of one layer, with its
+    heads and head_dim. dtype: of the numbers.
+    """
+
+    revision: str
+    layout: str
+    dtype: str
+    n_layers: int
+    block_tokens: int
+    block_bytes: int  # over all layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KVPayload:
+    """Whole blocks on their way: data_NB [N, block_bytes] uint8, and the XXH3-64 of each block."""
+
+    header: KVHeader
+    checksums: tuple[int, ...]
+    data_NB: np.ndarray
+
+    @classmethod
+    def of(cls, header: KVHeader, data_NB: np.ndarray) -> KVPayload:
+        """With the checksums of its blocks."""
+        return cls(header=header, checksums=tuple(map(_checksum, data_NB)), data_NB=data_NB)
+
+    def check(self, header: KVHeader, n_blocks: int) -> None:
+        """Raise TransferError unless these are `n_blocks` whole blocks of a store with that header, with no bit changed."""
+        for name in (field.name for field in fields(header)):
+            theirs, ours = getattr(self.header, name), getattr(header, name)
+            if theirs != ours:
+                raise TransferError(f"the blocks have {name} {theirs}; this store has {ours}")
+        wanted = (n_blocks, header.block_bytes)
+        if self.data_NB.shape != wanted or self.data_NB.dtype != np.uint8 or len(self.checksums) != n_blocks:
+            raise TransferError(
+                f"{len(self.checksums)} checksums came with {self.data_NB.dtype} data of shape {list(self.data_NB.shape)}; "
+                f"uint8 of shape {list(wanted)} was expected"
+            )
+        for i, (block, checksum) in enumerate(zip(self.data_NB, self.checksums, strict=True)):
+            if _checksum(block) != checksum:
+                raise TransferError(f"block {i} of {n_blocks} does not have its checksum: its bytes changed on the way")
+
+
+def _checksum(block_B: np.ndarray) -> int:
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(block_B).data)
 
 
 class KVStore(Protocol):
@@ -39,6 +94,19 @@ class KVStore(Protocol):
         """Copy block source to block target in every layer, in the order of the pairs."""
         ...
 
+    @property
+    def header(self) -> KVHeader:
+        """What the bytes of this store's blocks mean."""
+        ...
+
+    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
+        """The bytes of these blocks in every layer; a copy."""
+        ...
+
+    def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
+        """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
+        ...
+
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d]; copies."""
         ...
@@ -61,16 +129,25 @@ class TorchKVStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        revision: str = "",
     ) -> None:
+        self.header = KVHeader(
+            revision=revision,
+            layout=f"torch [2, {block_tokens}, {n_kv_heads}, {head_dim}]",
+            dtype=str(dtype).removeprefix("torch."),
+            n_layers=n_layers,
+            block_tokens=block_tokens,
+            block_bytes=2 * n_layers * block_tokens * n_kv_heads * head_dim * dtype.itemsize,
+        )
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
         shape = (2, n_blocks, block_tokens, n_kv_heads, head_dim)
         try:
             self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layers)]
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            per_block = 2 * n_layers * block_tokens * n_kv_heads * head_dim * dtype.itemsize
             raise CapacityError(
-                f"the KV cache of {n_blocks} blocks needs {n_blocks * per_block} bytes, which {device} does not have",
+                f"the KV cache of {n_blocks} blocks needs {n_blocks * self.header.block_bytes} bytes, "
+                f"which {device} does not have",
                 hint="ask for a smaller max_context_tokens or kv_memory_bytes",
             ) from error
 
@@ -87,6 +164,23 @@ class TorchKVStore:
         for layer in self.layers:
             for source, target in pairs:
                 layer[:, target].copy_(layer[:, source])
+
+    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
+        """The bytes of these blocks in every layer; a copy."""
+        ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
+        blocks = torch.stack([layer[:, ids].transpose(0, 1) for layer in self.layers], dim=1)  # [n, L, 2, P, K, d]
+        data = blocks.contiguous().cpu().view(torch.uint8).reshape(len(block_ids), -1).numpy()
+        return KVPayload.of(self.header, data)
+
+    def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
+        """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
+        payload.check(self.header, len(block_ids))
+        shape = self.layers[0].shape
+        ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
+        data = torch.from_numpy(payload.data_NB.copy()).view(self.layers[0].dtype)
+        blocks = data.reshape(len(block_ids), len(self.layers), 2, *shape[2:]).to(ids.device)
+        for index, layer in enumerate(self.layers):
+            layer[:, ids] = blocks[:, index].transpose(0, 1)
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d]; copies."""

@@ -8,22 +8,36 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum, auto
+from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 
+from diptych import __version__
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.models.decoder import DecoderSpec, DecoderWeights, Family, load_decoder, run_decoder
 from diptych.compute.ops.contract import Handle, Loader, Ops
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.sampler import Weigh
-from diptych.compute.weights import Checkpoint, RandomSource
+from diptych.compute.sampler import Weighed
+from diptych.compute.weights import Source
 
 # Of each logits row the likeliest token, the lowest id among equals, and its logit; NaN where the row holds no number.
 Best = tuple[list[int], list[float]]
+
+
+WARM_UP_TOKENS = 15  # a prefill of little more than one decode's time
+
+
+class Want(Enum):
+    """What a forward is for."""
+
+    BEST = auto()
+    LOGITS = auto()
+    HIDDEN = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +47,21 @@ class Blueprint:
     family: Family
     spec: DecoderSpec
     hf_config: dict[str, Any]
-    source: Checkpoint | RandomSource
+    source: Source
 
     def load(self, loader: Loader) -> DecoderWeights:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
         weights = load_decoder(self.family, self.source, loader, self.spec)
-        if isinstance(self.source, Checkpoint):
-            has_own_head = not self.spec.is_tied
-            ignored = self.family.ignored if has_own_head else (*self.family.ignored, "lm_head.weight")
-            self.source.refuse_unused(lambda name: any(part in name for part in ignored))
-            self.source.finish()
+        ignored = (*self.family.ignored, "lm_head.weight") if self.spec.is_tied else self.family.ignored
+        self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 
     def forward(self, ops: Ops, weights: DecoderWeights) -> Handle:
         """The family's forward in the vocabulary of `ops`; logits [R, V]."""
         return run_decoder(self.family, ops, self.spec, weights)
 
-    def revision(self, *formats: str) -> str:
-        """SHA-256 over config, tensors and the formats that decide the numbers (weights, KV, backend, ...).
+    def revision(self, *decides: str) -> str:
+        """SHA-256 over config, tensors, this version, and what else `decides` the bits: formats, backend, kernels, device.
 
         Two models of equal revision write equal keys and values for equal tokens. Call after `load`.
         """
@@ -58,7 +69,7 @@ class Blueprint:
         digest.update(self.source.fingerprint().encode())
         # which rotary frequencies the context length chose
         digest.update(repr([layer.rope for layer in self.spec.attention]).encode())
-        digest.update(" ".join(formats).encode())
+        digest.update("\n".join((__version__, *decides)).encode())
         return digest.hexdigest()
 
 
@@ -75,12 +86,9 @@ class Model(ABC):
     weight_bytes: int  # read by a decode step: all but an embedding table that is not the head
     n_parameters: int
     threads: int
+    instruction_set: str  # whose kernels compute it; part of the revision
     placement: Placement  # of the kernels' threads; no CPUs where the backend leaves that to the system
     device: torch.device  # where logits are
-    argmax: Callable[[torch.Tensor], Sequence[int]] | None = None  # a faster arg-max of the backend, if it has one
-    weigh: Weigh | None = None  # a faster softmax and draw of the backend, if it has one
-    # forward for steps that want nothing but the likeliest tokens, if the backend can do without writing the logits
-    forward_best: Callable[[ForwardBatch, KVStore], Best] | None = None
 
     @abstractmethod
     def kv_bytes_per_block(self, block_tokens: int) -> int:
@@ -90,13 +98,54 @@ class Model(ABC):
     def make_kv(self, n_blocks: int, block_tokens: int) -> KVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
 
-    @abstractmethod
-    def forward(self, batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
-        """Logits [R, V] fp32 of the batch's logits rows on `device`; writes the batch's keys and values to kv.
+    @overload
+    def forward(
+        self, batch: ForwardBatch, kv: KVStore, want: Literal[Want.LOGITS, Want.HIDDEN] = Want.LOGITS
+    ) -> torch.Tensor: ...
 
-        The logits are valid until the next forward.
+    @overload
+    def forward(self, batch: ForwardBatch, kv: KVStore, want: Literal[Want.BEST]) -> Best: ...
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, kv: KVStore, want: Want = Want.LOGITS) -> torch.Tensor | Best:
+        """What is wanted of the batch's logits rows; writes the batch's keys and values to kv.
+
+        LOGITS: [R, V] fp32 on `device`, valid until the next forward; to be drawn from by `argmax` and `weigh`.
+        BEST: of each row the likeliest token, for steps that want nothing else; a backend may get by without logits.
+        HIDDEN: [R, D] fp32 on `device`, the final norm's output, of which the head makes the logits.
         """
+
+    def warm_up(self, kv: KVStore) -> None:
+        """Run a small prefill and one decode over block 0, whose contents are lost.
+
+        A first step pays for threads, room for activations, pages of code and of the cache: tens of milliseconds, which
+        belong to loading and not to the first request's prefill.
+        """
+        n = min(kv.block_tokens - 1, WARM_UP_TOKENS)
+        self.forward(_one_chunk(0, n), kv, Want.LOGITS)
+        self.forward(_one_chunk(n, n + 1), kv, Want.BEST)
+
+    @abstractmethod
+    def argmax(self, logits_RV: torch.Tensor) -> Sequence[int]:
+        """The likeliest id of each row of logits on `device`, the lowest among equals; any id for a row of NaN."""
+
+    @abstractmethod
+    def weigh(
+        self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
+    ) -> Sequence[Weighed]:
+        """For each named row of logits on the CPU a token of softmax(logits / temperature), by inverse CDF at its quantile."""
 
     @abstractmethod
     def close(self) -> None:
         """Give the weights' memory back; the model is not used afterwards."""
+
+
+def _one_chunk(begin: int, end: int) -> ForwardBatch:
+    n = end - begin
+    return ForwardBatch(
+        token_ids_T=np.zeros(n, dtype=np.int32),
+        query_start_S1=np.array([0, n], dtype=np.int32),
+        context_tokens_S=np.array([end], dtype=np.int32),
+        block_table_SM=np.zeros((1, 1), dtype=np.int32),
+        logits_rows_R=np.array([n - 1], dtype=np.int32),
+    )

@@ -2,7 +2,8 @@
 
 A folder with config.json (its `quantization_config` names this method), the tokenizer's files, and one model.safetensors:
 packed projections as bytes under `packed:<names joined by +>`, everything else as it was. The file's metadata keeps the
-original tensors' shapes, so that the same checks hold as for a plain checkpoint.
+original tensors' shapes, so that the same checks hold as for a plain checkpoint, and a checksum of every tensor, which is
+checked when the tensor is read.
 
     save_quantised("HuggingFaceTB/SmolLM2-135M", Path("out"), weights="int4")
     load_model("out", ComputeConfig())
@@ -14,27 +15,29 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from diptych.compute.model import Blueprint
 from diptych.compute.models.hf_config import HfConfig
 from diptych.compute.models.registry import family_of
-from diptych.compute.ops.contract import WeightTensor
-from diptych.compute.ops.cpu import INT4_GROUP, CpuLoader, PackedSource
+from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
 from diptych.compute.weights import Checkpoint, FileTensor, Progress, read_json, resolve_model_dir
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.errors import CapacityError, ConfigError, LoadError
 
 METHOD = "diptych"
 PACKED_LAYOUT = 2  # raised when the packed form of csrc/pack.cpp changes
 PREFIX = "packed:"
+CHECKSUMS = "xxh3_64"  # in the file's metadata: tensor name -> XXH3-64 of its bytes
 ALIGNMENT = 64
-TENSOR_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+TENSOR_TYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "LICENSE*")
 NOT_COPIED = ("config.json", "model.safetensors.index.json")
 
@@ -68,7 +71,7 @@ class PackedTensor:
         raise LoadError(f"tensor {self.name} is stored packed, but not as this model uses it")
 
 
-class QuantisedCheckpoint(Checkpoint, PackedSource):
+class QuantisedCheckpoint(Checkpoint):
     """A folder that `save_quantised` wrote. Plain tensors as in any checkpoint, packed ones handed to the loader."""
 
     def __init__(self, directory: Path) -> None:
@@ -77,9 +80,14 @@ class QuantisedCheckpoint(Checkpoint, PackedSource):
         try:
             shapes = json.loads(metadata["packed_shapes"])
             self._packed = {str(name): tuple(int(n) for n in shape) for name, shape in shapes.items()}
+            self._checksums = {str(name): int(value) for name, value in json.loads(metadata[CHECKSUMS]).items()}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise LoadError(f"{directory} has no list of packed shapes: {error}") from error
+            raise LoadError(
+                f"{directory} has no list of packed shapes and checksums: {error}",
+                hint="write the checkpoint again with `diptych quantize`",
+            ) from error
         self._packed_used: set[str] = set()
+        self._intact: set[str] = set()
 
     def has(self, name: str) -> bool:
         """Whether a tensor of that name is there in either form."""
@@ -97,7 +105,19 @@ class QuantisedCheckpoint(Checkpoint, PackedSource):
         self._packed_used.add(name)
         return PackedTensor(name, shape, torch.bfloat16)
 
-    def find(self, key: str, nbytes: int) -> np.ndarray | None:
+    def read(self, name: str) -> torch.Tensor:
+        """The values as a view of the mapped file; LoadError where their bytes are not the ones that were written."""
+        tensor = super().read(name)
+        if name not in self._intact:
+            if _checksum(tensor) != self._checksums.get(name):
+                raise LoadError(
+                    f"tensor {name} in {self.directory} does not have its checksum: the file was damaged",
+                    hint="copy the folder again, or write it again with `diptych quantize`",
+                )
+            self._intact.add(name)
+        return tensor
+
+    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
         """The packed bytes as a view of the mapped file; None when the weight is not packed under this key."""
         name = PREFIX + key
         if name not in self._file_of:
@@ -115,20 +135,13 @@ class QuantisedCheckpoint(Checkpoint, PackedSource):
         return plain + sum(math.prod(self._packed[name]) for name in self._packed_used)
 
 
-class PackedCollector(PackedSource):
-    """Remembers what a loader packed and which tensors it used as they are."""
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+    flat: np.ndarray = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return flat
 
-    def __init__(self) -> None:
-        self.packed: dict[str, int] = {}
-        self.plain: dict[str, WeightTensor] = {}
 
-    def keep(self, key: str, index: int) -> None:
-        """A packed weight and its number in the program."""
-        self.packed[key] = index
-
-    def keep_plain(self, tensor: WeightTensor) -> None:
-        """A tensor used in its own form."""
-        self.plain[tensor.name] = tensor
+def _checksum(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(_bytes_of(tensor).data)
 
 
 def save_quantised(
@@ -136,12 +149,12 @@ def save_quantised(
 ) -> int:
     """Pack the checkpoint `model` into `directory` (made here, must be empty); returns the bytes of its weights file.
 
-    Raises ConfigError for a format that is not int8 or int4 or a folder in use, LoadError for a bad checkpoint.
+    Raises ConfigError for a format that is not int8 or int4 or a folder in use, LoadError for a bad checkpoint, CapacityError
+    where the folder cannot be written; then nothing of it is left.
     """
     if weights not in ("int8", "int4"):
         raise ConfigError(f"weights is {weights!r}; a quantised checkpoint holds int8 or int4")
-    if directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty", hint="name a new folder")
+    _refuse_used(directory)
     source = resolve_model_dir(model)
     hf_config = read_json(source / "config.json")
     parsed = HfConfig(hf_config, path=str(source / "config.json"))
@@ -149,53 +162,82 @@ def save_quantised(
     family = family_of(parsed)
     checkpoint = Checkpoint(source)
     checkpoint.progress = progress
-    collector = PackedCollector()
-    loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), collector)
+    loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), checkpoint)
     Blueprint(family=family, spec=family.spec(parsed, None), hf_config=hf_config, source=checkpoint).load(loader)
 
-    directory.mkdir(parents=True, exist_ok=True)
+    # made beside its place and renamed, so that a full disk or a killed process leaves nothing that looks like a checkpoint
+    unfinished = directory.with_name(f".{directory.name}.unfinished-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        written = _write_folder(unfinished, hf_config, weights, loader, checkpoint)
+        unfinished.rename(directory)
+    except OSError as error:
+        raise CapacityError(
+            f"cannot write {directory}: {error.strerror or error}",
+            hint=f"the packed weights take about {loader.program.weight_bytes / 1e6:.0f} MB; name a folder that has room",
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return written
+
+
+def _refuse_used(directory: Path) -> None:
+    try:
+        if directory.exists() and any(directory.iterdir()):
+            raise ConfigError(f"{directory} is not empty", hint="name a new folder")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be a folder: {error.strerror}", hint="name a new folder") from error
+
+
+def _write_folder(
+    directory: Path, hf_config: Mapping[str, Any], weights: str, loader: CpuLoader, checkpoint: Checkpoint
+) -> int:
     for pattern in COPIED:
-        for path in sorted(source.glob(pattern)):
+        for path in sorted(checkpoint.directory.glob(pattern)):
             if path.name not in NOT_COPIED:
                 shutil.copyfile(path, directory / path.name)
-    written = _write_tensors(directory / "model.safetensors", loader, collector, checkpoint)
+    written = _write_tensors(directory / "model.safetensors", loader, checkpoint)
     section = {"quant_method": METHOD, "weights": weights, "packed_layout": PACKED_LAYOUT, "group": INT4_GROUP}
     text = json.dumps({**hf_config, "quantization_config": section}, indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     return written
 
 
-def _write_tensors(path: Path, loader: CpuLoader, collector: PackedCollector, checkpoint: Checkpoint) -> int:
-    """The safetensors file, tensor by tensor, so that no second copy of the weights is held; renamed into place at the end."""
-    shapes = {name: checkpoint.shape_of(name) for key in collector.packed for name in _stored_names(key)}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "packed_shapes": json.dumps(shapes)}}
-    parts: list[tuple[str, int | WeightTensor]] = [(PREFIX + key, index) for key, index in collector.packed.items()]
-    parts += list(collector.plain.items())
+def _write_tensors(path: Path, loader: CpuLoader, checkpoint: Checkpoint) -> int:
+    """The safetensors file, tensor by tensor, so that no second copy of the weights is held."""
+    shapes = {name: checkpoint.shape_of(name) for key in loader.packed for name in _stored_names(key)}
+    parts: dict[str, Callable[[], torch.Tensor]] = {
+        PREFIX + key: partial(_blob, loader, index) for key, index in loader.packed.items()
+    }
+    parts |= {name: tensor.read for name, tensor in loader.plain.items()}
+    header: dict[str, Any] = {}
+    checksums = {}
     at = 0
-    for name, part in parts:
-        if isinstance(part, int):
-            dtype, shape = "U8", [len(loader.program.packed_blob(part))]
-            size = shape[0]
-        else:
-            dtype, shape = TENSOR_TYPES[part.dtype], list(part.shape)
-            size = math.prod(shape) * part.dtype.itemsize
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
+    for name, read in parts.items():
+        tensor = read()
+        end = at + tensor.nbytes
+        header[name] = {
+            "dtype": TENSOR_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]
+        }  # fmt: skip
+        checksums[name] = _checksum(tensor)
+        at = end
+    header["__metadata__"] = {
+        "format": "pt", "packed_shapes": json.dumps(shapes), CHECKSUMS: json.dumps(checksums)
+    }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for _, part in parts:
-            if isinstance(part, int):
-                file.write(loader.program.packed_blob(part).data)
-            else:
-                file.write(part.read().contiguous().view(-1).view(torch.uint8).numpy().data)
+        for read in parts.values():
+            file.write(_bytes_of(read()).data)
         file.flush()
         os.fsync(file.fileno())
-    partial.rename(path)
     return path.stat().st_size
+
+
+def _blob(loader: CpuLoader, index: int) -> torch.Tensor:
+    return torch.from_dlpack(loader.program.packed_blob(index))
 
 
 def _stored_names(key: str) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from diptych.compute.model import Blueprint, Model
 from diptych.compute.models.hf_config import HfConfig
 from diptych.compute.models.registry import family_of
-from diptych.compute.ops import cpu as cpu_backend
+from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_model import build_cpu_model
 from diptych.compute.ops.torch_model import build_torch_model
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
@@ -94,13 +94,13 @@ def choose_backend(config: ComputeConfig) -> tuple[str, str]:
         return "torch", "a CUDA device is used"
     if "fp32" in (config.weights, config.kv):
         return "torch", "fp32 was asked for"
-    available, detail = cpu_backend.is_available()
+    available, detail = cpu_kernels.is_available()
     return ("cpu" if available else "torch"), detail
 
 
 def _build(blueprint: Blueprint, config: ComputeConfig) -> Model:
     backend, reason = choose_backend(config)
-    if reason == cpu_backend.is_available()[1] and backend == "torch":
+    if reason == cpu_kernels.is_available()[1] and backend == "torch":
         logger.warning("the torch backend is used, which is several times slower on a CPU: %s", reason)
     logger.info("backend chosen name=%s reason=%s", backend, reason)
     if backend == "cpu":

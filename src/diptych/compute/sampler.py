@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ def _mix(z: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """One row's draw from softmax(logits / temperature), uncut, by the backend.
+    """One row's draw from softmax(logits / temperature), uncut.
 
     best: the largest logit. total: sum of exp((logit - best) / temperature), NaN where a logit is no number.
     """
@@ -70,8 +71,56 @@ class Weighed:
     total: float
 
 
-# (logits [R,V] fp32 on the CPU, rows [N], temperatures [N], quantiles [N] in [0, 1)) -> N draws
-Weigh = Callable[[np.ndarray, Sequence[int], Sequence[float], Sequence[float]], Sequence[Weighed]]
+class Drawing(Protocol):
+    """The arithmetic of draws over whole vocabularies; a Model does it where its logits are."""
+
+    def argmax(self, logits_RV: torch.Tensor) -> Sequence[int]:
+        """The likeliest id of each row, the lowest among equals; any id for a row of NaN."""
+        ...
+
+    def weigh(
+        self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
+    ) -> Sequence[Weighed]:
+        """For each named row of logits on the CPU a token of softmax(logits / temperature), by inverse CDF at its quantile."""
+        ...
+
+
+class PlainDrawing:
+    """Drawing with numpy and torch, for logits on any device."""
+
+    def __init__(self) -> None:
+        self._scratch = _Scratch(0)
+
+    def argmax(self, logits_RV: torch.Tensor) -> list[int]:
+        """By numpy on the CPU: 10 us for 152k logits, torch's takes 130; NaN counts as the largest in both."""
+        best = logits_RV.numpy().argmax(axis=-1) if logits_RV.device.type == "cpu" else logits_RV.argmax(dim=-1)
+        ids: list[int] = best.tolist()
+        return ids
+
+    def weigh(
+        self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
+    ) -> list[Weighed]:
+        """Row by row. A row that holds a NaN or no finite number is not drawn from: its `best` or `total` says so."""
+        if logits_RV.shape[1] != len(self._scratch.row_V):
+            self._scratch = _Scratch(logits_RV.shape[1])
+        return [
+            _weigh_row(logits_RV[row], temperature, quantile, self._scratch)
+            for row, temperature, quantile in zip(rows, temperatures, quantiles, strict=True)
+        ]
+
+
+def _weigh_row(logits_V: np.ndarray, temperature: float, quantile: float, scratch: _Scratch) -> Weighed:
+    """Inverse CDF over the whole vocabulary, in index order."""
+    best = float(logits_V.max())
+    if not math.isfinite(best):
+        return Weighed(0, best, math.nan)
+    weights_V = _weights(logits_V, temperature, scratch)
+    cdf_V = scratch.cdf_V()
+    total = float(cdf_V[-1])
+    index = int(np.searchsorted(cdf_V, quantile * total, side="right"))
+    if index == len(cdf_V):
+        index = int(np.flatnonzero(weights_V)[-1])  # rounding took the quantile past the end
+    return Weighed(index, best, total)
 
 
 class _SequenceState:
@@ -187,8 +236,7 @@ def _is_plain(params: SamplingParams) -> bool:
 class Sampler:
     """Draws one token per row. Not thread-safe: the thread that steps the engine owns it.
 
-    argmax: an optional faster arg-max of the backend, from logits [R,V] to R ids (first index on ties); for a row of NaN
-    any id. weigh: an optional faster softmax and draw of the backend, over many rows at once.
+    drawing: who does the arithmetic over whole vocabularies; a Model.
     """
 
     def __init__(
@@ -197,14 +245,12 @@ class Sampler:
         device: str | torch.device = "cpu",
         *,
         grammars: GrammarCompiler | None = None,
-        argmax: Callable[[torch.Tensor], Sequence[int]] | None = None,
-        weigh: Weigh | None = None,
+        drawing: Drawing | None = None,
     ) -> None:
-        self._weigh = weigh
+        self._drawing = drawing or PlainDrawing()
         self._vocab_size = vocab_size
         self._grammars = grammars
         self._is_cpu = torch.device(device).type == "cpu"
-        self._argmax = argmax or (_argmax_cpu if self._is_cpu else _argmax_torch)
         self._scratch = _Scratch(vocab_size)
         self._states: dict[int, _SequenceState] = {}  # plain greedy sequences have none
 
@@ -277,27 +323,28 @@ class Sampler:
         places: Mapping[int, int],
         positions: Sequence[int],
     ) -> dict[int, Weighed]:
-        """The draws of all rows whose logits are taken as they are, in one call of the backend."""
-        if self._weigh is None:
-            return {}
+        """The draws of all rows whose logits are taken as they are, in one call."""
         ready: list[int] = []
         temperatures, quantiles = [], []
         for i in places:
             state = rows[i]
-            if state is None or not _wants_total(state.params) or _changes_logits(state, positions[i] - state.n_prompt):
+            if (
+                state is None
+                or not _wants_total(state.params, self._vocab_size)
+                or _changes_logits(state, positions[i] - state.n_prompt)
+            ):
                 continue
             ready.append(i)
             temperatures.append(state.params.temperature)
             quantiles.append(uniform(state.seed, positions[i]))
         if not ready:
             return {}
-        return dict(
-            zip(ready, self._weigh(values_RV, [places[i] for i in ready], temperatures, quantiles), strict=True)
-        )
+        weighed = self._drawing.weigh(values_RV, [places[i] for i in ready], temperatures, quantiles)
+        return dict(zip(ready, weighed, strict=True))
 
     def _best(self, logits_RV: torch.Tensor) -> list[SampledToken | EngineError]:
         """The arg-max of each row, or the row's error where that is no number."""
-        best = self._argmax(logits_RV)
+        best = self._drawing.argmax(logits_RV)
         if self._is_cpu:
             values_R = logits_RV.numpy()[np.arange(len(best)), best]
         else:
@@ -322,8 +369,8 @@ class Sampler:
             _finite(float(row_V[token_id]))
         else:
             noise = uniform(state.seed, position)
-            if weighed is None and self._weigh is not None and _wants_total(params):
-                (weighed,) = self._weigh(row_V[None], [0], [params.temperature], [noise])
+            if weighed is None and _wants_total(params, self._vocab_size):
+                (weighed,) = self._drawing.weigh(row_V[None], [0], [params.temperature], [noise])
             token_id = _draw(row_V, params, noise, self._scratch, weighed)
         logprobs = None
         if params.logprobs is not None:
@@ -349,9 +396,10 @@ def _changes_logits(state: _SequenceState, n_output: int) -> bool:
     return not is_free or _bans_end(state, n_output)
 
 
-def _wants_total(params: SamplingParams) -> bool:
+def _wants_total(params: SamplingParams, vocab_size: int) -> bool:
     """Whether a draw needs the weights of the whole vocabulary."""
-    return not params.is_greedy and params.top_k is None and (params.top_p < 1.0 or params.min_p == 0.0)
+    is_cut = params.top_k is not None and params.top_k < vocab_size
+    return not params.is_greedy and not is_cut and (params.top_p < 1.0 or params.min_p == 0.0)
 
 
 def _processed(logits_V: np.ndarray, state: _SequenceState, n_output: int, scratch: _Scratch) -> np.ndarray:
@@ -381,7 +429,9 @@ def draw(logits_V: np.ndarray, params: SamplingParams, noise: float) -> int:
 
     logits_V [V] fp32, read only. What `Sampler.sample` does for one row, without its state.
     """
-    return _draw(logits_V, params, noise, _Scratch(len(logits_V)), None)
+    scratch = _Scratch(len(logits_V))
+    weighed = _weigh_row(logits_V, params.temperature, noise, scratch) if _wants_total(params, len(logits_V)) else None
+    return _draw(logits_V, params, noise, scratch, weighed)
 
 
 def _draw(
@@ -389,7 +439,11 @@ def _draw(
 ) -> int:
     if params.top_k is not None and params.top_k < len(logits_V):
         return _draw_among(_top(logits_V, params.top_k, scratch), params, noise)
+    if weighed is not None:
+        _finite(weighed.best)
+        _finite(weighed.total)
     if params.top_p < 1.0:
+        assert weighed is not None
         return _draw_top_p(logits_V, params, noise, scratch, weighed)
     if params.min_p > 0.0:
         best = _finite(float(logits_V.max()))
@@ -397,30 +451,13 @@ def _draw(
         ids = np.flatnonzero(np.greater_equal(logits_V, low, out=scratch.mask_V))
         weights = np.exp((logits_V[ids].astype(np.float64) - best) / params.temperature)
         return _pick(ids, np.cumsum(weights), noise)
-    if weighed is not None:
-        _check(weighed)
-        return weighed.token_id
-    return _draw_from_all(logits_V, params.temperature, noise, scratch)
-
-
-def _check(weighed: Weighed) -> None:
-    _finite(weighed.best)
-    _finite(weighed.total)
+    assert weighed is not None
+    return weighed.token_id
 
 
 def _pick(ids: np.ndarray, cdf: np.ndarray, noise: float) -> int:
     """Inverse CDF; cdf need not end at 1."""
     return int(ids[min(int(np.searchsorted(cdf, noise * cdf[-1], side="right")), len(ids) - 1)])
-
-
-def _draw_from_all(logits_V: np.ndarray, temperature: float, noise: float, scratch: _Scratch) -> int:
-    """Inverse CDF over the whole vocabulary, in index order."""
-    weights_V = _weights(logits_V, temperature, scratch)
-    cdf_V = scratch.cdf_V()
-    index = int(np.searchsorted(cdf_V, noise * cdf_V[-1], side="right"))
-    if index < len(cdf_V):
-        return index
-    return int(np.flatnonzero(weights_V)[-1])  # rounding took the quantile past the end
 
 
 def _weights(logits_V: np.ndarray, temperature: float, scratch: _Scratch) -> np.ndarray:
@@ -433,25 +470,16 @@ def _weights(logits_V: np.ndarray, temperature: float, scratch: _Scratch) -> np.
     return weights_V
 
 
-def _draw_top_p(
-    logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch, weighed: Weighed | None
-) -> int:
+def _draw_top_p(logits_V: np.ndarray, params: SamplingParams, noise: float, scratch: _Scratch, weighed: Weighed) -> int:
     """Sort the best few only, when they hold the top-p mass (real models); else find the border by histogram."""
-    weights_V = None
-    if weighed is not None:
-        _check(weighed)
-        mass = params.top_p * weighed.total
-    else:
-        weights_V = _weights(logits_V, params.temperature, scratch)
-        mass = params.top_p * float(weights_V.sum(dtype=np.float64))
+    mass = params.top_p * weighed.total
     most = max(8, len(logits_V) // (2 * _LANES))
     for n_first in sorted({min(n, most) for n in _FIRST_CANDIDATES if min(n, most) < len(logits_V)}):
         ids, values = _top(logits_V, n_first, scratch)
         best_weights = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
         if best_weights.sum() >= mass:
             return _draw_among((ids, values), params, noise, mass=mass)
-    if weights_V is None:
-        weights_V = _weights(logits_V, params.temperature, scratch)
+    weights_V = _weights(logits_V, params.temperature, scratch)
     ids = _heaviest(weights_V, mass, scratch)
     ids = ids[weights_V[ids] >= max(params.min_p, _SMALLEST_WEIGHT)]
     return _pick(ids, np.cumsum(weights_V[ids], dtype=np.float64), noise)
@@ -558,14 +586,3 @@ def _token_logprobs(logits_V: np.ndarray, token_id: int, top: int, scratch: _Scr
         pairs = zip(ids[:top].tolist(), best_values[:top].tolist(), strict=True)
         alternatives = tuple((other, value - norm) for other, value in pairs)
     return TokenLogprobs(token_id=token_id, logprob=float(chosen) - norm, rank=rank, top=alternatives)
-
-
-def _argmax_cpu(logits_RV: torch.Tensor) -> list[int]:
-    # numpy's arg-max: 10 us for 152k logits, torch's 130 us; NaN counts as the largest in both
-    best: list[int] = logits_RV.numpy().argmax(axis=-1).tolist()
-    return best
-
-
-def _argmax_torch(logits_RV: torch.Tensor) -> list[int]:
-    best: list[int] = logits_RV.argmax(dim=-1).tolist()
-    return best

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import huggingface_hub
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -75,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Source(Protocol):
-    """Where a family's weights come from: a checkpoint, or random numbers."""
+    """Where a model's weights come from: a checkpoint, one that was packed before, or random numbers."""
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -83,6 +84,28 @@ class Source(Protocol):
 
     def tensor(self, name: str, *shape: int) -> WeightTensor:
         """The tensor of that name; LoadError when it is missing or of another shape."""
+        ...
+
+    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+        """The bytes of a weight that was packed and saved under `key`; None where it must be packed from its tensors."""
+        ...
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """All that the model wants was read. LoadError where more is there than was asked for and `is_ignored` excuses."""
+        ...
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all tensors asked for, each counted once."""
+        ...
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that most elements are stored in."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A digest that differs where the numbers differ."""
         ...
 
 
@@ -184,8 +207,16 @@ class Checkpoint:
                 self.progress(self._read_bytes, max(self._file_bytes, self._read_bytes))
         return tensor
 
-    def finish(self) -> None:
-        """All is loaded: the pages go back, and progress is complete even if the files hold tensors that nobody reads."""
+    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+        """None: nothing is packed here."""
+        return None
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """All is loaded: the pages go back, and progress is complete even if the files hold tensors that nobody reads.
+
+        LoadError when the files hold tensors that nobody asked for and `is_ignored` does not excuse.
+        """
+        self._refuse_unused(is_ignored)
         self._give_pages_back()
         if self.progress is not None:
             self.progress(self._file_bytes, self._file_bytes)
@@ -196,9 +227,8 @@ class Checkpoint:
         # the last ones read may be used only from now on (gate while up is read): their pages go back again the next time
         self._given_back, self._resident = self._resident, []
 
-    def refuse_unused(self, ignored: Callable[[str], bool]) -> None:
-        """LoadError when the files hold tensors that nobody asked for and `ignored` does not excuse."""
-        unused = sorted(name for name in self._file_of if name not in self._used and not ignored(name))
+    def _refuse_unused(self, is_ignored: Callable[[str], bool]) -> None:
+        unused = sorted(name for name in self._file_of if name not in self._used and not is_ignored(name))
         if unused:
             raise LoadError(
                 f"{self.directory} holds {len(unused)} tensors that its config does not call for, "
@@ -323,6 +353,13 @@ class RandomSource:
         self._shapes[name] = shape
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         return RandomTensor(name, shape, int.from_bytes(digest[:7], "little"))
+
+    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+        """None: nothing is packed here."""
+        return None
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """Nothing is left over."""
 
     @property
     def stored_dtype(self) -> torch.dtype:

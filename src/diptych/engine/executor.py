@@ -2,7 +2,7 @@
 
 Owns the block tables of running sequences as integers (the bytes belong to the KVStore) and the sampler's state.
 One step: copies -> ForwardBatch -> Model.forward -> Sampler -> StepResult. A step in which every sequence wants only its
-likeliest token gets by without logits where the backend can (`Model.forward_best`).
+likeliest token asks for no logits (`Want.BEST`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
-from diptych.compute.model import Best, Model
+from diptych.compute.model import Best, Model, Want
 from diptych.compute.sampler import SampledToken, Sampler, not_finite
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, ExecutorError
@@ -55,14 +55,14 @@ class ModelExecutor:
             if plan.copies:
                 self._kv.copy_blocks([(copy.source_block_id, copy.target_block_id) for copy in plan.copies])
             batch = self._batch(plan)
-            forward_best = None if self._needs_logits(plan) else self._model.forward_best
+            needs_logits = self._needs_logits(plan)
             forward_s = self._clock.now_s()
-            if forward_best is None:
-                logits_RV = self._model.forward(batch, self._kv)
+            if needs_logits:
+                logits_RV = self._model.forward(batch, self._kv, Want.LOGITS)
                 device_s = self._clock.now_s() - forward_s
                 results = self._read_logits(plan, logits_RV)
             else:
-                best = forward_best(batch, self._kv)
+                best = self._model.forward(batch, self._kv, Want.BEST)
                 device_s = self._clock.now_s() - forward_s
                 results = self._take_best(plan, best)
         except EngineError:

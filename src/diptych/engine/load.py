@@ -46,7 +46,8 @@ class LoadedModel:
     model: Model
     tokenizer: Tokenizer
     template: ChatTemplate
-    load_s: float
+    checkpoint_s: float  # to read and pack the weights
+    load_s: float  # until the first step can be run
     clock: Clock
 
 
@@ -66,13 +67,15 @@ def load(
     template = ChatTemplate.from_dir(directory, tokenizer)
     model = load_model(directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress)
     served_name = BUNDLED_MODEL if name == "bundled" else name
+    checkpoint_s = clock.now_s() - begin_s
     return LoadedModel(
         name=served_name,
         directory=directory,
         model=model,
         tokenizer=tokenizer,
         template=template,
-        load_s=clock.now_s() - begin_s,
+        checkpoint_s=checkpoint_s,
+        load_s=checkpoint_s,
         clock=clock,
     )
 
@@ -144,6 +147,7 @@ def make_machinery(
     """Allocate the KV pool and join scheduler, executor and sampler."""
     context, n_blocks = size_pool(model, config)
     kv = model.make_kv(n_blocks, config.block_tokens)
+    model.warm_up(kv)
     step_time = StepTimeModel()
     calibrated = local_predictor(model)
     core = EngineCore(
@@ -154,7 +158,7 @@ def make_machinery(
         predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
         seed=config.seed,
     )
-    sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, argmax=model.argmax, weigh=model.weigh)
+    sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     executor = ModelExecutor(model, kv, sampler, clock=clock)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
@@ -165,9 +169,11 @@ def make_machinery(
 
 def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     """An engine over a loaded model."""
+    begin_s = loaded.clock.now_s()
     tokenizer, vocab_size = loaded.tokenizer, loaded.model.spec.vocab_size
     grammars = GrammarCompiler(tokenizer, vocab_size)
     machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars)
+    loaded.load_s = loaded.checkpoint_s + loaded.clock.now_s() - begin_s
     return Engine(
         machinery.core,
         machinery.executor,

@@ -14,7 +14,6 @@ from diptych.ground.errors import ConfigError
 BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", "fp32", "bf16", "int8", "int4")
 KV_FORMATS = ("auto", "fp32", "bf16", "int8")
-INSTRUCTION_SETS = ("auto", "avx512", "avx2", "scalar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,8 @@ class ComputeConfig:
     """Which kernels run and on what. `auto` is resolved once at start and logged, never silently changed later.
 
     threads: of the kernels; None is one per physical core that this process may use. numa: where they are pinned: `auto`
-    (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all).
+    (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all). instruction_set: the
+    cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
     """
 
     backend: str = "auto"
@@ -80,7 +80,6 @@ class ComputeConfig:
         one_of("backend", self.backend, BACKENDS)
         one_of("weights", self.weights, WEIGHT_FORMATS)
         one_of("kv", self.kv, KV_FORMATS)
-        one_of("instruction_set", self.instruction_set, INSTRUCTION_SETS)
         if self.threads is not None:
             at_least("threads", self.threads, 1)
         numa_nodes(self.numa)

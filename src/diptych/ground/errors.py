@@ -61,6 +61,10 @@ class ExecutorError(EngineError):
     """The step failed below control; open requests are answered with this."""
 
 
+class TransferError(EngineError):
+    """Blocks of KV that came from elsewhere are not what they should be; none of them was taken in."""
+
+
 class SequenceError(EngineError):
     """One sequence cannot go on; only its own request is answered with this (HTTP 500)."""
 

@@ -21,7 +21,7 @@ import psutil
 
 from diptych import __version__
 from diptych.compute.ceilings import Ceilings, machine_ceilings
-from diptych.compute.ops.cpu import measure_read_bytes_per_s
+from diptych.compute.ops.cpu_kernels import measure_read_bytes_per_s
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel

@@ -129,7 +129,7 @@ class Engines:
         # the measured profile where there is one; until then the scheduler learns from its own steps, as the engine's does
         predict_s = step_time.predict_s if self._predictor is None else self._predictor.predict_s
         model = self._model
-        sampler = Sampler(model.spec.vocab_size, model.device, argmax=model.argmax, weigh=model.weigh)
+        sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
         executor = ModelExecutor(model, self._kv, sampler, clock=clock)
         return Driver(
             self._core(predict_s, settings), executor, clock, vocab=model.spec.vocab_size, step_time=step_time

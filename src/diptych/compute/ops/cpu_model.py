@@ -1,20 +1,35 @@
-"""A Model on the C++ backend: the family's forward recorded once into a native program."""
+"""A Model on the C++ backend: a family's forward, recorded once at load, becomes one native program.
+
+`CpuLoader` packs weights as they are asked for, `CpuOps` turns the calls of the family's forward into the program's list of
+operations, and a step runs the whole list in one native call. Nothing of it runs per layer in Python. The program owns its
+kernels and its threads: models of different instruction sets live side by side.
+"""
 
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
-from diptych.compute.model import Best, Blueprint, Model
-from diptych.compute.ops.cpu import CpuKVStore, CpuLoader, CpuOps, CpuProgram, PackedSource, weigh
+from diptych.compute.model import Best, Blueprint, Model, Want
+from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu_kv import CpuKVStore
+from diptych.compute.ops.cpu_loader import CpuLoader
+from diptych.compute.ops.cpu_recorder import CpuOps
+from diptych.compute.sampler import Weighed
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import ConfigError, ExecutorError
 
 logger = logging.getLogger("diptych.compute")
+
+# 39 MB for a vocabulary of 152k; more rows are wanted only where log-probabilities of prompts are
+KEPT_LOGITS_ROWS = 64
 
 
 def build_cpu_model(blueprint: Blueprint, config: ComputeConfig) -> CpuModel:
@@ -25,7 +40,7 @@ def build_cpu_model(blueprint: Blueprint, config: ComputeConfig) -> CpuModel:
 
 
 class CpuModel(Model):
-    """Packed weights and a recorded program; one native call per step."""
+    """Packed weights and a recorded program; one native call per step. Not thread-safe: one step at a time."""
 
     backend_name = "cpu"
     device = torch.device("cpu")
@@ -33,50 +48,105 @@ class CpuModel(Model):
     def __init__(self, blueprint: Blueprint, config: ComputeConfig) -> None:
         self.spec = blueprint.spec
         self.hf_config = blueprint.hf_config
-        packed = blueprint.source if isinstance(blueprint.source, PackedSource) else None
-        loader = CpuLoader(config, packed)
-        ops = CpuOps(loader)
+        loader = CpuLoader(config, blueprint.source)
         weights = blueprint.load(loader)
-        blueprint.forward(ops, weights)
-        self.program = CpuProgram(loader, self.spec.vocab_size)
-        self.argmax = self._argmax
-        self.weigh = partial(weigh, loader.program)
-        self.forward_best = self._forward_best
+        blueprint.forward(CpuOps(loader), weights)
+        self.program = loader.program
         self.weights_format = loader.weights_format
         self.kv_format = loader.kv_format
         self.head_format = weights.head.format
-        self.weight_bytes = self.program.weight_bytes
+        self.weight_bytes = int(self.program.weight_bytes)
         self.n_parameters = blueprint.source.n_parameters
-        self.threads = int(loader.program.threads)
+        self.instruction_set = loader.instruction_set
+        self.threads = int(self.program.threads)
         self.placement = loader.placement
-        self.revision = blueprint.revision(self.backend_name, self.weights_format, self.kv_format)
+        self.revision = blueprint.revision(
+            self.backend_name, self.instruction_set, self.weights_format, self.head_format, self.kv_format
+        )
+        self._cache = _cache_shape(loader.specs, loader.kv_format)
+        self._kept_logits = torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
         logger.info(
-            "model loaded backend=cpu architecture=%s weights=%s head=%s kv=%s threads=%d cpus=%s parameters=%d bytes=%d",
-            self.spec.architecture, self.weights_format, self.head_format, self.kv_format, self.threads,
-            ",".join(map(str, self.placement.cpus)) or "any", self.n_parameters, self.weight_bytes,
+            "model loaded backend=cpu architecture=%s instructions=%s weights=%s head=%s kv=%s threads=%d cpus=%s "
+            "parameters=%d bytes=%d",
+            self.spec.architecture, self.instruction_set, self.weights_format, self.head_format, self.kv_format,
+            self.threads, ",".join(map(str, self.placement.cpus)) or "any", self.n_parameters, self.weight_bytes,
         )  # fmt: skip
 
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block in all layers."""
-        return self.program.kv_bytes_per_block(block_tokens)
+        return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache))
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> CpuKVStore:
         """An empty cache; ConfigError for a block size that is not a multiple of 16, CapacityError without memory."""
-        return self.program.make_kv(n_blocks, block_tokens)
+        return CpuKVStore(
+            self._cache,
+            n_blocks=n_blocks,
+            block_tokens=block_tokens,
+            nodes=self.placement.nodes,
+            revision=self.revision,
+        )
 
-    def forward(self, batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
-        """Logits [R, V] fp32 of the batch's logits rows."""
+    def forward(self, batch: ForwardBatch, kv: KVStore, want: Want = Want.LOGITS) -> Any:
+        """As `Model.forward`. For BEST the logits are compared where the product leaves them in cache and written nowhere."""
         assert isinstance(kv, CpuKVStore), type(kv)
-        return self.program.forward(batch, kv)
+        arrays = (
+            batch.token_ids_T,
+            batch.query_start_S1,
+            batch.context_tokens_S,
+            batch.block_table_SM,
+            batch.logits_rows_R,
+        )
+        try:
+            if want is Want.BEST:
+                best: Best = self.program.run_best(*arrays, kv.native)
+                return best
+            if want is Want.HIDDEN:
+                hidden_RD = torch.empty((len(batch.logits_rows_R), self.program.hidden_width), dtype=torch.float32)
+                self.program.run_hidden(*arrays, kv.native, hidden_RD)
+                return hidden_RD
+            logits_RV = self._logits(len(batch.logits_rows_R))
+            self.program.run(*arrays, kv.native, logits_RV)
+        except ValueError as error:
+            raise ExecutorError(f"the step was refused: {error}") from error
+        return logits_RV
 
-    def _forward_best(self, batch: ForwardBatch, kv: KVStore) -> Best:
-        assert isinstance(kv, CpuKVStore), type(kv)
-        return self.program.forward_best(batch, kv)
+    def _logits(self, n_rows: int) -> torch.Tensor:
+        """Room for logits; few rows share one tensor, because fresh megabytes cost a page fault for every 4 KB."""
+        if n_rows > KEPT_LOGITS_ROWS:
+            return torch.empty((n_rows, self.spec.vocab_size), dtype=torch.float32)
+        if n_rows > len(self._kept_logits):
+            self._kept_logits = torch.empty((n_rows, self.spec.vocab_size), dtype=torch.float32)
+        return self._kept_logits[:n_rows]
 
-    def _argmax(self, logits: torch.Tensor) -> list[int]:
-        return [int(token_id) for token_id in self.program.argmax(logits)]
+    def argmax(self, logits_RV: torch.Tensor) -> list[int]:
+        """On the program's threads; faster than torch for wide rows."""
+        return [int(token_id) for token_id in self.program.argmax(logits_RV)]
+
+    def weigh(
+        self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
+    ) -> list[Weighed]:
+        """On the program's threads."""
+        drawn = self.program.draw(
+            logits_RV, np.array(rows, dtype=np.int32), np.array(temperatures, dtype=np.float32), np.array(quantiles)
+        )
+        return [Weighed(*one) for one in zip(*drawn, strict=True)]
+
+    def nanoseconds(self) -> dict[str, int]:
+        """Time of the last step by kind of operation, in ns."""
+        return dict(self.program.nanoseconds())
 
     def close(self) -> None:
         """Drop the program with its packed weights."""
-        self.argmax = self.weigh = self.forward_best = None
         del self.program
+
+
+def _cache_shape(specs: Sequence[AttentionSpec], kv_format: str) -> dict[str, Any]:
+    first = specs[0]
+    if any((s.n_kv_heads, s.head_dim) != (first.n_kv_heads, first.head_dim) for s in specs):
+        raise ConfigError("the layers' caches differ in shape", hint="use --backend torch for this model")
+    return {
+        "n_layers": 1 + max(s.layer for s in specs),
+        "n_kv_heads": first.n_kv_heads,
+        "head_dim": first.head_dim,
+        "format": kv_format,
+    }

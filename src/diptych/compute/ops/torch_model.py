@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore, TorchKVStore
-from diptych.compute.model import Blueprint, Model
+from diptych.compute.model import Blueprint, Model, Want
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.torch_ops import TorchLoader, TorchOps
+from diptych.compute.sampler import PlainDrawing, Weighed
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 
@@ -26,6 +30,11 @@ def build_torch_model(blueprint: Blueprint, config: ComputeConfig) -> TorchModel
         raise ConfigError(
             f"numa is {config.numa!r}, and torch places its own threads",
             hint="use --backend cpu, or start the process under numactl",
+        )
+    if config.instruction_set != "auto":
+        raise ConfigError(
+            f"instruction_set is {config.instruction_set!r}, and torch chooses its own",
+            hint="use --backend cpu, or set ATEN_CPU_CAPABILITY for torch",
         )
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -54,6 +63,7 @@ class TorchModel(Model):
     backend_name = "torch"
 
     def __init__(self, blueprint: Blueprint, config: ComputeConfig, device: torch.device) -> None:
+        self._drawing = PlainDrawing()
         self.device = device
         self.spec = blueprint.spec
         self.hf_config = blueprint.hf_config
@@ -68,7 +78,10 @@ class TorchModel(Model):
         self._weights = blueprint.load(loader)
         self.weight_bytes = loader.weight_bytes
         self.n_parameters = blueprint.source.n_parameters
-        self.revision = blueprint.revision(self.backend_name, device.type, self.weights_format, self.kv_format)
+        self.instruction_set = _instruction_set(device)
+        self.revision = blueprint.revision(
+            self.backend_name, torch.__version__, self.instruction_set, self.weights_format, self.kv_format
+        )
         self.threads = torch.get_num_threads()
         self.placement = Placement(threads=self.threads)
         logger.info(
@@ -91,19 +104,41 @@ class TorchModel(Model):
             head_dim=self.spec.head_dim,
             dtype=DTYPES[self.kv_format],
             device=self.device,
+            revision=self.revision,
         )
 
-    def forward(self, batch: ForwardBatch, kv: KVStore) -> torch.Tensor:
-        """Logits [R, V] fp32 of the batch's logits rows."""
+    def forward(self, batch: ForwardBatch, kv: KVStore, want: Want = Want.LOGITS) -> Any:
+        """As `Model.forward`."""
         assert isinstance(kv, TorchKVStore), type(kv)
         with torch.no_grad():
-            ops = TorchOps(batch, kv, device=self.device, dtype=self._dtype)
-            logits: torch.Tensor = self._blueprint.forward(ops, self._weights)
-        return logits
+            wants_hidden = want is Want.HIDDEN
+            ops = TorchOps(batch, kv, device=self.device, dtype=self._dtype, wants_hidden=wants_hidden)
+            rows: torch.Tensor = self._blueprint.forward(ops, self._weights)
+            if want is not Want.BEST:
+                return rows
+            ids = self.argmax(rows)
+            return ids, rows.gather(1, torch.tensor(ids, device=rows.device)[:, None])[:, 0].tolist() if ids else []
+
+    def argmax(self, logits_RV: torch.Tensor) -> list[int]:
+        """Where the logits are."""
+        return self._drawing.argmax(logits_RV)
+
+    def weigh(
+        self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
+    ) -> list[Weighed]:
+        """With numpy."""
+        return self._drawing.weigh(logits_RV, rows, temperatures, quantiles)
 
     def close(self) -> None:
         """Drop the weights."""
         del self._weights
+
+
+def _instruction_set(device: torch.device) -> str:
+    """What torch's own kernels are chosen by."""
+    if device.type == "cpu":
+        return str(torch.backends.cpu.get_cpu_capability()).lower()
+    return f"{torch.cuda.get_device_name(device)} sm_{''.join(map(str, torch.cuda.get_device_capability(device)))}"
 
 
 def _choose(name: str, asked: str, auto: str) -> str:

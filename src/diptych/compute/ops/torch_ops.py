@@ -142,7 +142,16 @@ class _Queries:
 class TorchOps:
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
 
-    def __init__(self, batch: ForwardBatch, kv: TorchKVStore, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        kv: TorchKVStore,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        wants_hidden: bool = False,
+    ) -> None:
+        self._wants_hidden = wants_hidden
         self._batch = batch
         self._kv = kv
         self._device = device
@@ -233,8 +242,10 @@ class TorchOps:
     def head(
         self, x: torch.Tensor, norm: torch.Tensor, weight: TorchLinear, *, eps: float, softcap: float | None
     ) -> torch.Tensor:
-        """Logits [R, V] fp32."""
+        """Logits [R, V] fp32, or h [R, D] fp32 where that is all the forward is for."""
         h = self.rms_norm(x[self._logits_rows], norm, eps=eps)
+        if self._wants_hidden:
+            return h.float()
         logits = F.linear(h, weight.weight)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from diptych.compute.ceilings import Ceilings, machine_ceilings
-from diptych.compute.ops.cpu import measure_ops_per_s
+from diptych.compute.ops.cpu_kernels import measure_ops_per_s
 from diptych.cost.components import PhaseCost
 from diptych.cost.workload import Workload
 from diptych.lab.experiment import ROOF, Check, Experiment, Outcome, Stage, conclude, quantity
@@ -71,7 +71,10 @@ class _Roof:
 
     def _per_attention_flop(self) -> float:
         if self._is_split:  # weights in int8 or int4, attention in bf16
-            return 1.0 / measure_ops_per_s(self._attention_dtype, self._model.placement)
+            model = self._model
+            return 1.0 / measure_ops_per_s(
+                self._attention_dtype, model.placement, instruction_set=model.instruction_set
+            )
         return 1.0 / self._last.flops_per_s
 
 

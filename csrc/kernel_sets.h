@@ -1,0 +1,54 @@
+// Kernel sets: what one model is computed with, chosen when it is loaded. A set is a row of parts, each compiled for some
+// instructions: tiles for each weight format, the rest of the linear layers, attention, and the small kernels. Two sets may share
+// parts. A set's name stands for its bits: it is part of a model's revision, and a row whose parts give other bits is another set.
+//
+// To add a set: write the parts that are new in a file of their own with its own flags (CMakeLists.txt), declare them below, and
+// add a row to kSets in kernel_sets.cpp, which is ordered by preference, with the capabilities that the row needs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "ceilings.h"
+#include "cpu_features.h"
+#include "gemm_kernels.h"
+#include "kernels.h"
+
+namespace diptych {
+
+struct KernelSet {
+  const char* name;
+  Capabilities needs;
+  const Tiles* tiles[3];  // by Format
+  const LinearKernels* linear;
+  const AttentionKernels* attention;
+  const StepKernels* step;
+  const CeilingLoops* ceilings;
+};
+
+// Those that this processor runs, best first; never empty, the scalar set runs anywhere. Behind it, never the first, come the twins of
+// others in plain C++ with their bits, for tests.
+const std::vector<const KernelSet*>& kernel_sets();
+
+// Why a set that the processor could run is not among them; empty where nothing is missing.
+std::string kernel_set_refusal();
+
+// By name; throws std::invalid_argument with the names this machine has for any other.
+const KernelSet& kernel_set(const std::string& name);
+
+#define DIPTYCH_DECLARE_PARTS(isa)                                \
+  namespace isa {                                                 \
+  extern const Tiles kBf16Tiles, kInt8Tiles, kInt4Tiles;          \
+  extern const LinearKernels kLinear;                             \
+  extern const AttentionKernels kAttention;                       \
+  extern const StepKernels kStep;                                 \
+  extern const CeilingLoops kCeilings;                            \
+  }
+DIPTYCH_DECLARE_PARTS(amx)       // tiles of rows and ceilings; the rest is avx512's
+DIPTYCH_DECLARE_PARTS(amx_twin)  // tiles
+DIPTYCH_DECLARE_PARTS(avx512)
+DIPTYCH_DECLARE_PARTS(avx2)
+DIPTYCH_DECLARE_PARTS(scalar)
+#undef DIPTYCH_DECLARE_PARTS
+
+}  // namespace diptych

@@ -1,0 +1,73 @@
+"""The native kernels as Python finds them: whether they are there, which kernel sets this processor runs, and its ceilings.
+
+`_cpu` is the extension module built from csrc, or None where pip could not build it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+
+from diptych.compute.ops.cpus import Placement
+from diptych.ground.errors import ConfigError
+
+try:
+    from diptych.compute.ops import _cpu  # type: ignore[attr-defined]
+
+    IMPORT_FAILURE = ""
+except ImportError as error:
+    _cpu = None
+    IMPORT_FAILURE = str(error)
+
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def is_available() -> tuple[bool, str]:
+    """(whether the native kernels can be used, what they run on or why not)."""
+    if _cpu is None:
+        return False, _why_missing()
+    return True, f"native kernels, {_cpu.kernel_sets()[0]}"
+
+
+def _why_missing() -> str:
+    """pip hides why a build failed, so the first use says what is known and how to see the rest."""
+    if find_spec("diptych.compute.ops._cpu") is not None:
+        return f"the cpu kernels do not load: {IMPORT_FAILURE}"
+    compiler = next((name for name in COMPILERS if shutil.which(name)), None)
+    if compiler is None:
+        now = "no C++ compiler is on PATH: install g++ or clang++, then Diptych again"
+    else:
+        now = f"{compiler} is on PATH now: install Diptych again, with `pip install -v` to see the compiler's messages"
+    return f"the cpu kernels were not built when Diptych was installed; {now}"
+
+
+def instruction_sets() -> list[str]:
+    """The kernel sets that this processor runs, best first."""
+    return list(_cpu.kernel_sets()) if _cpu is not None else []
+
+
+def choose_instruction_set(name: str) -> str:
+    """The kernel set of that name, "auto" being the best; ConfigError when this processor does not run it."""
+    known = instruction_sets()
+    if name == "auto":
+        return known[0]
+    if name not in known:
+        raise ConfigError(
+            f"instruction_set is {name!r}; this machine runs {', '.join(known)}",
+            hint=f"its processor has {', '.join(_cpu.capabilities()) or 'none of the instructions that sets are made for'}",
+        )
+    return name
+
+
+def measure_read_bytes_per_s(
+    n_bytes: int, placement: Placement, repeats: int, *, instruction_set: str = "auto"
+) -> float:
+    """The best rate at which these threads read `n_bytes` of memory; n_bytes should exceed every cache."""
+    name = choose_instruction_set(instruction_set)
+    return float(_cpu.measure_read_bytes_per_s(name, n_bytes, placement.threads, placement.cpus, repeats))
+
+
+def measure_ops_per_s(dtype: str, placement: Placement, repeats: int = 25, *, instruction_set: str = "auto") -> float:
+    """The best rate of the instructions that multiply `dtype` (bf16 or int8) in a set, from registers, on these threads."""
+    burst = {"bf16": _cpu.measure_bf16_ops_per_s, "int8": _cpu.measure_int8_ops_per_s}[dtype]
+    return float(burst(choose_instruction_set(instruction_set), placement.threads, placement.cpus, repeats))

@@ -1,0 +1,104 @@
+"""The native KV cache behind the KVStore interface."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from diptych.compute.kv_store import KVHeader, KVPayload
+from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.ground.errors import CapacityError, ConfigError
+
+logger = logging.getLogger("diptych.compute")
+
+# csrc/kv_cache.h; the number is raised when that changes
+LAYOUT = "cpu 1: {n_kv_heads} heads of {head_dim}, K [P/16][d/2][16][2], V [P/2][dv][2]"
+BACKED_BYTES = 32 << 20  # asked for at a time: a twentieth of a second on a slow host
+
+
+class CpuKVStore:
+    """The native cache behind the KVStore interface."""
+
+    def __init__(
+        self,
+        cache: dict[str, Any],
+        *,
+        n_blocks: int,
+        block_tokens: int,
+        nodes: Sequence[int] = (),
+        revision: str = "",
+    ) -> None:
+        if block_tokens % 16 != 0:
+            raise ConfigError(f"block_tokens is {block_tokens}; the cpu backend needs a multiple of 16")
+        self.n_blocks = n_blocks
+        self.block_tokens = block_tokens
+        self._heads = (cache["n_kv_heads"], cache["head_dim"])
+        try:
+            self.native = _cpu.KvCache(n_blocks=n_blocks, block_tokens=block_tokens, **cache)
+            # any thread may meet any block
+            if len(nodes) > 1 and not self.native.interleave(list(nodes)):
+                logger.warning(
+                    "the KV cache stays where it is first written: the system refused to deal it out over nodes"
+                )
+        except MemoryError as error:
+            per_block = _cpu.kv_bytes_per_block(block_tokens=block_tokens, **cache)
+            raise CapacityError(
+                f"the KV cache of {n_blocks} blocks needs {n_blocks * per_block} bytes, which this machine does not have",
+                hint="ask for a smaller max_context_tokens or kv_memory_bytes",
+            ) from error
+
+        self.header = KVHeader(
+            revision=revision,
+            layout=LAYOUT.format(**cache),
+            dtype=cache["format"],
+            n_layers=cache["n_layers"],
+            block_tokens=block_tokens,
+            block_bytes=int(self.native.block_bytes),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return int(self.native.nbytes)
+
+    def back_memory(self, wants_stop: Callable[[], bool]) -> None:
+        """A huge page that is first written inside a step holds every stream for milliseconds, so servers ask ahead."""
+        for begin in range(0, self.nbytes, BACKED_BYTES):
+            if wants_stop():
+                return
+            self.native.back(begin, begin + BACKED_BYTES)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block source to block target in every layer, in the order of the pairs."""
+        self.native.copy_blocks([list(pair) for pair in pairs])
+
+    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
+        """The bytes of these blocks in every layer; a copy."""
+        data = np.empty((len(block_ids), self.header.block_bytes), dtype=np.uint8)
+        self.native.export_blocks(np.asarray(block_ids, dtype=np.int32), data)
+        return KVPayload.of(self.header, data)
+
+    def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
+        """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
+        payload.check(self.header, len(block_ids))
+        self.native.import_blocks(np.asarray(block_ids, dtype=np.int32), np.ascontiguousarray(payload.data_NB))
+
+    def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
+        n_heads, head_dim = self._heads
+        keys, values = (torch.empty((n_heads, n_tokens, head_dim), dtype=torch.float32) for _ in range(2))
+        self.native.read(layer, np.asarray(block_ids, dtype=np.int32), keys, values)
+        return keys, values
+
+    def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values [K, T, d] as the first T tokens of block_ids."""
+        self.native.write(
+            layer,
+            np.asarray(block_ids, dtype=np.int32),
+            keys.to(torch.float32).contiguous(),
+            values.to(torch.float32).contiguous(),
+        )

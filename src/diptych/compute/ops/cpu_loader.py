@@ -1,0 +1,194 @@
+"""A checkpoint's tensors packed into a native program: the cpu backend's `Loader`, and the handles it gives out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from diptych.compute.ops.contract import (
+    Activation,
+    AttentionSpec,
+    ExpertParts,
+    ExpertsSpec,
+    LinearParts,
+    RopeSpec,
+    WeightTensor,
+)
+from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
+from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
+from diptych.compute.weights import Source
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError
+
+INT4_GROUP = 64  # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHandle:
+    """A packed weight: its number in the program, the format of the rows it multiplies, its shape."""
+
+    index: int
+    format: str
+    n_inputs: int
+    n_outputs: int
+    activation: Activation | None = None
+
+    @property
+    def rows_format(self) -> str:
+        """The form of the rows it multiplies: int8 and int4 weights share one."""
+        return "bf16" if self.format == "bf16" else "int8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorHandle:
+    """A norm weight's number."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableHandle:
+    """An embedding table's number and shape."""
+
+    index: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionHandle:
+    """A layer's attention: native shape, rotary table and norms by number."""
+
+    spec: AttentionSpec
+    shape: Any
+    rope: int | None
+    q_norm: int | None
+    k_norm: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsHandle:
+    """A mixture's packed weights."""
+
+    spec: ExpertsSpec
+    router: LinearHandle
+    gate_up: tuple[LinearHandle, ...]
+    down: tuple[LinearHandle, ...]
+
+
+class CpuLoader:
+    """Packs a checkpoint's tensors into a native program. `formats`: weights in config.weights, the head and router as below.
+
+    The head is kept in bf16 for bf16 weights and in int8 for int8 and int4: every token's probabilities pass through it,
+    and LAB.md has the quality that results. The router is always bf16 (it is tiny and picks experts).
+    """
+
+    def __init__(self, config: ComputeConfig, source: Source) -> None:
+        available, reason = is_available()
+        if not available:
+            raise ConfigError(reason, hint="use --backend torch meanwhile")
+        if config.weights == "fp32" or config.kv == "fp32":
+            raise ConfigError("the cpu backend has no fp32 weights or cache", hint="use --backend torch for fp32")
+        self.instruction_set = choose_instruction_set(config.instruction_set)
+        self.weights_format = "bf16" if config.weights == "auto" else config.weights
+        self.kv_format = "bf16" if config.kv == "auto" else config.kv
+        self.placement = choose_cpus(config.threads, config.numa, allowed_cpus())
+        self.program = _cpu.Program(self.instruction_set, self.placement.threads, self.placement.cpus)
+        self.source = source
+        self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
+        self.plain: dict[str, WeightTensor] = {}  # used in their own form
+        self.specs: list[AttentionSpec] = []
+        self._ropes: dict[RopeSpec, int] = {}
+
+    def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
+        """The embedding [V, D]: the head where that holds the same numbers, else rows of the checkpoint's own pages.
+
+        An int8 head has lost bits, and so has a bf16 head of a 32-bit or fp16 tensor.
+        """
+        if head is not None and head.format == "bf16" and tensor.dtype == torch.bfloat16:
+            return head
+        self.plain[tensor.name] = tensor
+        values = tensor.read()
+        values = values if values.is_contiguous() else values.contiguous()
+        return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
+
+    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> VectorHandle:
+        """A norm weight as fp32 plus offset."""
+        self.plain[tensor.name] = tensor
+        values = tensor.read().detach().to(torch.float32).contiguous() + offset
+        return VectorHandle(index=self.program.add_vector(values))
+
+    def linear(self, parts: LinearParts) -> LinearHandle:
+        """A projection in the weights' format."""
+        return self._pack(parts, self.weights_format)
+
+    def gated(self, parts: LinearParts, activation: Activation) -> LinearHandle:
+        """Gate and up interleaved, so that the product's epilogue can join them."""
+        return self._pack(parts, self.weights_format, activation=activation)
+
+    def attention(
+        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+    ) -> AttentionHandle:
+        """The layer's native attention shape; layers with equal rotary specs share one table."""
+        self.specs.append(spec)
+        shape = _cpu.AttentionShape(
+            n_heads=spec.n_heads,
+            n_kv_heads=spec.n_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+        )
+        rope = None
+        if spec.rope is not None:
+            if spec.rope not in self._ropes:
+                self._ropes[spec.rope] = self.program.add_rope(list(spec.rope.inv_freq), spec.rope.attention_factor)
+            rope = self._ropes[spec.rope]
+        norms = [self.vector(norm, offset=norm_offset).index if norm is not None else None for norm in (q_norm, k_norm)]
+        return AttentionHandle(spec=spec, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
+
+    def experts(self, spec: ExpertsSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...]) -> ExpertsHandle:
+        """Each expert packed on its own; the router in bf16."""
+        return ExpertsHandle(
+            spec=spec,
+            router=self._pack(LinearParts(weights=(router,)), "bf16"),
+            gate_up=tuple(self._pack(e.gate_up, self.weights_format, activation=spec.activation) for e in experts),
+            down=tuple(self._pack(e.down, self.weights_format) for e in experts),
+        )
+
+    def head(self, tensor: WeightTensor) -> LinearHandle:
+        """The output projection, packed."""
+        return self._pack(LinearParts(weights=(tensor,)), "bf16" if self.weights_format == "bf16" else "int8")
+
+    def _pack(self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None) -> LinearHandle:
+        n, k = parts.n_outputs, parts.n_inputs
+        shape = _cpu.LinearShape(
+            format=weights_format,
+            n=n,
+            k=k,
+            group=INT4_GROUP,
+            is_gated=activation is not None,
+            has_bias=bool(parts.biases),
+        )
+        key = "+".join(part.name for part in (*parts.weights, *parts.biases))
+        saved = self.source.find_packed(key, shape.packed_bytes)
+        seed = parts.weights[0].random_seed
+        if saved is not None:
+            index = self.program.add_packed_linear(shape, saved)
+        elif seed is not None and not parts.biases:
+            index = self.program.add_random_linear(shape, seed & (2**63 - 1), (3.0 / k) ** 0.5)
+        else:
+            weights = [part.read().detach() for part in parts.weights]
+            bias = None
+            if parts.biases:
+                bias = torch.cat([part.read().detach().to(torch.float32).reshape(-1) for part in parts.biases])
+            index = self.program.add_linear(shape, weights, bias)
+        self.packed[key] = index
+        return LinearHandle(
+            index=index,
+            format=weights_format,
+            n_inputs=k,
+            n_outputs=n if activation is None else n // 2,
+            activation=activation,
+        )

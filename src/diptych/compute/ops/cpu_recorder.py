@@ -1,0 +1,236 @@
+"""A family's forward recorded into a native program: the cpu backend's `Ops`.
+
+A handle of an activation is a `Value`: where it will lie and how it comes about. Norms, gates and attention are recorded
+only when their consumer is known, because the consumer's weight format decides the form in which they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from diptych.compute.ops.contract import QkNorm
+from diptych.compute.ops.cpu_loader import (
+    AttentionHandle,
+    CpuLoader,
+    ExpertsHandle,
+    LinearHandle,
+    TableHandle,
+    VectorHandle,
+)
+
+# What a projection is, by what it reads (its time is counted under this name).
+CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
+
+
+@dataclass(slots=True)
+class Residual:
+    """The residual stream's buffer; version counts the writes, so that a late reader of an old value is caught."""
+
+    buffer: int
+    width: int
+    version: int = 0
+
+
+@dataclass(slots=True)
+class Value:
+    """An activation. `kind` says what made it; `emit` records that into a buffer once the consumer's need is known."""
+
+    kind: str
+    width: int
+    source: Residual | None = None
+    source_version: int = 0
+    buffer: int | None = None  # fp32, where it lies already
+    emit_rows: Callable[[int], None] | None = None
+    emit_f32: Callable[[int], None] | None = None
+    emit_bf16: Callable[[int], None] | None = None  # where rounding before a quantisation is worth half the traffic
+    rows: dict[str, int] = field(default_factory=dict)
+    norm: tuple[int, float] | None = None  # (vector, eps) of a norm of `buffer`
+
+
+class CpuOps:
+    """Records a family's forward into the loader's program. Buffers are shared by role: a layer's die with the layer.
+
+    What a Value records later holds the program alone: a circle back to here would keep a closed model's weights.
+    """
+
+    def __init__(self, loader: CpuLoader) -> None:
+        self.program = loader.program
+        self._buffers: dict[tuple[Any, ...], int] = {}
+        self._owner: dict[int, Value] = {}
+
+    def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> Residual:
+        """x = scale * rows of the table, or of the packed head that serves as one."""
+        if isinstance(table, LinearHandle):
+            width, record = table.n_inputs, self.program.embed_tied
+        else:
+            width, record = table.width, self.program.embed
+        x = Residual(self._f32("residual", width), width)
+        record(table.index, x.buffer, scale)
+        return x
+
+    def rms_norm(self, x: Residual | Value, weight: VectorHandle, *, eps: float) -> Value:
+        """Recorded by its consumer: a projection takes it as rows, `add` fuses it."""
+        if isinstance(x, Value):
+            buffer = self._materialised(x)
+            value = Value("norm", x.width, buffer=buffer, norm=(weight.index, eps))
+        else:
+            buffer = x.buffer
+            value = Value("norm", x.width, source=x, source_version=x.version, buffer=buffer, norm=(weight.index, eps))
+        program = self.program
+        value.emit_rows = lambda rows: program.norm(buffer, weight.index, eps, rows)
+        return value
+
+    def linear(self, h: Value | Residual, weight: LinearHandle) -> Value:
+        """y in an fp32 buffer."""
+        h = self._as_value(h)
+        category = CATEGORIES[h.kind]
+        out = self._f32(f"{category} out", weight.n_outputs)
+        self.program.linear(category=category, weight=weight.index, rows=self._rows(h, weight), out=out)
+        return Value("projection", weight.n_outputs, buffer=out)
+
+    def linear_gate(self, h: Value | Residual, weight: LinearHandle) -> Value:
+        """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
+        assert weight.activation is not None
+        rows = self._rows(self._as_value(h), weight)
+        settings = {"category": "gate_up", "weight": weight.index, "rows": rows, "activation": weight.activation.value}
+        value = Value("gate", weight.n_outputs)
+        program = self.program
+        value.emit_f32 = lambda out: program.linear(out=out, store="f32", **settings)
+        value.emit_bf16 = value.emit_rows = lambda out: program.linear(out=out, store="bf16", **settings)
+        return value
+
+    def linear_add(self, h: Value, weight: LinearHandle, x: Residual) -> Residual:
+        """x += h W^T + b in the product's epilogue."""
+        category = CATEGORIES[h.kind]
+        rows = self._rows(h, weight)
+        self.program.linear(category=category, weight=weight.index, rows=rows, out=x.buffer, store="add_f32")
+        return self._written(x)
+
+    def add(self, x: Residual, y: Value) -> Residual:
+        """x += y, with y's norm fused where it is one."""
+        if y.kind == "norm":
+            assert y.norm is not None
+            assert y.source is None, "the norm of the residual stream is not added to it"
+            self.program.add_norm(y.buffer, y.norm[0], y.norm[1], x.buffer)
+        else:
+            self.program.add(self._materialised(y), x.buffer)
+        return self._written(x)
+
+    def rotate_and_cache(self, qkv: Value, attention: AttentionHandle) -> Value:
+        """q in bf16 for the attention kernel; k and v go to the cache."""
+        spec = attention.spec
+        q = self._buffer("q", spec.n_heads * spec.head_dim, lambda width: self.program.add_bf16(width))
+        self.program.rotate(
+            qkv=qkv.buffer,
+            q=q,
+            layer=spec.layer,
+            shape=attention.shape,
+            rope=attention.rope,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            has_full_width_norm=spec.qk_norm is QkNorm.FULL,
+            norm_eps=spec.norm_eps,
+        )
+        return Value("query", spec.n_heads * spec.head_dim, buffer=q)
+
+    def attention(self, q: Value, attention: AttentionHandle) -> Value:
+        """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised."""
+        settings = {"q": q.buffer, "layer": attention.spec.layer, "shape": attention.shape}
+        value = Value("attention", q.width)
+        program = self.program
+        value.emit_f32 = lambda out: program.attention(out=out, **settings)
+        value.emit_rows = lambda out: program.attention(out=out, **settings)
+        return value
+
+    def experts_add(self, h: Value | Residual, experts: ExpertsHandle, x: Residual) -> Residual:
+        """x += the mixture, summed per token in ascending order of expert."""
+        h = self._as_value(h)
+        spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
+        top_k = spec.experts_per_token
+        router_rows, rows = self._rows(h, experts.router), self._rows(h, first)
+        out = self._f32("experts out", x.width)
+        hidden = None
+        if down.format != "bf16":
+            hidden = self._buffer("experts hidden", spec.ffn, lambda width: self.program.add_f32(width, top_k), top_k)
+        self.program.moe(
+            router=experts.router.index,
+            router_rows=router_rows,
+            scores=self._f32("experts scores", spec.n_experts),
+            gate_up=[expert.index for expert in experts.gate_up],
+            down=[expert.index for expert in experts.down],
+            rows=rows,
+            hidden=hidden,
+            hidden_rows=self._rows_buffer("experts hidden rows", spec.ffn, down, top_k),
+            expanded=self._buffer("experts wide", x.width, lambda width: self.program.add_f32(width, top_k), top_k),
+            out=out,
+            top_k=top_k,
+            renormalises=spec.renormalises,
+            activation=spec.activation.value,
+        )
+        self.program.add(out, x.buffer)
+        return self._written(x)
+
+    def head(self, x: Residual, norm: VectorHandle, weight: LinearHandle, *, eps: float, softcap: float | None) -> None:
+        """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
+        rows = self._rows_buffer("head", x.width, weight)
+        self.program.head(
+            x=x.buffer, norm=norm.index, eps=eps, rows=rows, weight=weight.index, scale=1.0, softcap=softcap
+        )
+
+    def _buffer(self, role: str, width: int, make: Callable[[int], int], *more: Any) -> int:
+        key = (role, width, *more)
+        if key not in self._buffers:
+            self._buffers[key] = make(width)
+        return self._buffers[key]
+
+    def _f32(self, role: str, width: int) -> int:
+        return self._buffer(role, width, lambda width: self.program.add_f32(width))
+
+    def _rows_buffer(self, role: str, width: int, weight: LinearHandle, rows_per_token: int = 1) -> int:
+        kind = weight.rows_format
+        return self._buffer(
+            f"{role} rows",
+            width,
+            lambda width: self.program.add_rows(kind, width, rows_per_token),
+            kind,
+            rows_per_token,
+        )
+
+    def _rows(self, h: Value, weight: LinearHandle) -> int:
+        """The rows buffer of h in the form the weight reads; recorded on first use, again if another took the buffer."""
+        key = weight.rows_format
+        rows = self._rows_buffer(h.kind, h.width, weight)
+        if h.rows.get(key) == rows and self._owner.get(rows) is h:
+            return rows
+        assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
+        if h.emit_rows is not None and (h.kind == "norm" or key == "bf16"):
+            h.emit_rows(rows)
+        elif h.emit_bf16 is not None:
+            half = self._buffer(f"{h.kind} bf16", h.width, lambda width: self.program.add_bf16(width))
+            h.emit_bf16(half)
+            self.program.prepare(half, rows)
+        else:
+            self.program.prepare(self._materialised(h), rows)
+        h.rows[key] = rows
+        self._owner[rows] = h
+        return rows
+
+    def _as_value(self, h: Value | Residual) -> Value:
+        """The residual stream itself as an input (families without a norm before the projection)."""
+        if isinstance(h, Value):
+            return h
+        return Value("residual", h.width, source=h, source_version=h.version, buffer=h.buffer)
+
+    def _materialised(self, h: Value) -> int:
+        """The fp32 buffer of h."""
+        if h.buffer is None:
+            assert h.emit_f32 is not None
+            h.buffer = self._f32(h.kind, h.width)
+            h.emit_f32(h.buffer)
+        return h.buffer
+
+    def _written(self, x: Residual) -> Residual:
+        x.version += 1
+        return x
