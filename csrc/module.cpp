@@ -442,6 +442,7 @@ NB_MODULE(_cpu, m) {
       if (const Capability one = static_cast<Capability>(i); cpu_capabilities().has(one)) names.push_back(capability_name(one));
     return names;
   });
+  m.def("kernel_set_refusal", &kernel_set_refusal);
   m.def("kernel_sets", [] {  // best first
     std::vector<std::string> names;
     for (const KernelSet* set : kernel_sets()) names.push_back(set->name);

@@ -26,7 +26,8 @@ def is_available() -> tuple[bool, str]:
     """(whether the native kernels can be used, what they run on or why not)."""
     if _cpu is None:
         return False, _why_missing()
-    return True, f"native kernels, {_cpu.kernel_sets()[0]}"
+    refusal = _cpu.kernel_set_refusal()
+    return True, f"native kernels, {_cpu.kernel_sets()[0]}" + (f"; {refusal}" if refusal else "")
 
 
 def _why_missing() -> str:
@@ -49,12 +50,15 @@ def instruction_sets() -> list[str]:
 def choose_instruction_set(name: str) -> str:
     """The kernel set of that name, "auto" being the best; ConfigError when this processor does not run it."""
     known = instruction_sets()
+    hint = f"its processor has {', '.join(_cpu.capabilities()) or 'none of the instructions that sets are made for'}"
+    if refusal := _cpu.kernel_set_refusal():
+        hint += f"; {refusal}"
     if name == "auto":
         return known[0]
     if name not in known:
         raise ConfigError(
             f"instruction_set is {name!r}; this machine runs {', '.join(known)}",
-            hint=f"its processor has {', '.join(_cpu.capabilities()) or 'none of the instructions that sets are made for'}",
+            hint=hint,
         )
     return name
 
