@@ -27,10 +27,10 @@ from rich.table import Table
 
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
-from diptych.compute.shapes import SHAPES
 from diptych.engine.llm import LLM
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.request import SamplingParams
+from diptych.models.named import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ("bf16", "int8", "int4", "stored-int8", "stored-int4")

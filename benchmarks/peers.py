@@ -29,11 +29,12 @@ from rich.table import Table
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model, load_model
-from diptych.compute.shapes import SHAPES
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import EngineError, ExecutorError
 from diptych.lab.bench import Spread, StaticBench
-from diptych.lab.mix import MixSpec, arrivals, run_mix
+from diptych.lab.mix import run_mix
+from diptych.models.named import SHAPES
+from diptych.workload import LengthRange, WorkloadSpec, requests_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES: dict[str, tuple[int, int]] = {
@@ -248,7 +249,7 @@ class SideBySide:
 
     def _measure_mix(self, name: str, repeats: int) -> list[Row]:
         """The same requests for both engines, all at once; each turn has tokens of its own. Contexts are means."""
-        spec = MixSpec(n_requests=32, prompt_tokens=(64, 512), new_tokens=(64, 128), rate_per_s=None, seed=0)
+        spec = WorkloadSpec(n_requests=32, prompt=LengthRange(low=64, high=512), output=LengthRange(low=64, high=128))
         config = replace(self._config, scheduler=replace(self._config.scheduler, enable_prefix_cache=False))
         rounds = count()
 
@@ -257,13 +258,13 @@ class SideBySide:
             return Rates(mix_tokens_per_s=report.output_tokens_per_s.median)
 
         def run_peer() -> Rates:
-            requests = arrivals(spec, self._model.spec.vocab_size, next(rounds))
+            requests = requests_of(spec, vocab_size=self._model.spec.vocab_size, token_seed=next(rounds))
             prompts = [list(request.prompt_token_ids) for request in requests]
             run = self._peer.ask("mix", prompts=prompts, new_tokens=[one.sampling.max_tokens for one in requests])
             return Rates(mix_tokens_per_s=run["output_tokens"] / run["wall_s"])
 
         turns = take_turns({DIPTYCH: run_diptych, name: run_peer}, repeats, lambda: machine_ceilings(self._model))
-        requests = arrivals(spec, self._model.spec.vocab_size, 0)
+        requests = requests_of(spec, vocab_size=self._model.spec.vocab_size)
         length = round(statistics.mean(len(one.prompt_token_ids) for one in requests))
         new_tokens = round(statistics.mean(one.sampling.max_tokens for one in requests))
         return rows_of(turns, weights=self._weights, prompt_tokens=length, batch=len(requests), new_tokens=new_tokens)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from diptych.compute.shapes import SHAPES
+from diptych.models.named import SHAPES
 
 EOS = "<|endoftext|>"
 LONGEST_WORD = 12  # characters of a random token

@@ -18,6 +18,7 @@ from diptych.ground.events import (
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason, Phase
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.metrics import DEFINITIONS, EventBook, Limits, Sample, distribution, percentile, summarize
 
 
@@ -46,25 +47,17 @@ class Log:
         self.book.fold([StepEndEvent(step_id=self.step_id, at_s=end_s, device_s=0.5, host_s=0.25)])
 
     def begin(self, begin_s, *chunks):
-        sizes = {phase: sum(c[1] for c in chunks if c[0] is phase) for phase in Phase}
-        self.book.fold(
-            [
-                StepBeginEvent(
-                    step_id=self.step_id,
-                    at_s=begin_s,
-                    prefill_tokens=sizes[Phase.PREFILL],
-                    decode_tokens=sizes[Phase.DECODE],
-                )
-            ]
-        )
+        shape = StepShape([ChunkShape(phase, n_tokens, context, True) for phase, n_tokens, context, _ in chunks])
+        self.book.fold([StepBeginEvent(step_id=self.step_id, at_s=begin_s, shape=shape)])
         for phase, n_tokens, context, changes in chunks:
+            if phase is Phase.DECODE:
+                continue
             fields = {"request_id": "r", "index": 0, "cached_tokens": 0} | changes
             self.book.fold(
                 [
                     ScheduledEvent(
                         step_id=self.step_id,
                         at_s=begin_s,
-                        phase=phase,
                         chunk_tokens=n_tokens,
                         context_tokens=context,
                         **fields,

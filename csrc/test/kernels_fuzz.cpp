@@ -73,7 +73,7 @@ int plain_buffer(Program& program, BufferKind kind, int64_t width, int64_t rows_
   return program.add_buffer(buffer);
 }
 
-// Records the forward of a random model, as ops/cpu.py does for a real one.
+// Records the forward of a random model, as ops/cpu_recorder.py does for a real one.
 class Recorder {
  public:
   Recorder(Program& program, World& world, const Model& m, const std::vector<float>& table) : p_(program), w_(world), m_(m) {

@@ -3,7 +3,7 @@
 The public names are imported on first use, so that `import diptych` (and `diptych --help`) loads no tensor library.
 
 >>> from diptych import LLM, SamplingParams
->>> LLM.from_pretrained("bundled").generate("Once upon a time")  # doctest: +SKIP
+>>> LLM("bundled").generate("Once upon a time")  # doctest: +SKIP
 """
 
 from __future__ import annotations

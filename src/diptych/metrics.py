@@ -25,7 +25,7 @@ Percentiles interpolate linearly between ranks (numpy's default, as vLLM does).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from diptych.ground.events import (
@@ -40,7 +40,8 @@ from diptych.ground.events import (
     TokenEvent,
     Usage,
 )
-from diptych.ground.phase import FinishReason, Phase
+from diptych.ground.phase import FinishReason
+from diptych.ground.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +194,11 @@ class RequestRecord:
         """Tokens handed out over all choices."""
         return sum(len(choice.token_times_s) for choice in self._choices.values())
 
+    def token_times_s(self, index: int = 0) -> tuple[float, ...]:
+        """When each token of a choice was handed out."""
+        choice = self._choices.get(index)
+        return () if choice is None else tuple(choice.token_times_s)
+
     def fold(self, event: Event, step: StepBeginEvent | None = None) -> None:
         """Take in one event of this request; `step` is the step in flight or just ending."""
         if isinstance(event, PromptLogprobsEvent | ArrivalEvent | StepBeginEvent | StepEndEvent):
@@ -211,9 +217,8 @@ class RequestRecord:
     def _fold_scheduled(self, event: ScheduledEvent) -> None:
         if self.first_scheduled_s is None:
             self.first_scheduled_s = event.at_s
-        if event.phase is Phase.PREFILL:
-            before = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
-            self._own_prefill = (event.step_id, before + event.chunk_tokens)
+        before = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
+        self._own_prefill = (event.step_id, before + event.chunk_tokens)
         if event.is_recompute:
             self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
         elif event.index == 0:
@@ -311,12 +316,34 @@ class PhaseTotals:
     host_s: float = 0.0
 
 
-class EventBook:
-    """Folds the event log of an engine into one record per request and totals per phase. Owns both."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One step that ended. What it held is its shape; device_s and host_s are the executor's."""
 
-    def __init__(self) -> None:
+    step_id: int
+    begin_s: float
+    end_s: float
+    shape: StepShape
+    predicted_s: float | None
+    device_s: float
+    host_s: float
+
+    @property
+    def time_s(self) -> float:
+        """Begin to commit."""
+        return self.end_s - self.begin_s
+
+
+class EventBook:
+    """Folds the event log of an engine into one record per request and totals per phase. Owns both.
+
+    on_step: called with every step that ends.
+    """
+
+    def __init__(self, *, on_step: Callable[[StepRecord], object] | None = None) -> None:
         self.records: dict[str, RequestRecord] = {}
         self.totals = PhaseTotals()
+        self._on_step = on_step
         self._step: StepBeginEvent | None = None
 
     def fold(self, events: Iterable[Event]) -> None:
@@ -346,6 +373,18 @@ class EventBook:
         if step is None or step.step_id != event.step_id:
             return  # the log began in the middle of this step
         duration_s = event.at_s - step.at_s
+        if self._on_step is not None:
+            self._on_step(
+                StepRecord(
+                    step_id=step.step_id,
+                    begin_s=step.at_s,
+                    end_s=event.at_s,
+                    shape=step.shape,
+                    predicted_s=step.predicted_s,
+                    device_s=event.device_s,
+                    host_s=event.host_s,
+                )
+            )
         totals.n_steps += 1
         totals.prefill_tokens += step.prefill_tokens
         totals.decode_tokens += step.decode_tokens

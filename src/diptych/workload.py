@@ -2,6 +2,7 @@
 
     spec = WorkloadSpec(n_requests=32, prompt=LengthRange.parse("64:512"), output=LengthRange.parse("64:128"),
                         rate_per_s=2.0, seed=1)
+    requests = requests_of(spec, vocab_size=32000)      # or, item by item:
     for item in make_workload(spec):
         token_ids = token_ids_of(item, vocab_size=32000, seed=1)
 
@@ -24,6 +25,7 @@ from typing import TypeVar
 
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
+from diptych.ground.request import Request, SamplingParams
 
 Row = TypeVar("Row")
 
@@ -144,6 +146,22 @@ def token_ids_of(item: WorkloadItem, *, vocab_size: int, seed: int = 0, low_id: 
     rng = random.Random(f"prompt {seed} {item.index}")
     token_ids.extend(rng.randrange(low_id, vocab_size) for _ in range(item.prompt_tokens - len(token_ids)))
     return tuple(token_ids)
+
+
+def requests_of(spec: WorkloadSpec, *, vocab_size: int, token_seed: int = 0, name: str = "load") -> list[Request]:
+    """The load as greedy requests of exactly the drawn lengths, in order of arrival_s, which counts from 0.
+
+    Another token_seed gives the same arrivals and lengths with other tokens.
+    """
+    return [
+        Request(
+            request_id=f"{name}-{item.index}",
+            prompt_token_ids=token_ids_of(item, vocab_size=vocab_size, seed=token_seed),
+            sampling=SamplingParams(max_tokens=item.output_tokens, temperature=0.0, ignore_eos=True),
+            arrival_s=item.at_s,
+        )
+        for item in make_workload(spec)
+    ]
 
 
 def read_azure_csv(path: Path) -> tuple[WorkloadItem, ...]:

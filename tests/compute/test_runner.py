@@ -17,9 +17,9 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.model import Want
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import choose_backend, load_model, random_model
-from diptych.compute.shapes import SHAPES
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
+from diptych.models.named import SHAPES
 
 
 @pytest.mark.parametrize(

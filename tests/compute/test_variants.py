@@ -10,7 +10,7 @@ import pytest
 import torch
 from golden import ask_reference, check_golden, make_golden
 
-from checkpoints import CLASSES, COMMON, VOCAB, enliven, make_checkpoint, make_reference
+from checkpoints import COMMON, VOCAB, enliven, make_checkpoint, make_reference
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from stepping import Stepper
@@ -106,7 +106,7 @@ def test_longrope_on_both_sides_of_its_limit(max_context: int, prompt: int, tmp_
     model = load_model(golden.path, REFERENCE, max_context_tokens=max_context)
     check_golden(model, golden, chunk=17)
     other = load_model(golden.path, REFERENCE, max_context_tokens=256 if max_context == 64 else 64)
-    assert other.spec.attention[0].rope != model.spec.attention[0].rope
+    assert other.spec.attention.rope != model.spec.attention.rope
     assert other.revision != model.revision, "keys turned by other angles must not be taken for equal"
 
 
@@ -121,11 +121,11 @@ def test_dynamic_rope_beyond_the_trained_length(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = make_reference("llama", **fields)(tokens, use_cache=False).logits[0]
     model = load_model(path, REFERENCE, max_context_tokens=96)
-    assert model.spec.max_positions == 96
+    assert model.spec.max_context_tokens == 96
     got = Stepper(model).prefill("a", tokens[0].tolist(), chunk=13)
     assert (got - expected).abs().max() < 1e-4
-    assert load_model(path, REFERENCE).spec.max_positions == 48, "unasked, a model keeps its trained length"
-    assert load_model(path, REFERENCE, max_context_tokens=999).spec.max_positions == 192, "factor 4 is the most"
+    assert load_model(path, REFERENCE).spec.max_context_tokens == 48, "unasked, a model keeps its trained length"
+    assert load_model(path, REFERENCE, max_context_tokens=999).spec.max_context_tokens == 192, "factor 4 is the most"
 
 
 def test_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
@@ -199,16 +199,3 @@ def test_neighbours_change_nothing(family: str, tmp_path: Path) -> None:
             got[name].append(logits)
     for name, logits in alone.items():
         torch.testing.assert_close(torch.cat(got[name]), logits, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", CLASSES)
-def test_defaults_are_those_of_the_config_class(family: str) -> None:
-    """transformers may leave a field out of config.json when it equals the class's default; ours must be the same."""
-    import importlib
-
-    import transformers
-
-    defaults = importlib.import_module(f"diptych.compute.models.{family}").DEFAULTS
-    config_class = getattr(transformers, CLASSES[family][0])
-    expected = {name: getattr(config_class, name) for name in defaults if name != "sliding_window_pattern"}
-    assert {name: defaults[name] for name in expected} == expected

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, make_checkpoint
 from diptych.compute import weights
-from diptych.compute.models.registry import SUPPORTED
 from diptych.compute.runner import load_model
 from diptych.compute.weights import Checkpoint, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
+from diptych.models.families import SUPPORTED
 
 REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
 LAST = "model.layers.2.mlp.down_proj.weight"

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from diptych.control.loop import EngineCore
+from diptych.control.recording import Recorder, replay
 from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
-from diptych.ground.errors import CapacityError, IllegalMove, PromptTooLong, RequestError, SequenceError
+from diptych.ground.errors import CapacityError, ExecutorError, IllegalMove, PromptTooLong, RequestError, SequenceError
 from diptych.ground.events import FinishEvent, PreemptEvent, PromptLogprobsEvent, TokenEvent
 from diptych.ground.phase import FinishReason, Phase, Status
 from diptych.ground.step import ChunkResult, StepResult, TokenLogprobs
@@ -231,23 +232,84 @@ def test_choice_0_may_end_before_it_has_read_the_prompt():
     assert texts(run(core, executor, now_s=1.0)) == {("r", 1): answer(9, 5)}
 
 
-def test_failure_of_the_executor_ends_every_open_request_with_error():
-    """And the core works on, with an empty cache: nobody knows what the failed step has written."""
-    core, executor = make()
+BROKEN = ExecutorError("no device")
+
+
+def test_a_step_without_a_result_ends_its_own_requests_and_no_other():
+    """Any exception of the executor poisoned the core for good: "the step before has not ended"."""
+    core, executor = make(max_running_sequences=2)
     core.submit(request(request_id="a"))
     run(core, executor)
     core.submit(request(prompt=20, request_id="b", n=2))
     core.submit(request(request_id="c"))
+    core.submit(request(prompt=range(9), request_id="waits"))
     core.begin_step(0.0)
-    events = core.fail(1.0)
-    assert {key: e.reason for key, e in finishes(events).items()} == dict.fromkeys(
-        [("b", 0), ("b", 1), ("c", 0)], FinishReason.ERROR
+    core.cancel("c", 0.5)
+    events = core.abort_step(1.0, error=BROKEN)
+    assert {key: (e.reason, e.error) for key, e in finishes(events).items()} == dict.fromkeys(
+        [("b", 0), ("b", 1)], (FinishReason.ERROR, BROKEN)
     )
+    core.check()
+    assert core.stats().blocks_in_use == 0
+    assert core.abort_step(2.0, error=BROKEN) == []  # nothing is in flight
+    assert texts(run(core, executor)) == {("waits", 0): greedy(tuple(range(9)), 3)}
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_what_a_failed_step_was_told_to_forget_is_told_again(has_run):
+    """The executor may have failed before it looked at the plan, or after."""
+    core, executor = make()
+    core.submit(request(request_id="a"))
+    run(core, executor)
+    core.submit(request(request_id="b"))
+    plan, _ = core.begin_step(0.0)
+    assert plan.ended_seq_ids
+    if has_run:
+        executor.execute(plan)
+    core.abort_step(1.0, error=BROKEN)
+    core.submit(request(request_id="c"))
+    run(core, executor, now_s=2.0)
+    core.submit(request(request_id="d"))
+    plan, _ = core.begin_step(50.0)
+    executor.execute(plan)
+    assert list(executor.starts) == [plan.chunks[0].seq_id]
+
+
+@pytest.mark.parametrize("in_call", ["begin_step", "end_step", "submit", "cancel"])
+def test_a_call_cut_short_ends_every_request_and_loses_no_block(in_call, monkeypatch):
+    """Ctrl-C lands between any two instructions, also between taking a block and writing down who has it."""
+    core, executor = make()
+    core.submit(request(prompt=20, request_id="b", n=2))
+    core.submit(request(request_id="c"))
+    plan, _ = core.begin_step(0.0)
+    if in_call == "begin_step":
+        core.end_step(plan, executor.execute(plan), 0.5)
+    scheduler = core._scheduler
+    verb = {"begin_step": "_take_blocks", "end_step": "start_decode", "submit": "enqueue", "cancel": "detach"}[in_call]
+    real = getattr(scheduler, verb)
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, verb, interrupted)
+    calls = {
+        "begin_step": lambda: run(core, executor, now_s=1.0),
+        "end_step": lambda: core.end_step(plan, executor.execute(plan), 0.5),
+        "submit": lambda: core.submit(request(request_id="late")),
+        "cancel": lambda: core.cancel("b", 1.0),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        calls[in_call]()
+    ended = finishes(core.abort_step(5.0, error=BROKEN))
+    assert {("b", 0), ("c", 0)} <= set(ended)
+    assert {event.error for event in ended.values()} == {BROKEN}
     core.check()
     assert not core.has_work
     assert core.stats().blocks_free == 64
     core.submit(request(request_id="d"))
-    assert texts(run(core, ToyExecutor(64, 4)))["d", 0] == answer(12, 3)
+    assert texts(run(core, executor, now_s=6.0))["d", 0] == answer(12, 3)
+    assert [seq_id for seq_id in executor.starts if seq_id < 3] == []
 
 
 def test_eos_stop_ids_and_min_tokens():
@@ -279,7 +341,7 @@ def drafted(plan, tokens):
     return replace(
         plan,
         chunks=tuple(
-            replace(chunk, token_ids=(*chunk.token_ids, *tokens)) if chunk.phase is Phase.DECODE else chunk
+            chunk._replace(token_ids=(*chunk.token_ids, *tokens)) if chunk.phase is Phase.DECODE else chunk
             for chunk in plan.chunks
         ),
     )
@@ -331,7 +393,7 @@ class WithPromptLogprobs(ToyExecutor):
             prompt = start.prompt_token_ids if start.sampling.prompt_logprobs is not None else ()
             entries = tuple(
                 TokenLogprobs(token_id=prompt[pos], logprob=-1.0, rank=1) if pos else None
-                for pos in range(chunk.start_pos, min(chunk.end_pos, len(prompt)))
+                for pos in range(chunk.start_pos + (chunk.start_pos > 0), min(chunk.end_pos + 1, len(prompt)))
             )
             results.append(replace(r, prompt_logprobs=entries))
         return replace(result, results=tuple(results))
@@ -418,3 +480,21 @@ def test_stats_add_up_to_the_pool_and_count_tokens_once():
     core.reset_prefix_cache()
     assert core.prefix_match(tuple(range(100, 117))) == 0
     assert texts(run(core, executor))["b", 0] == answer(17, 3)[1:]
+
+
+def test_a_recording_holds_failures_and_replays_them():
+    """A result with an error could not be written down, and a step that was given up has no other trace."""
+    core, executor = make()
+    recorder = Recorder(core)
+    for name in ("fails", "breaks", "lives"):
+        recorder.submit(request(request_id=name, max_tokens=9))
+    plan, _ = recorder.begin_step(0.0)
+    result = executor.execute(plan)
+    failed = ChunkResult(seq_id=plan.chunks[0].seq_id, error=SequenceError("no number"))
+    recorder.end_step(plan, replace(result, results=(failed, *result.results[1:])), 0.5)
+    recorder.begin_step(1.0)
+    recorder.abort_step(1.5, error=BROKEN)
+    recorder.submit(request(request_id="after"))
+    plan, _ = recorder.begin_step(2.0)
+    assert [chunk.seq_id for chunk in plan.chunks] == [3]
+    assert replay(recorder.lines()) == []

@@ -66,6 +66,30 @@ def test_prefill_gets_what_decode_leaves():
     assert [chunk.samples for plan in plans for chunk in plan.chunks[1:]] == [False, False, True]
 
 
+def test_the_stall_budget_is_searched_over_shapes_that_share_their_start():
+    """Every probe of the bisection used to build a whole plan: O(chunks) each, several times per prefill."""
+    asked = []
+
+    def predict_s(shape):
+        asked.append(shape)
+        return 0.001 * shape.n_tokens
+
+    driver = Driver(n_blocks=256, max_step_tokens=500, predict_s=predict_s, stall_budget_s=0.2)
+    for i in range(8):
+        driver.core.submit(request(prompt=range(i, i + 4), max_tokens=50, request_id=f"d{i}"))
+    driver.step()
+    driver.core.submit(request(prompt=400, max_tokens=2, request_id="p", arrival_s=1.0))
+    asked.clear()
+    plan = driver.step()
+    probes, final = asked[:-1], asked[-1]
+    assert len(probes) > 3
+    assert {id(probe.before) for probe in probes} == {id(final.before)}
+    assert all(len(probe.own) == 1 for probe in probes)
+    assert final is plan.shape
+    assert [chunk.shape for chunk in plan.chunks] == list(final.shapes)
+    assert 192 - 16 < final.prefill_tokens <= 192
+
+
 def test_chunk_is_as_long_as_the_stall_budget_allows():
     """The budget is in seconds; only steps with running decodes have it."""
     driver = Driver(max_step_tokens=500, predict_s=lambda plan: 0.01 * plan.n_tokens, stall_budget_s=1.0)
@@ -228,7 +252,7 @@ def test_nobody_overtakes_the_first_in_line():
     driver.core.submit(request(prompt=range(30), max_tokens=2, request_id="long", arrival_s=1.0))
     driver.core.submit(request(prompt=range(3), max_tokens=2, request_id="short", arrival_s=2.0))
     driver.run()
-    order = [event.request_id for event in driver.of(ScheduledEvent) if event.phase is Phase.PREFILL]
+    order = [event.request_id for event in driver.of(ScheduledEvent)]
     assert order.index("long") < order.index("short")
 
 

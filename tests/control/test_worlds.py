@@ -23,10 +23,10 @@ N_WORLDS = 1200
 N_SHARDS = 12
 
 
-def toy_seconds(plan) -> float:
+def toy_seconds(shape) -> float:
     """A step time with a launch cost, rows, and attention over the context."""
-    pairs = sum(len(chunk.token_ids) * chunk.end_pos for chunk in plan.chunks)
-    return 1.0 + 0.1 * plan.n_tokens + 0.002 * pairs
+    pairs = sum(chunk.new_tokens * chunk.end_pos for chunk in shape.shapes)
+    return 1.0 + 0.1 * shape.n_tokens + 0.002 * pairs
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Referee:
         if 0 < n_decode < len(plan.chunks):
             self.n_mixed += 1
             is_least = n_decode == len(plan.chunks) - 1 and prefill_tokens(plan) <= MIN_PREFILL_TOKENS
-            if config.stall_budget_s is not None and toy_seconds(plan) > config.stall_budget_s:
+            if config.stall_budget_s is not None and toy_seconds(plan.shape) > config.stall_budget_s:
                 assert is_least, "more than the smallest chunk over the stall budget"
 
     def check_line(self, plan, waiting_before: set[int], *, preempted: bool) -> None:

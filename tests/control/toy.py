@@ -49,7 +49,8 @@ class ToyExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.ended_seq_ids:
-            del self.tables[seq_id], self.starts[seq_id]
+            self.tables.pop(seq_id, None)  # a step that was given up may have been the first to name it
+            self.starts.pop(seq_id, None)
         for start in plan.starts:
             assert start.seq_id not in self.starts, "started twice"
             self.starts[start.seq_id] = start

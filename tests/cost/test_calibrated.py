@@ -18,7 +18,7 @@ from diptych.cost.roofline import roofline
 from diptych.cost.rows import PublishedRow
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, model_spec, quant_spec
-from diptych.cost.workload import ChunkShape, Workload
+from diptych.cost.workload import Workload
 from diptych.ground.phase import Phase
 from diptych.ground.specs import KVSpec
 from diptych.ground.step import Chunk, StepPlan
@@ -64,8 +64,22 @@ def test_plan_and_workload_give_the_same_time(model, tp):
     model_of_time = predictor(model, constants=constants, tp=tp)
     for n_chunks in (1, 2, 7, 40):
         plan = random_plan(rng, n_chunks)
-        full = model_of_time.predict(Workload.of_plan(plan)).total_s
-        assert model_of_time.predict_s(plan) == pytest.approx(full, rel=1e-9)
+        full = model_of_time.predict(plan.shape).total_s
+        assert model_of_time.predict_s(plan.shape) == pytest.approx(full, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-3-4b", "deepseek-v2-lite"])
+def test_a_shape_that_was_put_together_costs_what_it_holds(model):
+    """The quick path remembers the base of a bisection; a stale base would be a wrong price."""
+    rng = random.Random(4)
+    model_of_time = predictor(model, constants=Constants(step_s=1e-4, p=2.5))
+    for _ in range(5):
+        shape = random_plan(rng, rng.randint(1, 9)).shape
+        for _ in range(6):
+            probes = [shape.plus(chunk) for chunk in random_plan(rng, 4).shape.shapes]
+            for probe in probes:
+                assert model_of_time.predict_s(probe) == pytest.approx(model_of_time.predict(probe).total_s, rel=1e-9)
+            shape = rng.choice(probes)
 
 
 @pytest.mark.parametrize(
@@ -219,4 +233,4 @@ def test_fp8_weights_on_a_device_without_fp8_are_unpacked():
 
 def test_first_token_of_a_one_token_prompt_counts_as_prefill():
     """A prompt of one token starts at position 0: it has no cache and is not a decode step."""
-    assert not ChunkShape(new_tokens=1, start_pos=0, samples=True).is_decode
+    assert Workload.prefill(batch=1, new_tokens=1).phase is Phase.PREFILL

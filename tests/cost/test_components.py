@@ -137,7 +137,7 @@ def test_windowed_layers_hold_and_read_their_window_only():
 @given(start=st.integers(0, 60), new=st.integers(1, 60), window=st.one_of(st.none(), st.integers(1, 80)))
 def test_pairs_equal_counting_them(start, new, window):
     """Closed forms for causal and windowed pairs against a loop over queries, for any chunk of a prompt."""
-    shape = ChunkShape(new_tokens=new, start_pos=start, samples=True)
+    shape = ChunkShape(phase=Phase.PREFILL, new_tokens=new, start_pos=start, samples=True)
     counted = sum(min(position + 1, window or position + 1) for position in range(start, start + new))
     assert shape.pairs(window) == counted
     seen = {key for q in range(start, start + new) for key in range(max(0, q + 1 - (window or q + 1)), q + 1)}
@@ -151,7 +151,7 @@ def test_chunking_a_prompt_leaves_its_flops_unchanged(parts, name):
     whole = cost_of(model, Workload.prefill(batch=1, new_tokens=sum(parts), samples=False), quant=BF16, kv=KV)
     start, flops = 0, 0.0
     for part in parts:
-        shape = ChunkShape(new_tokens=part, start_pos=start, samples=False)
+        shape = ChunkShape(phase=Phase.PREFILL, new_tokens=part, start_pos=start, samples=False)
         flops += cost_of(model, Workload(shapes=(shape,)), quant=BF16, kv=KV).flops
         start += part
     assert flops == pytest.approx(whole.flops, rel=1e-12)
@@ -168,7 +168,7 @@ def chunk(seq_id: int, start: int, tokens: int, *, samples: bool = True) -> Chun
 def test_a_mixed_step_reads_the_weights_once():
     """One GEMM over all rows: adding the phases' weight bytes over-predicts mixed steps 1.5 to 3 times."""
     model = model_spec("llama-3.1-8b")
-    mixed = Workload.of_plan(StepPlan(step_id=0, chunks=(chunk(1, 99, 1), chunk(2, 0, 512))))
+    mixed = StepPlan(step_id=0, chunks=(chunk(1, 99, 1), chunk(2, 0, 512))).shape
     cost = cost_of(model, mixed, quant=BF16, kv=KV)
     assert cost.n_tokens == 513
     assert cost.n_logits_rows == 2
@@ -178,7 +178,7 @@ def test_a_mixed_step_reads_the_weights_once():
 def test_head_runs_only_on_rows_that_sample():
     """A chunk in the middle of a prompt needs no logits: neither the head's FLOPs nor its weights."""
     plan = StepPlan(step_id=0, chunks=(chunk(1, 0, 256, samples=False),))
-    head = cost_of(model_spec("llama-3.1-8b"), Workload.of_plan(plan), quant=BF16, kv=KV).component("head")
+    head = cost_of(model_spec("llama-3.1-8b"), plan.shape, quant=BF16, kv=KV).component("head")
     assert head.flops == 0
     assert head.bytes == 0
 

@@ -86,7 +86,7 @@ def test_a_config_file_is_a_model(capsys, tmp_path):
     """Any Hugging Face config.json works, by file or folder."""
     config = {
         "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-        "intermediate_size": 128, "vocab_size": 100,
+        "intermediate_size": 128, "vocab_size": 100, "max_position_embeddings": 4096,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "parameters" in run(capsys, str(tmp_path), "--hardware", "t4")

@@ -49,7 +49,7 @@ def test_profile_predicts_a_plan():
     chunk = Chunk(
         seq_id=1, phase=Phase.DECODE, start_pos=99, token_ids=(5,), first_new_block=0, new_block_ids=(), samples=True
     )
-    decode_s = model.predict_s(StepPlan(step_id=0, chunks=(chunk,)))
+    decode_s = model.predict_s(StepPlan(step_id=0, chunks=(chunk,)).shape)
     weights_s = 134_515_008 * 2 / (5e10 * 0.9)
     assert decode_s == pytest.approx(weights_s + 1e-4 + 30e-5 + 2e-6, rel=0.05)
 

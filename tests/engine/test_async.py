@@ -108,7 +108,7 @@ def test_crash_in_a_step_answers_every_open_request(loaded: LoadedModel) -> None
         def execute(self, plan: StepPlan) -> StepResult:
             raise ExecutorError(f"step {plan.step_id} failed: no device")
 
-    engine.engine._executor = Broken()
+    engine.engine.stepper.executor = Broken()
     engine.start(on_failure=failures.append)
 
     async def run() -> list[FinishReason | None]:

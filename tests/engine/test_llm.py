@@ -51,6 +51,38 @@ def assert_account_adds_up(done: Completion) -> None:
     assert timings.e2e_s == pytest.approx(timings.queue_s + timings.prefill_s + timings.decode_s, abs=1e-3)
 
 
+@pytest.mark.parametrize("max_step_tokens", [1, 5, 16, 17, 48])
+def test_prompt_logprobs_do_not_depend_on_how_the_prompt_was_cut(loaded: LoadedModel, max_step_tokens: int) -> None:
+    """Entries were lost or shifted wherever a prompt took more than one chunk: two sides left out what each other had."""
+    params = replace(GREEDY, prompt_logprobs=2, max_tokens=4)
+    prompt = list(range(40, 87))
+    (whole,) = LLM(loaded, tiny_config()).generate([prompt], params)
+    scheduler = replace(tiny_config().scheduler, max_step_tokens=max_step_tokens)
+    llm = LLM(loaded, tiny_config(scheduler=scheduler))
+    llm.generate([prompt], GREEDY)  # its blocks are in the prefix index now
+    again, beside = llm.generate([prompt, prompt], replace(params, n=2))
+    judged = [None, *prompt[1:]]
+    for done in (whole, again, beside):
+        assert [entry and entry.token_id for entry in done.prompt_logprobs] == judged
+        for entry, right in zip(done.prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
+            assert entry is not None
+            assert right is not None
+            assert entry.logprob == pytest.approx(right.logprob, abs=1e-4)
+
+
+def test_prompt_logprobs_survive_preemption(loaded: LoadedModel) -> None:
+    """A prompt that is computed twice is reported once, whole."""
+    config = tiny_config(max_context_tokens=96)
+    config = replace(config, kv_memory_bytes=7 * loaded.model.kv_bytes_per_block(config.block_tokens))
+    llm = LLM(loaded, config)
+    params = replace(GREEDY, prompt_logprobs=0, max_tokens=40)
+    prompts = [list(range(40 + i, 85 + i)) for i in range(3)]
+    together = llm.generate(prompts, params)
+    assert sum(done.timings.n_preemptions for done in together) > 0
+    for prompt, done in zip(prompts, together, strict=True):
+        assert [entry and entry.token_id for entry in done.prompt_logprobs] == [None, *prompt[1:]]
+
+
 def test_batch_gives_the_same_answers_as_one_by_one(llm: LLM) -> None:
     """Continuous batching that changes an answer is a bug whatever it gains."""
     together = llm.generate(PROMPTS, GREEDY)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.engine.conftest import tiny_config
 
 from diptych.engine.load import LoadedModel
-from diptych.engine.phases import TwoPhase
+from diptych.engine.phases import FORMAT, TwoPhase
 from diptych.ground.errors import CapacityError, LoadError, PromptTooLong, RequestError
 
 TOKENS = [5, 77, 1024, 300, 9, 2048, 41, 42, 43, 7, 600, 601, 602, 8, 15, 16, 17, 18, 19, 20]
@@ -80,6 +81,41 @@ def test_damaged_or_foreign_state_is_refused(phases: TwoPhase, tmp_path: Path) -
     path.write_bytes(path.read_bytes()[:1000])
     free_before = len(phases._free_block_ids)
     with pytest.raises(LoadError, match="cannot read"):
+        phases.load_state(path)
+    assert len(phases._free_block_ids) == free_before
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("token_ids", torch.arange(20, dtype=torch.int32)),
+        ("token_ids", torch.full((20,), 5000)),
+        ("token_ids", torch.full((20,), -1)),
+        ("token_ids", torch.zeros(0, dtype=torch.int64)),
+        ("token_ids", torch.zeros((4, 5), dtype=torch.int64)),
+        ("token_ids", torch.zeros(300, dtype=torch.int64)),
+        ("logits", torch.zeros(7)),
+        ("logits", torch.zeros(4096, dtype=torch.int64)),
+        ("layers.0.keys", torch.zeros(1)),
+        ("layers.1.values", torch.zeros((2, 19, 16))),
+        ("layers.1.values", torch.zeros((2, 20, 16), dtype=torch.int8)),
+        ("layers.1.keys", None),
+    ],
+)
+def test_a_state_of_wrong_shapes_is_refused_and_takes_no_block(
+    phases: TwoPhase, tmp_path: Path, name: str, bad: torch.Tensor | None
+) -> None:
+    """It raised what torch raises, or wrote what it could, and kept the blocks it had taken."""
+    path = tmp_path / "state.safetensors"
+    phases.save(phases.prefill(TOKENS), path)
+    tensors = load_file(path)
+    if bad is None:
+        del tensors[name]
+    else:
+        tensors[name] = bad
+    save_file(tensors, path, metadata={"format": FORMAT, "revision": phases.model.revision})
+    free_before = len(phases._free_block_ids)
+    with pytest.raises(LoadError):
         phases.load_state(path)
     assert len(phases._free_block_ids) == free_before
 

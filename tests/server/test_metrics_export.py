@@ -16,7 +16,8 @@ from diptych.ground.events import (
     TokenEvent,
     Usage,
 )
-from diptych.ground.phase import FinishReason, Phase
+from diptych.ground.phase import FinishReason
+from diptych.ground.shape import StepShape
 from diptych.server.admission import Outlook
 from diptych.server.metrics_export import MetricsCollector, ServedModel, exposition
 from diptych.server.telemetry import Distribution, RequestLog, Telemetry
@@ -53,13 +54,12 @@ def told() -> Telemetry:
     """One request of 40 tokens, 32 of them cached: prefilled in step 0, one token more in step 1, then finished."""
     telemetry = Telemetry()
 
-    def scheduled(step_id: int, at_s: float, phase: Phase, tokens: int, cached: int, context: int) -> ScheduledEvent:
+    def scheduled(step_id: int, at_s: float, tokens: int, cached: int, context: int) -> ScheduledEvent:
         return ScheduledEvent(
             request_id="a",
             index=0,
             step_id=step_id,
             at_s=at_s,
-            phase=phase,
             chunk_tokens=tokens,
             cached_tokens=cached,
             context_tokens=context,
@@ -69,12 +69,14 @@ def told() -> Telemetry:
         return TokenEvent(request_id="a", index=0, at_s=at_s, token_id=7, position=position, step_id=step_id)
 
     telemetry.on_events([ArrivalEvent(request_id="a", at_s=10.0, prompt_tokens=40, n=1)])
-    telemetry.on_events([StepBeginEvent(step_id=0, at_s=10.5, prefill_tokens=8, decode_tokens=0, predicted_s=0.2)])
-    telemetry.on_events([scheduled(0, 10.5, Phase.PREFILL, 8, 32, 32), token(0, 10.75, 0)])
+    prompt = StepShape.prefill(batch=1, new_tokens=8, cached_tokens=32)
+    telemetry.on_events([StepBeginEvent(step_id=0, at_s=10.5, shape=prompt, predicted_s=0.2)])
+    telemetry.on_events([scheduled(0, 10.5, 8, 32, 32), token(0, 10.75, 0)])
     telemetry.on_events([StepEndEvent(step_id=0, at_s=10.75, device_s=0.2, host_s=0.05)])
     telemetry.on_events([PreemptEvent(request_id="a", index=0, at_s=10.8, computed_tokens=40)])
-    telemetry.on_events([StepBeginEvent(step_id=1, at_s=11.0, prefill_tokens=4, decode_tokens=1)])
-    telemetry.on_events([scheduled(1, 11.0, Phase.DECODE, 1, 0, 40), token(1, 11.25, 1)])
+    mixed = StepShape.prefill(batch=1, new_tokens=4).plus(StepShape.decode(batch=1, context_tokens=41))
+    telemetry.on_events([StepBeginEvent(step_id=1, at_s=11.0, shape=mixed)])
+    telemetry.on_events([token(1, 11.25, 1)])
     finish = FinishEvent(request_id="a", index=0, at_s=11.25, reason=FinishReason.STOP, output_tokens=2)
     telemetry.on_events([finish, StepEndEvent(step_id=1, at_s=11.25, device_s=0.2, host_s=0.05)])
     usage = Usage(prompt_tokens=40, cached_tokens=32, computed_tokens=8, output_tokens=2)

@@ -2,13 +2,16 @@
 
 So `diptych --help` answers without loading a tensor library, and `diptych plan` without loading torch.
 To add a command: write `cli/<name>.py` with a typer app called `app`, and add one line to COMMANDS.
+Errors of input, files, disks and closed pipes end here, for every command alike; a traceback is a bug.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from typing import NoReturn
 
 from diptych import __version__
 from diptych.ground.errors import EngineError
@@ -25,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("diptych.cli.doctor", "read a running server's metrics and name what makes it slow"),
     "quantize": ("diptych.cli.quantize", "write an int8 or int4 checkpoint, to be loaded without repeating the work"),
 }
+BAD_INPUT, INTERRUPTED, READER_LEFT = 2, 130, 141  # the last two as a shell counts SIGINT and SIGPIPE
 
 
 def usage() -> str:
@@ -39,8 +43,32 @@ def usage() -> str:
 
 
 def main() -> None:
-    """Find the command, import its module, run its app. Exit 2 on a clear error of input, 130 on Ctrl-C."""
-    arguments = sys.argv[1:]
+    """Run the command. Exit 2 on a clear error of input or of files, 130 on Ctrl-C, 141 when our output's reader left."""
+    if sys.stdout is None:  # `diptych ... >&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        try:
+            _run(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # here, where a full disk or a closed pipe can still be answered
+    except EngineError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer has met it first
+            _leave_quietly()
+        raise
+    except BrokenPipeError:  # `diptych plan | head`
+        _leave_quietly()
+    except OSError as error:
+        _discard_output()
+        where = "" if error.filename is None else f" {os.fspath(error.filename)}"
+        verb = "cannot read or write" if where else "cannot write the output"
+        _fail(f"{verb}{where}: {error.strerror or error}")
+
+
+def _run(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(usage())
         return
@@ -51,16 +79,21 @@ def main() -> None:
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `diptych {near[0]}`?" if near else "diptych --help lists the commands"
-        print(f"error: no command {name!r}\nhint: {hint}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        app = import_module(COMMANDS[name][0]).app
-        app(args=arguments[1:], prog_name=f"diptych {name}")
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output left (`diptych generate ... | head`)
-        sys.stderr.close()
-        sys.exit(141)
+        raise EngineError(f"no command {name!r}", hint=hint)
+    app = import_module(COMMANDS[name][0]).app
+    app(args=arguments[1:], prog_name=f"diptych {name}")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
+def _leave_quietly() -> NoReturn:
+    _discard_output()
+    sys.exit(READER_LEFT)
+
+
+def _discard_output() -> None:
+    # Python flushes once more when it ends, and would complain again
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,19 +12,18 @@ from diptych.cli import options
 from diptych.cli.bench_serve import serve
 from diptych.cli.options import console, engine_config, loading_bar
 from diptych.compute.runner import Model, random_model
-from diptych.compute.shapes import SHAPES
 from diptych.engine.load import load
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.lab.bench import BenchReport, StaticBench
-from diptych.lab.mix import MixReport, MixSpec, run_mix
+from diptych.lab.mix import MixReport, run_mix
+from diptych.models.named import SHAPES
+from diptych.workload import LengthRange, WorkloadSpec
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 app.command("serve")(serve)
 
-Shape = Annotated[str | None, typer.Option(help=f"random weights of a known shape: {', '.join(SHAPES)}")]
-AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 Repeat = Annotated[int, typer.Option(min=1, help="repetitions; medians are reported")]
 
 
@@ -32,7 +31,7 @@ Repeat = Annotated[int, typer.Option(min=1, help="repetitions; medians are repor
 def bench(
     context: typer.Context,
     model: options.Model = "bundled",
-    shape: Shape = None,
+    shape: options.Shape = None,
     prompt_tokens: Annotated[str, typer.Option(help="prompt lengths, comma-separated")] = "512",
     new_tokens: Annotated[int, typer.Option(min=1, help="tokens written per sequence")] = 64,
     batch: Annotated[str, typer.Option(help="batch sizes, comma-separated")] = "1",
@@ -43,7 +42,7 @@ def bench(
     kv: options.Kv = "auto",
     threads: options.Threads = None,
     numa: options.Numa = "auto",
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Measure prefill and decode apart, for each prompt length and batch size."""
     if context.invoked_subcommand is not None:
@@ -69,7 +68,7 @@ def bench(
 @app.command()
 def mix(
     model: options.Model = "bundled",
-    shape: Shape = None,
+    shape: options.Shape = None,
     requests: Annotated[int, typer.Option(min=1, help="how many requests")] = 32,
     prompt_tokens: Annotated[str, typer.Option(help="LOW:HIGH")] = "64:512",
     new_tokens: Annotated[str, typer.Option(help="LOW:HIGH")] = "64:128",
@@ -83,9 +82,9 @@ def mix(
     threads: options.Threads = None,
     numa: options.Numa = "auto",
     stall_budget_ms: options.StallBudget = None,
-    max_running: Annotated[int, typer.Option(help="most sequences at a time")] = 64,
-    max_step_tokens: Annotated[int, typer.Option(help="token budget of a step")] = 2048,
-    as_json: AsJson = False,
+    max_running: options.MaxRunning = 64,
+    max_step_tokens: options.MaxStepTokens = 2048,
+    as_json: options.AsJson = False,
 ) -> None:
     """Run a seeded mixed load offline."""
     config = engine_config(
@@ -94,10 +93,10 @@ def mix(
     )  # fmt: skip
     if rate is not None and rate <= 0.0:
         raise ConfigError(f"--rate is {rate}; it must be greater than 0")
-    spec = MixSpec(
+    spec = WorkloadSpec(
         n_requests=requests,
-        prompt_tokens=_span("--prompt-tokens", prompt_tokens),
-        new_tokens=_span("--new-tokens", new_tokens),
+        prompt=_span("--prompt-tokens", prompt_tokens),
+        output=_span("--new-tokens", new_tokens),
         rate_per_s=rate,
         seed=seed,
     )
@@ -133,31 +132,37 @@ def _numbers(name: str, text: str) -> list[int]:
     return values
 
 
-def _span(name: str, text: str) -> tuple[int, int]:
+def _span(name: str, text: str) -> LengthRange:
     low, _, high = text.partition(":")
     if not low.isdigit() or not (high or low).isdigit() or not 1 <= int(low) <= int(high or low):
         raise ConfigError(f"{name} is {text!r}; it must be LOW:HIGH with 1 <= LOW <= HIGH")
-    return int(low), int(high or low)
+    return LengthRange(low=int(low), high=int(high or low))
 
 
 def _print_static(report: BenchReport) -> None:
     ceilings = report.ceilings
     table = Table(
+        box=None,  # nine columns of numbers stand in 80 characters without one
         title=f"{report.model} · {report.backend} · {report.weights} weights · {report.threads} threads\n"
         f"ceilings {ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, "
-        f"{ceilings.flops_per_s / 1e9:.0f} Gop/s {ceilings.compute_dtype}"
+        f"{ceilings.flops_per_s / 1e9:.0f} Gop/s {ceilings.compute_dtype}",
+        caption="ceiling: share of what the machine allows; GB/s: read beside each measurement; host: share of the time",
     )
-    for column in ("phase", "batch", "prompt", "context", "tok/s", "min..max", "of ceiling", "GB/s beside", "host"):
-        table.add_column(column, justify="left" if column == "phase" else "right")
+    for column in ("phase", "batch", "prompt", "context", "tok/s", "min..max", "ceiling", "GB/s", "host"):
+        table.add_column(column, justify="left" if column == "phase" else "right", no_wrap=True)
     for point in report.results:
         rate = point.tokens_per_s
         table.add_row(
-            point.phase, str(point.batch), str(point.prompt_tokens), str(point.context_tokens), f"{rate.median:.1f}",
-            f"{rate.min:.1f}..{rate.max:.1f}", f"{point.fraction_of_ceiling:.0%}", f"{point.read_bytes_per_s / 1e9:.1f}",
+            point.phase, str(point.batch), str(point.prompt_tokens), str(point.context_tokens), _rate(rate.median),
+            f"{_rate(rate.min)}..{_rate(rate.max)}", f"{point.fraction_of_ceiling:.0%}", f"{point.read_bytes_per_s / 1e9:.1f}",
             f"{point.host_fraction:.1%}",
         )  # fmt: skip
     console.print(table)
     console.print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.1f}" if tokens_per_s < 100.0 else f"{tokens_per_s:.0f}"
 
 
 def _print_mix(report: MixReport) -> None:

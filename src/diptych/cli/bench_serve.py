@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from diptych.cli import options
+from diptych.cli.options import check_writable
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.lab.load import DEFINITIONS, LoadConfig, Outcome, run_load, summarize
@@ -24,21 +26,23 @@ app = typer.Typer(add_completion=False)
 def serve(
     url: Annotated[str, typer.Option(help="the server, such as http://127.0.0.1:8000")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="model name to send (default: none)")] = None,
-    api_key: Annotated[str | None, typer.Option(help="key (default: DIPTYCH_API_KEY)")] = None,
+    api_key: options.ApiKey = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat")] = "completions",
     requests: Annotated[int, typer.Option(min=1, help="how many requests")] = 100,
     rate: Annotated[float | None, typer.Option(help="open loop: Poisson arrivals per second")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop: requests in flight")] = None,
     prompt_tokens: Annotated[str, typer.Option(help="N or LOW:HIGH")] = "128",
     new_tokens: Annotated[str, typer.Option(help="N or LOW:HIGH")] = "64",
-    shared_prefix_tokens: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
+    shared_prefix_tokens: Annotated[
+        int, typer.Option(min=0, help="tokens that all prompts begin with, before their own")
+    ] = 0,
     vocab_size: Annotated[int | None, typer.Option(help="send random token ids below this (exact lengths)")] = None,
     seed: Annotated[int, typer.Option(help="arrivals, lengths and prompts")] = 0,
     ignore_eos: Annotated[bool, typer.Option(help="ask for exactly --new-tokens")] = True,
     ttft_ms: Annotated[float | None, typer.Option(help="objective for goodput")] = None,
     tpot_ms: Annotated[float | None, typer.Option(help="objective for goodput")] = None,
     timeout_s: Annotated[float, typer.Option(help="give up on a request after this")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    as_json: options.AsJson = False,
     out: Annotated[Path | None, typer.Option(help="write the JSON, with every request, to this file")] = None,
     picture: Annotated[Path | None, typer.Option(help="write a picture (.png or .svg)")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="say what each number means")] = False,
@@ -68,6 +72,8 @@ def serve(
         tpot_objective_s=None if tpot_ms is None else tpot_ms / 1e3,
         timeout_s=timeout_s,
     )
+    check_writable(out)
+    check_writable(picture)
     outcomes = _run(config, is_quiet=as_json)
     summary = summarize(config, outcomes)
     if out is not None:

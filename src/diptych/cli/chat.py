@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from diptych.cli import options
-from diptych.cli.options import console, engine_config, loading_bar, sampling_params
+from diptych.cli.options import console, engine_config, interrupts, loading_bar, sampling_params, tell_room
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM
@@ -58,17 +55,6 @@ def chat(
     with loading_bar(f"loading {model}") as progress:
         llm = LLM.from_pretrained(model, config, progress=progress)
     Conversation(llm, sampling, system=system, think=think).run()
-
-
-@contextmanager
-def interrupts() -> Iterator[Callable[[], bool]]:
-    """While inside, Ctrl-C raises nothing and makes the yielded function say True: the engine stops between two steps."""
-    seen: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield lambda: bool(seen)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class Conversation:
@@ -124,6 +110,7 @@ class Conversation:
 
         try:
             prompt = self._llm.render(self._messages, kwargs={"enable_thinking": self._think})
+            tell_room(self._llm, len(prompt.token_ids), self._sampling)
             with interrupts() as is_interrupted:
                 done = self._llm.generate([prompt], self._sampling, on_delta=on_delta, is_cancelled=is_interrupted)[0]
                 if done.error is not None:
@@ -135,7 +122,12 @@ class Conversation:
             return
         else:
             report = phase_report(
-                self._llm.loaded, observer, ceilings=self._ceilings, usage=done.usage, timings=done.timings
+                self._llm.loaded,
+                observer,
+                ceilings=self._ceilings,
+                usage=done.usage,
+                timings=done.timings,
+                is_cold=False,
             )
             self._report = report.table()
             stopped = "stopped · " if done.choices[0].finish_reason is FinishReason.ABORT else ""

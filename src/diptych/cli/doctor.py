@@ -8,6 +8,7 @@ from typing import Annotated
 import httpx
 import typer
 
+from diptych.cli import options
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
@@ -37,11 +38,11 @@ def doctor(
     url: Annotated[
         str, typer.Option(help="the server: Diptych, or any that exports vLLM's metric names")
     ] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(help="key (default: DIPTYCH_API_KEY)")] = None,
+    api_key: options.ApiKey = None,
     window_s: Annotated[
         float, typer.Option(help="look at this many seconds; 0: everything since the server started")
     ] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Say whether TTFT or tokens per second are bad, why, and what to do."""
     key = api_key or env_text("API_KEY")

@@ -13,7 +13,7 @@ import typer
 from diptych.cli import options
 from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
-from diptych.cost.workload import ChunkShape, Workload
+from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, load, local_predictor
 from diptych.ground.config import env_text
@@ -37,11 +37,11 @@ def explain_command(
     ],
     tools: Annotated[Path | None, typer.Option(help="a JSON file with a list of tools")] = None,
     url: Annotated[str | None, typer.Option(help="measure on this server; without it the time is predicted")] = None,
-    api_key: Annotated[str | None, typer.Option(help="key (default: DIPTYCH_API_KEY)")] = None,
+    api_key: options.ApiKey = None,
     model: options.Model = "bundled",
     backend: options.Backend = "auto",
     weights: options.Weights = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Say what each part of a prompt costs, what the prefix cache can keep, and which order would be cheaper."""
     body = read_body(messages, tools)
@@ -124,7 +124,7 @@ def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -
     def prefill_s(n_tokens: int) -> float:
         if n_tokens == 0:
             return 0.0
-        work = Workload(shapes=(ChunkShape(new_tokens=n_tokens, start_pos=0, samples=True),))
+        work = Workload.prefill(batch=1, new_tokens=n_tokens)
         if predictor is not None:
             return predictor.predict(work).total_s
         assert ceilings is not None

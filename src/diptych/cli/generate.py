@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
-from diptych.cli import options
-from diptych.cli.options import console, engine_config, loading_bar, read_prompt, sampling_params
+from diptych.cli import INTERRUPTED, options
+from diptych.cli.options import console, engine_config, interrupts, loading_bar, read_prompt, sampling_params, tell_room
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.report import PhaseObserver, PhaseReport, phase_report
+from diptych.ground.phase import FinishReason
 
 app = typer.Typer(add_completion=False)
 
@@ -46,7 +47,7 @@ def generate(
     numa: options.Numa = "auto",
     max_context_tokens: options.MaxContext = None,
     kv_memory_bytes: options.KvMemory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object instead of text and report")] = False,
+    as_json: options.AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
     """Write the continuation of PROMPT and report both phases."""
@@ -61,14 +62,27 @@ def generate(
         ignore_eos=ignore_eos, n=n,
     )  # fmt: skip
     with loading_bar(f"loading {model}") as progress:
-        llm = LLM.from_pretrained(model, config, progress=progress)
-    asked = llm.render([{"role": "user", "content": text}]) if chat else text
+        llm = LLM(model, config, progress=progress)
+    asked = llm.render([{"role": "user", "content": text}]) if chat else llm.loaded.tokenizer.encode(text)
+    tell_room(llm, len(asked if isinstance(asked, list) else asked.token_ids), sampling)
     streams = n == 1 and not as_json
-    if streams and not chat:
-        _write(text)
+    before = [text] if streams and not chat else []
+
+    def write(_: int, delta: OutputDelta) -> None:
+        while before:  # once the prompt was taken: one that is refused may be a megabyte long
+            _write(before.pop())
+        _write(delta.text)
+
     observer = PhaseObserver()
     llm.engine.listen(observer)
-    done = llm.generate([asked], sampling, on_delta=_write_delta if streams else None)[0]
+    with interrupts() as is_interrupted:
+        done = llm.generate([asked], sampling, on_delta=write if streams else None, is_cancelled=is_interrupted)[0]
+        _tell(llm, observer, done, as_json=as_json, streams=streams, quiet=quiet)
+        if is_interrupted():
+            raise typer.Exit(INTERRUPTED)
+
+
+def _tell(llm: LLM, observer: PhaseObserver, done: Completion, *, as_json: bool, streams: bool, quiet: bool) -> None:
     if done.error is not None:
         raise done.error
     if as_json:
@@ -79,6 +93,8 @@ def generate(
     else:
         for choice in done.choices:
             _write(f"--- {choice.index}\n{choice.text}\n")
+    if any(choice.finish_reason is FinishReason.ABORT for choice in done.choices):
+        console.print("stopped by Ctrl-C; this is what there was", style="yellow", soft_wrap=True)
     if not quiet:
         console.print(_report(llm, observer, done).table(), soft_wrap=True)
 
@@ -104,10 +120,6 @@ def _as_json(done: Completion, report: PhaseReport) -> dict[str, object]:
         "timings": asdict(done.timings),
         "report": report.as_json(),
     }
-
-
-def _write_delta(_: int, delta: OutputDelta) -> None:
-    _write(delta.text)
 
 
 def _write(text: str) -> None:

@@ -10,9 +10,8 @@ import typer
 from rich.table import Table
 
 from diptych.cli import options
-from diptych.cli.options import console, engine_config, loading_bar
+from diptych.cli.options import check_writable, console, engine_config, loading_bar
 from diptych.compute.runner import random_model
-from diptych.compute.shapes import SHAPES
 from diptych.cost.profile import profile_path
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig
@@ -25,6 +24,7 @@ from diptych.lab.quality import measure_quality
 from diptych.lab.report import prediction_text
 from diptych.lab.rounds import Effort
 from diptych.lab.session import LabRun, choose
+from diptych.models.named import SHAPES
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 MOST_ANSWER_TOKENS = 256  # written after the longest prompt
@@ -35,7 +35,7 @@ COLOUR = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.WITHHELD: "yello
 def lab(
     context: typer.Context,
     model: options.Model = "bundled",
-    shape: Annotated[str | None, typer.Option(help="random weights of a known shape instead of a model")] = None,
+    shape: options.Shape = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="folder of the report; results found in it are kept")] = Path(
         "lab-report"
     ),
@@ -68,7 +68,14 @@ def lab(
         stage = _stage(model, shape, config, longest_tokens, effort, status.update)
         if stage.cut:
             console.print(stage.cut, style="dim")
-        page = LabRun(stage, out).run(experiments, on_result=_print)
+        run = LabRun(stage, out)
+        try:
+            page = run.run(experiments, on_result=_print)
+        except KeyboardInterrupt:
+            console.print(
+                f"stopped; what was measured is in {out}: the same command goes on from there", soft_wrap=True
+            )
+            raise
     console.print(f"report: {page}")
 
 
@@ -82,6 +89,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure this machine in under a minute; the planner, the reports and the scheduler then use the profile."""
+    check_writable(out)
     compute = ComputeConfig(backend=backend, threads=threads)
     with console.status("") as status:
         profile = run_calibration(

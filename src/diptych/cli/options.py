@@ -2,80 +2,101 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.engine.load import Progress as ProgressCall
-from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
+from diptych.compute.shapes import SHAPES
+from diptych.ground.config import BACKENDS, KV_FORMATS, WEIGHT_FORMATS, EngineConfig
+from diptych.ground.config import BOUNDS as CONFIG
+from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
+from diptych.ground.request import BOUNDS as SAMPLING
 from diptych.ground.request import SamplingParams
 
+if TYPE_CHECKING:  # doctor needs options, and no tensor library
+    from diptych.engine.llm import LLM
+    from diptych.engine.load import Progress as ProgressCall
+
 Model = Annotated[str, typer.Option("--model", "-m", help="'bundled', a checkpoint folder, or a hub name")]
-Backend = Annotated[str, typer.Option(help="auto | cpu | torch")]
+Backend = Annotated[str, typer.Option(help=" | ".join(BACKENDS))]
 Device = Annotated[str, typer.Option(help="auto | cpu | cuda (torch backend)")]
-Weights = Annotated[str, typer.Option(help="auto | fp32 | bf16 | int8 | int4")]
-Kv = Annotated[str, typer.Option(help="KV cache format: auto | fp32 | bf16 | int8")]
-Threads = Annotated[int | None, typer.Option(help="compute threads (default: one per core this process may use)")]
+Weights = Annotated[str, typer.Option(help=" | ".join(WEIGHT_FORMATS))]
+Kv = Annotated[str, typer.Option(help=f"KV cache format: {' | '.join(KV_FORMATS)}")]
+Threads = Annotated[int | None, typer.Option(help=CONFIG["threads"].what)]
 Numa = Annotated[str, typer.Option(help="where they are pinned: auto (node by node) | off | nodes such as 0 or 0,1")]
-MaxContext = Annotated[int | None, typer.Option("--max-context-tokens", help="longest sequence (default: the model's)")]
-KvMemory = Annotated[int | None, typer.Option("--kv-memory-bytes", help="memory of the KV pool in bytes")]
-StallBudget = Annotated[
-    float | None, typer.Option("--stall-budget-ms", help="longest a running stream may wait for others' prefill")
-]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help="most tokens to write")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy")]
-TopK = Annotated[int | None, typer.Option(help="keep the k likeliest tokens")]
-TopP = Annotated[float, typer.Option(help="keep the likeliest tokens that hold this probability")]
-MinP = Annotated[float, typer.Option(help="keep tokens at least this likely, relative to the likeliest")]
-RepetitionPenalty = Annotated[float, typer.Option(help="divide the logits of tokens already seen")]
-PresencePenalty = Annotated[float, typer.Option(help="subtract once from tokens already written")]
-FrequencyPenalty = Annotated[float, typer.Option(help="subtract per occurrence from tokens already written")]
-Seed = Annotated[int | None, typer.Option(help="noise depends on the seed and the position only")]
+MaxContext = Annotated[int | None, typer.Option("--max-context-tokens", help=CONFIG["max_context_tokens"].what)]
+KvMemory = Annotated[int | None, typer.Option("--kv-memory-bytes", help=CONFIG["kv_memory_bytes"].what)]
+StallBudget = Annotated[float | None, typer.Option("--stall-budget-ms", help=CONFIG["stall_budget_s"].what)]
+MaxRunning = Annotated[int, typer.Option(help=CONFIG["max_running_sequences"].what)]
+MaxStepTokens = Annotated[int, typer.Option(help=CONFIG["max_step_tokens"].what)]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help=SAMPLING["max_tokens"].what)]
+Temperature = Annotated[float, typer.Option(help=SAMPLING["temperature"].what)]
+TopK = Annotated[int | None, typer.Option(help=SAMPLING["top_k"].what)]
+TopP = Annotated[float, typer.Option(help=SAMPLING["top_p"].what)]
+MinP = Annotated[float, typer.Option(help=SAMPLING["min_p"].what)]
+RepetitionPenalty = Annotated[float, typer.Option(help=SAMPLING["repetition_penalty"].what)]
+PresencePenalty = Annotated[float, typer.Option(help=SAMPLING["presence_penalty"].what)]
+FrequencyPenalty = Annotated[float, typer.Option(help=SAMPLING["frequency_penalty"].what)]
+Seed = Annotated[int | None, typer.Option(help=SAMPLING["seed"].what)]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="end before this text (may be repeated)")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after an end-of-sequence token")]
+Shape = Annotated[str | None, typer.Option(help=f"random weights of a known shape: {', '.join(SHAPES)}")]
+AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+ApiKey = Annotated[str | None, typer.Option(help="key of the server (default: DIPTYCH_API_KEY)")]
 
 Say = Callable[[str], None]  # shows what is being done
 
 console = Console(stderr=True, highlight=False)
 
 
-def engine_config(
-    *,
-    backend: str = "auto",
-    device: str = "auto",
-    weights: str = "auto",
-    kv: str = "auto",
-    threads: int | None = None,
-    numa: str = "auto",
-    max_context_tokens: int | None = None,
-    kv_memory_bytes: int | None = None,
-    stall_budget_ms: float | None = None,
-    max_running_sequences: int = 64,
-    max_step_tokens: int = 2048,
-) -> EngineConfig:
+def engine_config(*, stall_budget_ms: float | None = None, **settings: object) -> EngineConfig:
     """The shared options as an EngineConfig; ConfigError for impossible values."""
-    return EngineConfig(
-        scheduler=SchedulerConfig(
-            stall_budget_s=None if stall_budget_ms is None else stall_budget_ms / 1000.0,
-            max_running_sequences=max_running_sequences,
-            max_step_tokens=max_step_tokens,
-        ),
-        compute=ComputeConfig(backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa),
-        max_context_tokens=max_context_tokens,
-        kv_memory_bytes=kv_memory_bytes,
-    )
+    stall_budget_s = None if stall_budget_ms is None else stall_budget_ms / 1000.0
+    return ground_config(stall_budget_s=stall_budget_s, **settings)
 
 
 def sampling_params(*, stop: list[str] | None = None, **values: object) -> SamplingParams:
     """The sampling options as SamplingParams; BadSampling names the one that is impossible."""
     return SamplingParams(stop=tuple(stop or ()), **values)  # type: ignore[arg-type]
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """While inside, Ctrl-C makes the yielded function say True: the engine stops between two steps. A second one raises."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            signal.default_int_handler(number, frame)
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def tell_room(llm: LLM, prompt_tokens: int, sampling: SamplingParams) -> None:
+    """Say before the answer when the context will end it, not --max-tokens."""
+    context = llm.engine.core.context_limit_tokens
+    room = context - prompt_tokens
+    if 0 < room < sampling.max_tokens:
+        console.print(
+            f"note: the context holds {context} tokens and the prompt takes {prompt_tokens}, so at most {room} are "
+            f"written, not {sampling.max_tokens}",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 @contextmanager
@@ -87,6 +108,13 @@ def loading_bar(label: str) -> Iterator[ProgressCall]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def check_writable(path: Path | None) -> None:
+    """Raise OSError now rather than after minutes of measuring, when a file cannot be written at `path`."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+
+
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """The prompt from the argument, a file, or standard input (`-`). ConfigError when there is none or two."""
     if (prompt is None) == (prompt_file is None):
@@ -94,6 +122,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt_file is not None:
         try:
             return prompt_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the prompt from {prompt_file}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"cannot read the prompt from {prompt_file}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cannot read the prompt from {prompt_file}: it is no UTF-8 text ({error})") from error
     return sys.stdin.read() if prompt == "-" else str(prompt)

@@ -24,8 +24,9 @@ from diptych.cost.planner import Plan, Question, make_plan
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, size
 from diptych.cost.stacks import stack_names
-from diptych.cost.tables import QUANTS, data_text, device_names, device_spec, model_names
+from diptych.cost.tables import data_text, device_names, device_spec, model_names
 from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.formats import QUANTS
 
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 

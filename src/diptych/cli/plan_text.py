@@ -16,7 +16,8 @@ from diptych.cost.parameters import parameter_count
 from diptych.cost.planner import ComponentLine, PhaseReport, Plan
 from diptych.cost.sizing import Answer, Candidate, Load
 from diptych.cost.stacks import stack_names
-from diptych.cost.tables import KV_FORMATS, QUANTS, device_names, device_spec, model_names, model_spec
+from diptych.cost.tables import device_names, device_spec, model_names, model_spec
+from diptych.ground.formats import KV_FORMATS, QUANTS
 from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec
 

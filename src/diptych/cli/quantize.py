@@ -10,20 +10,21 @@ import typer
 from diptych.cli import options
 from diptych.cli.options import console, loading_bar
 from diptych.compute.quant import save_quantised
-from diptych.compute.weights import resolve_model_dir
+from diptych.engine.load import model_dir
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def quantize(
-    model: Annotated[str, typer.Argument(help="a checkpoint folder, or a hub name")],
+    model: Annotated[str, typer.Argument(help="'bundled', a checkpoint folder, or a hub name")],
     output: Annotated[Path, typer.Option("--output", "-o", help="the new folder")],
     weights: Annotated[str, typer.Option(help="int8 | int4")] = "int8",
     threads: options.Threads = None,
 ) -> None:
     """Write MODEL with packed weights to a new folder; every command takes it as a model afterwards."""
-    before = sum(path.stat().st_size for path in resolve_model_dir(model).glob("*.safetensors"))
+    directory = model_dir(model)
+    before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     with loading_bar(f"packing {model} as {weights}") as progress:
-        written = save_quantised(model, output, weights=weights, threads=threads, progress=progress)
+        written = save_quantised(directory, output, weights=weights, threads=threads, progress=progress)
     console.print(f"{output}: {written / 1e6:.1f} MB, from {before / 1e6:.1f} MB ({written / before:.0%})")

@@ -40,8 +40,8 @@ def serve(
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     stall_budget_ms: options.StallBudget = None,
-    max_running_sequences: Annotated[int, typer.Option(help="sequences that run at one time")] = 64,
-    max_step_tokens: Annotated[int, typer.Option(help="most tokens of one step (largest prefill chunk)")] = 2048,
+    max_running_sequences: options.MaxRunning = 64,
+    max_step_tokens: options.MaxStepTokens = 2048,
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
     ] = True,

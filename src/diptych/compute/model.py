@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Literal, overload
 
@@ -18,12 +19,17 @@ import torch
 
 from diptych import __version__
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.decoder import DecoderWeights, family_named, head_name, load_decoder, prefix_of, run_decoder
 from diptych.compute.kv_store import KVStore
-from diptych.compute.models.decoder import DecoderSpec, DecoderWeights, Family, load_decoder, run_decoder
 from diptych.compute.ops.contract import Handle, Loader, Ops
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.sampler import Weighed
 from diptych.compute.weights import Source
+from diptych.models.config import HfConfig
+from diptych.models.read import read_model, refuse_unrun
+from diptych.models.spec import ModelSpec
+
+logger = logging.getLogger("diptych.compute")
 
 # Of each logits row the likeliest token, the lowest id among equals, and its logit; NaN where the row holds no number.
 Best = tuple[list[int], list[float]]
@@ -42,23 +48,22 @@ class Want(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """Everything about a model but its numbers: checked config, family, and where the tensors come from."""
+    """Everything about a model but its numbers: its shape, the config behind it, and where the tensors come from."""
 
-    family: Family
-    spec: DecoderSpec
+    spec: ModelSpec
     hf_config: dict[str, Any]
     source: Source
 
     def load(self, loader: Loader) -> DecoderWeights:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
-        weights = load_decoder(self.family, self.source, loader, self.spec)
-        ignored = (*self.family.ignored, "lm_head.weight") if self.spec.is_tied else self.family.ignored
+        weights = load_decoder(self.source, loader, self.spec)
+        ignored = (*family_named(self.spec).ignored, *(("lm_head.weight",) if self.spec.is_tied else ()))
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 
     def forward(self, ops: Ops, weights: DecoderWeights) -> Handle:
         """The family's forward in the vocabulary of `ops`; logits [R, V]."""
-        return run_decoder(self.family, ops, self.spec, weights)
+        return run_decoder(ops, self.spec, weights)
 
     def revision(self, *decides: str) -> str:
         """SHA-256 over config, tensors, this version, and what else `decides` the bits: formats, backend, kernels, device.
@@ -68,15 +73,48 @@ class Blueprint:
         digest = hashlib.sha256(json.dumps(self.hf_config, sort_keys=True).encode())
         digest.update(self.source.fingerprint().encode())
         # which rotary frequencies the context length chose
-        digest.update(repr([layer.rope for layer in self.spec.attention]).encode())
+        digest.update(repr([layer.attention.rope for layer in self.spec.layers]).encode())
         digest.update("\n".join((__version__, *decides)).encode())
         return digest.hexdigest()
+
+
+def draw_blueprint(
+    hf_config: dict[str, Any],
+    source: Source,
+    *,
+    path: str = "config.json",
+    max_context_tokens: int | None = None,
+    longrope: str = "auto",
+) -> Blueprint:
+    """The blueprint of a config whose family the engine runs; LoadError, UnsupportedModel for any other."""
+    config = HfConfig(hf_config, path=path)
+    refuse_unrun(config)
+    spec = read_model(config, max_context_tokens, longrope=longrope)
+    rope = spec.attention.rope
+    if rope is not None and rope.divisors_name is not None:
+        logger.info(
+            "longrope factors=%s chosen=%s trained_tokens=%d max_context_tokens=%d",
+            rope.divisors_name, "by max_context_tokens" if longrope == "auto" else "asked for", rope.trained_tokens,
+            max_context_tokens or spec.max_context_tokens,
+        )  # fmt: skip
+    if spec.is_tied and _holds_another_head(source, spec):
+        logger.warning(
+            "%s ties the output projection to the embedding, but the files hold an lm_head with other values: "
+            "the files' own is used, as transformers does", path,
+        )  # fmt: skip
+        spec = replace(spec, is_tied=False)
+    return Blueprint(spec=spec, hf_config=hf_config, source=source)
+
+
+def _holds_another_head(source: Source, spec: ModelSpec) -> bool:
+    prefix = prefix_of(source, spec)
+    return source.differ(head_name(source, prefix), f"{prefix}embed_tokens.weight")
 
 
 class Model(ABC):
     """A model ready to run. One forward at a time."""
 
-    spec: DecoderSpec
+    spec: ModelSpec
     hf_config: dict[str, Any]
     backend_name: str
     weights_format: str  # fp32 | bf16 | int8 | int4, of the layers

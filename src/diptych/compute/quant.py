@@ -24,13 +24,12 @@ import numpy as np
 import torch
 import xxhash
 
-from diptych.compute.model import Blueprint
-from diptych.compute.models.hf_config import HfConfig
-from diptych.compute.models.registry import family_of
+from diptych.compute.model import draw_blueprint
 from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
-from diptych.compute.weights import Checkpoint, FileTensor, Progress, read_json, resolve_model_dir
+from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
+from diptych.models.config import HfConfig, read_json
 
 METHOD = "diptych"
 PACKED_LAYOUT = 2  # raised when the packed form of csrc/pack.cpp changes
@@ -157,19 +156,20 @@ def save_quantised(
     _refuse_used(directory)
     source = resolve_model_dir(model)
     hf_config = read_json(source / "config.json")
-    parsed = HfConfig(hf_config, path=str(source / "config.json"))
-    parsed.refuse_quantised()
-    family = family_of(parsed)
+    config_path = str(source / "config.json")
+    HfConfig(hf_config, path=config_path).refuse_quantised()
     checkpoint = Checkpoint(source)
     checkpoint.progress = progress
     loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), checkpoint)
-    Blueprint(family=family, spec=family.spec(parsed, None), hf_config=hf_config, source=checkpoint).load(loader)
+    blueprint = draw_blueprint(hf_config, checkpoint, path=config_path)
+    blueprint.load(loader)
 
     # made beside its place and renamed, so that a full disk or a killed process leaves nothing that looks like a checkpoint
     unfinished = directory.with_name(f".{directory.name}.unfinished-{os.getpid()}")
     try:
         unfinished.mkdir(parents=True)
-        written = _write_folder(unfinished, hf_config, weights, loader, checkpoint)
+        changed = {**hf_config, "tie_word_embeddings": blueprint.spec.is_tied}
+        written = _write_folder(unfinished, changed, weights, loader, checkpoint)
         unfinished.rename(directory)
     except OSError as error:
         raise CapacityError(

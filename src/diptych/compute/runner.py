@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from diptych.compute.model import Blueprint, Model
-from diptych.compute.models.hf_config import HfConfig
-from diptych.compute.models.registry import family_of
+from diptych.compute.model import Blueprint, Model, draw_blueprint
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_model import build_cpu_model
 from diptych.compute.ops.torch_model import build_torch_model
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
-from diptych.compute.weights import Checkpoint, Progress, RandomSource, read_json, resolve_model_dir
+from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
+from diptych.models.config import HfConfig, read_json
+from diptych.models.read import refuse_unrun
 
 logger = logging.getLogger("diptych.compute")
 
@@ -48,8 +48,7 @@ def load_model(
     directory = resolve_model_dir(path_or_name)
     hf_config = read_json(directory / "config.json")
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
-    family = family_of(parsed)
-    spec = family.spec(parsed, max_context_tokens)
+    refuse_unrun(parsed)
     stored = stored_weights(hf_config)
     if stored is None:
         parsed.refuse_quantised()
@@ -58,15 +57,15 @@ def load_model(
         config = settle_stored(config, stored)
         checkpoint = QuantisedCheckpoint(directory)
     checkpoint.progress = progress
-    return _build(Blueprint(family=family, spec=spec, hf_config=hf_config, source=checkpoint), config)
+    blueprint = draw_blueprint(
+        hf_config, checkpoint, path=parsed.path, max_context_tokens=max_context_tokens, longrope=config.longrope
+    )
+    return _build(blueprint, config)
 
 
 def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
     """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
-    parsed = HfConfig(hf_config)
-    family = family_of(parsed)
-    spec = family.spec(parsed, None)
-    return _build(Blueprint(family=family, spec=spec, hf_config=dict(hf_config), source=RandomSource(seed)), config)
+    return _build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
 
 
 def settle_stored(config: ComputeConfig, stored: str) -> ComputeConfig:

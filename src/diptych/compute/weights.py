@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
 import math
 import mmap
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from diptych.compute.ops.contract import WeightTensor
 from diptych.ground.errors import LoadError
+from diptych.models.config import read_json
 
 # what a model needs and nothing else: no Python files, no pickled weights
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -64,17 +65,6 @@ def resolve_model_dir(name: str | Path) -> Path:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; LoadError when there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read {path}: {_first_line(error)}") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{path} holds a {type(value).__name__}; a JSON object is needed")
-    return value
-
-
 class Source(Protocol):
     """Where a model's weights come from: a checkpoint, one that was packed before, or random numbers."""
 
@@ -84,6 +74,10 @@ class Source(Protocol):
 
     def tensor(self, name: str, *shape: int) -> WeightTensor:
         """The tensor of that name; LoadError when it is missing or of another shape."""
+        ...
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both tensors are there and hold different numbers."""
         ...
 
     def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
@@ -206,6 +200,13 @@ class Checkpoint:
             if self.progress is not None:
                 self.progress(self._read_bytes, max(self._file_bytes, self._read_bytes))
         return tensor
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both tensors are there and hold different numbers."""
+        if not (self.has(name) and self.has(other)):
+            return False
+        left, right = self.read(name), self.read(other)
+        return left.dtype != right.dtype or not torch.equal(left, right)
 
     def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
         """None: nothing is packed here."""
@@ -354,6 +355,10 @@ class RandomSource:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         return RandomTensor(name, shape, int.from_bytes(digest[:7], "little"))
 
+    def differ(self, name: str, other: str) -> bool:
+        """Never: a tied head is the embedding."""
+        return False
+
     def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
         """None: nothing is packed here."""
         return None
@@ -386,4 +391,5 @@ def give_pages_back(tensor: torch.Tensor) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^Got: \w+: (\[Errno -?\d+\] )?", "", line)  # the hub's client puts its own error's name first

@@ -5,6 +5,7 @@
         result = executor.execute(plan)
         events += core.end_step(plan, result, clock.now_s())
 
+`diptych.stepper` is the loop around it.
 It has no clock and draws no random numbers: the same calls with the same arguments give the same plans and events.
 One step is in flight at a time; submit, cancel and finish are legal at any moment (from one thread).
 """
@@ -61,10 +62,9 @@ class EngineCore:
         self.block_config = blocks
         self.model_revision = model_revision
         self.seed = seed
-        self.pool = BlockPool(
-            n_blocks=blocks.n_blocks, block_tokens=blocks.block_tokens, is_caching=config.enable_prefix_cache
-        )
-        self._scheduler = Scheduler(config, self.pool, model_revision=model_revision, predict_s=predict_s)
+        self._predict_s = predict_s
+        self._scheduler = self._new_scheduler()
+        self.pool = self._scheduler.pool
         self._requests: dict[str, list[Sequence]] = {}  # open requests, all choices
         self._in_flight: dict[int, Sequence] = {}
         self._plan: StepPlan | None = None
@@ -72,6 +72,9 @@ class EngineCore:
         self._next_seq_id = 0
         self._next_step_id = 0
         self._n_unborn = 0  # choices that wait for choice 0 to read the prompt
+        self._is_torn = (
+            False  # a call changes the books; seen by another only when an exception cut the first one short
+        )
 
     @property
     def context_limit_tokens(self) -> int:
@@ -101,6 +104,7 @@ class EngineCore:
                 f"{in_line} tokens are waiting and this request may need {weight}; at most {limit} may wait",
                 hint="try again later, or raise max_waiting_tokens",
             )
+        self._is_torn = True
         rank = rank_of(arrival_s=request.arrival_s, priority=request.priority, aging_s=self.config.aging_s)
         sequences = []
         for index in range(request.sampling.n):
@@ -120,6 +124,7 @@ class EngineCore:
             child.is_unborn = True
         self._n_unborn += len(sequences) - 1
         self._scheduler.enqueue(sequences[0])
+        self._is_torn = False
         return [
             ArrivalEvent(
                 request_id=request.request_id,
@@ -138,53 +143,95 @@ class EngineCore:
         error: EngineError | None = None,
     ) -> list[Event]:
         """End every open choice of a request, in any state. An unknown or finished id gives no events."""
-        events: list[Event] = []
-        for seq in reversed(self._requests.get(request_id, ())):
-            if seq.status is not Status.FINISHED:
-                events.append(self._end(seq, now_s, reason, error=error))
-        self._forget_if_over(request_id)
+        self._is_torn = True
+        events = self._cancel(request_id, now_s, reason, error)
+        self._is_torn = False
         return events
 
     def finish(self, request_id: str, index: int, now_s: float, *, reason: FinishReason) -> list[Event]:
         """End one choice from outside (a stop string was seen). Unknown or finished: no events."""
+        self._is_torn = True
         events: list[Event] = []
         for seq in self._requests.get(request_id, ()):
             if seq.index == index and seq.status is not Status.FINISHED:
                 events.append(self._end(seq, now_s, reason))
         self._forget_if_over(request_id)
+        self._is_torn = False
         return events
 
-    def fail(self, now_s: float) -> list[Event]:
-        """The executor failed: end every open request with ERROR, forget the step and every cached prefix.
+    def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
+        """The step in flight will have no result: end its requests with ERROR, and give their blocks back.
 
-        The executor has to be made anew (or the engine to end): nobody knows how far it came, so no ends are announced.
+        Nothing happens when no step is in flight. When an exception cut one of this object's own calls short, its books
+        cannot be trusted: then every open request ends and the whole pool is free, cached prefixes included.
         """
+        if self._is_torn:
+            return self._start_anew(now_s, error)
+        plan, in_flight = self._plan, self._in_flight
+        if plan is None:
+            return []
+        self._is_torn = True
+        self._plan, self._in_flight = None, {}
+        self._ended_seq_ids = [*plan.ended_seq_ids, *self._ended_seq_ids]  # perhaps the executor never saw them
         events: list[Event] = []
-        for request_id in tuple(self._requests):
-            events += self.cancel(request_id, now_s, reason=FinishReason.ERROR)
-        for seq in self._in_flight.values():
+        for seq in in_flight.values():
             seq.is_in_flight = False
-            self._scheduler.release(seq)
-        self._in_flight = {}
-        self._plan = None
-        self._ended_seq_ids = []
-        self.pool.reset_index()
+            if seq.status is Status.FINISHED:  # cancelled while the step ran
+                self._scheduler.release(seq)
+        for request_id in dict.fromkeys(seq.request.request_id for seq in in_flight.values()):
+            events += self._cancel(request_id, now_s, FinishReason.ERROR, error)
+        self._is_torn = False
         return events
+
+    def _start_anew(self, now_s: float, error: EngineError) -> list[Event]:
+        """Nothing but requests and started ids is believed any more."""
+        open_sequences = [seq for sequences in self._requests.values() for seq in reversed(sequences)]
+        events: list[Event] = [
+            FinishEvent(
+                request_id=seq.request.request_id,
+                index=seq.index,
+                at_s=now_s,
+                reason=FinishReason.ERROR,
+                output_tokens=seq.output_tokens,
+                error=error,
+            )
+            for seq in open_sequences
+            if seq.status is not Status.FINISHED
+        ]
+        ended = [*(() if self._plan is None else self._plan.ended_seq_ids), *self._ended_seq_ids]
+        ended += [seq.seq_id for seq in open_sequences if seq.has_started]
+        before, self._scheduler = self._scheduler, self._new_scheduler()
+        self.pool = self._scheduler.pool
+        self._scheduler.n_preemptions = before.n_preemptions
+        self._scheduler.query_tokens, self._scheduler.hit_tokens = before.query_tokens, before.hit_tokens
+        self._requests, self._in_flight, self._plan = {}, {}, None
+        self._ended_seq_ids = list(dict.fromkeys(ended))
+        self._n_unborn = 0
+        self._is_torn = False
+        return events
+
+    def _new_scheduler(self) -> Scheduler:
+        blocks, config = self.block_config, self.config
+        pool = BlockPool(
+            n_blocks=blocks.n_blocks, block_tokens=blocks.block_tokens, is_caching=config.enable_prefix_cache
+        )
+        return Scheduler(config, pool, model_revision=self.model_revision, predict_s=self._predict_s)
 
     def begin_step(self, now_s: float) -> tuple[StepPlan | None, list[Event]]:
         """Plan the next step; None when there is nothing to do. The plan must come back through `end_step`."""
         assert self._plan is None, "the step before has not ended"
         if not self._requests:
             return None, []
+        self._is_torn = True
         plan, events = self._scheduler.plan(
             step_id=self._next_step_id, now_s=now_s, ended_seq_ids=tuple(self._ended_seq_ids)
         )
-        if plan is None:
-            return None, events
-        self._plan = plan
-        self._in_flight = self._scheduler.planned
-        self._next_step_id += 1
-        self._ended_seq_ids = []
+        if plan is not None:
+            self._plan = plan
+            self._in_flight = self._scheduler.planned
+            self._next_step_id += 1
+            self._ended_seq_ids = []
+        self._is_torn = False
         return plan, events
 
     def end_step(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Event]:
@@ -192,6 +239,7 @@ class EngineCore:
         assert self._plan is plan, plan.step_id
         assert result.step_id == plan.step_id, (plan.step_id, result.step_id)
         assert len(result.results) == len(plan.chunks), (len(result.results), len(plan.chunks))
+        self._is_torn = True
         events: list[Event] = []
         in_flight, self._in_flight, self._plan = self._in_flight, {}, None
         for chunk, chunk_result in zip(plan.chunks, result.results, strict=True):
@@ -203,7 +251,9 @@ class EngineCore:
             else:
                 events += self._commit(seq, chunk, chunk_result, plan.step_id, now_s)
         end = StepEndEvent(step_id=plan.step_id, at_s=now_s, device_s=result.device_s, host_s=result.host_s)
-        return [*events, end]
+        events.append(end)
+        self._is_torn = False
+        return events
 
     def stats(self) -> CoreStats:
         """Gauges and counters of this moment."""
@@ -243,6 +293,14 @@ class EngineCore:
 
     # Inside
 
+    def _cancel(self, request_id: str, now_s: float, reason: FinishReason, error: EngineError | None) -> list[Event]:
+        events: list[Event] = []
+        for seq in reversed(self._requests.get(request_id, ())):
+            if seq.status is not Status.FINISHED:
+                events.append(self._end(seq, now_s, reason, error=error))
+        self._forget_if_over(request_id)
+        return events
+
     def _check_prompt(self, request: Request, prompt_tokens: int) -> None:
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already open", param="request_id")
@@ -279,7 +337,7 @@ class EngineCore:
         prefix index.
         """
         if result.error is not None:
-            return self.cancel(seq.request.request_id, now_s, reason=FinishReason.ERROR, error=result.error)
+            return self._cancel(seq.request.request_id, now_s, FinishReason.ERROR, result.error)
         known_end = min(chunk.end_pos, seq.known_tokens)
         n_accepted = max(0, len(result.token_ids) - 1)  # drafted tokens of this chunk that hold
         assert bool(result.token_ids) == chunk.samples, chunk.seq_id
@@ -321,8 +379,9 @@ class EngineCore:
         """Hand out each prompt position once, also when a preemption computes it again; choice 0 speaks for all."""
         if not result.prompt_logprobs or seq.index != 0:
             return []
-        entries = result.prompt_logprobs[max(0, seq.logprobs_tokens - chunk.start_pos) :]
-        start = max(seq.logprobs_tokens, chunk.start_pos)
+        first = chunk.start_pos + 1 if chunk.start_pos else 0  # a row judges the token after its own
+        start = max(seq.logprobs_tokens, first)
+        entries = result.prompt_logprobs[start - first :]
         if not entries:
             return []
         seq.logprobs_tokens = start + len(entries)

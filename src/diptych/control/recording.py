@@ -54,11 +54,19 @@ _TYPES: dict[str, Any] = {
 
 
 def encode(value: object) -> Any:
-    """A frozen dataclass of `ground` as JSON values: {"type": name, field: value}; tuples become lists."""
+    """A dataclass or named tuple of `ground` as JSON values: {"type": name, field: value}; tuples become lists.
+
+    What follows from other fields (a plan's shape) is not written.
+    """
     if is_dataclass(value):
-        return {"type": type(value).__name__} | {f.name: encode(getattr(value, f.name)) for f in fields(value)}
+        names = [field.name for field in fields(value) if field.init]
+        return {"type": type(value).__name__} | {name: encode(getattr(value, name)) for name in names}
+    if isinstance(value, Chunk):
+        return {"type": "Chunk"} | {name: encode(getattr(value, name)) for name in value._fields}
     if isinstance(value, Enum):
         return {"type": type(value).__name__, "value": value.value}
+    if isinstance(value, EngineError):
+        return {"type": "error", "message": value.message}
     if isinstance(value, Mapping):
         return {"type": "map", "items": [[encode(k), encode(v)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
@@ -73,6 +81,8 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kind = value["type"]
+    if kind == "error":
+        return EngineError(value["message"])
     if kind == "map":
         return {decode(k): decode(v) for k, v in value["items"]}
     cls = _TYPES[kind]
@@ -108,10 +118,10 @@ class Recorder:
         self._write("finish", request_id, index, now_s, reason=reason)
         return self.core.finish(request_id, index, now_s, reason=reason)
 
-    def fail(self, now_s: float) -> list[Event]:
-        """As EngineCore.fail."""
-        self._write("fail", now_s)
-        return self.core.fail(now_s)
+    def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
+        """As EngineCore.abort_step."""
+        self._write("abort_step", now_s, error=error)
+        return self.core.abort_step(now_s, error=error)
 
     def reset_prefix_cache(self) -> None:
         """As EngineCore.reset_prefix_cache."""

@@ -3,7 +3,7 @@
 Owns which sequences wait, prefill and decode, and every block they hold. `EngineCore` (loop.py) tells it what came of a
 step. A plan costs O(chunks + chunk tokens + new blocks): nothing here walks a context or the waiting line.
 
-Stall budget: when the step holds decode chunks, prefill chunks are as long as predict_s(plan) <= stall_budget_s allows.
+Stall budget: when the step holds decode chunks, prefill chunks are as long as predict_s(shape) <= stall_budget_s allows.
 Where even the smallest does not fit, the first prefill in line still gets MIN_PREFILL_TOKENS (policy.py), so it ends.
 """
 
@@ -17,9 +17,13 @@ from diptych.control.sequence import Sequence
 from diptych.ground.config import SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.step import BlockCopy, Chunk, SequenceStart, StepPlan
 
-Predict = Callable[[StepPlan], float]
+Predict = Callable[[StepShape], float]
+
+
+NOTHING = StepShape(())
 
 
 class StepDraft:
@@ -29,23 +33,13 @@ class StepDraft:
         self.step_id = step_id
         self.now_s = now_s
         self.left_tokens = budget_tokens
+        self.shape = NOTHING
         self.chunks: list[Chunk] = []
         self.copies: list[BlockCopy] = []
         self.starts: list[SequenceStart] = []
         self.preempted: list[Event] = []
         self.scheduled: list[Event] = []
-        self.n_decode = 0
-
-    def plan(self, ended_seq_ids: tuple[int, ...] = (), *, also: Chunk | None = None) -> StepPlan:
-        """The step as it stands, with `also` as one more chunk (to ask how long that would take)."""
-        return StepPlan(
-            step_id=self.step_id,
-            chunks=tuple(self.chunks) if also is None else (*self.chunks, also),
-            copies=tuple(self.copies),
-            starts=tuple(self.starts),
-            ended_seq_ids=ended_seq_ids,
-            planned_at_s=self.now_s,
-        )
+        self.decode_request_ids: list[str] = []
 
 
 class Scheduler:
@@ -152,31 +146,62 @@ class Scheduler:
         """The next step and its events, or None when nothing can run."""
         draft = StepDraft(step_id=step_id, now_s=now_s, budget_tokens=self.config.max_step_tokens)
         self.planned = {}
-        for seq in tuple(self.decoding):
-            if seq.status is Status.DECODE:  # else preempted for an earlier one
-                self._plan_decode(seq, draft)
+        self._plan_decodes(draft)
         self._plan_prefills(draft)
         if not draft.chunks:
             return None, draft.preempted
-        plan = draft.plan(ended_seq_ids)
-        decode_tokens = sum(len(chunk.token_ids) for chunk in draft.chunks[: draft.n_decode])
+        plan = StepPlan(
+            step_id=step_id,
+            chunks=tuple(draft.chunks),
+            copies=tuple(draft.copies),
+            starts=tuple(draft.starts),
+            ended_seq_ids=ended_seq_ids,
+            planned_at_s=now_s,
+            known_shape=draft.shape,
+        )
         begin = StepBeginEvent(
             step_id=step_id,
             at_s=now_s,
-            prefill_tokens=plan.n_tokens - decode_tokens,
-            decode_tokens=decode_tokens,
-            predicted_s=None if self.predict_s is None else self.predict_s(plan),
+            shape=draft.shape,
+            decode_request_ids=tuple(draft.decode_request_ids),
+            predicted_s=None if self.predict_s is None else self.predict_s(draft.shape),
         )
         return plan, [*draft.preempted, begin, *draft.scheduled]
 
-    def _plan_decode(self, seq: Sequence, draft: StepDraft) -> None:
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        """One token for every decoding sequence. Nearly all only write into a block that they hold: keep that way short."""
+        block_tokens, references, decode = self.pool.block_tokens, self.pool.references, Phase.DECODE
+        shapes: list[ChunkShape] = []
+        for seq in tuple(self.decoding):
+            if seq.status is not Status.DECODE:
+                continue  # preempted for an earlier one
+            start, block_ids = seq.computed_tokens, seq.block_ids
+            i = start // block_tokens
+            first_new = len(block_ids)
+            new_block_ids: tuple[int, ...] = ()
+            if i >= first_new or references(block_ids[i]) > 1:
+                if not self._make_room(seq, draft):
+                    continue
+                first_new = self._take_blocks(seq, start, start + 1, draft)
+                new_block_ids = tuple(seq.block_ids[first_new:])
+                seq.table_sent = len(seq.block_ids)
+            draft.chunks.append(Chunk(seq.seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True))
+            shapes.append(ChunkShape(decode, 1, start, True))
+            draft.decode_request_ids.append(seq.request.request_id)
+            seq.is_in_flight = True
+            self.planned[seq.seq_id] = seq
+        if shapes:
+            draft.left_tokens -= len(shapes)
+            draft.shape = StepShape(shapes)
+
+    def _make_room(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Preempt until the next token of this decoding sequence finds a block; False when it had to go itself."""
         while self._missing_blocks(seq, seq.known_tokens) > self.pool.available_blocks:
             victim = self._worst_running()
             self._preempt(victim, draft)
             if victim is seq:
-                return
-        draft.n_decode += 1
-        self._add_chunk(seq, 1, Phase.DECODE, draft)
+                return False
+        return True
 
     def _plan_prefills(self, draft: StepDraft) -> None:
         """Serve prefilling and waiting sequences in one order of rank until a budget is spent."""
@@ -210,7 +235,7 @@ class Scheduler:
         n_tokens = self._fit(seq, seq.computed_tokens, wanted, draft)
         if n_tokens == 0:
             return False
-        self._add_chunk(seq, n_tokens, Phase.PREFILL, draft)
+        self._add_prefill(seq, n_tokens, draft)
         return True
 
     def _admit(self, seq: Sequence, draft: StepDraft) -> bool:
@@ -222,7 +247,7 @@ class Scheduler:
             if self.n_running > 0:
                 seq.parked_at_drops = self.pool.n_drops
                 return False
-            self._reclaim_forked(seq, draft)
+            self._reclaim_forked(draft)
             hits = [] if seq.block_ids else self._lookup(seq)
         start = seq.computed_tokens + len(hits) * self.pool.block_tokens
         n_tokens = self._fit(seq, start, seq.known_tokens - start, draft)
@@ -233,7 +258,7 @@ class Scheduler:
         self.prefilling.add(seq)
         self._take_hits(seq, hits)
         self._promise(seq, self._missing_blocks(seq, seq.known_tokens))
-        self._add_chunk(seq, n_tokens, Phase.PREFILL, draft, hit_tokens=len(hits) * self.pool.block_tokens)
+        self._add_prefill(seq, n_tokens, draft, hit_tokens=len(hits) * self.pool.block_tokens)
         return True
 
     def _has_blocks_for(self, seq: Sequence, hits: list[PrefixEntry]) -> bool:
@@ -271,43 +296,37 @@ class Scheduler:
         """The longest prefill chunk from `start`, at most `wanted`, that both budgets allow; 0 for none."""
         limit = min(wanted, draft.left_tokens)
         predict_s, budget_s = self.predict_s, self.config.stall_budget_s
-        if predict_s is None or budget_s is None or draft.n_decode == 0:
+        if predict_s is None or budget_s is None or not draft.shape.decode_tokens:
             return limit
-        token_ids = tuple(seq.token_ids[start : start + limit])
 
         def is_within(n_tokens: int) -> bool:
-            chunk = Chunk(
-                seq_id=seq.seq_id,
-                phase=Phase.PREFILL,
-                start_pos=start,
-                token_ids=token_ids[:n_tokens],
-                first_new_block=0,
-                new_block_ids=(),
-                samples=start + n_tokens == seq.known_tokens,
-            )
-            return predict_s(draft.plan(also=chunk)) <= budget_s
+            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, start + n_tokens == seq.known_tokens)
+            return predict_s(draft.shape.plus(chunk)) <= budget_s
 
         n_tokens = longest_within(limit=limit, quantum=MIN_PREFILL_TOKENS, is_within=is_within)
-        if n_tokens == 0 and len(draft.chunks) == draft.n_decode:
+        if n_tokens == 0 and draft.shape.prefill_tokens == 0:
             return min(limit, MIN_PREFILL_TOKENS)
         return n_tokens
 
-    def _add_chunk(self, seq: Sequence, n_tokens: int, phase: Phase, draft: StepDraft, *, hit_tokens: int = 0) -> None:
+    def _add_prefill(self, seq: Sequence, n_tokens: int, draft: StepDraft, *, hit_tokens: int = 0) -> None:
         """Give the chunk its blocks and write it into the draft."""
         start = seq.computed_tokens
         end = start + n_tokens
-        first_new = self._take_blocks(seq, start, end, phase, draft)
-        draft.chunks.append(
-            Chunk(
-                seq_id=seq.seq_id,
-                phase=phase,
-                start_pos=start,
-                token_ids=tuple(seq.token_ids[start:end]),
-                first_new_block=first_new,
-                new_block_ids=tuple(seq.block_ids[first_new:]),
-                samples=end == seq.known_tokens,
-            )
+        held, copied = len(seq.block_ids), len(draft.copies)
+        first_new = self._take_blocks(seq, start, end, draft)
+        taken = len(seq.block_ids) - held + len(draft.copies) - copied
+        self._promise(seq, seq.promised_blocks - taken)
+        chunk = Chunk(
+            seq_id=seq.seq_id,
+            phase=Phase.PREFILL,
+            start_pos=start,
+            token_ids=tuple(seq.token_ids[start:end]),
+            first_new_block=first_new,
+            new_block_ids=tuple(seq.block_ids[first_new:]),
+            samples=end == seq.known_tokens,
         )
+        draft.chunks.append(chunk)
+        draft.shape = draft.shape.plus(chunk.shape)
         draft.left_tokens -= n_tokens
         seq.table_sent = len(seq.block_ids)
         seq.is_in_flight = True
@@ -323,13 +342,12 @@ class Scheduler:
                     eos_token_ids=seq.request.eos_token_ids,
                 )
             )
-        draft.scheduled.extend(self._scheduled_events(seq, phase, start, end, hit_tokens, draft))
+        draft.scheduled.extend(self._scheduled_events(seq, start, end, hit_tokens, draft))
 
-    def _take_blocks(self, seq: Sequence, start: int, end: int, phase: Phase, draft: StepDraft) -> int:
+    def _take_blocks(self, seq: Sequence, start: int, end: int, draft: StepDraft) -> int:
         """Append blocks up to `end`, copy the first written one if it is shared; answers the first new table entry."""
         first_new = seq.table_sent
-        n_copies = self._n_copies(seq, start)
-        if n_copies:
+        if self._n_copies(seq, start):
             i = start // self.pool.block_tokens
             source, (target,) = seq.block_ids[i], self.pool.take(1)
             draft.copies.append(BlockCopy(source_block_id=source, target_block_id=target))
@@ -339,31 +357,25 @@ class Scheduler:
         n_new = self.pool.blocks_for(end) - len(seq.block_ids)
         if n_new:
             seq.block_ids.extend(self.pool.take(n_new))
-        if phase is Phase.PREFILL:
-            self._promise(seq, seq.promised_blocks - n_new - n_copies)
         return first_new
 
-    def _scheduled_events(
-        self, seq: Sequence, phase: Phase, start: int, end: int, hit_tokens: int, draft: StepDraft
-    ) -> list[Event]:
+    def _scheduled_events(self, seq: Sequence, start: int, end: int, hit_tokens: int, draft: StepDraft) -> list[Event]:
         """One event, or two where the chunk goes on from a recompute into new tokens."""
         peak, hit_start = seq.peak_computed_tokens, start - hit_tokens
         if peak <= hit_start:  # nothing of it was ever computed before
             new = (start, end - start, hit_tokens)
-            return [self._scheduled(seq, phase, draft, new, is_recompute=False)]
+            return [self._scheduled(seq, draft, new, is_recompute=False)]
         again_end = min(max(peak, start), end)
         again_hit = min(max(peak, hit_start), start) - hit_start
         events: list[Event] = []
         if again_end > start or again_hit > 0:
-            events.append(self._scheduled(seq, phase, draft, (start, again_end - start, again_hit), is_recompute=True))
+            events.append(self._scheduled(seq, draft, (start, again_end - start, again_hit), is_recompute=True))
         if end > again_end or hit_tokens > again_hit:
             new = (again_end, end - again_end, hit_tokens - again_hit)
-            events.append(self._scheduled(seq, phase, draft, new, is_recompute=False))
+            events.append(self._scheduled(seq, draft, new, is_recompute=False))
         return events
 
-    def _scheduled(
-        self, seq: Sequence, phase: Phase, draft: StepDraft, part: tuple[int, int, int], *, is_recompute: bool
-    ) -> Event:
+    def _scheduled(self, seq: Sequence, draft: StepDraft, part: tuple[int, int, int], *, is_recompute: bool) -> Event:
         """The event of one part of a chunk: (tokens before it, its tokens, tokens found cached)."""
         context_tokens, chunk_tokens, cached_tokens = part
         return ScheduledEvent(
@@ -371,7 +383,6 @@ class Scheduler:
             index=seq.index,
             step_id=draft.step_id,
             at_s=draft.now_s,
-            phase=phase,
             chunk_tokens=chunk_tokens,
             cached_tokens=cached_tokens,
             context_tokens=context_tokens,
@@ -404,7 +415,7 @@ class Scheduler:
         candidates = [seq for seq in (self.decoding.last, self.prefilling.last) if seq is not None]
         return max(candidates, key=lambda seq: seq.key)
 
-    def _reclaim_forked(self, seq: Sequence, draft: StepDraft) -> None:
+    def _reclaim_forked(self, draft: StepDraft) -> None:
         """Nothing runs and the first in line lacks blocks, so only waiting holders can have them."""
         while self.forked.last is not None:
             self._preempt(self.forked.last, draft)

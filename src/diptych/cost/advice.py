@@ -16,6 +16,7 @@ from diptych.cost.setup import Setup
 from diptych.cost.tables import kv_spec, quant_spec
 from diptych.cost.workload import ChunkShape, Workload
 from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
 
 # 400 Gb/s Ethernet or InfiniBand: how the KV of a finished prefill usually travels between machines.
 NETWORK_BYTES_PER_S = 50e9
@@ -141,7 +142,7 @@ def speculation(setup: Setup, question: Question) -> Speculation:
     plain_s = predictor.predict(Workload.decode(batch=batch, context_tokens=context)).total_s
     rows = question.draft_tokens + 1
     # A verify step has the launches of a decode step (one graph) and the arithmetic of k + 1 rows per sequence.
-    verify = Workload(shapes=(ChunkShape(new_tokens=1, start_pos=context, samples=True, count=batch * rows),))
+    verify = Workload.decode(batch=batch * rows, context_tokens=context + 1)
     repeated_s = _shared_kv_s(setup, context, batch, rows) + batch * (rows - 1) * setup.calibration.decode.sequence_s
     verify_s = predictor.predict(verify).total_s - repeated_s
     draft_s = question.draft_tokens * question.draft_cost * plain_s
@@ -163,8 +164,7 @@ def _shared_kv_s(setup: Setup, context: int, batch: int, rows: int) -> float:
     predictor = setup.model_of_time()
 
     def attention_s(count: int) -> float:
-        shape = ChunkShape(new_tokens=1, start_pos=context, samples=True, count=count)
-        return predictor.predict(Workload(shapes=(shape,))).parts_s["attention"]
+        return predictor.predict(Workload.decode(batch=count, context_tokens=context + 1)).parts_s["attention"]
 
     return attention_s(batch * rows) - attention_s(batch)
 
@@ -179,7 +179,9 @@ def chunk_for(setup: Setup, question: Question) -> ChunkAdvice:
     prompt = question.prompt_tokens - question.cached_tokens
 
     def step_s(chunk: int) -> float:
-        shape = ChunkShape(new_tokens=chunk, start_pos=question.prompt_tokens - chunk, samples=True)
+        shape = ChunkShape(
+            phase=Phase.PREFILL, new_tokens=chunk, start_pos=question.prompt_tokens - chunk, samples=True
+        )
         return predictor.predict(decode.plus(Workload(shapes=(shape,)))).total_s
 
     low, high = 0, prompt
@@ -208,7 +210,7 @@ def _chunked_ttft_s(setup: Setup, question: Question, decode: Workload, chunk: i
     while start < question.prompt_tokens:
         size = min(chunk, question.prompt_tokens - start)
         is_last = start + size == question.prompt_tokens
-        shape = ChunkShape(new_tokens=size, start_pos=start, samples=is_last)
+        shape = ChunkShape(phase=Phase.PREFILL, new_tokens=size, start_pos=start, samples=is_last)
         total_s += predictor.predict(decode.plus(Workload(shapes=(shape,)))).total_s
         start += size
     return total_s

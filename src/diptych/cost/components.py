@@ -16,7 +16,8 @@ from functools import lru_cache
 
 from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
-from diptych.ground.specs import KVSpec, MlaSpec, ModelSpec, MoeSpec, QuantSpec
+from diptych.ground.specs import KVSpec, QuantSpec
+from diptych.models.spec import MlaSpec, ModelSpec, MoeSpec, QkNorm
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
@@ -253,14 +254,15 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     model = sizes.model
     q_width, kv_width = sizes.heads * model.head_dim, sizes.kv_heads * model.head_dim
     width = q_width + 2 * kv_width
-    qkv = _linear(sizes, "qkv", model.hidden, width, bias=width if model.has_qkv_bias else 0.0)
-    if model.qk_norm is not None:
-        norm = 2 * model.head_dim if model.qk_norm == "head" else q_width + kv_width
+    qkv = _linear(sizes, "qkv", model.hidden, width, bias=width if model.attention.has_qkv_bias else 0.0)
+    qk_norm = model.attention.qk_norm
+    if qk_norm is not QkNorm.NONE:
+        norm = 2 * model.head_dim if qk_norm is QkNorm.HEAD else q_width + kv_width
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
     kv_write = sizes.n * kv_tokens_factor(model, sizes.tp) * sizes.kv.bytes_per_element
     rotary = 6.0 * sizes.n * (sizes.heads + sizes.kv_heads) * model.head_dim
     qkv = replace(qkv, kv_write_bytes=kv_write, vector_flops=rotary)
-    o_bias = model.hidden if model.has_o_bias else 0.0
+    o_bias = model.hidden if model.attention.has_o_bias else 0.0
     return qkv, _linear(sizes, "o", q_width, model.hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
 
 
@@ -303,7 +305,7 @@ def _attention(sizes: _Sizes, window: int | None) -> tuple[Component, Component]
     width = sizes.heads * (model.head_dim if mla is None else mla.v_dim)
     half = kv_read / 2.0 if mla is None else 0.0
     io = sizes.n * width * sizes.a
-    sinks = sizes.heads * 2.0 if model.has_sinks else 0.0
+    sinks = sizes.heads * 2.0 if model.attention.has_sinks else 0.0
     scores = Component(
         name="scores",
         flops=score_flops,
@@ -326,13 +328,13 @@ def _attention_widths(model: ModelSpec, *, is_decode: bool) -> tuple[int, int]:
 
 
 def _mlp(sizes: _Sizes) -> Component:
-    model = sizes.model
-    return _ffn(sizes, "mlp", model.ffn, has_bias=model.has_mlp_bias)
+    mlp = sizes.model.mlp
+    assert mlp is not None
+    return _ffn(sizes, "mlp", mlp.ffn, matrices=3 if mlp.is_gated else 2, has_bias=mlp.has_bias)
 
 
-def _ffn(sizes: _Sizes, name: str, width: int, *, has_bias: bool = False) -> Component:
+def _ffn(sizes: _Sizes, name: str, width: int, *, matrices: int = 3, has_bias: bool = False) -> Component:
     model = sizes.model
-    matrices = 3 if model.is_gated else 2
     shard = width / sizes.tp
     bias = (matrices - 1) * shard + model.hidden if has_bias else 0.0
     return Component(
@@ -381,9 +383,9 @@ def _norms(sizes: _Sizes) -> Component:
     per_norm = model.hidden * (2 if model.has_norm_bias else 1)
     return Component(
         name="norms",
-        vector_flops=4.0 * model.norms_per_layer * sizes.n * model.hidden,
-        weight_bytes=model.norms_per_layer * per_norm * 2.0,
-        activation_bytes=3.0 * model.norms_per_layer * sizes.n * model.hidden * sizes.a,
+        vector_flops=4.0 * model.norms.count * sizes.n * model.hidden,
+        weight_bytes=model.norms.count * per_norm * 2.0,
+        activation_bytes=3.0 * model.norms.count * sizes.n * model.hidden * sizes.a,
     )
 
 
@@ -401,7 +403,7 @@ def _embedding(sizes: _Sizes) -> Component:
 def _head(sizes: _Sizes) -> Component:
     """The LM head runs only on the rows that need logits; the weights are read when there is at least one."""
     model, rows = sizes.model, sizes.work.n_logits_rows
-    vocab = model.vocab / sizes.tp
+    vocab = model.vocab_size / sizes.tp
     return Component(
         name="head",
         flops=2.0 * rows * model.hidden * vocab,

@@ -57,7 +57,7 @@ def activation_bytes_of(setup: Setup) -> float:
     model = setup.model
     tokens = min(MAX_STEP_TOKENS, model.max_context_tokens or MAX_STEP_TOKENS)
     width = 3 * model.hidden + 2 * max(model.ffn, model.n_heads * model.head_dim) / setup.tp
-    return tokens * width * setup.quant.activation_bytes + 256 * model.vocab * LOGIT_BYTES / setup.tp
+    return tokens * width * setup.quant.activation_bytes + 256 * model.vocab_size * LOGIT_BYTES / setup.tp
 
 
 def _longest_context(setup: Setup, free_bytes: float) -> int:

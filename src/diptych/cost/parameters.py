@@ -7,14 +7,15 @@
 
 from __future__ import annotations
 
-from diptych.ground.specs import KVSpec, ModelSpec, QuantSpec
+from diptych.ground.specs import KVSpec, QuantSpec
+from diptych.models.spec import ModelSpec, QkNorm
 
 
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     """Exact parameter count of each component over all layers."""
     counts = {
-        "embedding": (model.vocab + model.n_position_embeddings) * model.hidden,
-        "head": 0 if model.is_tied else model.vocab * model.hidden,
+        "embedding": (model.vocab_size + model.n_position_embeddings) * model.hidden,
+        "head": 0 if model.is_tied else model.vocab_size * model.hidden,
         "attention": model.n_layers * _attention(model),
         "mlp": 0,
         "router": 0,
@@ -27,7 +28,7 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
             for name, count in _moe(model).items():
                 counts[name] += count
         else:
-            counts["mlp"] += _ffn(model, model.ffn, has_bias=model.has_mlp_bias)
+            counts["mlp"] += _mlp(model)
     return counts
 
 
@@ -39,7 +40,7 @@ def parameter_count(model: ModelSpec) -> int:
 def active_parameter_count(model: ModelSpec) -> int:
     """Parameters one token is multiplied with: no input embedding (unless tied), only the routed experts."""
     counts = parameters_by_component(model)
-    active = sum(counts.values()) - counts["embedding"] + (model.vocab * model.hidden if model.is_tied else 0)
+    active = sum(counts.values()) - counts["embedding"] + (model.vocab_size * model.hidden if model.is_tied else 0)
     if model.moe is None:
         return active
     return active - counts["experts"] + counts["experts"] * model.moe.experts_per_token // model.moe.n_experts
@@ -56,7 +57,8 @@ def linear_parameter_count(model: ModelSpec) -> int:
             total += moe.experts_per_token * per_expert + model.hidden * moe.n_experts
             total += 3 * model.hidden * moe.shared_ffn
         else:
-            total += (3 if model.is_gated else 2) * model.hidden * model.ffn
+            assert model.mlp is not None
+            total += (3 if model.mlp.is_gated else 2) * model.hidden * model.mlp.ffn
     return total
 
 
@@ -95,22 +97,26 @@ def _attention(model: ModelSpec) -> int:
     count = _attention_matrices(model)
     if model.mla is not None:
         return count + model.mla.kv_rank + (model.mla.q_rank or 0)
-    if model.has_qkv_bias:
+    spec = model.attention
+    if spec.has_qkv_bias:
         count += (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
-    if model.has_o_bias:
+    if spec.has_o_bias:
         count += model.hidden
-    if model.has_sinks:
+    if spec.has_sinks:
         count += model.n_heads
-    if model.qk_norm == "head":
+    if spec.qk_norm is QkNorm.HEAD:
         count += 2 * model.head_dim
-    elif model.qk_norm == "full":
+    elif spec.qk_norm is QkNorm.FULL:
         count += (model.n_heads + model.n_kv_heads) * model.head_dim
     return count
 
 
-def _ffn(model: ModelSpec, width: int, *, has_bias: bool) -> int:
-    matrices = 3 if model.is_gated else 2
-    return matrices * model.hidden * width + ((matrices - 1) * width + model.hidden if has_bias else 0)
+def _mlp(model: ModelSpec) -> int:
+    mlp = model.mlp
+    assert mlp is not None
+    matrices = 3 if mlp.is_gated else 2
+    bias = (matrices - 1) * mlp.ffn + model.hidden if mlp.has_bias else 0
+    return matrices * model.hidden * mlp.ffn + bias
 
 
 def _moe(model: ModelSpec) -> dict[str, int]:
@@ -127,4 +133,4 @@ def _moe(model: ModelSpec) -> dict[str, int]:
 def _norms(model: ModelSpec) -> int:
     per_norm = model.hidden * (2 if model.has_norm_bias else 1)
     ends = per_norm * (2 if model.has_embedding_norm else 1)
-    return model.n_layers * model.norms_per_layer * per_norm + ends
+    return model.n_layers * model.norms.count * per_norm + ends

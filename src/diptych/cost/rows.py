@@ -11,9 +11,10 @@ import io
 import re
 from dataclasses import dataclass
 
-from diptych.cost.tables import QUANT_ALIASES, QUANTS, device_spec, model_spec
+from diptych.cost.tables import device_spec, model_spec
 from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
+from diptych.ground.formats import QUANT_ALIASES, QUANTS
 from diptych.ground.phase import Phase
 
 REQUIRED = ("system", "hardware", "model", "precision", "tp", "batch", "prompt", "gen", "phase", "value", "unit")

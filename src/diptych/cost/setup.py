@@ -9,12 +9,15 @@ from pathlib import Path
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration
 from diptych.cost.components import check_tp
-from diptych.cost.hf_config import load_model_file
+from diptych.cost.parameters import parameter_count
 from diptych.cost.profile import load_profile, read_profile
 from diptych.cost.roofline import compute_dtype, link_rate
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
-from diptych.ground.specs import HardwareSpec, KVSpec, ModelSpec, QuantSpec
+from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
+from diptych.models.read import load_model_file
+from diptych.models.spec import ModelSpec
+from diptych.models.stored import check_stored
 
 BUNDLED = "diptych-10m"
 
@@ -57,13 +60,18 @@ class Setup:
 
 
 def find_model(name: str) -> ModelSpec:
-    """A model by table or hub name, by the path of a config.json or of a folder that holds one, or the bundled one."""
-    if name == "bundled":
-        return load_model_file(Path(str(files("diptych").joinpath("bundled", BUNDLED))))
-    path = Path(name)
-    if path.exists() or name.endswith(".json") or name.startswith((".", "/", "~")):
-        return load_model_file(path.expanduser())
-    return model_spec(_table_name(name))
+    """A model by table or hub name, by the path of a config.json or of a folder that holds one, or the bundled one.
+
+    LoadError when the weights beside a config are of another size than it says.
+    """
+    path = Path(str(files("diptych").joinpath("bundled", BUNDLED)) if name == "bundled" else name)
+    if not (path.exists() or name.endswith(".json") or name.startswith((".", "/", "~"))):
+        return model_spec(_table_name(name))
+    path = path.expanduser()
+    spec = load_model_file(path)
+    if path.is_dir() or path.name == "config.json":
+        check_stored(path if path.is_dir() else path.parent, spec, parameter_count(spec))
+    return spec
 
 
 def _table_name(name: str) -> str:

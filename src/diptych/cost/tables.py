@@ -1,4 +1,4 @@
-"""The named devices, models and number formats, read from `data/*.json`.
+"""The named devices, read from `data/devices.json`, and the look-up of models and number formats by name.
 
 >>> device_spec("a100-80gb-sxm").memory_bytes_per_s
 2039000000000.0
@@ -15,42 +15,15 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.ground.errors import ConfigError
-from diptych.ground.specs import Flag, HardwareSpec, KVSpec, MlaSpec, ModelSpec, MoeSpec, Provenance, QuantSpec
-
-# Bytes per parameter include scales. q8_0/q4_0: blocks of 32 with one fp16 scale, head in q8_0/q6_k as llama.cpp does.
-QUANTS: dict[str, QuantSpec] = {
-    quant.name: quant
-    for quant in (
-        QuantSpec(name="fp32", weight_bytes=4.0, compute="fp32", attention_compute="fp32", activation_bytes=4.0),
-        QuantSpec(name="bf16", weight_bytes=2.0),
-        QuantSpec(name="fp8", weight_bytes=1.0, compute="fp8"),
-        QuantSpec(name="int8", weight_bytes=1.0),
-        QuantSpec(name="w8a8", weight_bytes=1.0, compute="int8"),
-        QuantSpec(name="int4", weight_bytes=0.625),
-        QuantSpec(name="fp4", weight_bytes=0.5625, head_weight_bytes=2.0, compute="fp4"),
-        QuantSpec(name="mxfp4", weight_bytes=2.0, expert_weight_bytes=0.53125),
-        QuantSpec(name="mxfp4-gguf", weight_bytes=1.0625, expert_weight_bytes=0.53125, compute="int8"),
-        QuantSpec(name="q8_0", weight_bytes=1.0625, compute="int8"),
-        QuantSpec(name="q4_0", weight_bytes=0.5625, head_weight_bytes=0.8203125, compute="int8"),
-    )
-}
-QUANT_ALIASES = {"fp16": "bf16", "f16": "bf16", "float16": "bf16", "bfloat16": "bf16", "int4g32": "int4", "q4": "q4_0"}
-
-KV_FORMATS: dict[str, KVSpec] = {
-    kv.name: kv
-    for kv in (
-        KVSpec(name="fp32", bytes_per_element=4.0),
-        KVSpec(name="bf16", bytes_per_element=2.0),
-        KVSpec(name="fp8", bytes_per_element=1.0),
-        KVSpec(name="int8", bytes_per_element=1.0),
-        KVSpec(name="int4", bytes_per_element=0.5),
-    )
-}
+from diptych.ground.formats import KV_FORMATS, QUANT_ALIASES, QUANTS
+from diptych.ground.specs import Flag, HardwareSpec, KVSpec, Provenance, QuantSpec
+from diptych.models.named import ALIASES, ROWS, named_model
+from diptych.models.spec import ModelSpec
 
 
 def model_names() -> tuple[str, ...]:
     """Names of all models in the table, in its order."""
-    return tuple(row["name"] for row in _json("models.json")["models"])
+    return tuple(ROWS)
 
 
 def device_names() -> tuple[str, ...]:
@@ -58,16 +31,12 @@ def device_names() -> tuple[str, ...]:
     return tuple(row["name"] for row in _json("devices.json")["devices"])
 
 
-@lru_cache(maxsize=256)
 def model_spec(name: str) -> ModelSpec:
     """The model of that name. ConfigError with the nearest names when there is none."""
-    table = _json("models.json")
-    name = table["aliases"].get(name, name)
-    for row in table["models"]:
-        if row["name"] == name:
-            return _model(row)
-    known = (*model_names(), *table["aliases"])
-    raise unknown_name("model", name, known, hint="a path to a Hugging Face config.json also works")
+    name = ALIASES.get(name, name)
+    if name in ROWS:
+        return named_model(name)
+    raise unknown_name("model", name, (*ROWS, *ALIASES), hint="a path to a Hugging Face config.json also works")
 
 
 @lru_cache(maxsize=256)
@@ -121,24 +90,6 @@ def data_text(file_name: str) -> str:
 def provenance_of(rows: Iterable[dict[str, str]]) -> tuple[Provenance, ...]:
     """Provenance entries from their JSON form."""
     return tuple(Provenance(field=row["field"], flag=Flag(row["flag"]), source=row["source"]) for row in rows)
-
-
-def _model(row: dict[str, Any]) -> ModelSpec:
-    fields = {key: value for key, value in row.items() if key not in {"title", "window", "full_every"}}
-    fields["windows"] = layer_windows(row["n_layers"], row.get("window"), row.get("full_every", 0))
-    if "mla" in row:
-        fields["mla"] = MlaSpec(**row["mla"])
-    if "moe" in row:
-        fields["moe"] = MoeSpec(**row["moe"])
-    fields["provenance"] = provenance_of(row["provenance"])
-    return ModelSpec(**fields)
-
-
-def layer_windows(n_layers: int, window: int | None, full_every: int) -> tuple[int | None, ...]:
-    """Windows per layer: every `full_every`-th layer attends to everything (0: none does)."""
-    if window is None:
-        return (None,) * n_layers
-    return tuple(None if full_every and (layer + 1) % full_every == 0 else window for layer in range(n_layers))
 
 
 def _device(row: dict[str, Any]) -> HardwareSpec:

@@ -7,34 +7,17 @@ from __future__ import annotations
 
 from diptych.compute.runner import Model
 from diptych.cost.components import PhaseCost, cost_of
-from diptych.cost.hf_config import model_spec_from_hf
 from diptych.cost.tables import kv_spec
 from diptych.cost.workload import Workload
-from diptych.ground.specs import QuantSpec
-
-# bytes per parameter and dtype of the multiplication, by weight format; int4: a unit and a zero of 8 bits per 64
-WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.53125}
-COMPUTE_DTYPE = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}
-
-
-def quant_of(model: Model) -> QuantSpec:
-    """How this model's weights are stored and multiplied on its backend."""
-    fmt = model.weights_format
-    return QuantSpec(
-        name=fmt,
-        weight_bytes=WEIGHT_BYTES[fmt],
-        head_weight_bytes=WEIGHT_BYTES[model.head_format],
-        compute=COMPUTE_DTYPE[fmt],
-        attention_compute="fp32" if fmt == "fp32" else "bf16",
-    )
+from diptych.ground.formats import engine_quant
 
 
 class CostView:
     """FLOPs, bytes and the roofline time of any work on one loaded model."""
 
     def __init__(self, model: Model) -> None:
-        self.spec = model_spec_from_hf(model.hf_config)
-        self.quant = quant_of(model)
+        self.spec = model.spec
+        self.quant = engine_quant(model.weights_format, model.head_format)
         self.kv = kv_spec(model.kv_format)
 
     def cost(self, work: Workload) -> PhaseCost:

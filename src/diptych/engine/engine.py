@@ -8,15 +8,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
 from diptych.compute.structured import CompiledGrammar, GrammarCompiler
 from diptych.control.loop import CoreStats, EngineCore
+from diptych.engine.prompts import Prompt, prompt_ids
 from diptych.engine.text.detokenizer import TextDelta, TextStream
-from diptych.engine.text.template import RenderedPrompt
 from diptych.engine.text.tokenizer import Tokenizer
+from diptych.ground.bounds import ids
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, RequestError
 from diptych.ground.events import (
@@ -29,13 +30,12 @@ from diptych.ground.events import (
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams, Segment
-from diptych.ground.step import Executor, StepPlan, TokenLogprobs
+from diptych.ground.request import Request, SamplingParams
+from diptych.ground.step import Executor, TokenLogprobs
 from diptych.metrics import EventBook, PhaseTotals, RequestRecord
+from diptych.stepper import Observe, Stepper
 
 logger = logging.getLogger("diptych.engine")
-
-Prompt = str | Sequence[int] | RenderedPrompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,21 +107,20 @@ class Engine:
         clock: Clock,
         vocab_size: int,
         grammars: GrammarCompiler,
-        observe: Callable[[StepPlan, float], None] | None = None,
+        observe: Observe | None = None,
         back_memory: Callable[[Callable[[], bool]], None] = lambda wants_stop: None,
     ) -> None:
         self.core = core
         self.clock = clock
         self.tokenizer = tokenizer
-        self._executor = executor
         self._vocab_size = vocab_size
         self._grammars = grammars
-        self._observe = observe
         self.back_memory = back_memory
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
         self._book = EventBook()
         self._listeners: list[Callable[[list[Event]], None]] = []
+        self.stepper = Stepper(core, executor, clock, fold=self._publish, observe=observe)
 
     @property
     def has_work(self) -> bool:
@@ -165,22 +164,9 @@ class Engine:
 
         Raises RequestError for an empty prompt or ids outside the vocabulary, GrammarError for a bad constraint.
         """
-        segments: tuple[Segment, ...] = ()
-        if isinstance(prompt, RenderedPrompt):
-            token_ids, segments = tuple(prompt.token_ids), prompt.segments
-        elif isinstance(prompt, str):
-            token_ids = tuple(self.tokenizer.encode(prompt))
-        else:
-            token_ids = tuple(prompt)
-        if not token_ids:
-            raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
-        self._check_token_ids("prompt", token_ids)
-        self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
-        self._check_token_ids("logit_bias", tuple(sampling.logit_bias))
-        if sampling.structured is not None:
-            self._grammars.compile(sampling.structured)  # here, off the engine's thread; `submit` finds it cached
-        return Request(
-            request_id=request_id or f"req-{next(self._numbers)}",
+        token_ids, segments = prompt_ids(prompt, self.tokenizer, vocab_size=self._vocab_size)
+        request = Request(
+            request_id=f"req-{next(self._numbers)}" if request_id is None else request_id,
             prompt_token_ids=token_ids,
             sampling=sampling,
             arrival_s=arrival_s,
@@ -189,15 +175,11 @@ class Engine:
             cache_salt=cache_salt,
             segments=segments,
         )
-
-    def _check_token_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
-        for position, token_id in enumerate(token_ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self._vocab_size:
-                raise RequestError(
-                    f"{name} has token id {token_id!r} at place {position}; "
-                    f"ids are whole numbers between 0 and {self._vocab_size - 1}",
-                    param=name,
-                )
+        ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
+        ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)
+        if sampling.structured is not None:
+            self._grammars.compile(sampling.structured)  # here, off the engine's thread; `submit` finds it cached
+        return request
 
     def submit(self, request: Request, on_delta: Callable[[OutputDelta], None]) -> OpenRequest:
         """Take a request. Raises PromptTooLong, CapacityError or RequestError and then keeps nothing of it."""
@@ -214,27 +196,23 @@ class Engine:
 
     def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request in any state. False when it is not open (finished, or never seen)."""
-        if request_id not in self._open:
-            return False
-        self._publish(self.core.cancel(request_id, self.clock.now_s(), reason=reason))
-        self._forget(request_id)
-        return True
+        is_open = request_id in self._open
+        try:
+            self._publish(self.core.cancel(request_id, self.clock.now_s(), reason=reason))
+        finally:
+            self._forget(request_id)
+        return is_open
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id, None)
         self._book.take(request_id)
 
     def step(self) -> bool:
-        """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails."""
-        plan, events = self.core.begin_step(self.clock.now_s())
-        self._publish(events)
-        if plan is None:
-            return False
-        result = self._executor.execute(plan)
-        if self._observe is not None:
-            self._observe(plan, result.device_s + result.host_s)
-        self._publish(self.core.end_step(plan, result, self.clock.now_s()))
-        return True
+        """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails.
+
+        Whatever it raises, the requests of the step have ended with ERROR and the next step may follow.
+        """
+        return self.stepper.step()
 
     def fail_all(self, error: EngineError) -> None:
         """After a failed step: end every open request with ERROR, so that each gets its answer."""

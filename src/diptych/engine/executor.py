@@ -37,7 +37,6 @@ class ModelExecutor:
         self._rows: dict[int, int] = {}  # seq_id -> row of _tables
         self._free_rows = list(range(7, -1, -1))
         self._starts: dict[int, SequenceStart] = {}
-        self._prompt_logprobs_done: dict[int, int] = {}  # seq_id -> prompt positions already reported
         self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
@@ -79,7 +78,6 @@ class ModelExecutor:
                 self._free_rows.append(row)
             if self._starts.pop(seq_id, None) is not None:
                 self._sampler.end(seq_id)
-            self._prompt_logprobs_done.pop(seq_id, None)
             self._failed.pop(seq_id, None)
         for start in plan.starts:
             self._starts[start.seq_id] = start
@@ -207,15 +205,8 @@ class ModelExecutor:
     def _prompt_logprobs(self, chunk: Chunk, logits_CV: torch.Tensor) -> tuple[TokenLogprobs | None, ...]:
         # The row at position p judges the prompt token at p + 1; token 0 has nothing before it.
         start = self._starts[chunk.seq_id]
-        prompt = start.prompt_token_ids
-        done = self._prompt_logprobs_done.get(chunk.seq_id, 0)
-        entries: list[TokenLogprobs | None] = [None] if done == 0 else []
-        first = max(chunk.start_pos + 1, done)
-        last = min(chunk.end_pos + 1, len(prompt))
-        if first < last:
-            rows = logits_CV[first - 1 - chunk.start_pos : last - 1 - chunk.start_pos]
-            top = start.sampling.prompt_logprobs
-            assert top is not None
-            entries += self._sampler.prompt_logprobs(rows, list(prompt[first:last]), top)
-        self._prompt_logprobs_done[chunk.seq_id] = max(done, last)
-        return tuple(entries)
+        prompt, top = start.prompt_token_ids, start.sampling.prompt_logprobs
+        assert top is not None
+        judged = list(prompt[chunk.start_pos + 1 : chunk.end_pos + 1])
+        entries = self._sampler.prompt_logprobs(logits_CV[: len(judged)], judged, top) if judged else []
+        return (None, *entries) if chunk.start_pos == 0 else tuple(entries)

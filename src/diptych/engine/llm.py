@@ -1,6 +1,6 @@
 """`LLM`: prompts in, completions out, on the caller's thread. `AsyncLLM`: many clients at once, the engine on its own thread.
 
->>> llm = LLM.from_pretrained("bundled")                       # doctest: +SKIP
+>>> llm = LLM("bundled", max_context_tokens=2048)  # doctest: +SKIP
 >>> llm.generate(["Once upon a time"], SamplingParams(max_tokens=20, temperature=0.0))[0].choices[0].text  # doctest: +SKIP
 """
 
@@ -10,16 +10,20 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diptych.control.loop import CoreStats
-from diptych.engine.engine import Engine, OpenRequest, OutputDelta, Prompt
-from diptych.engine.load import LoadedModel, Progress, load, make_engine
+from diptych.engine.engine import Engine, OpenRequest, OutputDelta
+from diptych.engine.load import LoadedModel, Progress, make_engine, opened
+from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
+from diptych.ground.bounds import entries
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import CapacityError, EngineError, ExecutorError
+from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
@@ -59,20 +63,30 @@ class Completion:
 
 
 class LLM:
-    """An engine for programs: give it prompts, wait for completions. One thread at a time."""
+    """An engine for programs: give it prompts, wait for completions. One thread at a time.
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.loaded = loaded
-        self.config = config
-        self.engine = make_engine(loaded, config)
+    >>> LLM("bundled", weights="int8", max_context_tokens=8192)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "bundled",
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load a checkpoint ('bundled', a folder, or a hub name) unless it is loaded, and allocate its KV pool.
+
+        settings: fields of SchedulerConfig, ComputeConfig and EngineConfig by name; they stand over `config`.
+        """
+        self.loaded, self.config = opened(model, config, settings, progress)
+        self.engine = make_engine(self.loaded, self.config)
 
     @classmethod
-    def from_pretrained(
-        cls, model: str = "bundled", config: EngineConfig | None = None, *, progress: Progress | None = None
-    ) -> LLM:
-        """Load a checkpoint ('bundled', a folder, or a hub name) and allocate its KV pool."""
-        config = config or EngineConfig()
-        return cls(load(model, config, progress=progress), config)
+    def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> LLM:
+        """The same by another name, as in `transformers`."""
+        return cls(model, *arguments, **settings)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedPrompt:
         """The model's chat template over messages, with the token range of each segment."""
@@ -92,15 +106,16 @@ class LLM:
         on_delta(prompt index, delta) is called as text appears. is_cancelled() is asked before each step; once true, what
         is left is aborted and comes back with what it has. A refused prompt raises before anything runs.
         """
-        prompt_list: list[Prompt] = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type,list-item]
+        asked = prompt_list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
-            sampling = [sampling or SamplingParams()] * len(prompt_list)
-        if len(sampling) != len(prompt_list):
-            raise EngineError(f"{len(prompt_list)} prompts came with {len(sampling)} sampling settings")
+            sampling = [sampling or SamplingParams()] * len(asked)
+        settings = entries("sampling", sampling, RequestError)
+        if len(settings) != len(asked):
+            raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
         arrival_s = self.engine.clock.now_s()
         requests = [
-            self.engine.make_request(prompt, params, arrival_s=arrival_s)
-            for prompt, params in zip(prompt_list, sampling, strict=True)
+            self.engine.make_request(prompt, params, arrival_s=arrival_s)  # type: ignore[arg-type]
+            for prompt, params in zip(asked, settings, strict=True)
         ]
         deltas: list[list[OutputDelta]] = [[] for _ in requests]
         opened: list[OpenRequest] = []
@@ -109,30 +124,25 @@ class LLM:
                 opened.append(self.engine.submit(request, _collector(number, deltas[number], on_delta)))
             while not all(one.is_finished for one in opened):
                 if is_cancelled is not None and is_cancelled():
-                    self._abort(opened)
+                    self._abort(requests)
                 else:
                     self.engine.step()
-        except BaseException:
-            # a refusal half-way, or an error in on_delta: nothing of this call may stay behind in the engine
+        except BaseException as error:
+            # a refusal half-way, an error in on_delta, Ctrl-C at any moment: nothing of this call may stay in the engine
             for one in opened:
                 one.on_delta = _ignore
-            self._abort(opened)
+            self.engine.stepper.abort(error)
+            self._abort(requests)
             raise
         return [completion(one, parts) for one, parts in zip(opened, deltas, strict=True)]
 
-    def _abort(self, opened: Sequence[OpenRequest]) -> None:
-        for one in opened:
-            self.engine.abort(one.request.request_id)
+    def _abort(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.request_id)
 
 
 def _ignore(_: OutputDelta) -> None:
     """Takes the last deltas of a request whose caller has left."""
-
-
-def _is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    if isinstance(prompts, str | RenderedPrompt):
-        return True
-    return len(prompts) > 0 and isinstance(prompts[0], int)
 
 
 def _collector(
@@ -178,13 +188,17 @@ def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion
 
 
 class RequestHandle:
-    """One request as its client sees it: iterate it for deltas; `record` and `prompt_logprobs` are final at the end."""
+    """One request as its client sees it: iterate it for deltas; `record` and `prompt_logprobs` are final at the end.
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+    Leaving the iteration before the end aborts the request.
+    """
+
+    def __init__(self, request: Request, leave: Callable[[], object]) -> None:
         self.request = request
         self.opened: OpenRequest | None = None
-        self._loop = loop
+        self._leave = leave
         self._queue: asyncio.Queue[OutputDelta | EngineError] = asyncio.Queue()
+        self._held: OutputDelta | EngineError | None = None  # taken from the queue, and of a later step
         self._open_choices = request.sampling.n
 
     @property
@@ -216,43 +230,55 @@ class RequestHandle:
         return self._deltas()
 
     async def _deltas(self) -> AsyncIterator[OutputDelta]:
-        while self._open_choices > 0:
-            item = await self._queue.get()
+        async with aclosing(self.steps()) as steps:
+            async for group in steps:
+                for delta in group:
+                    yield delta
+
+    async def steps(self) -> AsyncGenerator[list[OutputDelta], None]:
+        """The same deltas in groups, one per engine step: a stream sends one event per step and choice.
+
+        A consumer that leaves before the end (break, an exception, cancellation) ends the request.
+        """
+        try:
+            while self._open_choices > 0:
+                yield await self._next_step()
+        finally:
+            if self._open_choices > 0:
+                self._leave()
+
+    async def _next_step(self) -> list[OutputDelta]:
+        group: list[OutputDelta] = []
+        item = self._held if self._held is not None else await self._queue.get()
+        self._held = None
+        while True:
             if isinstance(item, EngineError):
                 raise item
-            if item.finish_reason is not None:
-                self._open_choices -= 1
-            yield item
-
-    async def steps(self) -> AsyncIterator[list[OutputDelta]]:
-        """The same deltas in groups, one per engine step: a stream sends one event per step and choice."""
-        held: OutputDelta | EngineError | None = None
-        while self._open_choices > 0:
-            group: list[OutputDelta] = []
-            item = held if held is not None else await self._queue.get()
-            held = None
-            while True:
-                if isinstance(item, EngineError):
-                    raise item
-                if group and item.at_s != group[0].at_s:
-                    held = item
-                    break
-                group.append(item)
-                self._open_choices -= item.finish_reason is not None
-                # a step's deltas are put together, so an empty queue means that the step is complete
-                if self._queue.empty():
-                    break
-                item = self._queue.get_nowait()
-            yield group
+            if group and item.at_s != group[0].at_s:
+                self._held = item
+                return group
+            group.append(item)
+            self._open_choices -= item.finish_reason is not None
+            # a step's deltas are put together, so an empty queue means that the step is complete
+            if self._queue.empty():
+                return group
+            item = self._queue.get_nowait()
 
 
 class AsyncLLM:
     """An engine for servers. Every method may be called from any event loop or thread; the engine steps on its own."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.loaded = loaded
-        self.config = config
-        self.engine: Engine = make_engine(loaded, config)
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "bundled",
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        """As for `LLM`; `start` begins stepping."""
+        self.loaded, self.config = opened(model, config, settings, progress)
+        self.engine: Engine = make_engine(self.loaded, self.config)
         self.failure: BaseException | None = None
         self.is_draining = False
         self._wake = threading.Condition()
@@ -264,12 +290,9 @@ class AsyncLLM:
         self._on_failure: Callable[[BaseException], object] | None = None
 
     @classmethod
-    def from_pretrained(
-        cls, model: str = "bundled", config: EngineConfig | None = None, *, progress: Progress | None = None
-    ) -> AsyncLLM:
-        """Load a checkpoint and allocate its KV pool; `start` begins stepping."""
-        config = config or EngineConfig()
-        return cls(load(model, config, progress=progress), config)
+    def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> AsyncLLM:
+        """The same by another name, as in `transformers`."""
+        return cls(model, *arguments, **settings)
 
     def start(self, *, on_failure: Callable[[BaseException], object] | None = None) -> None:
         """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered."""
@@ -330,7 +353,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
         )
         loop = asyncio.get_running_loop()
-        handle = RequestHandle(request, loop)
+        handle = RequestHandle(request, lambda: self.abort(request.request_id))
         accepted: asyncio.Future[None] = loop.create_future()
         self._post(lambda: self._submit(handle, loop, accepted))
         try:

@@ -9,25 +9,27 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from diptych.compute.runner import Model, load_model
 from diptych.compute.sampler import Sampler
+from diptych.compute.shapes import SHAPES
 from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
-from diptych.control.step_time import StepTimeModel
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile, profile_path
+from diptych.cost.step_time import StepTimeModel
 from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
-from diptych.ground.config import BlockConfig, EngineConfig
-from diptych.ground.errors import CapacityError, ConfigError
+from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
+from diptych.ground.errors import CapacityError, ConfigError, LoadError
 
 logger = logging.getLogger("diptych.engine")
 
@@ -56,13 +58,40 @@ def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
     return Path(__file__).resolve().parent.parent / "bundled" / name
 
 
+def model_dir(name: str) -> Path:
+    """The folder of 'bundled', of a local path or of a hub name. Raises LoadError that says what the name is instead."""
+    if name == "bundled":
+        return bundled_dir()
+    path = Path(name).expanduser()
+    if _is_gguf(path):
+        raise LoadError(
+            f"{path} is a GGUF file; a checkpoint is a Hugging Face folder with config.json and *.safetensors",
+            hint="take the original checkpoint, and --weights int8 or int4 for packed weights",
+        )
+    try:
+        return resolve_model_dir(name)
+    except LoadError as error:
+        if name not in SHAPES:
+            raise
+        hint = f"{name} is a shape: bench and lab take it, with random weights, as --shape {name}"
+        raise LoadError(error.message, hint=hint) from error
+
+
+def _is_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF" or path.suffix == ".gguf"
+    except OSError:  # a folder, or nothing at all
+        return False
+
+
 def load(
     name: str, config: EngineConfig, *, progress: Progress | None = None, clock: Clock | None = None
 ) -> LoadedModel:
     """Load `name`: 'bundled', a local folder, or a hub name. Raises LoadError, UnsupportedModel or ConfigError."""
     clock = clock or MonotonicClock()
     begin_s = clock.now_s()
-    directory = bundled_dir() if name == "bundled" else resolve_model_dir(name)
+    directory = model_dir(name)
     tokenizer = Tokenizer.from_dir(directory)
     template = ChatTemplate.from_dir(directory, tokenizer)
     model = load_model(directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress)
@@ -80,13 +109,34 @@ def load(
     )
 
 
+def opened(
+    model: str | Path | LoadedModel,
+    config: EngineConfig | None,
+    settings: dict[str, Any],
+    progress: Progress | None = None,
+) -> tuple[LoadedModel, EngineConfig]:
+    """What `LLM`, `AsyncLLM` and `TwoPhase` begin with: a model, loaded here unless it is already, and its config.
+
+    Raises ConfigError for unknown or impossible settings, and for those that a loaded model can no longer follow.
+    """
+    config = engine_config(config, **settings)
+    if not isinstance(model, LoadedModel):
+        return load(str(model), config, progress=progress), config
+    late = [name for name in settings if SETTINGS[name] == "compute"]
+    if late:
+        raise ConfigError(
+            f"{late[0]} is set, but the model is already loaded", hint="give the setting when it is loaded"
+        )
+    return model, config
+
+
 def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
     """(max_context_tokens, n_blocks) of the KV pool.
 
     Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory;
     the message names the largest context that does.
     """
-    model_context = model.spec.max_positions
+    model_context = model.spec.max_context_tokens
     asked = config.max_context_tokens
     if asked is not None and asked > model_context:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The two phases as an API, for people who build on them or study them.
 
-    phases = TwoPhase.from_pretrained("bundled")
+    phases = TwoPhase("bundled")
     state = phases.prefill(token_ids)        # the whole prompt in parallel: builds the KV cache
     token_id, logits = phases.decode(state)  # one token from the cache: its KV is added, the next logits come back
 
@@ -14,6 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +22,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from diptych.compute.batch import ForwardBatch
-from diptych.engine.load import LoadedModel, load, size_pool
+from diptych.engine.load import LoadedModel, opened, size_pool
+from diptych.ground.bounds import Bound, ids
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, LoadError, PromptTooLong, RequestError
 
 FORMAT = "diptych-phase-state-1"
+_CHUNK = Bound(int, 1, None, "tokens per chunk", is_optional=True)
 
 
 @dataclass(slots=True)
@@ -43,18 +46,20 @@ class PhaseState:
 class TwoPhase:
     """A model, a KV pool and the two verbs. Blocks are private to their state: forks copy them."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self.loaded = loaded
-        self.model = loaded.model
-        self.max_context_tokens, n_blocks = size_pool(loaded.model, config)
-        self.kv = loaded.model.make_kv(n_blocks, config.block_tokens)
+    def __init__(
+        self, model: str | Path | LoadedModel = "bundled", config: EngineConfig | None = None, **settings: Any
+    ) -> None:
+        """Load a checkpoint unless it is loaded. settings: as for `LLM`."""
+        self.loaded, config = opened(model, config, settings)
+        self.model = self.loaded.model
+        self.max_context_tokens, n_blocks = size_pool(self.model, config)
+        self.kv = self.model.make_kv(n_blocks, config.block_tokens)
         self._free_block_ids = list(range(n_blocks - 1, -1, -1))
 
     @classmethod
-    def from_pretrained(cls, model: str = "bundled", config: EngineConfig | None = None) -> TwoPhase:
-        """Load a checkpoint ('bundled', a folder, or a hub name)."""
-        config = config or EngineConfig()
-        return cls(load(model, config), config)
+    def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> TwoPhase:
+        """The same by another name, as in `transformers`."""
+        return cls(model, *arguments, **settings)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -65,33 +70,30 @@ class TwoPhase:
         state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[])
         try:
             self.extend(state, token_ids, chunk_tokens=chunk_tokens)
-        except Exception:
+        except BaseException:
             self.free(state)
             raise
         return state
 
     def extend(self, state: PhaseState, token_ids: Sequence[int], *, chunk_tokens: int | None = None) -> None:
         """Add known tokens to a state (a prefill that starts at its end)."""
+        token_ids = self._checked(state, token_ids)
         if not token_ids:
             raise RequestError("prompt has 0 tokens; at least 1 is needed")
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise RequestError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
-        self._check(state, token_ids)
-        size = chunk_tokens or len(token_ids)
+        size = int(_CHUNK.take("chunk_tokens", chunk_tokens, RequestError) or len(token_ids))
         for start in range(0, len(token_ids), size):
             self._compute(state, list(token_ids[start : start + size]))
 
     def decode(self, state: PhaseState, token_id: int | None = None) -> tuple[int, torch.Tensor]:
         """Write one token: `token_id`, or the likeliest by `state.logits`. Returns it and the logits [V] after it."""
-        chosen = int(torch.argmax(state.logits)) if token_id is None else token_id
-        self._check(state, [chosen])
+        (chosen,) = self._checked(state, [int(torch.argmax(state.logits)) if token_id is None else token_id])
         self._compute(state, [chosen])
         return chosen, state.logits
 
     def logits_at_every_position(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V] fp32: what the model expects after each token of a text (for measuring its loss)."""
         state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[])
-        self._check(state, token_ids)
+        token_ids = self._checked(state, token_ids)
         try:
             return self._forward(state, list(token_ids), np.arange(len(token_ids), dtype=np.int32)).clone()
         finally:
@@ -148,21 +150,39 @@ class TwoPhase:
         """Read what `save` wrote. Raises LoadError for a damaged file or one of another model."""
         try:
             with safe_open(str(path), framework="pt") as file:
-                metadata = file.metadata() or {}
-                self._check_metadata(path, metadata)
-                state = PhaseState(
-                    token_ids=file.get_tensor("token_ids").tolist(),
-                    logits=file.get_tensor("logits").to(self.model.device),
-                    block_ids=[],
-                )
-                state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
-                for layer in range(self.model.spec.n_layers):
-                    keys = file.get_tensor(f"layers.{layer}.keys")
-                    values = file.get_tensor(f"layers.{layer}.values")
-                    self.kv.write(layer, state.block_ids, keys, values)
+                self._check_metadata(path, file.metadata() or {})
+                token_ids = self._saved_token_ids(path, file.get_tensor("token_ids"))
+                logits = _saved(path, file, "logits", (self.model.spec.vocab_size,), torch.float32)
+                state = PhaseState(token_ids=token_ids, logits=logits.to(self.model.device), block_ids=[])
+                self._load_blocks(path, file, state)
         except (OSError, SafetensorError) as error:
             raise LoadError(f"cannot read the state in {path}: {error}") from error
         return state
+
+    def _saved_token_ids(self, path: Path | str, saved: torch.Tensor) -> list[int]:
+        if saved.dtype is not torch.int64 or saved.ndim != 1 or not 1 <= len(saved) <= self.max_context_tokens:
+            raise LoadError(
+                f"token_ids in {path} is {saved.dtype} of shape {tuple(saved.shape)}; "
+                f"1 to {self.max_context_tokens} ids of torch.int64 are needed"
+            )
+        vocab_size = self.model.spec.vocab_size
+        if not 0 <= int(saved.min()) <= int(saved.max()) < vocab_size:
+            raise LoadError(f"{path} has token id {int(saved.max())}; ids are between 0 and {vocab_size - 1}")
+        return [int(token_id) for token_id in saved]
+
+    def _load_blocks(self, path: Path | str, file: Any, state: PhaseState) -> None:
+        """Take blocks for the state and fill them; nothing is taken when anything is wrong."""
+        sample = self.kv.read(0, [0], 1)[0]
+        shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
+        state.block_ids = self._take_blocks(-(-len(state.token_ids) // self.kv.block_tokens))
+        try:
+            for layer in range(self.model.spec.n_layers):
+                names = f"layers.{layer}.keys", f"layers.{layer}.values"
+                keys, values = (_saved(path, file, name, shape, sample.dtype) for name in names)
+                self.kv.write(layer, state.block_ids, keys, values)
+        except BaseException:
+            self._give_back_blocks(state, 0)
+            raise
 
     def _check_metadata(self, path: Path | str, metadata: dict[str, str]) -> None:
         if metadata.get("format") != FORMAT:
@@ -173,14 +193,12 @@ class TwoPhase:
                 hint="a state can only be loaded by the very model, weights and KV format that made it",
             )
 
-    def _check(self, state: PhaseState, token_ids: Sequence[int]) -> None:
-        total = len(state.token_ids) + len(token_ids)
+    def _checked(self, state: PhaseState, token_ids: Sequence[int]) -> tuple[int, ...]:
+        checked = ids("prompt", token_ids, RequestError, n_ids=self.model.spec.vocab_size)
+        total = len(state.token_ids) + len(checked)
         if total > self.max_context_tokens:
             raise PromptTooLong(f"the sequence would have {total} tokens; at most {self.max_context_tokens} fit")
-        vocab_size = self.model.spec.vocab_size
-        bad = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
-        if bad:
-            raise RequestError(f"token id {bad[0]} is outside the vocabulary; ids are between 0 and {vocab_size - 1}")
+        return checked
 
     def _compute(self, state: PhaseState, token_ids: list[int]) -> None:
         state.logits = self._forward(state, token_ids, np.array([len(token_ids) - 1], dtype=np.int32))[0].clone()
@@ -212,3 +230,13 @@ class TwoPhase:
         kept = -(-n_tokens // self.kv.block_tokens)
         self._free_block_ids += reversed(state.block_ids[kept:])
         del state.block_ids[kept:]
+
+
+def _saved(path: Path | str, file: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """One tensor of a saved state, which must be what `save` writes for this model."""
+    tensor: torch.Tensor = file.get_tensor(name)
+    if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
+        raise LoadError(
+            f"{name} in {path} is {tensor.dtype} of shape {tuple(tensor.shape)}; {dtype} of shape {shape} is needed"
+        )
+    return tensor

@@ -6,58 +6,27 @@ Built from events alone (`PhaseObserver` listens) and the cost model; no clock o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.workload import ChunkShape, Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, local_predictor
-from diptych.ground.events import Event, ScheduledEvent, StepBeginEvent, StepEndEvent, Timings, Usage
+from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
-from diptych.metrics import percentile
-
-
-@dataclass(slots=True)
-class _Step:
-    begin_s: float
-    shapes: list[ChunkShape] = field(default_factory=list)
-    has_prefill: bool = False
-    time_s: float = 0.0
-    host_s: float = 0.0
-
-    @property
-    def work(self) -> Workload:
-        """The step as the cost model sees it."""
-        return Workload(shapes=tuple(self.shapes))
+from diptych.metrics import EventBook, StepRecord, percentile
 
 
 class PhaseObserver:
     """Collects the steps of one run. Use as an engine listener."""
 
     def __init__(self) -> None:
-        self._open: dict[int, _Step] = {}
-        self._scheduled: dict[int, list[ScheduledEvent]] = {}
-        self.steps: list[_Step] = []
+        self.steps: list[StepRecord] = []
+        self._book = EventBook(on_step=self.steps.append)
 
     def __call__(self, events: list[Event]) -> None:
         """Fold one batch of events."""
-        for event in events:
-            if isinstance(event, ScheduledEvent):
-                self._scheduled.setdefault(event.step_id, []).append(event)
-            elif isinstance(event, StepBeginEvent):
-                self._open[event.step_id] = _Step(begin_s=event.at_s)
-            elif isinstance(event, StepEndEvent):
-                self._end(event)
-
-    def _end(self, event: StepEndEvent) -> None:
-        step = self._open.pop(event.step_id)
-        step.time_s = event.at_s - step.begin_s
-        step.host_s = step.time_s - event.device_s
-        for chunk in self._scheduled.pop(event.step_id, ()):
-            step.has_prefill |= chunk.phase is Phase.PREFILL
-            step.shapes.append(ChunkShape(new_tokens=chunk.chunk_tokens, start_pos=chunk.context_tokens, samples=True))
-        self.steps.append(step)
+        self._book.fold(events)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +44,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """What `diptych generate` prints after the text."""
+    """What `diptych generate` prints after the text. load_s is None where nobody waited for the model to load."""
 
     model: str
     backend: str
@@ -84,7 +53,7 @@ class PhaseReport:
     ceilings: Ceilings
     prefill: PhaseRow
     decode: PhaseRow | None
-    load_s: float
+    load_s: float | None
     queue_s: float
     prefill_s: float
     first_token_s: float
@@ -110,10 +79,12 @@ class PhaseReport:
         )
         lines = [head, f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}"]
         lines += [_row_line(row) for row in (self.prefill, self.decode) if row is not None]
+        parts = {"queue": self.queue_s, "prefill": self.prefill_s, "first token": self.first_token_s}
+        start = ""
+        if self.load_s is not None:
+            parts, start = {"load": self.load_s} | parts, " from a cold start"
         lines.append(
-            f"  TTFT {_ms(self.load_s + self.queue_s + self.prefill_s + self.first_token_s)} from a cold start = "
-            f"load {_ms(self.load_s)} + queue {_ms(self.queue_s)} + prefill {_ms(self.prefill_s)} + "
-            f"first token {_ms(self.first_token_s)}"
+            f"  TTFT {_ms(sum(parts.values()))}{start} = " + " + ".join(f"{name} {_ms(s)}" for name, s in parts.items())
         )
         if self.itl_p50_s is not None and self.itl_p99_s is not None:
             lines.append(f"  between tokens p50 {_ms(self.itl_p50_s)}, p99 {_ms(self.itl_p99_s)}")
@@ -137,13 +108,19 @@ def _row_line(row: PhaseRow) -> str:
 
 
 def phase_report(
-    loaded: LoadedModel, observer: PhaseObserver, *, ceilings: Ceilings, usage: Usage, timings: Timings
+    loaded: LoadedModel,
+    observer: PhaseObserver,
+    *,
+    ceilings: Ceilings,
+    usage: Usage,
+    timings: Timings,
+    is_cold: bool = True,
 ) -> PhaseReport:
-    """The report of one finished request that ran alone while `observer` listened."""
+    """The report of one finished request that ran alone while `observer` listened. is_cold: it waited for the loading."""
     view, predictor = CostView(loaded.model), local_predictor(loaded.model)
-    prefill_steps = [step for step in observer.steps if step.has_prefill]
-    decode_steps = [step for step in observer.steps if not step.has_prefill]
-    first_token_s = prefill_steps[-1].host_s if prefill_steps else 0.0
+    prefill_steps = [step for step in observer.steps if step.shape.phase is Phase.PREFILL]
+    decode_steps = [step for step in observer.steps if step.shape.phase is Phase.DECODE]
+    first_token_s = prefill_steps[-1].time_s - prefill_steps[-1].device_s if prefill_steps else 0.0
     itl = timings.itl_s
     return PhaseReport(
         model=loaded.name,
@@ -153,7 +130,7 @@ def phase_report(
         ceilings=ceilings,
         prefill=_phase_row(Phase.PREFILL, prefill_steps, view, ceilings, predictor),
         decode=_phase_row(Phase.DECODE, decode_steps, view, ceilings, predictor) if decode_steps else None,
-        load_s=loaded.load_s,
+        load_s=loaded.load_s if is_cold else None,
         queue_s=timings.queue_s,
         prefill_s=max(0.0, timings.prefill_s - first_token_s),
         first_token_s=first_token_s,
@@ -164,13 +141,13 @@ def phase_report(
 
 
 def _phase_row(
-    phase: Phase, steps: list[_Step], view: CostView, ceilings: Ceilings, predictor: CalibratedModel | None
+    phase: Phase, steps: list[StepRecord], view: CostView, ceilings: Ceilings, predictor: CalibratedModel | None
 ) -> PhaseRow:
-    tokens = sum(shape.new_tokens for step in steps for shape in step.shapes)
+    tokens = sum(step.shape.n_tokens for step in steps)
     time_s = sum(step.time_s for step in steps) or 1e-9
     bound_s = memory_s = compute_s = 0.0
     for step in steps:
-        cost = view.cost(step.work)
+        cost = view.cost(step.shape)
         step_memory_s = cost.bytes / ceilings.read_bytes_per_s
         step_compute_s = cost.flops / ceilings.flops_per_s
         bound_s += max(step_memory_s, step_compute_s)
@@ -183,5 +160,5 @@ def _phase_row(
         tokens_per_s=tokens / time_s,
         fraction_of_ceiling=bound_s / time_s,
         bound="memory" if memory_s >= compute_s else "arithmetic",
-        predicted_s=None if predictor is None else sum(predictor.predict(step.work).total_s for step in steps),
+        predicted_s=None if predictor is None else sum(predictor.predict(step.shape).total_s for step in steps),
     )

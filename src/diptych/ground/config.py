@@ -6,14 +6,49 @@ A room takes its own config; only `engine` and `cli` see `EngineConfig`. Bad val
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from diptych.ground.bounds import Bound, exactly, shown
 from diptych.ground.errors import ConfigError
+from diptych.ground.formats import ENGINE_KV, ENGINE_WEIGHTS
 
 BACKENDS = ("auto", "cpu", "torch")
-WEIGHT_FORMATS = ("auto", "fp32", "bf16", "int8", "int4")
-KV_FORMATS = ("auto", "fp32", "bf16", "int8")
+WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
+KV_FORMATS = ("auto", *ENGINE_KV)
+LONGROPE_FACTORS = ("auto", "short", "long")
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
+
+# every number of the configs below; `what` is the text of the help pages
+BOUNDS: Mapping[str, Bound] = MappingProxyType(
+    {
+        "max_step_tokens": Bound(int, 1, 2**31 - 1, "most tokens of one step (largest prefill chunk)"),
+        "max_running_sequences": Bound(int, 1, 2**20, "sequences that run at one time"),
+        "stall_budget_s": Bound(
+            float,
+            0.0,
+            None,
+            "longest a running stream may wait for others' prefill",
+            is_low_open=True,
+            is_optional=True,
+        ),
+        "max_waiting_tokens": Bound(int, 1, 2**62, "refuse requests beyond this many waiting tokens"),
+        "max_context_tokens": Bound(int, 2, 2**31 - 1, "longest sequence (default: the model's)", is_optional=True),
+        "aging_s": Bound(float, 0.0, None, "a waiting request gains a priority level in this time", is_low_open=True),
+        "n_blocks": Bound(int, 1, 2**31 - 1, "blocks of the KV pool"),
+        "block_tokens": Bound(int, 1, 2**20, "tokens of a KV block"),
+        "threads": Bound(
+            int, 1, 4096, "compute threads (default: one per core this process may use)", is_optional=True
+        ),
+        "kv_memory_bytes": Bound(int, 1, 2**62, "memory of the KV pool in bytes", is_optional=True),
+        "seed": Bound(int, -(2**63), 2**64 - 1, "of what the engine draws for requests without a seed"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +70,10 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
-        at_least("max_step_tokens", self.max_step_tokens, 1)
-        at_least("max_running_sequences", self.max_running_sequences, 1)
-        at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
-        at_least("max_context_tokens", self.max_context_tokens, 2)
-        if self.stall_budget_s is not None and self.stall_budget_s <= 0.0:
-            raise ConfigError(f"stall_budget_s is {self.stall_budget_s}; it must be greater than 0")
-        if self.aging_s <= 0.0:
-            raise ConfigError(f"aging_s is {self.aging_s}; it must be greater than 0")
+        _take(self, "max_step_tokens", "max_running_sequences", "stall_budget_s", "max_waiting_tokens", "aging_s")
+        at_least("max_context_tokens", self.max_context_tokens, 2)  # settled here: the model's own is known
+        _take(self, "max_context_tokens")
+        exactly(bool, "enable_prefix_cache", self.enable_prefix_cache, ConfigError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +85,7 @@ class BlockConfig:
 
     def __post_init__(self) -> None:
         """Refuse an empty pool."""
-        at_least("n_blocks", self.n_blocks, 1)
-        at_least("block_tokens", self.block_tokens, 1)
+        _take(self, "n_blocks", "block_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +95,7 @@ class ComputeConfig:
     threads: of the kernels; None is one per physical core that this process may use. numa: where they are pinned: `auto`
     (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all). instruction_set: the
     cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
+    longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
     backend: str = "auto"
@@ -74,14 +105,18 @@ class ComputeConfig:
     threads: int | None = None
     instruction_set: str = "auto"
     numa: str = "auto"
+    longrope: str = "auto"
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""
         one_of("backend", self.backend, BACKENDS)
         one_of("weights", self.weights, WEIGHT_FORMATS)
         one_of("kv", self.kv, KV_FORMATS)
-        if self.threads is not None:
-            at_least("threads", self.threads, 1)
+        one_of("longrope", self.longrope, LONGROPE_FACTORS)
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            hint = "a CUDA device is named cuda, or cuda:0 where there are several"
+            raise ConfigError(f"device is {shown(self.device)}; it must be auto, cpu, cuda or cuda:N", hint=hint)
+        _take(self, "threads")
         numa_nodes(self.numa)
 
 
@@ -96,26 +131,76 @@ class EngineConfig:
     block_tokens: int = 32
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse impossible numbers, and settings of other kinds."""
+        for name, kind in (("scheduler", SchedulerConfig), ("compute", ComputeConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a {kind.__name__}")
+        _take(self, "max_context_tokens", "kv_memory_bytes", "block_tokens", "seed")
+
+
+def engine_config(base: EngineConfig | None = None, /, **settings: Any) -> EngineConfig:
+    """`base` (default: the defaults) with the settings of any of its rooms by their plain names.
+
+    Raises ConfigError for an unknown name, with the nearest known ones, and for impossible values.
+
+    >>> engine_config(weights="int8", max_context_tokens=8192).compute.weights
+    'int8'
+    """
+    base = EngineConfig() if base is None else base
+    if not isinstance(base, EngineConfig):
+        raise ConfigError(f"config is {shown(base)}; it must be an EngineConfig")
+    parts: dict[str, dict[str, Any]] = {"": {}, "scheduler": {}, "compute": {}}
+    for name, value in settings.items():
+        if name not in SETTINGS:
+            near = get_close_matches(name, SETTINGS, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(SETTINGS))}"
+            raise ConfigError(f"no setting {name!r}", hint=hint)
+        parts[SETTINGS[name]][name] = value
+    return replace(
+        base,
+        scheduler=replace(base.scheduler, **parts["scheduler"]),
+        compute=replace(base.compute, **parts["compute"]),
+        **parts[""],
+    )
+
+
+def _names(config: type[SchedulerConfig | ComputeConfig | EngineConfig]) -> list[str]:
+    return [one.name for one in fields(config) if one.name not in ("scheduler", "compute")]
+
+
+# setting -> the part of EngineConfig that holds it ("": itself, also where a part has a field of the same name)
+SETTINGS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(_names(SchedulerConfig), "scheduler")
+    | dict.fromkeys(_names(ComputeConfig), "compute")
+    | dict.fromkeys(_names(EngineConfig), "")
+)
+
+
+def _take(config: SchedulerConfig | BlockConfig | ComputeConfig | EngineConfig, *names: str) -> None:
+    """Check the numbers of a config and make them plain."""
+    for name in names:
+        object.__setattr__(config, name, BOUNDS[name].take(name, getattr(config, name), ConfigError))
+
 
 def at_least(name: str, value: int, low: int) -> None:
-    """Raise ConfigError unless value >= low."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} is {value}; it must be a whole number of at least {low}")
+    """Raise ConfigError unless value is a whole number >= low."""
+    Bound(int, low, None, name).take(name, value, ConfigError)
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless value is one of choices."""
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
 
 
 def numa_nodes(numa: str) -> tuple[int, ...]:
     """The NUMA nodes that the setting names, none for `auto` and `off`; ConfigError for anything else."""
     if numa in ("auto", "off"):
         return ()
-    parts = numa.split(",")
+    parts = numa.split(",") if isinstance(numa, str) else [""]
     if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-        raise ConfigError(f"numa is {numa!r}; it must be auto, off, or nodes such as 0 or 0,1")
+        raise ConfigError(f"numa is {shown(numa)}; it must be auto, off, or nodes such as 0 or 0,1")
     return tuple(sorted({int(part) for part in parts}))
 
 

@@ -1,16 +1,17 @@
 """What a client asks for: `SamplingParams`, prompt `Segment`s and the `Request` itself.
 
-Owns the bounds of every sampling option, so that the command line, the Python API and the server refuse alike.
+Owns the bounds of every option (`BOUNDS` and the limits of lists), so that the command line, the Python API and the server
+refuse alike; help pages and the server's schema are made from them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from diptych.ground.errors import BadSampling
+from diptych.ground.bounds import Bound, entries, exactly, ids, shown, text, whole
+from diptych.ground.errors import BadSampling, RequestError
 
 MAX_N = 64
 MAX_TOP_LOGPROBS = 20
@@ -18,8 +19,34 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
-MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: smaller ones could overflow
+MAX_TOKEN_ID = 2**31 - 1
+MAX_REQUEST_ID_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256
 GREEDY_BELOW_TEMPERATURE = 1e-5  # the likeliest token would be drawn anyway, and dividing by less could overflow
+
+# every number of a request; a field that is not here is a flag, a text or a list
+BOUNDS: Mapping[str, Bound] = MappingProxyType(
+    {
+        "max_tokens": Bound(int, 1, 2**31 - 1, "most tokens to write"),
+        "min_tokens": Bound(int, 0, 2**31 - 1, "tokens to write before the text may end"),
+        "temperature": Bound(float, 0.0, 100.0, "0 is greedy"),
+        "top_k": Bound(int, 1, 2**31 - 1, "keep the k likeliest tokens", is_optional=True),
+        "top_p": Bound(float, 0.0, 1.0, "keep the likeliest tokens that hold this probability", is_low_open=True),
+        "min_p": Bound(float, 0.0, 1.0, "keep tokens at least this likely, relative to the likeliest"),
+        # logits are divided by it: smaller ones could overflow
+        "repetition_penalty": Bound(float, 0.01, 100.0, "divide the logits of tokens already seen"),
+        "presence_penalty": Bound(float, -2.0, 2.0, "subtract once from tokens already written"),
+        "frequency_penalty": Bound(float, -2.0, 2.0, "subtract per occurrence from tokens already written"),
+        "logit_bias": Bound(float, -100.0, 100.0, "added to the logits of these tokens"),
+        "seed": Bound(int, -(2**63), 2**64 - 1, "noise depends on the seed and the position only", is_optional=True),
+        "n": Bound(int, 1, MAX_N, "how many answers (they share the prompt's KV)"),
+        "logprobs": Bound(int, 0, MAX_TOP_LOGPROBS, "likeliest alternatives told per output token", is_optional=True),
+        "prompt_logprobs": Bound(
+            int, 0, MAX_TOP_LOGPROBS, "likeliest alternatives told per prompt token", is_optional=True
+        ),
+        "priority": Bound(int, -(2**31), 2**31 - 1, "higher is served sooner"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +59,12 @@ class FreeReasoning:
 
     begin: str | None
     end: str
+
+    def __post_init__(self) -> None:
+        """Refuse what is no text."""
+        if self.begin is not None:
+            text("begin", self.begin, BadSampling)
+        text("end", self.end, BadSampling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +79,20 @@ class StructuredSpec:
     source: str
     reasoning: FreeReasoning | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what is no text; whether the constraint has a meaning is seen when it is compiled."""
+        text("kind", self.kind, BadSampling)
+        text("source", self.source, BadSampling)
+        _instance("reasoning", self.reasoning, FreeReasoning)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when to stop. `temperature` 0 (or below 1e-5) is greedy.
 
-    Raises BadSampling on construction when a value is impossible; the error names the field, the value and the limit.
+    Numbers of any type (NumPy's too), one stop string or several, and any mapping of biases are taken; what is kept is
+    plain and frozen. Raises BadSampling on construction when a value is impossible; the error names the field, the value
+    and the limit.
     """
 
     max_tokens: int = 256
@@ -69,40 +110,28 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()  # one text or several; kept as a tuple
+    stop_token_ids: Sequence[int] = ()  # kept as a tuple
     include_stop_str_in_output: bool = False
     structured: StructuredSpec | None = None
 
     def __post_init__(self) -> None:
-        """Refuse impossible values, each by name, value and limit."""
-        _between("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _between("temperature", self.temperature, 0.0, 100.0)
-        if self.top_k is not None:
-            _between("top_k", self.top_k, 1, 2**31 - 1)
-        _between("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("n", self.n, 1, MAX_N)
-        _between("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.seed is not None:
-            _between("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _between("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
-        self._check_lists()
-
-    def _check_lists(self) -> None:
-        _between("number of stop strings", len(self.stop), 0, MAX_STOP_STRINGS, param="stop")
-        for text in self.stop:
-            _between("length of a stop string in bytes", len(text.encode()), 1, MAX_STOP_BYTES, param="stop")
-        _between("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS, param="stop_token_ids")
-        _between("number of logit_bias entries", len(self.logit_bias), 0, MAX_LOGIT_BIAS, param="logit_bias")
-        for token_id, bias in self.logit_bias.items():
-            _between(f"logit_bias of token {token_id}", bias, -100.0, 100.0, param="logit_bias")
+        """Refuse impossible values, each by name, value and limit; make the others plain."""
+        keep = object.__setattr__
+        for name in _NUMBERS:
+            keep(self, name, BOUNDS[name].take(name, getattr(self, name), BadSampling))
+        if self.min_tokens > self.max_tokens:
+            raise BadSampling(
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, which is {self.max_tokens}",
+                param="min_tokens",
+            )
+        exactly(bool, "ignore_eos", self.ignore_eos, BadSampling)
+        exactly(bool, "include_stop_str_in_output", self.include_stop_str_in_output, BadSampling)
+        _instance("structured", self.structured, StructuredSpec)
+        keep(self, "stop", _stop_strings(self.stop))
+        keep(self, "stop_token_ids", ids("stop_token_ids", self.stop_token_ids, BadSampling, n_ids=MAX_TOKEN_ID + 1))
+        _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        keep(self, "logit_bias", _logit_bias(self.logit_bias))
 
     @property
     def is_greedy(self) -> bool:
@@ -110,15 +139,47 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW_TEMPERATURE
 
 
-def _between(
-    name: str, value: float, low: float, high: float, *, low_open: bool = False, param: str | None = None
-) -> None:
-    """Raise BadSampling unless low <= value <= high (low < value when `low_open`)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    if is_number and (low < value if low_open else low <= value) and value <= high:
-        return
-    rule = f"greater than {low:g} and at most {high:g}" if low_open else f"between {low:g} and {high:g}"
-    raise BadSampling(f"{name} is {value}; it must be {rule}", param=param or name)
+_NUMBERS = tuple(name for name in BOUNDS if name not in ("logit_bias", "priority"))
+
+
+def _at_most(name: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise BadSampling(f"{name} has {number} entries; it must have at most {limit}", param=name)
+
+
+def _instance(name: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise BadSampling(f"{name} is {shown(value)}; it must be a {kind.__name__} or None", param=name)
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    given = (value,) if isinstance(value, str) else entries("stop", value, BadSampling)
+    _at_most("stop", len(given), MAX_STOP_STRINGS)
+    stop = []
+    for entry in given:
+        if not isinstance(entry, str):
+            raise BadSampling(f"stop has the entry {shown(entry)}; each must be a string", param="stop")
+        stop.append(text("stop", entry, BadSampling, least=1, most=MAX_STOP_BYTES))
+        if len(entry.encode()) > MAX_STOP_BYTES:
+            raise BadSampling(
+                f"stop has an entry of {len(entry.encode())} bytes; each must have 1 to {MAX_STOP_BYTES}", param="stop"
+            )
+    return tuple(stop)
+
+
+def _logit_bias(value: object) -> Mapping[int, float]:
+    if value is not None and not isinstance(value, Mapping):
+        raise BadSampling(f"logit_bias is {shown(value)}; it must map token ids to numbers", param="logit_bias")
+    biases: dict[int, float] = {}
+    _at_most("logit_bias", len(value or ()), MAX_LOGIT_BIAS)
+    for key, bias in (value or {}).items():
+        token_id = whole(key)
+        if token_id is None or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise BadSampling(f"logit_bias has the key {shown(key)}; keys must be token ids", param="logit_bias")
+        number = BOUNDS["logit_bias"].take(f"logit_bias of token {token_id}", bias, BadSampling, param="logit_bias")
+        assert number is not None, "logit_bias is not optional"
+        biases[token_id] = number
+    return MappingProxyType(biases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +197,8 @@ class Request:
 
     `eos_token_ids` are the model's; `sampling.ignore_eos` switches them off. `cache_salt` keeps prefix-cache
     entries of different tenants apart. Higher `priority` is served sooner.
+
+    Raises RequestError for an impossible value; the prompt's ids are checked by whoever knows the vocabulary.
     """
 
     request_id: str
@@ -146,3 +209,17 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     segments: tuple[Segment, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what would go wrong only later, in the middle of others' work."""
+        text("request_id", self.request_id, RequestError, least=1, most=MAX_REQUEST_ID_CHARS)
+        if self.cache_salt is not None:
+            text("cache_salt", self.cache_salt, RequestError, least=1, most=MAX_CACHE_SALT_CHARS)
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError(f"sampling is {shown(self.sampling)}; it must be SamplingParams", param="sampling")
+        object.__setattr__(self, "priority", BOUNDS["priority"].take("priority", self.priority, RequestError))
+        object.__setattr__(self, "arrival_s", _ARRIVAL.take("arrival_s", self.arrival_s, RequestError))
+        object.__setattr__(self, "prompt_token_ids", entries("prompt", self.prompt_token_ids, RequestError))
+
+
+_ARRIVAL = Bound(float, -1e12, 1e12, "when the request came in, on the engine's clock")

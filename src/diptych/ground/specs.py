@@ -1,6 +1,6 @@
-"""What machines, models and number formats are, as plain numbers: the nouns of the cost model.
+"""What machines and number formats are, as plain numbers: the nouns of the cost model.
 
-Standard library only. Tables of named devices and models live in `cost/`; the arithmetic over these specs too.
+Standard library only. Tables of named devices live in `cost/`; the arithmetic over these specs too.
 Rates are per second, sizes in bytes, and always of one device (one GPU, one socket) unless a name says otherwise.
 
 >>> QuantSpec(name="int8", weight_bytes=1.0).head_bytes
@@ -67,78 +67,6 @@ class HardwareSpec:
             if fact.field == field_name:
                 return fact.flag
         return Flag.UNVERIFIED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaSpec:
-    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly."""
-
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeSpec:
-    """A mixture of experts. `shared_ffn` is the total width of the always-active experts.
-
-    Layer i is a mixture when i >= first_layer and (i - first_layer) % layer_step == 0.
-    skew: 0 for uniform routing; see `cost.components.expected_experts`.
-    """
-
-    n_experts: int
-    experts_per_token: int
-    expert_ffn: int
-    shared_ffn: int = 0
-    first_layer: int = 0
-    layer_step: int = 1
-    has_router_bias: bool = False
-    has_expert_bias: bool = False
-    has_shared_gate: bool = False
-    skew: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """The shape of a decoder-only transformer: all that its FLOPs, bytes and parameter count depend on.
-
-    windows: one entry per layer, None for full attention, else the number of tokens a query may see.
-    qk_norm: None, "head" (one weight per head dimension) or "full" (over the whole projection).
-    norms_per_layer: 2 usually, 4 where the family also norms the outputs of attention and MLP.
-    """
-
-    name: str
-    n_layers: int
-    hidden: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    windows: tuple[int | None, ...]
-    max_context_tokens: int | None = None
-    is_tied: bool = False
-    is_gated: bool = True
-    has_qkv_bias: bool = False
-    has_o_bias: bool = False
-    has_mlp_bias: bool = False
-    has_norm_bias: bool = False
-    has_embedding_norm: bool = False
-    has_sinks: bool = False
-    qk_norm: str | None = None
-    norms_per_layer: int = 2
-    n_position_embeddings: int = 0
-    mla: MlaSpec | None = None
-    moe: MoeSpec | None = None
-    published_parameters: int | None = None
-    provenance: tuple[Provenance, ...] = ()
-
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether layer `layer` routes to experts."""
-        moe = self.moe
-        return moe is not None and layer >= moe.first_layer and (layer - moe.first_layer) % moe.layer_step == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,14 @@ sequence's whole prompt travels once, by reference, in its `SequenceStart`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field
+from typing import NamedTuple, Protocol
 
 from diptych.ground.errors import EngineError
 from diptych.ground.phase import Phase
 from diptych.ground.request import SamplingParams
+from diptych.ground.shape import ChunkShape, StepShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +31,14 @@ class SequenceStart:
     eos_token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Compute the KV of `token_ids`, which stand at positions [start_pos, start_pos + len(token_ids)).
 
     new_block_ids replace the sequence's block table from index `first_new_block` on: usually an append; index 0 starts
     the table anew (first chunk, or after preemption); a copied-on-write block is written over its old entry.
     samples: whether the last token's logits are wanted and a token drawn from them. False for all chunks of a prompt but
     the last.
+    A named tuple, as a step makes one per sequence: a quarter of a frozen dataclass's time.
     """
 
     seq_id: int
@@ -52,6 +54,11 @@ class Chunk:
         """One past the last position; also the context length after this chunk."""
         return self.start_pos + len(self.token_ids)
 
+    @property
+    def shape(self) -> ChunkShape:
+        """What it costs depends on this alone."""
+        return ChunkShape(self.phase, len(self.token_ids), self.start_pos, self.samples)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
@@ -63,7 +70,12 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step: decode chunks first, then prefill chunks. `ended_seq_ids` may be forgotten before the step runs."""
+    """One step: decode chunks first, then prefill chunks. `ended_seq_ids` may be forgotten before the step runs; after a
+    step without a result they may name sequences twice, or ones that the executor never saw.
+
+    shape: what predictors, accounting and budgets see of it. It follows from the chunks; the scheduler, which builds it
+    on the way, hands it over as `known_shape`.
+    """
 
     step_id: int
     chunks: tuple[Chunk, ...]
@@ -71,11 +83,22 @@ class StepPlan:
     starts: tuple[SequenceStart, ...] = ()
     ended_seq_ids: tuple[int, ...] = ()
     planned_at_s: float = 0.0
+    known_shape: InitVar[StepShape | None] = None
+    shape: StepShape = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self, known_shape: StepShape | None) -> None:
+        """Set the shape."""
+        object.__setattr__(self, "shape", known_shape or shape_of(self.chunks))
 
     @property
     def n_tokens(self) -> int:
         """Rows of the step's one GEMM."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return self.shape.n_tokens
+
+
+def shape_of(chunks: Iterable[Chunk]) -> StepShape:
+    """The shape of a step of these chunks."""
+    return StepShape([chunk.shape for chunk in chunks])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +116,9 @@ class ChunkResult:
     """What one chunk gave. `token_ids` is empty for a chunk that does not sample.
 
     `is_complete`: the sequence's grammar can accept nothing more, so it must stop after these tokens.
-    `prompt_logprobs` has one entry per prompt token of this chunk (None for the very first token of the prompt).
+    `prompt_logprobs` has one entry per prompt token that this chunk's rows judge, as often as they are computed: positions
+    [start_pos + 1, end_pos], the last prompt token at most. A chunk from position 0 also has None for token 0, before which
+    nothing stands. Control hands each position out once.
     `error`: why this sequence cannot go on; the others of the step are untouched, and nothing else here counts.
     """
 

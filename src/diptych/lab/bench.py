@@ -22,9 +22,11 @@ from diptych.engine.executor import ModelExecutor
 from diptych.engine.load import make_machinery
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import EngineConfig
-from diptych.ground.events import Event, FinishEvent, StepEndEvent, TokenEvent
+from diptych.ground.events import Event
 from diptych.ground.phase import Phase
 from diptych.ground.request import Request, SamplingParams
+from diptych.metrics import EventBook
+from diptych.stepper import Stepper
 
 Progress = Callable[[str], None]
 MAX_STEP_TOKENS = 16384
@@ -218,34 +220,25 @@ class _StaticBatch:
 
     def run(self, prompts: list[tuple[int, ...]], new_tokens: int) -> _Run:
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        events: list[Event] = []
+        stepper = Stepper(self._core, self._executor, self._clock, fold=events.extend)
         begin_s = self._clock.now_s()
         for prompt in prompts:
             self._n += 1
-            request = Request(
-                request_id=f"bench-{self._n}", prompt_token_ids=prompt, sampling=sampling, arrival_s=begin_s
+            stepper.submit(
+                Request(request_id=f"bench-{self._n}", prompt_token_ids=prompt, sampling=sampling, arrival_s=begin_s)
             )
-            self._core.submit(request)
-        open_sequences, first_tokens, decode_tokens = len(prompts), 0, 0
-        prefill_end_s, device_s = begin_s, 0.0
-        while open_sequences:
-            plan, _ = self._core.begin_step(self._clock.now_s())
-            assert plan is not None, "the engine stopped with requests open"
-            result = self._executor.execute(plan)
-            now_s = self._clock.now_s()
-            events: list[Event] = self._core.end_step(plan, result, now_s)
-            device_s += sum(event.device_s for event in events if isinstance(event, StepEndEvent))
-            tokens = [event for event in events if isinstance(event, TokenEvent)]
-            if first_tokens == len(prompts):
-                decode_tokens += len(tokens)
-            first_tokens += sum(event.position == 0 for event in tokens)
-            open_sequences -= sum(isinstance(event, FinishEvent) for event in events)
-            if first_tokens == len(prompts) and prefill_end_s == begin_s:
-                prefill_end_s = self._clock.now_s()
+        while stepper.step():
+            pass
         end_s = self._clock.now_s()
+        book = EventBook()
+        book.fold(events)
+        times = [record.token_times_s() for record in book.records.values()]
+        prefill_end_s = max(times_s[0] for times_s in times)
         return _Run(
             prefill_s=prefill_end_s - begin_s,
             decode_s=max(end_s - prefill_end_s, 1e-9),
-            decode_tokens=decode_tokens,
-            device_s=device_s,
+            decode_tokens=sum(at_s > prefill_end_s for times_s in times for at_s in times_s),
+            device_s=book.totals.device_s,
             total_s=end_s - begin_s,
         )

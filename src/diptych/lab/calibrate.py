@@ -27,7 +27,7 @@ from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.fit import residual_of
 from diptych.cost.profile import SCHEMA, profile_path
-from diptych.cost.workload import ChunkShape, Workload
+from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig, EngineConfig
@@ -76,7 +76,7 @@ EMPTY_MODEL: dict[str, Any] = PROBE_MODEL | {
 
 
 def _rows(n: int, start: int = 0) -> Workload:
-    return Workload(shapes=(ChunkShape(new_tokens=n, start_pos=start, samples=True),))
+    return Workload.prefill(batch=1, new_tokens=n, cached_tokens=start)
 
 
 DECODE_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in
@@ -100,7 +100,7 @@ class Sample:
     @property
     def phase(self) -> Phase:
         """Which of the profile's residuals it belongs to."""
-        return Phase.DECODE if all(shape.is_decode for shape in self.work.shapes) else Phase.PREFILL
+        return self.work.phase
 
 
 def calibrate(

@@ -14,48 +14,38 @@ from typing import Any
 from diptych.compute.runner import Model
 from diptych.compute.sampler import Sampler
 from diptych.control.loop import EngineCore
-from diptych.control.step_time import StepTimeModel
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.step_time import StepTimeModel
 from diptych.engine.executor import ModelExecutor
 from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
 from diptych.ground.config import BlockConfig, EngineConfig, SchedulerConfig
-from diptych.ground.events import FinishEvent, TokenEvent
+from diptych.ground.events import Event, TokenEvent
 from diptych.ground.request import Request, SamplingParams
-from diptych.ground.step import ChunkResult, Executor, StepPlan, StepResult
-
-
-class PredictedExecutor:
-    """Takes as long as the cost model says, on a virtual clock; every token it draws is 0."""
-
-    def __init__(self, predict_s: Callable[[StepPlan], float], clock: VirtualClock) -> None:
-        self._predict_s = predict_s
-        self._clock = clock
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Move the clock by the plan's predicted time."""
-        step_s = self._predict_s(plan)
-        self._clock.advance(step_s)
-        results = tuple(
-            ChunkResult(seq_id=chunk.seq_id, token_ids=(0,) if chunk.samples else ()) for chunk in plan.chunks
-        )
-        return StepResult(step_id=plan.step_id, results=results, device_s=step_s, host_s=0.0)
+from diptych.ground.shape import StepShape
+from diptych.ground.step import Executor
+from diptych.metrics import EventBook
+from diptych.sim.executor import PredictedExecutor
+from diptych.stepper import Observe, Stepper
 
 
 class Driver:
     """Submits requests with random prompts, steps, and keeps the time of every token."""
 
     def __init__(
-        self, core: EngineCore, executor: Executor, clock: Clock, *, vocab: int, step_time: StepTimeModel | None = None
+        self, core: EngineCore, executor: Executor, clock: Clock, *, vocab: int, observe: Observe | None = None
     ) -> None:
         self.core = core
         self.clock = clock
+        self.book = EventBook()
         self.token_s: dict[str, list[float]] = {}
-        self.n_open = 0
-        self.device_s = 0.0  # inside the kernels, over all steps
-        self._executor = executor
-        self._step_time = step_time
+        self._stepper = Stepper(core, executor, clock, fold=self._fold, observe=observe)
         self._vocab = vocab
         self._random = random.Random(1)
+
+    @property
+    def device_s(self) -> float:
+        """Seconds inside the kernels, over all steps."""
+        return self.book.totals.device_s
 
     def prompt(self, n_tokens: int) -> tuple[int, ...]:
         """Random token ids, new with every call."""
@@ -70,31 +60,28 @@ class Driver:
             arrival_s=self.clock.now_s(),
         )
         self.token_s[name] = []
-        self.n_open += 1
-        self.core.submit(request)
+        self._stepper.submit(request)
         return request.arrival_s
 
     def step(self) -> None:
         """One step; times of its tokens are noted."""
-        plan, _ = self.core.begin_step(self.clock.now_s())
-        assert plan is not None, "nothing to do with requests open"
-        result = self._executor.execute(plan)
-        self.device_s += result.device_s
-        if self._step_time is not None:
-            self._step_time.observe(plan, result.device_s + result.host_s)
-        for event in self.core.end_step(plan, result, self.clock.now_s()):
-            if isinstance(event, TokenEvent):
-                self.token_s[event.request_id].append(event.at_s)
-            self.n_open -= isinstance(event, FinishEvent)
+        has_run = self._stepper.step()
+        assert has_run, "nothing to do with requests open"
 
     def run(self) -> None:
         """Step until everything has finished."""
-        while self.n_open:
-            self.step()
+        while self._stepper.step():
+            pass
 
     def cancel(self, name: str) -> None:
         """End a request early."""
-        self.n_open -= sum(isinstance(e, FinishEvent) for e in self.core.cancel(name, self.clock.now_s()))
+        self._fold(self.core.cancel(name, self.clock.now_s()))
+
+    def _fold(self, events: list[Event]) -> None:
+        self.book.fold(events)
+        for event in events:
+            if isinstance(event, TokenEvent):
+                self.token_s[event.request_id].append(event.at_s)
 
 
 class Engines:
@@ -132,7 +119,7 @@ class Engines:
         sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
         executor = ModelExecutor(model, self._kv, sampler, clock=clock)
         return Driver(
-            self._core(predict_s, settings), executor, clock, vocab=model.spec.vocab_size, step_time=step_time
+            self._core(predict_s, settings), executor, clock, vocab=model.spec.vocab_size, observe=step_time.observe
         )
 
     def rehearsal(self, **settings: Any) -> Driver | None:
@@ -144,7 +131,7 @@ class Engines:
         core = self._core(self._predictor.predict_s, settings)
         return Driver(core, executor, clock, vocab=self._model.spec.vocab_size)
 
-    def _core(self, predict_s: Callable[[StepPlan], float], settings: dict[str, Any]) -> EngineCore:
+    def _core(self, predict_s: Callable[[StepShape], float], settings: dict[str, Any]) -> EngineCore:
         scheduler: SchedulerConfig = replace(
             self._config.scheduler, max_context_tokens=self._context_tokens, **settings
         )

@@ -201,7 +201,7 @@ class Stage:
         context, _ = size_pool(self.model, self.config)
         self.context_tokens = context
         if context < self.longest_tokens:
-            positions = self.model.spec.max_positions
+            positions = self.model.spec.max_context_tokens
             limit = "the memory free for KV" if context < positions else f"the model's {positions:,} positions"
             self.cut = f"lengths end at {context:,} tokens, not {self.longest_tokens:,}: {limit} are the limit"
             self.longest_tokens = context

@@ -2,24 +2,23 @@
 
 Latency counts from the moment a request was due, not from when this program got round to sending it, so a slow client
 cannot hide a queue. A failed request is a miss of every objective. Definitions of the metrics: `DEFINITIONS`.
-
->>> plan = arrivals(3, rate_per_s=2.0, seed=0)
->>> plan == sorted(plan), len(plan)
-(True, 3)
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
+from diptych import metrics
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.lab.http_client import HttpClient, HttpFailure
+from diptych.metrics import Distribution, Limits, Sample, distribution
+from diptych.workload import LengthRange, WorkloadSpec, make_workload, token_ids_of
 
 DEFINITIONS = {
     "ttft_s": "time to first token: from when the request was due to the first event that carries output",
@@ -33,65 +32,13 @@ DEFINITIONS = {
     "output_tokens_per_s": "output tokens of answered requests / wall time from the first due to the last end",
     "prompt_tokens_per_s": "prompt tokens of answered requests / the same wall time",
 }
-WORDS = [
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "number",
-    "night",
-    "point",
-    "home",
-    "water",
-    "room",
-    "mother",
-    "area",
-    "money",
-    "story",
-    "fact",
-    "month",
-    "lot",
-    "right",
-    "study",
-    "book",
-    "eye",
-    "job",
-    "word",
-    "business",
-    "issue",
-    "side",
-    "kind",
-    "head",
-    "house",
-    "service",
-    "friend",
-    "father",
-    "power",
-]
+WORDS = (
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state",
+    "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company",
+    "system", "program", "question", "work", "number", "night", "point", "home", "water", "room", "mother",
+    "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business",
+    "issue", "side", "kind", "head", "house", "service", "friend", "father", "power",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +46,8 @@ class LoadConfig:
     """What to send. Exactly one of rate_per_s (open loop) and concurrency (closed loop).
 
     prompt_tokens, new_tokens: (low, high), drawn uniformly. vocab_size: send random token ids below it, so that lengths
-    are exact; None: send English words, about one token each. shared_prefix_tokens: the same start for every prompt.
+    are exact; None: send English words, about one token each. shared_prefix_tokens: the same start for every prompt, put
+    before its own tokens.
     """
 
     url: str
@@ -119,6 +67,18 @@ class LoadConfig:
     tpot_objective_s: float | None = None
     timeout_s: float = 600.0
     extra_body: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def workload(self) -> WorkloadSpec:
+        """Arrivals and lengths."""
+        return WorkloadSpec(
+            n_requests=self.requests,
+            prompt=LengthRange(low=self.prompt_tokens[0], high=self.prompt_tokens[1]),
+            output=LengthRange(low=self.new_tokens[0], high=self.new_tokens[1]),
+            rate_per_s=self.rate_per_s,
+            shared_prefix_tokens=self.shared_prefix_tokens,
+            seed=self.seed,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,30 +109,29 @@ class Outcome:
             return None
         return (self.event_s[-1] - self.event_s[0]) / (self.output_tokens - 1)
 
-
-def arrivals(n_requests: int, *, rate_per_s: float, seed: int) -> list[float]:
-    """Due times of a Poisson process: sums of exponential gaps as they were drawn.
-
-    They are not stretched to end at n / rate: that would remove the very bursts that make queues.
-    """
-    noise = random.Random(seed)
-    due_s, times = 0.0, []
-    for _ in range(n_requests):
-        due_s += noise.expovariate(rate_per_s)
-        times.append(due_s)
-    return times
+    @property
+    def sample(self) -> Sample:
+        """This request as the metrics room counts it."""
+        return Sample(
+            start_s=self.due_s,
+            end_s=self.end_s,
+            ttft_s=self.ttft_s,
+            tpot_s=self.tpot_s,
+            itl_s=tuple(later - sooner for sooner, later in pairwise(self.event_s)),
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            is_complete=self.error is None,
+        )
 
 
 def bodies(config: LoadConfig) -> list[dict[str, Any]]:
     """Request bodies, the same for the same config and seed."""
-    noise = random.Random(config.seed + 1)
-    prefix = _tokens(noise, config.shared_prefix_tokens, config.vocab_size)
     made = []
-    for _ in range(config.requests):
-        n_prompt = noise.randint(*config.prompt_tokens)
-        content = (prefix + _tokens(noise, max(1, n_prompt - len(prefix)), config.vocab_size))[: max(1, n_prompt)]
+    for item in make_workload(config.workload):
+        is_ids = config.vocab_size is not None
+        ids = token_ids_of(item, vocab_size=config.vocab_size or len(WORDS), seed=config.seed)
         body: dict[str, Any] = {
-            "max_tokens": noise.randint(*config.new_tokens),
+            "max_tokens": item.output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
             "temperature": 0.0,
@@ -182,18 +141,13 @@ def bodies(config: LoadConfig) -> list[dict[str, Any]]:
             body["model"] = config.model
         if config.ignores_eos:
             body["ignore_eos"] = True
+        text = " ".join(map(str, ids) if is_ids else (WORDS[token_id] for token_id in ids))
         if config.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": " ".join(map(str, content))}]
+            body["messages"] = [{"role": "user", "content": text}]
         else:
-            body["prompt"] = content if config.vocab_size is not None else " ".join(map(str, content))
+            body["prompt"] = list(ids) if is_ids else text
         made.append(body)
     return made
-
-
-def _tokens(noise: random.Random, n_tokens: int, vocab_size: int | None) -> list[Any]:
-    if vocab_size is None:
-        return [noise.choice(WORDS) for _ in range(n_tokens)]
-    return [noise.randrange(vocab_size) for _ in range(n_tokens)]
 
 
 async def run_load(
@@ -206,7 +160,7 @@ async def run_load(
     made = bodies(config)
     try:
         if config.rate_per_s is not None:
-            due = arrivals(config.requests, rate_per_s=config.rate_per_s, seed=config.seed)
+            due = [item.at_s for item in make_workload(config.workload)]
             return await sender.open_loop(made, due, on_done)
         return await sender.closed_loop(made, config.concurrency or 1, on_done)
     finally:
@@ -304,35 +258,19 @@ def _note_usage(outcome: Outcome, chunk: dict[str, Any]) -> None:
     outcome.timings = chunk.get("timings") or outcome.timings
 
 
-def percentile(values: Iterable[float], share: float) -> float | None:
-    """The value below which `share` of the values lie, interpolated linearly; None for no values."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def spread(values: Iterable[float]) -> dict[str, float | None]:
     """p50, p95, p99 and the mean."""
-    kept = list(values)
-    return {
-        "p50": percentile(kept, 0.50),
-        "p95": percentile(kept, 0.95),
-        "p99": percentile(kept, 0.99),
-        "mean": sum(kept) / len(kept) if kept else None,
-    }
+    return _spread(distribution(list(values)))
+
+
+def _spread(found: Distribution | None) -> dict[str, float | None]:
+    return {name: None if found is None else getattr(found, name) for name in ("p50", "p95", "p99", "mean")}
 
 
 def summarize(config: LoadConfig, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Everything the run says, as one JSON object. Latencies are those of answered requests; failures are counted."""
-    answered = [one for one in outcomes if one.error is None]
-    first_due_s = min((one.due_s for one in outcomes), default=0.0)
-    wall_s = max((one.end_s for one in outcomes), default=0.0) - first_due_s
-    good = [one for one in answered if _meets(config, one)]
-    gaps = [later - sooner for one in answered for sooner, later in zip(one.event_s, one.event_s[1:], strict=False)]
+    limits = Limits(ttft_s=config.ttft_objective_s, tpot_s=config.tpot_objective_s)
+    total = metrics.summarize([one.sample for one in outcomes], limits=limits)
     failures: dict[str, int] = {}
     first_errors: dict[str, str] = {}
     for one in outcomes:
@@ -340,30 +278,24 @@ def summarize(config: LoadConfig, outcomes: Sequence[Outcome]) -> dict[str, Any]
             key = f"status {one.status}" if one.status is not None else one.error.split(":")[0]
             failures[key] = failures.get(key, 0) + 1
             first_errors.setdefault(key, one.error)
-    settings = asdict(config) | {"api_key": None}
+    has_time = total.duration_s > 0.0
     return {
-        "config": settings,
+        "config": asdict(config) | {"api_key": None},
         "requests": len(outcomes),
-        "answered": len(answered),
+        "answered": total.n_complete,
         "failed": failures,
         "first_errors": first_errors,
-        "wall_s": wall_s,
-        "request_rate_per_s": len(answered) / wall_s if wall_s > 0 else None,
-        "output_tokens_per_s": sum(one.output_tokens for one in answered) / wall_s if wall_s > 0 else None,
-        "prompt_tokens_per_s": sum(one.prompt_tokens for one in answered) / wall_s if wall_s > 0 else None,
-        "cached_tokens": sum(one.cached_tokens for one in answered),
-        "ttft_s": spread(one.ttft_s for one in answered if one.ttft_s is not None),
-        "itl_s": spread(gaps),
-        "tpot_s": spread(one.tpot_s for one in answered if one.tpot_s is not None),
-        "e2e_s": spread(one.end_s - one.due_s for one in answered),
+        "wall_s": total.duration_s,
+        "request_rate_per_s": total.requests_per_s if has_time else None,
+        "output_tokens_per_s": total.output_tokens_per_s if has_time else None,
+        "prompt_tokens_per_s": total.prompt_tokens / total.duration_s if has_time else None,
+        "cached_tokens": sum(one.cached_tokens for one in outcomes if one.error is None),
+        "ttft_s": _spread(total.ttft_s),
+        "itl_s": _spread(total.itl_s),
+        "tpot_s": _spread(total.tpot_s),
+        "e2e_s": _spread(total.e2e_s),
         "lag_s": spread(one.sent_s - one.due_s for one in outcomes),
-        "goodput_per_s": len(good) / wall_s if wall_s > 0 else None,
-        "attainment": len(good) / len(outcomes) if outcomes else None,
+        "goodput_per_s": total.goodput_requests_per_s if has_time else None,
+        "attainment": total.good_share if outcomes else None,
         "definitions": DEFINITIONS,
     }
-
-
-def _meets(config: LoadConfig, one: Outcome) -> bool:
-    if config.ttft_objective_s is not None and (one.ttft_s is None or one.ttft_s > config.ttft_objective_s):
-        return False
-    return config.tpot_objective_s is None or one.tpot_s is None or one.tpot_s <= config.tpot_objective_s

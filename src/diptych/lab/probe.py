@@ -23,11 +23,12 @@ CHUNK_TOKENS = 2048  # a prompt is read in chunks of at most this many tokens, a
 
 def prompt_works(n_tokens: int) -> list[Workload]:
     """The steps in which the engine reads a prompt."""
-    shapes = []
+    works = []
     for start in range(0, n_tokens, CHUNK_TOKENS):
         size = min(CHUNK_TOKENS, n_tokens - start)
-        shapes.append(ChunkShape(new_tokens=size, start_pos=start, samples=start + size == n_tokens))
-    return [Workload(shapes=(shape,)) for shape in shapes]
+        is_last = start + size == n_tokens
+        works.append(Workload.prefill(batch=1, new_tokens=size, cached_tokens=start, samples=is_last))
+    return works
 
 
 class StepProbe:

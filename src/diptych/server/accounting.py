@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.compute.ceilings import Ceilings
-from diptych.cost.workload import ChunkShape, Workload
+from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.ground.events import Timings, Usage
 from diptych.ground.request import Request
@@ -124,8 +124,8 @@ class Accountant:
         usage, bytes_per_s, flops_per_s = account.usage, self._ceilings.read_bytes_per_s, self._ceilings.flops_per_s
         prefill_s = decode_s = memory_s = compute_s = 0.0
         if usage.computed_tokens > 0:
-            shape = ChunkShape(new_tokens=usage.computed_tokens, start_pos=usage.cached_tokens, samples=True)
-            prefill_s = self._view.bound_s(Workload(shapes=(shape,)), bytes_per_s, flops_per_s)
+            prompt = Workload.prefill(batch=1, new_tokens=usage.computed_tokens, cached_tokens=usage.cached_tokens)
+            prefill_s = self._view.bound_s(prompt, bytes_per_s, flops_per_s)
         n_steps = max((len(times) - 1 for times in account.log.token_s.values()), default=0)
         if n_steps > 0:
             middle = usage.prompt_tokens + n_steps // 2 + 1

@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any
 
 from diptych.ground.events import Event, FinishEvent, PreemptEvent, ScheduledEvent, StepBeginEvent, StepEndEvent
-from diptych.ground.phase import Phase
 from diptych.server.errors import ApiError
 from diptych.server.sse import event as sse_event
 from diptych.server.telemetry import Distribution, RequestLog
@@ -176,7 +175,7 @@ class LiveFeed:
                     "p": event.prefill_tokens,
                     "d": event.decode_tokens,
                     "chunks": [],
-                    "seqs": [],
+                    "seqs": list(event.decode_request_ids),
                 }
             elif isinstance(event, StepEndEvent):
                 self._note_step(frame, event)
@@ -186,12 +185,8 @@ class LiveFeed:
                 frame.finished.append({"id": event.request_id, "at_s": event.at_s, "reason": event.reason.value})
 
     def _note_chunk(self, event: ScheduledEvent) -> None:
-        if self._step is None:
-            return
-        if event.phase is Phase.PREFILL:
+        if self._step is not None:
             self._step["chunks"].append([event.request_id, event.chunk_tokens, event.cached_tokens])
-        else:
-            self._step["seqs"].append(event.request_id)
 
     def _note_step(self, frame: Frame, event: StepEndEvent) -> None:
         step, self._step = self._step, None

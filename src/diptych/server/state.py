@@ -14,6 +14,7 @@ from typing import Any
 
 from diptych import __version__
 from diptych.compute.ceilings import Ceilings
+from diptych.cost.parameters import linear_parameter_count
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import AsyncLLM, RequestHandle
 from diptych.ground.errors import EngineError
@@ -169,10 +170,11 @@ def served_model(engine: AsyncLLM, config: ServerConfig) -> ServedModel:
 
 
 def token_work(engine: AsyncLLM) -> TokenWork:
-    """FLOPs of one prompt token: two per parameter, and two products over the context in every layer."""
-    model = engine.loaded.model
-    spec = model.spec
-    return TokenWork(linear=2.0 * model.n_parameters, attention=4.0 * spec.n_layers * spec.n_heads * spec.head_dim)
+    """FLOPs of one prompt token: two per parameter it meets, and two products over the context in every layer."""
+    spec = engine.loaded.model.spec
+    return TokenWork(
+        linear=2.0 * linear_parameter_count(spec), attention=4.0 * spec.n_layers * spec.n_heads * spec.head_dim
+    )
 
 
 def cost_view(engine: AsyncLLM) -> CostView | None:

@@ -23,7 +23,7 @@ from diptych.ground.events import (
     TokenEvent,
     Usage,
 )
-from diptych.ground.phase import FinishReason, Phase
+from diptych.ground.phase import FinishReason
 
 # vLLM's edges, with finer ones below, because a small model on a CPU answers within a millisecond
 TTFT_EDGES_S = (
@@ -201,8 +201,6 @@ class Telemetry:
         self.unread_tokens += event.prompt_tokens
 
     def _on_scheduled(self, event: ScheduledEvent) -> None:
-        if event.phase is Phase.DECODE:
-            return
         step = self._step
         step.prefills.append((event.request_id, event.chunk_tokens))
         log = self.logs.get(event.request_id)

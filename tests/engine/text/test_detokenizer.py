@@ -4,7 +4,8 @@ import random
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+import transformers
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -91,6 +92,38 @@ def test_first_space_is_kept_when_the_output_follows_text():
     ids = tokenizer.encode("Paris", add_special_tokens=False)
     assert streamed(TextStream(tokenizer), ids) == "Paris"
     assert streamed(TextStream(tokenizer, follows_text=True), ids) == " Paris"
+
+
+def metaspace(scheme: str, kind: str) -> tokenizers.Tokenizer:
+    """T5's and XLM-R's kind of tokenizer: the decoder drops the space of the very first token only."""
+    words = ["<unk>", "\u2581the", "\u2581dog", "s", "\u2581", "runs", "\u2581\u2581two", "\u00e9", "<0xC3>", "<0xA9>"]
+    vocab = {word: i for i, word in enumerate(words)}
+    model = (
+        models.Unigram([(word, -1.0) for word in words], 0, False)
+        if kind == "unigram"
+        else models.BPE(vocab, [], unk_token="<unk>")
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    steps = [decoders.Metaspace(prepend_scheme=scheme)]
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), *steps]) if kind == "bytes" else steps[0]
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "bytes"])
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+@given(prompt=st.lists(st.integers(1, 7), min_size=1, max_size=4), output=st.lists(st.integers(0, 9), max_size=6))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_continuation_has_the_spaces_of_the_whole_text(kind, scheme, prompt, output):
+    """After "the", Metaspace tokenizers wrote "dogs" for " dogs": each continuation lost its first space."""
+    backend = metaspace(scheme, kind)
+    tokenizer = Tokenizer(backend, {}, [])
+    assert tokenizer.piece_kind is PieceKind.GENERIC
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    before, whole = oracle.decode(prompt), oracle.decode([*prompt, *output])
+    assume(before)  # a prompt of one space has no text at all
+    assert streamed(TextStream(tokenizer, follows_text=True), output) == whole[len(before) :]
+    assert streamed(TextStream(tokenizer), output) == oracle.decode(output)
 
 
 def first_complete(text: str, stop: list[str]) -> tuple[int, str] | None:

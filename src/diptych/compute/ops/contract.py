@@ -22,22 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from diptych.models.spec import Activation, QkNorm
+
 Handle = Any  # an activation or a weight of one backend
-
-
-class Activation(Enum):
-    """act in act(gate) * up."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-
-
-class QkNorm(Enum):
-    """Whether queries and keys are normed before the rotary embedding, and over what."""
-
-    NONE = "none"
-    HEAD = "head"  # each head over d, weight [d]
-    FULL = "full"  # the whole projection, weight [H*d] for q and [K*d] for k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +96,26 @@ class WeightTensor(Protocol):
         ...
 
 
+class Split(Enum):
+    """How a projection is divided among ranks: each has some of the outputs, or sums over some of the inputs."""
+
+    OUTPUTS = "outputs"  # "column parallel": q, k, v, gate, up, head
+    INPUTS = "inputs"  # "row parallel": o, down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """What a projection is in the model: its sites (q, k, v, o, gate, up, down, head) with their outputs, in order.
+
+    An adapter is attached to a site, ranks divide by `split`. layer None: not in a layer. Of a mixture, the role is that
+    of each of its experts.
+    """
+
+    sites: tuple[tuple[str, int], ...]
+    split: Split
+    layer: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearParts:
     """W [N, K] as tensors stacked along N (q, k, v), and the bias [N] as tensors stacked the same way, or ()."""
@@ -146,11 +153,11 @@ class Loader(Protocol):
         """A norm weight [D] as fp32; `offset` is added to it (1 for Gemma's 1 + w)."""
         ...
 
-    def linear(self, parts: LinearParts) -> Handle:
+    def linear(self, parts: LinearParts, *, role: Role | None = None) -> Handle:
         """A projection, for `linear` and `linear_add`."""
         ...
 
-    def gated(self, parts: LinearParts, activation: Activation) -> Handle:
+    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> Handle:
         """gate and up stacked [2F, D], gate rows first, for `linear_gate`."""
         ...
 
@@ -160,11 +167,18 @@ class Loader(Protocol):
         """What `rotate_and_cache` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE."""
         ...
 
-    def experts(self, spec: ExpertsSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...]) -> Handle:
+    def experts(
+        self,
+        spec: ExpertsSpec,
+        *,
+        router: WeightTensor,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
+    ) -> Handle:
         """A mixture, for `experts_add`. router [E, D]."""
         ...
 
-    def head(self, tensor: WeightTensor) -> Handle:
+    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> Handle:
         """The output projection [V, D], for `head`."""
         ...
 

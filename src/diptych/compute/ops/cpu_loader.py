@@ -13,6 +13,7 @@ from diptych.compute.ops.contract import (
     ExpertParts,
     ExpertsSpec,
     LinearParts,
+    Role,
     RopeSpec,
     WeightTensor,
 )
@@ -21,8 +22,10 @@ from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
+from diptych.ground.formats import ENGINE_WEIGHTS
 
-INT4_GROUP = 64  # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
+# inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
+INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,7 @@ class LinearHandle:
     n_inputs: int
     n_outputs: int
     activation: Activation | None = None
+    role: Role | None = None
 
     @property
     def rows_format(self) -> str:
@@ -119,13 +123,13 @@ class CpuLoader:
         values = tensor.read().detach().to(torch.float32).contiguous() + offset
         return VectorHandle(index=self.program.add_vector(values))
 
-    def linear(self, parts: LinearParts) -> LinearHandle:
+    def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        return self._pack(parts, self.weights_format)
+        return self._pack(parts, self.weights_format, role=role)
 
-    def gated(self, parts: LinearParts, activation: Activation) -> LinearHandle:
+    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> LinearHandle:
         """Gate and up interleaved, so that the product's epilogue can join them."""
-        return self._pack(parts, self.weights_format, activation=activation)
+        return self._pack(parts, self.weights_format, activation=activation, role=role)
 
     def attention(
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
@@ -148,20 +152,35 @@ class CpuLoader:
         norms = [self.vector(norm, offset=norm_offset).index if norm is not None else None for norm in (q_norm, k_norm)]
         return AttentionHandle(spec=spec, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
 
-    def experts(self, spec: ExpertsSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...]) -> ExpertsHandle:
+    def experts(
+        self,
+        spec: ExpertsSpec,
+        *,
+        router: WeightTensor,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
+    ) -> ExpertsHandle:
         """Each expert packed on its own; the router in bf16."""
         return ExpertsHandle(
             spec=spec,
             router=self._pack(LinearParts(weights=(router,)), "bf16"),
-            gate_up=tuple(self._pack(e.gate_up, self.weights_format, activation=spec.activation) for e in experts),
-            down=tuple(self._pack(e.down, self.weights_format) for e in experts),
+            gate_up=tuple(self.gated(expert.gate_up, spec.activation, role=role) for expert in experts),
+            down=tuple(self.linear(expert.down, role=role) for expert in experts),
         )
 
-    def head(self, tensor: WeightTensor) -> LinearHandle:
+    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
-        return self._pack(LinearParts(weights=(tensor,)), "bf16" if self.weights_format == "bf16" else "int8")
+        head_format = "bf16" if self.weights_format == "bf16" else "int8"
+        return self._pack(LinearParts(weights=(tensor,)), head_format, role=role)
 
-    def _pack(self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None) -> LinearHandle:
+    def _pack(
+        self,
+        parts: LinearParts,
+        weights_format: str,
+        *,
+        activation: Activation | None = None,
+        role: Role | None = None,
+    ) -> LinearHandle:
         n, k = parts.n_outputs, parts.n_inputs
         shape = _cpu.LinearShape(
             format=weights_format,
@@ -191,4 +210,5 @@ class CpuLoader:
             n_inputs=k,
             n_outputs=n if activation is None else n // 2,
             activation=activation,
+            role=role,
         )

@@ -22,6 +22,7 @@ from diptych.compute.ops.contract import (
     ExpertsSpec,
     LinearParts,
     QkNorm,
+    Role,
     RopeSpec,
     WeightTensor,
 )
@@ -37,6 +38,7 @@ class TorchLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
     activation: Activation | None = None
+    role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +78,15 @@ class TorchLoader:
         self.weight_bytes += vector.nbytes
         return vector
 
-    def linear(self, parts: LinearParts) -> TorchLinear:
+    def linear(self, parts: LinearParts, *, role: Role | None = None) -> TorchLinear:
         """The parts stacked into one matrix."""
         weight = self._stack(parts.weights)
-        return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None)
+        return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None, role=role)
 
-    def gated(self, parts: LinearParts, activation: Activation) -> TorchLinear:
+    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> TorchLinear:
         """Gate rows first, then up rows."""
         linear = self.linear(parts)
-        return TorchLinear(linear.weight, linear.bias, activation)
+        return TorchLinear(linear.weight, linear.bias, activation, role)
 
     def attention(
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
@@ -96,18 +98,25 @@ class TorchLoader:
             None if k_norm is None else self.vector(k_norm, offset=norm_offset),
         )
 
-    def experts(self, spec: ExpertsSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...]) -> TorchExperts:
+    def experts(
+        self,
+        spec: ExpertsSpec,
+        *,
+        router: WeightTensor,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
+    ) -> TorchExperts:
         """One pair of matrices per expert."""
         return TorchExperts(
             spec,
             self._place(router.read()),
-            tuple(self.gated(expert.gate_up, spec.activation) for expert in experts),
-            tuple(self.linear(expert.down) for expert in experts),
+            tuple(self.gated(expert.gate_up, spec.activation, role=role) for expert in experts),
+            tuple(self.linear(expert.down, role=role) for expert in experts),
         )
 
-    def head(self, tensor: WeightTensor) -> TorchLinear:
+    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> TorchLinear:
         """[V, D] in the compute dtype."""
-        return TorchLinear(self._place(tensor.read()), None)
+        return TorchLinear(self._place(tensor.read()), None, role=role)
 
     def _stack(self, tensors: tuple[WeightTensor, ...]) -> torch.Tensor:
         if len(tensors) == 1:

@@ -221,13 +221,17 @@ class _SentencePieceDecoder:
 
 
 class _WindowDecoder:
-    """Any other tokenizer: decode a short window before and after each token and hand out the difference."""
+    """Any other tokenizer: decode a short window before and after each token and hand out the difference.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Such decoders treat the first token of a text in their own way (Metaspace drops its space). So an output that follows
+    a text begins behind a token that is never shown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, follows_text: bool) -> None:
         self._tokenizer = tokenizer
         self._decode = tokenizer.decode
-        self._ids: list[int] = []
-        self._read = 0  # ids[:read] are out as text; ids[read:] are not
+        self._ids: list[int] = _some_word(tokenizer) if follows_text else []
+        self._read = len(self._ids)  # ids[:read] are out as text; ids[read:] are not
 
     @property
     def has_pending(self) -> bool:
@@ -250,9 +254,17 @@ class _WindowDecoder:
         return self._decode(self._ids, False)[len(before) :]
 
 
+def _some_word(tokenizer: Tokenizer) -> list[int]:
+    """A token that is plain text wherever it stands; none where the vocabulary has no such."""
+    for token_id in (*tokenizer.encode("a", add_special_tokens=False), *range(tokenizer.vocab_size)):
+        if token_id not in tokenizer.special_token_ids and tokenizer.decode([token_id]).strip(" \ufffd"):
+            return [token_id]
+    return []
+
+
 def _decoder_for(tokenizer: Tokenizer, follows_text: bool) -> _Decoder:
     if tokenizer.piece_kind is PieceKind.BYTE_LEVEL:
         return _ByteLevelDecoder(tokenizer)
     if tokenizer.piece_kind is PieceKind.SENTENCEPIECE:
         return _SentencePieceDecoder(tokenizer, stripped_spaces=0 if follows_text else tokenizer.stripped_spaces)
-    return _WindowDecoder(tokenizer)
+    return _WindowDecoder(tokenizer, follows_text=follows_text)

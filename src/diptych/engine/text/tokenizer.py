@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from diptych.ground.errors import LoadError, PromptTooLong, RequestError
+from diptych.models.config import read_json
 
 _NAMED_SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -218,15 +219,7 @@ def token_text(value: object) -> str | None:
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; {} when there is no such file. Raises LoadError when it is something else."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise LoadError(f"{path} cannot be read: {error}", hint="download the file again") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], added: Mapping[str, Any]) -> None:

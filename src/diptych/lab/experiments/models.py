@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from diptych.cost.hf_config import model_spec_from_hf
 from diptych.cost.parameters import parameter_count
 from diptych.cost.workload import Workload
 from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, quantity
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Sampler
+from diptych.models.spec import ModelSpec
 
 PREFILL_ROWS = 512
 FFN_STEP = 64  # widths of the MLP stay multiples of this
@@ -34,9 +34,9 @@ def _head_sharing(stage: Stage) -> Outcome:
     with ExitStack() as models:
         for name, kv_heads in variants.items():
             stage.progress(f"{name}: {kv_heads} KV heads")
-            model = stage.other(changes={"num_key_value_heads": kv_heads, **_balanced_ffn(config, kv_heads)})
+            model = stage.other(changes={"num_key_value_heads": kv_heads, **_balanced_ffn(stage.model.spec, kv_heads)})
             models.callback(model.close)
-            sizes.append(parameter_count(model_spec_from_hf(model.hf_config)))
+            sizes.append(parameter_count(model.spec))
             probe = StepProbe(model, max_tokens=context + 32)
             samplers += [probe.sampler(work) for work in works]
             predicted += [stage.predicted_s(work, model) for work in works]
@@ -76,14 +76,13 @@ def _head_sharing(stage: Stage) -> Outcome:
     )
 
 
-def _balanced_ffn(config: dict[str, object], kv_heads: int) -> dict[str, int]:
+def _balanced_ffn(spec: ModelSpec, kv_heads: int) -> dict[str, int]:
     """The MLP width with which the model keeps its size at another number of KV heads; nothing for mixtures."""
-    spec = model_spec_from_hf(config)
-    if spec.moe is not None or spec.ffn == 0:
+    if spec.mlp is None or spec.moe is not None:
         return {}
     saved = 2 * spec.hidden * spec.head_dim * (spec.n_kv_heads - kv_heads)
-    matrices = 3 if spec.is_gated else 2
-    width = spec.ffn + saved / (matrices * spec.hidden)
+    matrices = 3 if spec.mlp.is_gated else 2
+    width = spec.mlp.ffn + saved / (matrices * spec.hidden)
     return {"intermediate_size": max(FFN_STEP, FFN_STEP * round(width / FFN_STEP))}
 
 

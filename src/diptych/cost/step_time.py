@@ -2,9 +2,9 @@
 
     model = StepTimeModel()
     core = EngineCore(..., predict_s=model.predict_s)
-    model.observe(plan, measured_s)        # after every step
+    model.observe(plan.shape, measured_s)  # after every step
 
-The time is linear in five quantities of the plan: 1 (launch), rows (projections), sampled rows (the output head), query-key
+The time is linear in five quantities of the step: 1 (launch), rows (projections), sampled rows (the output head), query-key
 pairs of prefill chunks, and context tokens read by decode chunks. The coefficients are never negative and minimise the
 squared *relative* error over past steps, older ones forgotten at a rate of 1/300 per step, with three safeguards:
 
@@ -12,13 +12,12 @@ squared *relative* error over past steps, older ones forgotten at a rate of 1/30
 * a step that took far longer than expected (the machine was busy elsewhere) counts less, by Huber's weight;
 * `predict_s` adds the mean relative error seen so far, starting at 100 %; `estimate_s` does not.
 
-The normal equations have five unknowns, so observing costs O(chunks) and fitting a constant.
+A shape carries these sums, and the normal equations have five unknowns: every call costs a constant.
 """
 
 from __future__ import annotations
 
-from diptych.ground.phase import Phase
-from diptych.ground.step import StepPlan
+from diptych.ground.shape import StepShape
 
 # Units of the five features, so that coefficients are seconds of comparable size.
 _UNITS = (1.0, 100.0, 10.0, 1e5, 1e4)
@@ -39,18 +38,15 @@ _EAGER_STEPS = 32  # fit after each of the first steps, then after every eighth
 _FIT_EVERY = 8
 
 
-def features_of(plan: StepPlan) -> tuple[float, float, float, float, float]:
-    """(1, rows, sampled rows, prefill query-key pairs, decode context tokens) of a plan."""
-    rows = samples = pairs = context = 0
-    for chunk in plan.chunks:
-        n_tokens = len(chunk.token_ids)
-        rows += n_tokens
-        samples += chunk.samples
-        if chunk.phase is Phase.DECODE:
-            context += chunk.end_pos
-        else:
-            pairs += n_tokens * chunk.start_pos + n_tokens * (n_tokens + 1) // 2
-    return (1.0, float(rows), float(samples), float(pairs), float(context))
+def features_of(shape: StepShape) -> tuple[float, float, float, float, float]:
+    """(1, rows, sampled rows, prefill query-key pairs, decode context tokens) of a step."""
+    return (
+        1.0,
+        float(shape.n_tokens),
+        float(shape.n_logits_rows),
+        float(shape.prefill_pairs),
+        float(shape.decode_context_tokens),
+    )
 
 
 class StepTimeModel:
@@ -62,6 +58,7 @@ class StepTimeModel:
         self._xx = [[0.0] * _N for _ in range(_N)]
         self._xy = [0.0] * _N
         self._coefficients = [0.0] * _N
+        self._seconds = (0.0,) * _N  # the coefficients per feature instead of per unit
         self._prior_xx = [[0.0] * _N for _ in range(_N)]
         self._prior_xy = [0.0] * _N
         for features, seconds in _IMAGINED:
@@ -69,11 +66,11 @@ class StepTimeModel:
             _add(self._prior_xx, self._prior_xy, x, seconds, _IMAGINED_WEIGHT / seconds**2)
         self._fit()
 
-    def observe(self, plan: StepPlan, measured_s: float) -> None:
+    def observe(self, shape: StepShape, measured_s: float) -> None:
         """Learn from a step that took `measured_s` (> 0; anything else is ignored)."""
         if not 0.0 < measured_s < float("inf"):
             return
-        x = _scaled(features_of(plan))
+        x = _scaled(features_of(shape))
         expected_s = _dot(self._coefficients, x)
         error = abs(expected_s - measured_s) / measured_s
         excess = (measured_s - expected_s) / expected_s if expected_s > 0.0 else 0.0
@@ -91,13 +88,15 @@ class StepTimeModel:
         if self.n_observed <= _EAGER_STEPS or self.n_observed % _FIT_EVERY == 0:
             self._fit()
 
-    def predict_s(self, plan: StepPlan) -> float:
+    def predict_s(self, shape: StepShape) -> float:
         """A careful figure in seconds: the estimate and the usual error on top. For budgets."""
-        return self.estimate_s(plan) * (1.0 + self.margin)
+        return self.estimate_s(shape) * (1.0 + self.margin)
 
-    def estimate_s(self, plan: StepPlan) -> float:
+    def estimate_s(self, shape: StepShape) -> float:
         """The expected time in seconds. For reports."""
-        return _dot(self._coefficients, _scaled(features_of(plan)))
+        launch_s, row_s, sample_s, pair_s, context_s = self._seconds
+        seconds = launch_s + shape.n_tokens * row_s + shape.n_logits_rows * sample_s
+        return seconds + shape.prefill_pairs * pair_s + shape.decode_context_tokens * context_s
 
     def _fit(self) -> None:
         """Solve the normal equations with non-negative coefficients: drop the most negative one and solve again."""
@@ -113,6 +112,7 @@ class StepTimeModel:
         self._coefficients = [0.0] * _N
         for k, i in enumerate(active):
             self._coefficients[i] = solution[k]
+        self._seconds = tuple(value / unit for value, unit in zip(self._coefficients, _UNITS, strict=True))
 
 
 def _scaled(features: tuple[float, ...]) -> list[float]:

@@ -1,23 +1,72 @@
 """config.json as typed numbers: every field is checked when it is asked for, and a wrong one is a LoadError by name.
 
-Knows the two layouts of rotary settings: transformers 5 writes `rope_parameters` (per layer type in Gemma 3), older
-versions `rope_theta` beside `rope_scaling`.
+Sizes have upper bounds far above every published model, so that an absurd one is an error before anything is allocated.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from diptych.compute.ops.contract import Activation
 from diptych.ground.errors import LoadError
+from diptych.models.spec import Activation
 
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
+    "gelu": Activation.GELU,
+    "relu": Activation.RELU,
 }
+MAX_JSON_BYTES = 64 * 2**20  # an index of a thousand shards has a few
+MAX_JSON_DEPTH = 64
+# the most that a size may be; far above any published model, far below what overflows a product of three in 64 bits
+SIZE_LIMITS = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**21,
+    "moe_intermediate_size": 2**21,
+    "shared_expert_intermediate_size": 2**21,
+    "num_hidden_layers": 2048,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 4096,
+    "num_experts": 16_384,
+    "num_experts_per_tok": 16_384,
+    "n_shared_experts": 1024,
+    "kv_lora_rank": 2**16,
+    "q_lora_rank": 2**16,
+    "qk_nope_head_dim": 4096,
+    "qk_rope_head_dim": 4096,
+    "v_head_dim": 4096,
+}
+SIZE_LIMIT = 2**31 - 1
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; LoadError when there is none, or it is larger or deeper than any config."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise LoadError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"there is no file {path}") from None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} cannot be read: {error}", hint="download the file again") from error
+    except RecursionError:
+        raise LoadError(f"{path} is nested deeper than {MAX_JSON_DEPTH} levels") from None
+    if not isinstance(value, dict):
+        raise LoadError(f"{path} holds a {type(value).__name__}; it must be a JSON object")
+    level: list[Any] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [item for item in level if isinstance(item, dict | list)]
+    if level:
+        raise LoadError(f"{path} is nested deeper than {MAX_JSON_DEPTH} levels")
+    return value
 
 
 class HfConfig:
@@ -28,16 +77,19 @@ class HfConfig:
         self.path = path
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1) -> int:
-        """A whole number of at least `low`; `default` where the field is absent or null."""
+        """A whole number from `low` to the name's limit; `default` where the field is absent or null."""
         value = self.raw.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise LoadError(f"{name} in {self.path} is {value!r}; it must be a whole number of at least {low}")
+        limit = SIZE_LIMITS.get(name, SIZE_LIMIT)
+        if value > limit:
+            raise LoadError(f"{name} in {self.path} is {value}; it must be at most {limit}")
         return value
 
-    def optional_integer(self, name: str) -> int | None:
-        """A whole number of at least 1, or None where the field is absent or null."""
-        return None if self.raw.get(name) is None else self.integer(name)
+    def optional_integer(self, name: str, *, low: int = 1) -> int | None:
+        """A whole number of at least `low`, or None where the field is absent or null."""
+        return None if self.raw.get(name) is None else self.integer(name, low=low)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number greater than 0."""
@@ -47,14 +99,12 @@ class HfConfig:
             raise LoadError(f"{name} in {self.path} is {value!r}; it must be a number greater than 0")
         return float(value)
 
-    def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """A number greater than 0; null means None, absent means `default`."""
-        if name not in self.raw:
-            return default
-        return None if self.raw[name] is None else self.number(name)
+    def optional_number(self, name: str) -> float | None:
+        """A number greater than 0; None where the field is absent or null."""
+        return None if self.raw.get(name) is None else self.number(name)
 
-    def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false; `default` where the field is absent or null."""
         value = self.raw.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
@@ -68,15 +118,21 @@ class HfConfig:
             raise LoadError(f"{name} in {self.path} is {value!r}; it must be a list of whole numbers")
         return value
 
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """`count` numbers greater than 0."""
+        value = self.raw.get(name)
+        found = len(value) if isinstance(value, list) else 0
+        if not isinstance(value, list) or found != count:
+            raise LoadError(f"{name} in {self.path} has {found} numbers; {count} are needed")
+        return tuple(HfConfig({name: item}, path=self.path).number(name) for item in value)
+
     def activation(self, *names: str) -> Activation:
-        """The activation of the MLP under the first of `names` that is there; SiLU where none is."""
-        for name in names:
-            value = self.raw.get(name)
-            if value is not None:
-                if value not in ACTIVATIONS:
-                    raise LoadError(f"{name} in {self.path} is {value!r}; supported: {', '.join(sorted(ACTIVATIONS))}")
-                return ACTIVATIONS[value]
-        return Activation.SILU
+        """The activation of the MLP under the first of `names` that is there."""
+        name = next((name for name in names if self.raw.get(name) is not None), names[-1])
+        value = self.raw.get(name)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise LoadError(f"{name} in {self.path} is {value!r}; supported: {', '.join(sorted(ACTIVATIONS))}")
+        return ACTIVATIONS[value]
 
     def layer_types(self, n_layers: int) -> list[str] | None:
         """'full_attention' or 'sliding_attention' per layer, or None where the config does not say."""
@@ -101,10 +157,6 @@ class HfConfig:
         """LoadError when value is above limit."""
         if value > limit:
             raise LoadError(f"{name} in {self.path} is {value}; at most {limit} are there")
-
-    def merged(self, defaults: Mapping[str, Any]) -> HfConfig:
-        """The same config with `defaults` where a field is absent."""
-        return HfConfig({**defaults, **self.raw}, path=self.path)
 
     def refuse_quantised(self) -> None:
         """LoadError for a checkpoint whose weights are already packed by another program."""

@@ -1,0 +1,255 @@
+"""A model's tensors as weight handles, and its forward in the op vocabulary: one walk for every family.
+
+What differs between families is data (`models.families`): which norms a layer has, how its tensors are called, whether its
+MLP is a mixture. No look into a handle: the same code runs eagerly on the torch backend and is recorded into a program on
+the cpu backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.compute.ops.contract import (
+    AttentionSpec,
+    ExpertParts,
+    ExpertsSpec,
+    Handle,
+    LinearParts,
+    Loader,
+    Ops,
+    Role,
+    Split,
+)
+from diptych.compute.rope import frequencies
+from diptych.compute.weights import SlicedTensor, Source
+from diptych.models.families import BY_MODEL_TYPE, Family
+from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm
+
+# before attention, after it, before the MLP, after it: the names that transformers gives the norms of a layer
+NORM_NAMES: dict[Norms, tuple[str | None, str | None, str | None, str | None]] = {
+    Norms.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
+    Norms.AFTER: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    Norms.AROUND: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+# all experts in one tensor each
+STACKED = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """The handles of one layer. Either gate_up and down, or experts; a norm that the family lacks is None."""
+
+    attention: Handle
+    qkv: Handle
+    o: Handle
+    input_norm: Handle | None
+    post_attention_norm: Handle | None
+    pre_mlp_norm: Handle | None
+    post_mlp_norm: Handle | None
+    gate_up: Handle | None = None
+    down: Handle | None = None
+    experts: Handle | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """The handles of a model."""
+
+    embedding: Handle
+    layers: tuple[LayerWeights, ...]
+    norm: Handle
+    head: Handle
+
+
+def load_decoder(source: Source, loader: Loader, spec: ModelSpec) -> DecoderWeights:
+    """Every weight of the model as handles, piece by piece, so that a loader may report progress and free as it goes."""
+    prefix = prefix_of(source, spec)
+    table = source.tensor(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden)
+    role = Role(sites=(("head", spec.vocab_size),), split=Split.OUTPUTS)
+    # the largest tensor comes first, while little else is held beside its pages in the file
+    if spec.is_tied:
+        head = loader.head(table, role=role)
+    else:
+        head = loader.head(source.tensor(head_name(source, prefix), spec.vocab_size, spec.hidden), role=role)
+    embedding = loader.table(table, head=head if spec.is_tied else None)
+    layers = tuple(_Layer(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
+    norm = loader.vector(source.tensor(f"{prefix}norm.weight", spec.hidden), offset=spec.norm_offset)
+    return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
+
+
+def prefix_of(source: Source, spec: ModelSpec) -> str:
+    """Where the tensors of the language model begin."""
+    prefixes = family_named(spec).prefixes
+    return next((p for p in prefixes if source.has(f"{p}embed_tokens.weight")), prefixes[0])
+
+
+def head_name(source: Source, prefix: str) -> str:
+    """Where the output projection lies: beside the language model of a multimodal checkpoint, or at the top."""
+    nested = prefix.removesuffix("model.") + "lm_head.weight"
+    return nested if source.has(nested) else "lm_head.weight"
+
+
+def family_named(spec: ModelSpec) -> Family:
+    """The entry of the table that the spec was read by."""
+    return BY_MODEL_TYPE[spec.family]
+
+
+class _Layer:
+    """Loads the tensors of one layer."""
+
+    def __init__(self, source: Source, loader: Loader, spec: ModelSpec, layer: int, prefix: str) -> None:
+        self.names = family_named(spec).names
+        self.source = source
+        self.loader = loader
+        self.spec = spec
+        self.layer = layer
+        self.parts = spec.layers[layer]
+        self.prefix = f"{prefix}layers.{layer}."
+
+    def load(self) -> LayerWeights:
+        """All of them: a dense MLP first, a mixture last."""
+        mlp, attention, root = self.parts.mlp, self.parts.attention, f"{self.prefix}self_attn."
+        dense = self._mlp(mlp) if isinstance(mlp, MlpSpec) else {}
+        q, kv = attention.n_heads * attention.head_dim, attention.n_kv_heads * attention.head_dim
+        qkv = self._linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
+        o = self._linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
+        handles = {
+            "attention": self._attention(root),
+            "qkv": self.loader.linear(qkv, role=self._role(Split.OUTPUTS, q=q, k=kv, v=kv)),
+            "o": self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
+        }
+        before, after, before_mlp, after_mlp = (self._norm(name) for name in NORM_NAMES[self.parts.norms])
+        mixture = {"experts": self._experts(mlp)} if isinstance(mlp, MoeSpec) else {}
+        return LayerWeights(
+            input_norm=before,
+            post_attention_norm=after,
+            pre_mlp_norm=before_mlp,
+            post_mlp_norm=after_mlp,
+            **handles,
+            **dense,
+            **mixture,
+        )
+
+    def _role(self, split: Split, **outputs: int) -> Role:
+        return Role(sites=tuple(outputs.items()), split=split, layer=self.layer)
+
+    def _linear(
+        self, root: str, names: tuple[str, ...], rows: tuple[int, ...], n_inputs: int, *, has_bias: bool = False
+    ) -> LinearParts:
+        """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
+        rows = rows if len(names) == len(rows) else (sum(rows),)
+        named = list(zip(names, rows, strict=True))
+        weights = tuple(self.source.tensor(f"{root}{name}.weight", n, n_inputs) for name, n in named)
+        biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
+        return LinearParts(weights=weights, biases=biases)
+
+    def _attention(self, root: str) -> Handle:
+        """The layer's attention handle, with q_norm and k_norm where it has them."""
+        spec = self.parts.attention
+        heads = AttentionSpec(
+            layer=self.layer,
+            n_heads=spec.n_heads,
+            n_kv_heads=spec.n_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            rope=None if spec.rope is None else frequencies(spec.rope),
+            qk_norm=spec.qk_norm,
+            norm_eps=self.spec.norm_eps,
+        )
+        if spec.qk_norm is QkNorm.NONE:
+            return self.loader.attention(heads, q_norm=None, k_norm=None)
+        is_full = spec.qk_norm is QkNorm.FULL
+        return self.loader.attention(
+            heads,
+            q_norm=self.source.tensor(f"{root}q_norm.weight", spec.head_dim * (spec.n_heads if is_full else 1)),
+            k_norm=self.source.tensor(f"{root}k_norm.weight", spec.head_dim * (spec.n_kv_heads if is_full else 1)),
+            norm_offset=self.spec.norm_offset,
+        )
+
+    def _norm(self, name: str | None) -> Handle | None:
+        """A norm over the residual width."""
+        if name is None:
+            return None
+        tensor = self.source.tensor(f"{self.prefix}{name}.weight", self.spec.hidden)
+        return self.loader.vector(tensor, offset=self.spec.norm_offset)
+
+    def _mlp(self, mlp: MlpSpec) -> dict[str, Handle]:
+        root, hidden = f"{self.prefix}{self.names.mlp[0]}", self.spec.hidden
+        gate_up = self._linear(root, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden, has_bias=mlp.has_bias)
+        down = self._linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
+        return {
+            "gate_up": self.loader.gated(
+                gate_up, mlp.activation, role=self._role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
+            ),
+            "down": self.loader.linear(down, role=self._role(Split.INPUTS, down=hidden)),
+        }
+
+    def _experts(self, moe: MoeSpec) -> Handle:
+        """A router and its experts, one tensor per expert and projection, or all experts stacked in one tensor each."""
+        roots = [f"{self.prefix}{root}" for root in self.names.mlp]
+        root = next((root for root in roots if self.source.has(f"{root}gate.weight")), roots[0])
+        n, ffn, hidden = moe.n_experts, moe.expert_ffn, self.spec.hidden
+        router = self.source.tensor(f"{root}gate.weight", n, hidden)
+        if self.source.has(f"{root}{STACKED[0]}"):
+            gate_up = self.source.tensor(f"{root}{STACKED[0]}", n, 2 * ffn, hidden)
+            down = self.source.tensor(f"{root}{STACKED[1]}", n, hidden, ffn)
+            experts = tuple(
+                ExpertParts(
+                    gate_up=LinearParts(weights=(SlicedTensor(gate_up, e),)),
+                    down=LinearParts(weights=(SlicedTensor(down, e),)),
+                )
+                for e in range(n)
+            )
+        else:
+            *gate_up_names, down_name = self.names.expert
+            experts = tuple(
+                ExpertParts(
+                    gate_up=self._linear(f"{root}experts.{e}.", tuple(gate_up_names), (ffn, ffn), hidden),
+                    down=self._linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn),
+                )
+                for e in range(n)
+            )
+        mixture = ExpertsSpec(
+            n_experts=n,
+            experts_per_token=moe.experts_per_token,
+            ffn=ffn,
+            renormalises=moe.renormalises,
+            activation=moe.activation,
+        )
+        role = self._role(Split.OUTPUTS, gate=ffn, up=ffn, down=hidden)
+        return self.loader.experts(mixture, router=router, experts=experts, role=role)
+
+
+def run_decoder(ops: Ops, spec: ModelSpec, weights: DecoderWeights) -> Handle:
+    """Logits [R, V] of the step that `ops` stands for."""
+    x = ops.embed(weights.embedding, scale=spec.embed_scale)
+    for layer in weights.layers:
+        x = run_layer(ops, x, layer, eps=spec.norm_eps)
+    return ops.head(x, weights.norm, weights.head, eps=spec.norm_eps, softcap=spec.logit_softcap)
+
+
+def run_layer(ops: Ops, x: Handle, weights: LayerWeights, *, eps: float) -> Handle:
+    """x + attention(x), then + mlp(x), each with the norms the layer has before and after it."""
+
+    def normed(y: Handle, norm: Handle | None) -> Handle:
+        return y if norm is None else ops.rms_norm(y, norm, eps=eps)
+
+    def added(y: Handle, projection: Handle, norm: Handle | None, x: Handle) -> Handle:
+        if norm is None:
+            return ops.linear_add(y, projection, x)
+        return ops.add(x, ops.rms_norm(ops.linear(y, projection), norm, eps=eps))
+
+    qkv = ops.linear(normed(x, weights.input_norm), weights.qkv)
+    heads = ops.attention(ops.rotate_and_cache(qkv, weights.attention), weights.attention)
+    x = added(heads, weights.o, weights.post_attention_norm, x)
+    h = normed(x, weights.pre_mlp_norm)
+    if weights.experts is not None:
+        return ops.experts_add(h, weights.experts, x)
+    return added(ops.linear_gate(h, weights.gate_up), weights.down, weights.post_mlp_norm, x)

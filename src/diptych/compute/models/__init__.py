@@ -1,1 +1,0 @@
-"""Model families: one readable file each, written once against the op vocabulary of `compute.ops.contract`."""

@@ -1,0 +1,103 @@
+"""Every number format of weights and KV, once: what the engine has, and what the planner prices besides.
+
+Standard library only. Bytes include scales: bits of a parameter plus its part of what its group shares.
+
+>>> FORMATS["q4_0"].bytes
+0.5625
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.ground.specs import KVSpec, QuantSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberFormat:
+    """`bits` per value, and `group_bits` (scale, zero point) that `group` values share."""
+
+    name: str
+    bits: float
+    group: int = 1
+    group_bits: int = 0
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per value."""
+        return (self.bits + self.group_bits / self.group) / 8
+
+
+FORMATS: dict[str, NumberFormat] = {
+    one.name: one
+    for one in (
+        NumberFormat(name="fp32", bits=32),
+        NumberFormat(name="bf16", bits=16),
+        NumberFormat(name="fp8", bits=8),
+        NumberFormat(name="int8", bits=8),  # a scale per row, which is nothing beside it
+        NumberFormat(name="int4", bits=4),
+        NumberFormat(name="int4-g64", bits=4, group=64, group_bits=16),  # the cpu backend's: unit and zero of 8 bits
+        NumberFormat(name="int4-g32", bits=4, group=32, group_bits=32),  # bf16 scale and zero
+        NumberFormat(name="nvfp4", bits=4, group=16, group_bits=8),
+        NumberFormat(name="mxfp4", bits=4, group=32, group_bits=8),
+        NumberFormat(name="q8_0", bits=8, group=32, group_bits=16),  # llama.cpp: one fp16 scale
+        NumberFormat(name="q6_k", bits=6, group=256, group_bits=144),  # llama.cpp: 16 scales of 8 bits, one of 16
+        NumberFormat(name="q4_0", bits=4, group=32, group_bits=16),
+    )
+}
+
+# What the engine offers: its name -> the format, and the dtype in which the linear layers multiply.
+ENGINE_WEIGHTS: dict[str, tuple[NumberFormat, str]] = {
+    "fp32": (FORMATS["fp32"], "fp32"),
+    "bf16": (FORMATS["bf16"], "bf16"),
+    "int8": (FORMATS["int8"], "int8"),
+    "int4": (FORMATS["int4-g64"], "int8"),
+}
+ENGINE_KV = ("fp32", "bf16", "int8")
+
+
+def engine_quant(weights: str, head: str) -> QuantSpec:
+    """How the engine stores and multiplies weights of that format, with the output projection in `head`."""
+    body, compute = ENGINE_WEIGHTS[weights]
+    return QuantSpec(
+        name=weights,
+        weight_bytes=body.bytes,
+        head_weight_bytes=ENGINE_WEIGHTS[head][0].bytes,
+        compute=compute,
+        attention_compute="fp32" if weights == "fp32" else "bf16",
+    )
+
+
+def _quant(name: str, body: str, *, head: str | None = None, experts: str | None = None, **fields: str) -> QuantSpec:
+    return QuantSpec(
+        name=name,
+        weight_bytes=FORMATS[body].bytes,
+        head_weight_bytes=None if head is None else FORMATS[head].bytes,
+        expert_weight_bytes=None if experts is None else FORMATS[experts].bytes,
+        activation_bytes=FORMATS[body].bytes if body == "fp32" else 2.0,
+        **fields,
+    )
+
+
+# What the planner prices: also what other engines store. The head of q4_0 is in q6_k, as llama.cpp does.
+QUANTS: dict[str, QuantSpec] = {
+    quant.name: quant
+    for quant in (
+        _quant("fp32", "fp32", compute="fp32", attention_compute="fp32"),
+        _quant("bf16", "bf16"),
+        _quant("fp8", "fp8", compute="fp8"),
+        _quant("int8", "int8"),
+        _quant("w8a8", "int8", compute="int8"),
+        _quant("int4", "int4-g32"),
+        _quant("fp4", "nvfp4", head="bf16", compute="fp4"),
+        _quant("mxfp4", "bf16", experts="mxfp4"),
+        _quant("mxfp4-gguf", "q8_0", experts="mxfp4", compute="int8"),
+        _quant("q8_0", "q8_0", compute="int8"),
+        _quant("q4_0", "q4_0", head="q6_k", compute="int8"),
+    )
+}
+QUANT_ALIASES = {"fp16": "bf16", "f16": "bf16", "float16": "bf16", "bfloat16": "bf16", "int4g32": "int4", "q4": "q4_0"}
+
+KV_FORMATS: dict[str, KVSpec] = {
+    name: KVSpec(name=name, bytes_per_element=FORMATS[name].bytes) for name in ("fp32", "bf16", "fp8", "int8", "int4")
+}

@@ -1,0 +1,449 @@
+"""The families as data: one entry each. A family that existing ops can run is one more entry here, and nothing else.
+
+An entry names the architectures it serves, every key of config.json that it reads with the default of the configuration
+class in transformers (files leave out what equals it), the keys it knows in one setting only, how its layers are made, and
+how its tensors are called. `read` turns a config into a `ModelSpec` by these; `compute.decoder` loads and runs by them.
+`is_run=False`: priced by `diptych plan`, not run, because an op is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from diptych.models.spec import Norms, QkNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
+
+    mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate.
+    """
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    o: str = "o_proj"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    mlp: tuple[str, ...] = ("mlp.",)
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family. Where a field is `bool | str`, a string names the key of the config that decides.
+
+    keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
+    renamed: this class's name of a key -> the name used here. full_every: without layer_types, every so many-th layer
+    attends to everything. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
+    longrope_names: rope types that mean longrope here. positions_offset: learned positions, and how many come first.
+    prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    keys: Mapping[str, Any]
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    more_model_types: tuple[str, ...] = ()
+    is_run: bool = True
+    norms: Norms = Norms.BEFORE
+    norm_offset: float = 0.0
+    has_norm_bias: bool = False
+    has_embedding_norm: bool = False
+    has_scaled_embedding: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    qk_norm_key: str | None = None
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    is_gated: bool = True
+    has_sinks: bool = False
+    full_every: int | None = None
+    local_theta: str | None = None
+    longrope_names: tuple[str, ...] = ("su",)
+    positions_offset: int | None = None
+    renormalises: bool | str = "norm_topk_prob"
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+    has_shared_gate: bool = False
+    names: TensorNames = field(default_factory=TensorNames)
+    prefixes: tuple[str, ...] = ("model.",)
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """What model_type may say."""
+        return (self.name, *self.more_model_types)
+
+
+# The class defaults that most classes share; an entry overrides what differs.
+USUAL: dict[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+QWEN = {**USUAL, "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768, "sliding_window": 4096, "use_sliding_window": False}  # fmt: skip
+QWEN_WINDOWS = {"max_window_layers": 28, "layer_types": None}
+QWEN_EXPERTS = {"hidden_size": 2048, "num_hidden_layers": 24, "decoder_sparse_step": 1, "mlp_only_layers": None,
+                "norm_topk_prob": False}  # fmt: skip
+GEMMA = {**USUAL, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True,
+         "attention_bias": False}  # fmt: skip
+GEMMA_2 = {**GEMMA, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+           "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
+           "final_logit_softcapping": None}  # fmt: skip
+LATENT = {**USUAL, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+          "v_head_dim": 128, "moe_layer_freq": 1, "attention_bias": False, "routed_scaling_factor": 1.0,
+          "n_group": 1, "topk_group": 1}  # fmt: skip
+NOT_IN_GPT = ("rope_theta", "num_key_value_heads", "head_dim")
+GPT: dict[str, Any] = {**{key: USUAL[key] for key in USUAL if key not in NOT_IN_GPT}, "tie_word_embeddings": True}
+CAUSAL = {"use_bidirectional_attention": (None, False)}
+NOT_GATED: dict[str, Any] = {"is_run": False, "is_gated": False, "has_norm_bias": True}
+ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
+BY_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+
+FAMILIES: tuple[Family, ...] = (
+    # Llama 2, 3, 3.1, 3.2 and what copies them: SmolLM2, TinyLlama, Falcon 3, the bundled model
+    Family(
+        name="llama",
+        architectures=("LlamaForCausalLM",),
+        keys={**USUAL, "attention_bias": False, "mlp_bias": False},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
+    # sliding_window null: full attention (v0.2 on); absent: 4096 on every layer
+    Family(
+        name="mistral",
+        architectures=("MistralForCausalLM",),
+        keys={**USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "sliding_window": 4096},
+    ),
+    # Qwen2, Qwen2.5: biases on q, k and v; a window on the later layers when switched on
+    Family(name="qwen2", architectures=("Qwen2ForCausalLM",), keys={**QWEN, **QWEN_WINDOWS}, qkv_bias=True),
+    Family(
+        name="qwen3",
+        architectures=("Qwen3ForCausalLM",),
+        keys={**QWEN, **QWEN_WINDOWS, "head_dim": 128, "attention_bias": False},
+        qk_norm=QkNorm.HEAD,
+        **BY_ATTENTION_BIAS,
+    ),
+    # Phi-3, Phi-3.5, Phi-4; its old configs call longrope "su" or "yarn"
+    Family(
+        name="phi3",
+        architectures=("Phi3ForCausalLM",),
+        keys={**USUAL, "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,
+              "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+              "sliding_window": None, "partial_rotary_factor": 1.0},
+        longrope_names=("su", "yarn"),
+        names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+    ),
+    # norm weights are stored as w - 1; the old field hidden_act is not looked at where hidden_activation is there
+    Family(
+        name="gemma2",
+        architectures=("Gemma2ForCausalLM",),
+        keys={**GEMMA_2, "vocab_size": 256_000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+              "final_logit_softcapping": 30.0},
+        fixed=CAUSAL,
+        norms=Norms.AROUND,
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        full_every=2,
+        **BY_ATTENTION_BIAS,
+    ),
+    # the text part; of Gemma3ForConditionalGeneration too, whose vision tensors are left alone
+    Family(
+        name="gemma3_text",
+        architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        more_model_types=("gemma3",),
+        keys={**GEMMA_2, "vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
+              "sliding_window_pattern": 6, "rope_local_base_freq": 10_000.0},
+        renamed={"_sliding_window_pattern": "sliding_window_pattern"},
+        fixed={**CAUSAL, "attn_logit_softcapping": (None,)},
+        norms=Norms.AROUND,
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        qk_norm=QkNorm.HEAD,
+        local_theta="rope_local_base_freq",
+        prefixes=("model.", "language_model.model.", "model.language_model."),
+        ignored=("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="olmo2",
+        architectures=("Olmo2ForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "attention_bias": False},
+        norms=Norms.AFTER,
+        qk_norm=QkNorm.FULL,
+        **BY_ATTENTION_BIAS,
+    ),
+    # no rotary positions where no_rope_layers holds 0 (1 is for layers that do turn)
+    Family(
+        name="smollm3",
+        architectures=("SmolLM3ForCausalLM",),
+        keys={**USUAL, "vocab_size": 128_256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+              "num_key_value_heads": 4, "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0,
+              "use_sliding_window": False, "sliding_window": None, "layer_types": None, "no_rope_layers": None,
+              "no_rope_layer_interval": 4, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="mixtral",
+        architectures=("MixtralForCausalLM",),
+        keys={**USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": None, "num_experts_per_tok": 2,
+              "num_experts": 8},
+        renamed={"num_local_experts": "num_experts"},
+        renormalises=True,
+        names=TensorNames(mlp=("block_sparse_moe.", "mlp."), expert=("w1", "w3", "w2")),
+    ),
+    Family(
+        name="qwen3_moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        keys={**QWEN, **QWEN_EXPERTS, "intermediate_size": 6144, "num_key_value_heads": 4, "attention_bias": False,
+              "moe_intermediate_size": 768, "num_experts_per_tok": 8, "num_experts": 128},
+        renamed={"num_local_experts": "num_experts"},
+        qk_norm=QkNorm.HEAD,
+        **BY_ATTENTION_BIAS,
+    ),
+    # ---- priced, not run -------------------------------------------------------------------------------------------
+    Family(
+        name="gemma",
+        architectures=("GemmaForCausalLM",),
+        keys={**GEMMA, "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
+              "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192},
+        fixed=CAUSAL,
+        is_run=False,
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        keys={**USUAL, "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
+              "residual_multiplier": 1.0, "attention_multiplier": 1.0},
+        is_run=False,
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
+    # pairs of neighbouring dimensions turn together, which no op here does
+    Family(
+        name="glm",
+        architectures=("GlmForCausalLM",),
+        keys={**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
+              "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
+              "partial_rotary_factor": 0.5, "attention_bias": True},
+        is_run=False,
+        qkv_bias="attention_bias",
+    ),
+    Family(
+        name="glm4",
+        architectures=("Glm4ForCausalLM",),
+        keys={**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
+              "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
+              "partial_rotary_factor": 0.5, "attention_bias": True},
+        is_run=False,
+        norms=Norms.AROUND,
+        qkv_bias="attention_bias",
+    ),
+    Family(
+        name="cohere",
+        architectures=("CohereForCausalLM",),
+        keys={**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
+              "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
+              "tie_word_embeddings": True, "rope_theta": 500_000.0, "layer_norm_eps": 1e-5, "attention_bias": False},
+        fixed={"use_qk_norm": (False,)},
+        is_run=False,
+        norms=Norms.PARALLEL,
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="cohere2",
+        architectures=("Cohere2ForCausalLM",),
+        keys={**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
+              "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
+              "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096,
+              "layer_types": None, "sliding_window_pattern": 4},
+        renamed={"_sliding_window_pattern": "sliding_window_pattern"},
+        is_run=False,
+        norms=Norms.PARALLEL,
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="qwen2_moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        keys={**QWEN, **QWEN_WINDOWS, **QWEN_EXPERTS, "intermediate_size": 5632, "num_attention_heads": 16,
+              "num_key_value_heads": 16, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+              "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True},
+        is_run=False,
+        qkv_bias="qkv_bias",
+        has_shared_gate=True,
+    ),
+    Family(
+        name="gpt_oss",
+        architectures=("GptOssForCausalLM",),
+        keys={**USUAL, "num_hidden_layers": 36, "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+              "head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128,
+              "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "num_experts_per_tok": 4, "num_experts": 128,
+              "layer_types": None, "attention_bias": True, "rope_theta": 150_000.0,
+              "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                                  "truncate": False, "original_max_position_embeddings": 4096,
+                                  "rope_theta": 150_000.0}},
+        fixed={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+        renamed={"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok"},
+        is_run=False,
+        has_sinks=True,
+        full_every=2,
+        renormalises=True,
+        has_router_bias=True,
+        has_expert_bias=True,
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="deepseek_v2",
+        architectures=("DeepseekV2ForCausalLM",),
+        keys={**LATENT, "vocab_size": 102_400, "moe_intermediate_size": 1407, "num_experts": 64, "n_shared_experts": 2,
+              "num_experts_per_tok": None, "first_k_dense_replace": 0, "norm_topk_prob": False},
+        fixed={"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",), "mlp_bias": (False,)},
+        renamed={"n_routed_experts": "num_experts"},
+        is_run=False,
+    ),
+    Family(
+        name="deepseek_v3",
+        architectures=("DeepseekV3ForCausalLM",),
+        more_model_types=("kimi_k2",),
+        keys={**LATENT, "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+              "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+              "num_key_value_heads": 128, "num_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+              "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+              "norm_topk_prob": True, "max_position_embeddings": 4096},
+        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "rope_interleave": (True, False)},
+        renamed={"n_routed_experts": "num_experts", "num_local_experts": "num_experts"},
+        is_run=False,
+        has_router_bias=True,
+    ),
+    Family(
+        name="glm4_moe",
+        architectures=("Glm4MoeForCausalLM",),
+        keys={**USUAL, "vocab_size": 151_552, "intermediate_size": 10_944, "num_hidden_layers": 46,
+              "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": False,
+              "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "num_experts": 128,
+              "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+              "norm_topk_prob": True, "use_qk_norm": False},
+        renamed={"n_routed_experts": "num_experts"},
+        is_run=False,
+        qkv_bias="attention_bias",
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="use_qk_norm",
+        has_router_bias=True,
+    ),
+    Family(
+        name="starcoder2",
+        architectures=("Starcoder2ForCausalLM",),
+        keys={**USUAL, "vocab_size": 49_152, "hidden_size": 3072, "intermediate_size": 12_288, "num_hidden_layers": 30,
+              "num_attention_heads": 24, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh",
+              "max_position_embeddings": 4096, "norm_epsilon": 1e-5, "sliding_window": None, "use_bias": True,
+              "tie_word_embeddings": True},
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        **NOT_GATED,
+    ),
+    Family(
+        name="opt",
+        architectures=("OPTForCausalLM",),
+        keys={**GPT, "vocab_size": 50_272, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072,
+              "num_attention_heads": 12, "hidden_act": "relu", "word_embed_proj_dim": None},
+        fixed={"do_layer_norm_before": (True,), "enable_bias": (True,), "layer_norm_elementwise_affine": (True,),
+               "_remove_final_layer_norm": (False,)},
+        renamed={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+        positions_offset=2,
+        **NOT_GATED,
+        **ALL_BIASES,
+    ),
+    Family(
+        name="gpt2",
+        architectures=("GPT2LMHeadModel",),
+        keys={**GPT, "vocab_size": 50_257, "hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": None,
+              "num_attention_heads": 12, "hidden_act": "gelu_new", "max_position_embeddings": 1024},
+        fixed={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
+               "add_cross_attention": (False,)},
+        renamed={"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+                 "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
+                 "activation_function": "hidden_act"},
+        positions_offset=0,
+        ignored=(".attn.bias", ".attn.masked_bias"),
+        **NOT_GATED,
+        **ALL_BIASES,
+    ),
+    Family(
+        name="bloom",
+        architectures=("BloomForCausalLM",),
+        keys={**GPT, "vocab_size": 250_880, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": None,
+              "num_attention_heads": 8, "hidden_act": "gelu_new"},
+        fixed={"apply_residual_connection_post_layernorm": (False,)},
+        renamed={"n_embed": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+                 "seq_length": "max_position_embeddings"},
+        has_embedding_norm=True,
+        **NOT_GATED,
+        **ALL_BIASES,
+    ),
+)  # fmt: skip
+
+BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
+BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
+SUPPORTED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if family.is_run)
+PRICED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if not family.is_run)
+
+# Keys that never change what a token's logits are: names of things, ids of special tokens, training, caches, defaults of
+# generation, and switches of files that the loader holds against the tensors itself.
+HARMLESS: frozenset[str] = frozenset((
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path",
+    "auto_map", "task_specific_params", "tokenizer_class", "finetuning_task", "problem_type", "id2label", "label2id",
+    "use_cache", "initializer_range", "init_std", "pretraining_tp", "return_dict", "output_attentions",
+    "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
+    "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "ep_size", "chunk_size_feed_forward", "layerdrop",
+    "resid_pdrop", "embd_pdrop", "attn_pdrop", "quantization_config", "cache_implementation", "_attn_implementation",
+    "attn_implementation", "_attn_implementation_autoset", "use_flash_attn", "torchscript", "use_bfloat16",
+    "gradient_checkpointing", "max_window_layers", "attention_bias", "mlp_bias", "qkv_bias", "bias",
+    "hidden_act", "hidden_activation", "vision_config", "mm_tokens_per_image", "image_token_index",
+    "boi_token_index", "eoi_token_index", "is_decoder", "max_length", "min_length", "temperature", "top_k",
+    "top_p", "do_sample", "repetition_penalty", "num_beams", "model_max_length", "neftune_noise_alpha", "unsloth_fixed",
+    "unsloth_version", "reorder_and_upcast_attn", "slow_but_exact", "qk_head_dim", "n_ctx",
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps",
+))  # fmt: skip
+HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
+
+# Keys of other families and of hybrids that change the mathematics: refused wherever nobody reads them.
+CHANGING: frozenset[str] = frozenset((
+    *(key for family in FAMILIES for key in (*family.keys, *family.fixed, *family.renamed)),
+    "is_encoder_decoder", "alibi", "use_alibi", "parallel_attn", "use_parallel_residual", "multi_query",
+    "new_decoder_architecture", "rope_pct", "rotary_pct", "rotary_emb_base", "rotary_dim", "qk_layernorm", "qk_norm",
+    "clip_qkv", "attn_config", "ffn_config", "ssm_cfg", "mamba_d_state", "mamba_d_conv", "mamba_expand",
+    "mamba_num_heads", "hybrid_override_pattern", "layers_block_type", "attn_layer_indices", "attn_type_list",
+    "linear_attn_config", "linear_num_key_heads", "full_attention_interval", "attention_chunk_size", "scale_emb",
+    "scale_depth", "dim_model_base", "block_configs", "num_zero_experts", "moe_num_experts", "moe_k", "residual_scale",
+    "altup_num_inputs", "hidden_size_per_layer_input", "num_kv_shared_layers", "index_topk", "attention_multiplier",
+    "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm",
+))  # fmt: skip
+# values with which such a key says: as usual
+NEUTRAL: Mapping[str, Any] = MappingProxyType({
+    "partial_rotary_factor": 1.0, "rope_pct": 1.0, "rotary_pct": 1.0, "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0, "logit_scale": 1.0, "residual_multiplier": 1.0, "routed_scaling_factor": 1.0,
+    "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "no_rope_layer_interval": None,
+})  # fmt: skip

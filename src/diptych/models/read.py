@@ -1,0 +1,365 @@
+"""From config.json to a `ModelSpec`: one allow-list and one reading for the engine and the planner.
+
+A key that changes the mathematics and that the family does not read is refused by name. A key that no family knows is
+named in a warning: the classes of transformers do not read it either.
+
+>>> config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+>>> read_model(HfConfig(config)).head_dim
+16
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.models.config import HfConfig, read_json
+from diptych.models.families import (
+    BY_ARCHITECTURE,
+    BY_MODEL_TYPE,
+    CHANGING,
+    HARMLESS,
+    HARMLESS_ENDINGS,
+    NEUTRAL,
+    PRICED,
+    SUPPORTED,
+    Family,
+)
+from diptych.models.rope import ROPE_KEYS, make_rope, position_limit, rope_section
+from diptych.models.spec import (
+    Activation,
+    AttentionLayer,
+    LayerSpec,
+    MlaSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    QkNorm,
+    Rope,
+)
+
+logger = logging.getLogger("diptych.models")
+
+RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
+
+
+def read_model(
+    config: HfConfig, max_context_tokens: int | None = None, *, longrope: str = "auto", name: str | None = None
+) -> ModelSpec:
+    """The shape behind a config. LoadError names the key that is missing, impossible or not understood.
+
+    max_context_tokens: the longest sequence that will run, which some rotary scalings depend on; None: the model's own.
+    longrope: which of its two sets of factors; auto: by max_context_tokens.
+    """
+    family = family_of(config)
+    name = name or str(config.raw.get("_name_or_path") or family.name)
+    config = _canonical(config, family)
+    sections = _rope_sections(config, family)
+    limit = position_limit(config, sections[0] if sections else None, max_context_tokens)
+    context = limit if max_context_tokens is None else min(limit, max_context_tokens)
+    head_dim = _head_dim(config)
+    ropes = [
+        make_rope(config, one, head_dim=head_dim, max_context_tokens=context, longrope=longrope) for one in sections
+    ]
+    hidden = config.integer("hidden_size")
+    word_width = config.integer("word_embed_proj_dim", hidden)
+    if word_width != hidden:
+        raise LoadError(
+            f"word_embed_proj_dim in {config.path} is {word_width}; only hidden_size, {hidden}, is supported"
+        )
+    return ModelSpec(
+        name=name,
+        family=family.name,
+        architecture=family.architectures[0],
+        hidden=hidden,
+        vocab_size=config.integer("vocab_size"),
+        layers=_layers(config, family, ropes, head_dim),
+        max_context_tokens=limit,
+        norm_eps=config.number("rms_norm_eps"),
+        norm_offset=family.norm_offset,
+        embed_scale=hidden**0.5 if family.has_scaled_embedding else config.number("embedding_multiplier", 1.0),
+        residual_scale=config.number("residual_multiplier", 1.0),
+        logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", 1.0),
+        logit_softcap=config.optional_number("final_logit_softcapping"),
+        is_tied=config.flag("tie_word_embeddings"),
+        is_run=family.is_run,
+        has_norm_bias=family.has_norm_bias,
+        has_embedding_norm=family.has_embedding_norm,
+        n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
+    )
+
+
+def load_model_file(path: Path) -> ModelSpec:
+    """The model of a config.json, or of a folder that holds one."""
+    file = path / "config.json" if path.is_dir() else path
+    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    return read_model(HfConfig(read_json(file), path=str(file)), name=name)
+
+
+def family_of(config: HfConfig) -> Family:
+    """The family of the first architecture in the config, or of its model_type where no architecture is named.
+
+    UnsupportedModel, with the list of those that are, for any other.
+    """
+    raw = config.raw
+    kind = raw.get("model_type")
+    if "architectures" in raw:
+        named = raw["architectures"]
+        what, name = "architecture", named[0] if isinstance(named, list) and named else None
+        family = BY_ARCHITECTURE.get(name) if isinstance(name, str) else None
+    else:
+        what, name = "model_type", kind
+        family = BY_MODEL_TYPE.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise UnsupportedModel(
+            f"{what} {name!r} in {config.path} is not supported; supported: {', '.join(SUPPORTED)}; "
+            f"priced by `diptych plan` only: {', '.join(PRICED)}"
+        )
+    if kind is not None and kind not in family.model_types:
+        raise UnsupportedModel(
+            f"model_type {kind!r} in {config.path} is not that of {family.architectures[0]}, "
+            f"which is {' or '.join(family.model_types)}"
+        )
+    return family
+
+
+def refuse_unrun(config: HfConfig) -> None:
+    """UnsupportedModel for a family that is priced and not run."""
+    family = family_of(config)
+    if not family.is_run:
+        raise UnsupportedModel(
+            f"architecture {family.architectures[0]!r} in {config.path} is priced by `diptych plan`, not run; "
+            f"supported: {', '.join(SUPPORTED)}"
+        )
+
+
+def _canonical(config: HfConfig, family: Family) -> HfConfig:
+    """Class defaults under what the file says, keys by the names used here; refuses keys that nobody would read."""
+    raw = dict(config.raw)
+    inner = raw.get("text_config")
+    if inner is not None:  # multimodal wrappers: the language part
+        raw = dict(config.section("text_config").raw)
+        if "tie_word_embeddings" in config.raw:
+            raw.setdefault("tie_word_embeddings", config.raw["tie_word_embeddings"])
+    path = config.path if inner is None else f"text_config of {config.path}"
+    for theirs, ours in family.renamed.items():
+        if theirs in raw:
+            raw[ours] = raw.pop(theirs)
+    read = {*family.keys, *(ROPE_KEYS if "rope_theta" in family.keys else ()), "layer_types", "hidden_act"}
+    _check_keys({key: value for key, value in raw.items() if key not in read}, family, path)
+    if raw.get("rope_scaling") or raw.get("rope_parameters"):  # a class default holds only where neither is given
+        raw = {"rope_parameters": None, **raw}
+    return HfConfig({**family.keys, **{key: value for key, value in raw.items() if key in read}}, path=path)
+
+
+def _check_keys(unread: dict[str, Any], family: Family, path: str) -> None:
+    unknown = []
+    for key, value in unread.items():
+        if key in family.fixed:
+            if value not in family.fixed[key]:
+                allowed = " or ".join(repr(one) for one in family.fixed[key])
+                raise LoadError(f"{key} in {path} is {value!r}; of {family.name}, only {allowed} is supported")
+        elif key in HARMLESS or key.endswith(HARMLESS_ENDINGS):
+            continue
+        elif key in CHANGING:
+            if value and not (key in NEUTRAL and value == NEUTRAL[key]):
+                raise LoadError(
+                    f"{key} in {path} is {value!r}; it changes the mathematics, and {family.name} has no such key",
+                    hint="the architecture named there may be wrong, or newer than this version knows",
+                )
+        elif value:
+            unknown.append(key)
+    if unknown:
+        logger.warning("config keys that no family knows, not read (transformers reads none of them for %s): %s",
+                       family.name, ", ".join(sorted(unknown)))  # fmt: skip
+
+
+def _head_dim(config: HfConfig) -> int:
+    """Width of a head; of its rotary part where attention is latent."""
+    if config.raw.get("kv_lora_rank") is not None:
+        return config.integer("qk_rope_head_dim")
+    n_heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    head_dim = config.integer("head_dim", max(1, hidden // n_heads))
+    if head_dim % 2:
+        raise LoadError(f"head_dim in {config.path} is {head_dim}; it must be even")
+    return head_dim
+
+
+def _rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
+    """Rotary settings of the layers with full attention, and of the windowed ones where those are others."""
+    if "rope_theta" not in family.keys:
+        return []
+    settings: dict[str, Any] = {
+        "aliases": family.longrope_names,
+        "is_partial": "partial_rotary_factor" in family.keys,
+    }
+    full = rope_section(config, **settings)
+    if family.local_theta is None:
+        return [full]
+    local = config
+    if not isinstance(config.section("rope_parameters").raw.get("sliding_attention"), dict):
+        # in the older layout windowed layers have their own base and no scaling
+        kept = {k: v for k, v in config.raw.items() if k not in ROPE_KEYS}
+        local = HfConfig({**kept, "rope_theta": config.number(family.local_theta)}, path=config.path)
+    return [full, rope_section(local, layer_type="sliding_attention", **settings)]
+
+
+def _layers(config: HfConfig, family: Family, ropes: list[Rope], head_dim: int) -> tuple[LayerSpec, ...]:
+    n_layers = config.integer("num_hidden_layers")
+    windows = _windows(config, family, n_layers)
+    turns = _turns(config, n_layers)
+    mixtures = _moe_layers(config, n_layers)
+    moe = _moe(config, family) if mixtures else None
+    mlp = _mlp(config, family)
+    # equal layers are one object
+    attention = {
+        key: _attention(config, family, head_dim=head_dim, window=key[0], rope=_rope_of(ropes, *key))
+        for key in dict.fromkeys(zip(windows, turns, strict=True))
+    }
+    made: dict[tuple[int, bool], LayerSpec] = {}
+    layers = []
+    for i in range(n_layers):
+        heads, has_experts = attention[windows[i], turns[i]], i in mixtures
+        key = (id(heads), has_experts)
+        if key not in made:
+            assert moe is not None or not has_experts
+            made[key] = LayerSpec(attention=heads, mlp=moe if has_experts and moe else mlp, norms=family.norms)
+        layers.append(made[key])
+    return tuple(layers)
+
+
+def _rope_of(ropes: list[Rope], window: int | None, does_turn: bool) -> Rope | None:
+    if not ropes or not does_turn:
+        return None
+    return ropes[0] if window is None else ropes[-1]
+
+
+def _attention(
+    config: HfConfig, family: Family, *, head_dim: int, window: int | None, rope: Rope | None
+) -> AttentionLayer:
+    n_heads = config.integer("num_attention_heads")
+    n_kv_heads = config.integer("num_key_value_heads", n_heads)
+    if n_heads % n_kv_heads:
+        raise LoadError(f"{n_heads} query heads cannot share {n_kv_heads} key-value heads ({config.path})")
+    mla = None
+    scale = config.number("query_pre_attn_scalar", head_dim) ** -0.5
+    if config.raw.get("kv_lora_rank") is not None:
+        mla = MlaSpec(
+            q_rank=config.optional_integer("q_lora_rank"),
+            kv_rank=config.integer("kv_lora_rank"),
+            nope_dim=config.integer("qk_nope_head_dim"),
+            rope_dim=head_dim,
+            v_dim=config.integer("v_head_dim"),
+        )
+        scale = (mla.nope_dim + mla.rope_dim) ** -0.5
+    if "attention_multiplier" in family.keys:
+        scale = config.number("attention_multiplier")
+    is_normed = family.qk_norm_key is None or config.flag(family.qk_norm_key)
+    return AttentionLayer(
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        window=window,
+        softcap=config.optional_number("attn_logit_softcapping"),
+        rope=rope,
+        qk_norm=family.qk_norm if is_normed else QkNorm.NONE,
+        has_qkv_bias=_decided(config, family.qkv_bias),
+        has_o_bias=_decided(config, family.o_bias),
+        has_sinks=family.has_sinks,
+        mla=mla,
+    )
+
+
+def _decided(config: HfConfig, by: bool | str) -> bool:
+    return config.flag(by) if isinstance(by, str) else by
+
+
+def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:
+    """The window of each layer: by layer_types, by the family's pattern, or on every layer; none where switched off."""
+    window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", True) else None
+    types = config.layer_types(n_layers)
+    pattern = config.optional_integer("sliding_window_pattern") or family.full_every
+    if window is None:
+        windows: list[int | None] = [None] * n_layers
+    elif types is not None and "layer_types" in family.keys:
+        windows = [window if kind == "sliding_attention" else None for kind in types]
+    elif pattern is not None:
+        windows = [None if (i + 1) % pattern == 0 else window for i in range(n_layers)]
+    elif "max_window_layers" in family.keys:
+        first = config.integer("max_window_layers", low=0)
+        windows = [window if i >= first else None for i in range(n_layers)]
+    elif "no_rope_layers" in family.keys:
+        windows = [None if turns else window for turns in _turns(config, n_layers)]
+    else:
+        windows = [window] * n_layers
+    if types is not None and "layer_types" not in family.keys:
+        found = ["full_attention" if one is None else "sliding_attention" for one in windows]
+        if types != found:
+            raise LoadError(
+                f"layer_types in {config.path} mixes full and windowed layers; {family.name} has no such key",
+                hint="the architecture named there may be wrong, or newer than this version knows",
+            )
+    return windows
+
+
+def _turns(config: HfConfig, n_layers: int) -> list[bool]:
+    """Whether each layer has rotary positions."""
+    turns = config.integers("no_rope_layers")
+    if turns is None:
+        interval = config.optional_integer("no_rope_layer_interval")
+        return [interval is None or (i + 1) % interval != 0 for i in range(n_layers)]
+    if len(turns) < n_layers:
+        raise LoadError(f"no_rope_layers in {config.path} has {len(turns)} entries; the model has {n_layers} layers")
+    return [bool(one) for one in turns[:n_layers]]
+
+
+def _mlp(config: HfConfig, family: Family) -> MlpSpec:
+    ffn = config.integer("intermediate_size", 4 * config.integer("hidden_size"))
+    has_bias = _decided(config, family.mlp_bias)
+    return MlpSpec(ffn=ffn, activation=_activation(config, family), is_gated=family.is_gated, has_bias=has_bias)
+
+
+def _activation(config: HfConfig, family: Family) -> Activation:
+    names = ("hidden_activation", "hidden_act") if "hidden_activation" in family.keys else ("hidden_act",)
+    found = config.activation(*names)
+    if family.is_run and found not in RUN_ACTIVATIONS:
+        raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
+    return found
+
+
+def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
+    """Layers whose MLP is a mixture. "Every step-th layer" counts from 1: layers step-1, 2 step-1, ..."""
+    if config.raw.get("num_experts") is None:
+        return frozenset()
+    dense = config.integers("mlp_only_layers") or []
+    step = config.integer("decoder_sparse_step", config.integer("moe_layer_freq", 1))
+    first = config.optional_integer("first_k_dense_replace", low=0)
+    if first is not None:
+        return frozenset(range(first, n_layers, step))
+    return frozenset(i for i in range(n_layers) if i not in dense and (i + 1) % step == 0)
+
+
+def _moe(config: HfConfig, family: Family) -> MoeSpec:
+    n_experts, chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
+    config.at_most("num_experts_per_tok", chosen, n_experts)
+    ffn = config.integer("moe_intermediate_size", config.integer("intermediate_size"))
+    shared = config.optional_integer("shared_expert_intermediate_size")
+    if shared is None:
+        shared = ffn * (config.optional_integer("n_shared_experts", low=0) or 0)
+    return MoeSpec(
+        n_experts=n_experts,
+        experts_per_token=chosen,
+        expert_ffn=ffn,
+        activation=_activation(config, family),
+        renormalises=_decided(config, family.renormalises),
+        shared_ffn=shared,
+        routed_scale=config.number("routed_scaling_factor", 1.0),
+        n_groups=config.integer("n_group", 1),
+        groups_per_token=config.integer("topk_group", 1),
+        has_router_bias=family.has_router_bias,
+        has_expert_bias=family.has_expert_bias,
+        has_shared_gate=family.has_shared_gate,
+    )

@@ -1,0 +1,163 @@
+"""Rotary settings from a config: default, linear, dynamic, llama3, yarn, longrope, in both layouts.
+
+transformers 5 writes `rope_parameters` (per layer type in Gemma 3), older versions `rope_theta` beside `rope_scaling`.
+
+`dynamic` and `longrope` depend on how long a sequence may become. transformers looks at the longest sequence of each forward
+and changes the frequencies when it crosses the trained length, which leaves keys in the cache that were turned by the old
+ones. Here the choice is made once per engine, by max_context_tokens or by the user: every key of an engine is turned alike,
+so caching, chunking and preemption cannot change a result. At or below the trained length it equals transformers for every
+prompt; above it equals transformers for sequences longer than that (dynamic: for sequences of exactly max_context_tokens).
+
+Papers: yarn arXiv:2309.00071, longrope arXiv:2402.13753.
+"""
+
+from __future__ import annotations
+
+import math
+
+from diptych.ground.errors import ConfigError, LoadError
+from diptych.models.config import HfConfig
+from diptych.models.spec import Rope
+
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+# what each type reads beside rope_type, rope_theta and partial_rotary_factor
+SECTION_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
+             "beta_slow", "truncate"),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}  # fmt: skip
+ALWAYS_READ = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+# written by many tools and read by no type; `finetuned` only says how the model came to be
+NOT_READ = ("finetuned", "original_max_position_embeddings", "max_position_embeddings")
+# types whose factor stretches the positions beyond max_position_embeddings
+STRETCHING = ("linear", "dynamic", "yarn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def rope_section(
+    config: HfConfig, *, aliases: tuple[str, ...] = (), layer_type: str = "full_attention", is_partial: bool = False
+) -> HfConfig:
+    """The rotary settings in one flat object with rope_theta, rope_type and the trained length filled in.
+
+    aliases: names that mean longrope in this family. is_partial: whether it may turn a part of each head only.
+    """
+    raw = dict(config.section("rope_parameters").raw or config.section("rope_scaling").raw)
+    if any(isinstance(raw.get(kind), dict) for kind in LAYER_TYPES):
+        raw = dict(raw.get(layer_type) or {})
+    raw.setdefault("rope_theta", config.number("rope_theta"))
+    if config.raw.get("partial_rotary_factor") is not None:
+        raw.setdefault("partial_rotary_factor", config.raw["partial_rotary_factor"])
+    if config.raw.get("original_max_position_embeddings") is not None:  # Phi-3 keeps it outside; it wins
+        raw["original_max_position_embeddings"] = config.raw["original_max_position_embeddings"]
+    rope_type = raw.get("rope_type") or raw.get("type") or "default"
+    raw["rope_type"] = "longrope" if rope_type in aliases else rope_type
+    section = HfConfig(raw, path=f"rope_parameters of {config.path}")
+    if not isinstance(raw["rope_type"], str) or raw["rope_type"] not in SECTION_KEYS:
+        raise LoadError(f"rope type {rope_type!r} is not supported; supported: {', '.join(SECTION_KEYS)}")
+    known = (*ALWAYS_READ, *NOT_READ, *SECTION_KEYS[raw["rope_type"]])
+    unread = sorted(name for name, value in raw.items() if name not in known and value is not None)
+    if unread:
+        raise LoadError(f"{unread[0]} in {section.path} is {raw[unread[0]]!r}; {raw['rope_type']} rope has no such key")
+    if not is_partial and section.number("partial_rotary_factor", 1.0) != 1.0:
+        raise LoadError(
+            f"partial_rotary_factor in {section.path} is {raw['partial_rotary_factor']!r}; this family turns whole heads"
+        )
+    return section
+
+
+def position_limit(config: HfConfig, rope: HfConfig | None, max_context_tokens: int | None) -> int:
+    """How many positions the engine may use: max_position_embeddings, or what was asked up to its stretched length."""
+    trained = config.integer("max_position_embeddings")
+    if max_context_tokens is None or rope is None or rope.raw["rope_type"] not in STRETCHING:
+        return trained
+    base = trained
+    if rope.raw["rope_type"] == "yarn":
+        base = rope.integer("original_max_position_embeddings", trained)
+    most = max(trained, int(base * (rope.optional_number("factor") or 1.0)))
+    return max(trained, min(max_context_tokens, most))
+
+
+def make_rope(
+    config: HfConfig, rope: HfConfig, *, head_dim: int, max_context_tokens: int, longrope: str = "auto"
+) -> Rope:
+    """The settings for an engine whose sequences have at most max_context_tokens. longrope: auto, short or long."""
+    rotary_dim = int(head_dim * rope.number("partial_rotary_factor", 1.0))
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise LoadError(
+            f"rotary dimension {rotary_dim} of head_dim {head_dim} in {config.path} is not an even part of it"
+        )
+    kind, theta = str(rope.raw["rope_type"]), rope.number("rope_theta")
+    trained = config.integer("max_position_embeddings")
+    if theta <= 1.0:
+        raise LoadError(f"rope_theta in {rope.path} is {theta}; it must be greater than 1")
+    if longrope != "auto" and kind != "longrope":
+        raise ConfigError(f"longrope is {longrope!r}; this model's rope is {kind}, which has one set of factors")
+    if kind == "dynamic":
+        stretch, length = rope.number("factor"), max(max_context_tokens, trained)
+        if rotary_dim <= 2:
+            raise LoadError(f"rotary dimension {rotary_dim} in {config.path} is too small for dynamic rope")
+        theta *= ((stretch * length / trained) - (stretch - 1)) ** (rotary_dim / (rotary_dim - 2))
+    if kind in ("default", "dynamic"):
+        return Rope(theta=theta, rotary_dim=rotary_dim, kind=kind)
+    if kind == "linear":
+        return Rope(theta=theta, rotary_dim=rotary_dim, kind=kind, factor=rope.number("factor"))
+    old_length = rope.integer("original_max_position_embeddings", trained, low=2)
+    if kind == "llama3":
+        if rope.number("low_freq_factor") >= rope.number("high_freq_factor"):
+            raise LoadError(f"high_freq_factor in {rope.path} must be greater than low_freq_factor")
+        return Rope(
+            theta=theta,
+            rotary_dim=rotary_dim,
+            kind=kind,
+            factor=rope.number("factor"),
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+            trained_tokens=old_length,
+        )
+    factor = rope.number("factor", trained / old_length)
+    if kind == "yarn":
+        return Rope(
+            theta=theta,
+            rotary_dim=rotary_dim,
+            kind=kind,
+            factor=factor,
+            trained_tokens=old_length,
+            beta_fast=rope.number("beta_fast", 32.0),
+            beta_slow=rope.number("beta_slow", 1.0),
+            is_truncated=rope.flag("truncate", True),
+            attention_factor=_yarn_attention(rope, factor),
+        )
+    name = f"{longrope}_factor"
+    if longrope == "auto":
+        name = "long_factor" if max_context_tokens > old_length else "short_factor"
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is None:
+        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(old_length))
+    return Rope(
+        theta=theta,
+        rotary_dim=rotary_dim,
+        kind=kind,
+        factor=factor,
+        trained_tokens=old_length,
+        attention_factor=attention_factor,
+        divisors=rope.numbers(name, rotary_dim // 2),
+        divisors_name=name,
+    )
+
+
+def _yarn_attention(rope: HfConfig, stretch: float) -> float:
+    attention_factor = rope.optional_number("attention_factor")
+    if attention_factor is not None:
+        return attention_factor
+    mscale, mscale_all = rope.raw.get("mscale"), rope.raw.get("mscale_all_dim")
+    if mscale and mscale_all:
+        return _mscale(stretch, rope.number("mscale")) / _mscale(stretch, rope.number("mscale_all_dim"))
+    return _mscale(stretch, 1.0)
+
+
+def _mscale(stretch: float, mscale: float) -> float:
+    return 1.0 if stretch <= 1 else 0.1 * mscale * math.log(stretch) + 1.0

@@ -1,0 +1,237 @@
+"""The shape of a decoder-only transformer: a tuple of layers, each with its attention, its MLP and its norms.
+
+One description for all rooms: `compute` loads and runs it, `cost` counts its FLOPs, bytes and parameters. Plain data,
+standard library only; numbers that need arrays (rotary tables) are made from it where they are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from diptych.ground.specs import Provenance
+
+
+class Activation(Enum):
+    """act in act(gate) * up, or in act(up) where there is no gate."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    GELU = "gelu"
+    RELU = "relu"
+
+
+class QkNorm(Enum):
+    """Whether queries and keys are normed before the rotary embedding, and over what."""
+
+    NONE = "none"
+    HEAD = "head"  # each head over d, weight [d]
+    FULL = "full"  # the whole projection, weight [H*d] for q and [K*d] for k
+
+
+class Norms(Enum):
+    """Where a layer norms; the value is how many norms it has."""
+
+    PARALLEL = 1  # one before attention and MLP, which run side by side
+    BEFORE = 2  # before attention, before the MLP
+    AFTER = -2  # after each of them
+    AROUND = 4  # before and after each
+
+    @property
+    def count(self) -> int:
+        """Norms per layer."""
+        return abs(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary positions as the config gives them, settled for the longest sequence that will run (see `rope`).
+
+    kind: default, linear, dynamic, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
+    trained_tokens: original_max_position_embeddings. divisors: longrope's factors, one per pair of dimensions, of
+    `divisors_name` (short_factor or long_factor). attention_factor multiplies cos and sin.
+    """
+
+    theta: float
+    rotary_dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    trained_tokens: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+    attention_factor: float = 1.0
+    divisors: tuple[float, ...] = ()
+    divisors_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaSpec:
+    """Multi-head latent attention: ranks and head sizes. q_rank None: queries are projected directly."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """One layer's attention: grouped queries, or latents where `mla` is given (then head_dim is the rotary part's).
+
+    window: a query sees the last `window` positions up to and with its own; None: all. softcap: scores become
+    softcap * tanh(score / softcap), after scale. rope None: no rotary positions. sinks: one learned logit per head.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    rope: Rope | None = None
+    qk_norm: QkNorm = QkNorm.NONE
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_sinks: bool = False
+    mla: MlaSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """A dense MLP of width `ffn`: down(act(gate) * up), or down(act(up)) when it is not gated."""
+
+    ffn: int
+    activation: Activation = Activation.SILU
+    is_gated: bool = True
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A mixture of gated experts. renormalises: the chosen experts' weights are scaled to sum to 1.
+
+    shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum.
+    n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all). skew: of the routing,
+    0 is uniform; see `cost.components.expected_experts`.
+    """
+
+    n_experts: int
+    experts_per_token: int
+    expert_ffn: int
+    activation: Activation = Activation.SILU
+    renormalises: bool = False
+    shared_ffn: int = 0
+    routed_scale: float = 1.0
+    n_groups: int = 1
+    groups_per_token: int = 1
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+    has_shared_gate: bool = False
+    skew: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer."""
+
+    attention: AttentionLayer
+    mlp: MlpSpec | MoeSpec
+    norms: Norms = Norms.BEFORE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model: its layers and its two ends.
+
+    Layers may differ in window, rope and kind of MLP; heads are the same in all. max_context_tokens: the longest sequence
+    an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). residual_scale multiplies
+    what a layer adds, logit_scale the logits. is_run: whether the engine runs this family, or the planner only prices it.
+    """
+
+    name: str
+    family: str
+    architecture: str
+    hidden: int
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    max_context_tokens: int
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    is_tied: bool = False
+    is_run: bool = True
+    has_norm_bias: bool = False
+    has_embedding_norm: bool = False
+    n_position_embeddings: int = 0
+    published_parameters: int | None = None
+    provenance: tuple[Provenance, ...] = ()
+
+    @cached_property
+    def n_layers(self) -> int:
+        """How many layers."""
+        return len(self.layers)
+
+    @cached_property
+    def attention(self) -> AttentionLayer:
+        """The first layer's attention: heads, biases and norms are the same in all."""
+        return self.layers[0].attention
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads."""
+        return self.attention.n_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.attention.n_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.attention.head_dim
+
+    @property
+    def mla(self) -> MlaSpec | None:
+        """The latents, where attention has them."""
+        return self.attention.mla
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """One entry per layer: None for full attention, else the number of tokens a query may see."""
+        return tuple(layer.attention.window for layer in self.layers)
+
+    @cached_property
+    def mlp(self) -> MlpSpec | None:
+        """The dense MLP of the layers that have one; None where all are mixtures."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpSpec)), None)
+
+    @cached_property
+    def moe(self) -> MoeSpec | None:
+        """The mixture of the layers that have one."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)), None)
+
+    @property
+    def ffn(self) -> int:
+        """Width of the dense MLP; of one expert where all layers are mixtures."""
+        if self.mlp is not None:
+            return self.mlp.ffn
+        assert self.moe is not None
+        return self.moe.expert_ffn
+
+    @property
+    def norms(self) -> Norms:
+        """Where every layer norms."""
+        return self.layers[0].norms
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer `layer` routes to experts."""
+        return isinstance(self.layers[layer].mlp, MoeSpec)

@@ -1,0 +1,90 @@
+"""How many parameters lie beside a config: from the headers of safetensors files, else from their index. Nothing is read
+but names, shapes and sizes. The check that a price is the price of the model that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from diptych.ground.errors import LoadError
+from diptych.models.config import MAX_JSON_BYTES, read_json
+from diptych.models.families import BY_MODEL_TYPE
+from diptych.models.spec import ModelSpec
+
+INDEX_FILE = "model.safetensors.index.json"
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PLAIN = ("F32", "BF16", "F16")
+LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
+    """LoadError when the files beside config.json hold another number of parameters than the config gives.
+
+    Files that hold packed weights, or none at all, say nothing.
+    """
+    config = read_json(folder / "config.json")
+    if config.get("quantization_config"):
+        return
+    found = _in_headers(folder, spec)
+    if found is None and "text_config" not in config and not config.get("num_nextn_predict_layers"):
+        found = _in_index(folder, config)
+    # a tied head may be stored a second time
+    allowed = (expected, expected + spec.vocab_size * spec.hidden) if spec.is_tied else (expected,)
+    if found is not None and found not in allowed:
+        raise LoadError(
+            f"{folder / 'config.json'} gives {expected} parameters; the files beside it hold {found}",
+            hint="the config belongs to another model, or to a variant of its architecture that is not known here",
+        )
+
+
+def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX_FILE).is_file():
+        named = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(named, dict) or {path.name for path in files} != {str(name) for name in named.values()}:
+            return None
+    tensors = [(name, tensor) for path in files for name, tensor in _header(path).items() if name != "__metadata__"]
+    if not tensors or any(tensor.get("dtype") not in PLAIN for _, tensor in tensors):
+        return None
+    ignored = BY_MODEL_TYPE[spec.family].ignored
+    count = 0
+    for name, tensor in tensors:
+        layer = LAYER.search(name)
+        if any(part in name for part in ignored) or (layer and int(layer[1]) >= spec.n_layers):
+            continue  # buffers, vision, and layers for speculation
+        count += math.prod(tensor.get("shape", ()))
+    return count
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Names, dtypes and shapes: 8 bytes of length, then JSON (the safetensors format)."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_JSON_BYTES:
+                raise ValueError(f"a header of {size} bytes")
+            header = json.loads(file.read(size))
+        if not all(isinstance(tensor, dict) for tensor in header.values()):
+            raise ValueError("a tensor without shape")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise LoadError(f"{path} is damaged or cut short: {error}", hint="download the file again") from error
+    return dict(header)
+
+
+def _in_index(folder: Path, config: dict[str, Any]) -> int | None:
+    if not (folder / INDEX_FILE).is_file():
+        return None
+    metadata = read_json(folder / INDEX_FILE).get("metadata")
+    if not isinstance(metadata, dict):
+        return None
+    count, size = metadata.get("total_parameters"), metadata.get("total_size")
+    element_bytes = ELEMENT_BYTES.get(str(config.get("torch_dtype") or config.get("dtype")))
+    if isinstance(count, int):
+        return count
+    if not isinstance(size, int | float) or element_bytes is None:
+        return None
+    return int(size) // element_bytes

@@ -1,0 +1,41 @@
+"""One simulated engine: the real `EngineCore`, the real stepper, the real event book, and predicted time.
+
+engine = SimulatedEngine(SchedulerConfig(), BlockConfig(n_blocks=4096), predict_s=predictor.predict_s)
+engine.serve(requests_of(spec, vocab_size=32000))
+summary = summarize([record.sample() for record in engine.book.records.values()])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from diptych.control.loop import EngineCore
+from diptych.ground.clock import VirtualClock
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.request import Request
+from diptych.ground.shape import StepShape
+from diptych.metrics import EventBook
+from diptych.sim.executor import PredictedExecutor
+from diptych.stepper import Stepper, serve
+
+
+class SimulatedEngine:
+    """Owns its clock, its core and its book."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockConfig,
+        *,
+        predict_s: Callable[[StepShape], float],
+        seed: int = 0,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.book = EventBook()
+        self.core = EngineCore(config, blocks, model_revision="simulated", predict_s=predict_s, seed=seed)
+        executor = PredictedExecutor(predict_s, self.clock)
+        self.stepper = Stepper(self.core, executor, self.clock, fold=self.book.fold)
+
+    def serve(self, requests: Iterable[Request]) -> None:
+        """Let requests, in order of arrival_s, come and be answered."""
+        serve(self.stepper, requests, wait=self.clock.advance)

@@ -1,0 +1,26 @@
+"""An executor that computes nothing: a step takes as long as predicted, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diptych.ground.clock import VirtualClock
+from diptych.ground.shape import StepShape
+from diptych.ground.step import ChunkResult, StepPlan, StepResult
+
+
+class PredictedExecutor:
+    """Moves the clock by predict_s(shape) per step; every token it draws is 0."""
+
+    def __init__(self, predict_s: Callable[[StepShape], float], clock: VirtualClock) -> None:
+        self._predict_s = predict_s
+        self._clock = clock
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Let the plan's predicted time pass."""
+        step_s = self._predict_s(plan.shape)
+        self._clock.advance(step_s)
+        results = tuple(
+            ChunkResult(seq_id=chunk.seq_id, token_ids=(0,) if chunk.samples else ()) for chunk in plan.chunks
+        )
+        return StepResult(step_id=plan.step_id, results=results, device_s=step_s, host_s=0.0)

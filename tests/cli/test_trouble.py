@@ -1,0 +1,146 @@
+"""Commands where something is wrong around them: disks, pipes, names, Ctrl-C. Never a traceback, always a word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = [sys.executable, "-m", "diptych"]
+FULL = Path("/dev/full")
+PLAN = ("plan", "llama-3.1-8b", "--hardware", "h100-80gb-sxm")
+
+
+def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "80", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        [*RUN, *arguments], stderr=subprocess.PIPE, text=True, timeout=240, check=False, env=environment, **options
+    )  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [("--help",), PLAN, ("generate", "hi", "--max-tokens", "4", "-q")])
+def test_a_full_disk_is_said(arguments: tuple[str, ...]) -> None:
+    """`diptych generate > /dev/full` ended in a traceback, and --help in "Exception ignored"."""
+    with FULL.open("w") as full:
+        done = run(*arguments, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: cannot write the output: No space left on device"
+
+
+@pytest.mark.parametrize("arguments", [("--help",), PLAN])
+def test_a_reader_that_leaves_ends_the_command_quietly(arguments: tuple[str, ...]) -> None:
+    """`diptych plan | head` said exit code 1, as if the plan were wrong; 141 is what a shell expects."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = run(*arguments, stdout=write_end)
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_closed_output_is_no_error() -> None:
+    """`diptych --help >&-`: there is no standard output at all."""
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m diptych --version >&-"], stderr=subprocess.PIPE, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_files_that_cannot_be_written_are_named_before_measuring(tmp_path: Path) -> None:
+    """`lab --out` and `lab calibrate --out` ended in a traceback, the second after a minute of measuring."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments in (("lab", "--only", "kv-cache", "-o", str(file)), ("lab", "calibrate", "--out", str(file / "x"))):
+        done = run(*arguments, stdout=subprocess.PIPE)
+        assert done.returncode == 2
+        assert f"error: cannot read or write {file}" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_prompt_that_is_refused_is_not_printed(tmp_path: Path) -> None:
+    """A megabyte of prompt stood above the one line that said why it was refused."""
+    prompt = tmp_path / "long.txt"
+    prompt.write_text("word " * 9000)
+    done = run("generate", "--prompt-file", str(prompt), stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "tokens; a context of 4096 takes at most 4095" in done.stderr
+
+
+def test_a_context_that_ends_the_answer_is_said_before() -> None:
+    """`--max-tokens` beyond the context was clipped in silence."""
+    done = run("generate", "hi", "--max-tokens", "300", "--max-context-tokens", "8", "-q", stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    assert "the context holds 8 tokens and the prompt takes 1, so at most 7 are written, not 300" in done.stderr
+
+
+def test_ctrl_c_in_generate_reports_what_there_was() -> None:
+    """The text stopped, and with it everything that was measured was gone."""
+    with subprocess.Popen(
+        [*RUN, "generate", "Once", "--max-tokens", "4000", "--ignore-eos"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell inherit it ignored
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.read(60)  # many tokens: it is decoding
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert out.endswith("\n")
+    assert "stopped by Ctrl-C" in err
+    assert "decode" in err
+
+
+def test_chat_reports_no_cold_start() -> None:
+    """The third turn's report said 64.4 ms "from a cold start" for 3.8: the loading was counted in each."""
+    done = run("chat", "--max-tokens", "4", stdout=subprocess.PIPE, input="hi\nhi\n/report\n")
+    assert done.returncode == 0
+    assert "TTFT" in done.stderr
+    assert "load" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("generate", "hi", "--device", "gpu"), "hint: a CUDA device is named cuda"),
+        (("generate", "hi", "-m", "qwen2.5-0.5b"), "as --shape qwen2.5-0.5b"),
+        (("generate", "hi", "--max-tokens", "0"), "between 1 and 2147483647"),
+        (("generate", "--prompt-file", "/"), "cannot read the prompt from /: Is a directory"),
+    ],
+)
+def test_messages_lead_on(arguments: tuple[str, ...], message: str) -> None:
+    """Each hint must be one that works when it is followed."""
+    done = run(*arguments, stdout=subprocess.PIPE)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "ConnectError" not in done.stderr
+
+
+def test_a_gguf_file_is_named_as_one(tmp_path: Path) -> None:
+    """To be told of "a folder" does not say that no folder would help."""
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"GGUF\x03\x00\x00\x00")
+    assert "is a GGUF file" in run("generate", "hi", "-m", str(file), stdout=subprocess.PIPE).stderr
+
+
+@pytest.mark.native
+def test_the_bundled_model_is_quantised_by_its_name(tmp_path: Path) -> None:
+    """`bundled` is a model for every other command."""
+    done = run("quantize", "bundled", "-o", str(tmp_path / "q"), stdout=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "q" / "model.safetensors").stat().st_size > 1e6
+
+
+def test_bench_shows_every_number_in_80_columns() -> None:
+    """Rates were cut off as `665.8…` on the terminal that most people have."""
+    done = run(
+        "bench", "--prompt-tokens", "64", "--batch", "16", "--new-tokens", "4", "--repeat", "1", stdout=subprocess.PIPE
+    )
+    assert done.returncode == 0, done.stderr
+    assert "…" not in done.stderr
+    assert max(map(len, done.stderr.splitlines())) <= 80

@@ -1,0 +1,37 @@
+"""The phase report: what it charges is what the steps did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.engine.conftest import tiny_config
+
+from diptych.compute.ceilings import Ceilings
+from diptych.engine.cost_view import CostView
+from diptych.engine.llm import LLM
+from diptych.engine.load import LoadedModel
+from diptych.engine.report import PhaseObserver, phase_report
+from diptych.ground.request import SamplingParams
+from diptych.ground.shape import StepShape
+
+CEILINGS = Ceilings(read_bytes_per_s=1e10, flops_per_s=1e11, compute_dtype="fp32", threads=1)
+
+
+def test_only_the_chunk_that_samples_is_charged_an_output_head(loaded: LoadedModel) -> None:
+    """Every chunk of a prompt was charged a head it never ran, so that chunked prefill looked better than it was."""
+    scheduler = replace(tiny_config().scheduler, max_step_tokens=10)
+    llm, observer = LLM(loaded, tiny_config(scheduler=scheduler)), PhaseObserver()
+    stop = llm.engine.listen(observer)
+    (done,) = llm.generate([list(range(40, 65))], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    stop()
+    assert [step.shape.n_logits_rows for step in observer.steps] == [0, 0, 1, 1, 1]
+    report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
+    assert report.decode is not None
+    assert (report.prefill.tokens, report.decode.tokens) == (25, 2)
+    view = CostView(loaded.model)
+    chunks = [
+        StepShape.prefill(batch=1, new_tokens=n, cached_tokens=start, samples=start == 20)
+        for n, start in ((10, 0), (10, 10), (5, 20))
+    ]
+    bound_s = sum(view.bound_s(one, CEILINGS.read_bytes_per_s, CEILINGS.flops_per_s) for one in chunks)
+    assert abs(report.prefill.fraction_of_ceiling * report.prefill.time_s - bound_s) < 1e-6 * bound_s

@@ -1,0 +1,157 @@
+"""The table of families against the configuration classes and models of transformers, with full and with empty configs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from diptych.compute.decoder import load_decoder
+from diptych.compute.weights import RandomSource
+from diptych.cost.parameters import active_parameter_count, parameter_count
+from diptych.models.config import HfConfig
+from diptych.models.families import BY_MODEL_TYPE, FAMILIES, HARMLESS, HARMLESS_ENDINGS, Family
+from diptych.models.read import read_model
+from diptych.models.rope import ROPE_KEYS
+from diptych.models.spec import ModelSpec
+
+RUN = [family for family in FAMILIES if family.is_run]
+SMALL = {
+    "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 256, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "n_routed_experts": 4, "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, **EXPERTS,
+}  # fmt: skip
+# what a small config of the family has beside SMALL
+MORE: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 2},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
+    "gpt_oss": {"num_local_experts": 4},
+    "deepseek_v2": {"n_shared_experts": 2, **LATENT},
+    "deepseek_v3": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, **LATENT},
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},
+}
+SMALL_GPT: dict[str, dict[str, Any]] = {
+    "opt": {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "vocab_size": 256,
+    },
+    "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 1},
+    "bloom": {"hidden_size": 64, "n_layer": 4, "n_head": 4, "vocab_size": 256},
+}
+# no default in the class, and one that gives a rotary dimension of 21
+CLASS_NEEDS = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}
+
+
+def config_of(family: Family, **fields: Any) -> Any:
+    return transformers.AutoConfig.for_model(family.name, **{**CLASS_NEEDS.get(family.name, {}), **fields})
+
+
+def read(family: Family, config: dict[str, Any]) -> ModelSpec:
+    config = {key: value for key, value in config.items() if key != "architectures"}  # None where no file was written
+    return read_model(HfConfig({"model_type": family.name, **CLASS_NEEDS.get(family.name, {}), **config}), name="it")
+
+
+def small(family: Family) -> dict[str, Any]:
+    return SMALL_GPT[family.name] if family.name in SMALL_GPT else {**SMALL, **MORE.get(family.name, {})}
+
+
+def counted(config: Any) -> int:
+    """Parameters of the model that transformers builds, with the router's correction bias, which is a buffer there."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    buffers = sum(b.numel() for name, b in model.named_buffers() if "correction_bias" in name)
+    return sum(parameter.numel() for parameter in model.parameters()) + buffers
+
+
+class NothingLoader:
+    """Takes every tensor and reads none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def loaded(spec: ModelSpec) -> int:
+    """Elements of the tensors that the engine's loader asks for."""
+    source = RandomSource(0)
+    load_decoder(source, NothingLoader(), spec)
+    return source.n_parameters
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_an_empty_config_is_the_class_with_its_defaults(family: Family) -> None:
+    """Files leave out what equals the class default. Seven of ten families were read otherwise by engine or planner:
+    Gemma 2 had heads of 64 x 16 and no window in place of 256 x 4 and 4096, Qwen3-MoE no experts in place of 128.
+    """
+    assert read(family, {}) == read(family, config_of(family).to_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("fields", ["all left out", "small"])
+def test_every_number_is_that_of_transformers(family: Family, fields: str) -> None:
+    """Oracle: the config object of the same JSON, and the model built of it on the meta device."""
+    given = {} if fields == "all left out" else small(family)
+    config = config_of(family, **given)
+    spec = read(family, given)
+    assert parameter_count(spec) == counted(config)
+    assert (spec.hidden, spec.vocab_size, spec.n_layers) == (
+        config.hidden_size, config.vocab_size, config.num_hidden_layers)  # fmt: skip
+    assert spec.n_heads == config.num_attention_heads
+    assert spec.is_tied == config.tie_word_embeddings
+    if spec.mla is None:
+        assert spec.n_kv_heads == (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    assert spec.windows == windows_of(config)
+    if "rms_norm_eps" in family.keys and hasattr(config, "rms_norm_eps"):
+        assert spec.norm_eps == config.rms_norm_eps
+    if hasattr(config, "max_position_embeddings"):
+        assert spec.max_context_tokens == config.max_position_embeddings
+    rope = getattr(config, "rope_parameters", None)
+    if rope:
+        for layer in spec.layers:
+            kind = "sliding_attention" if layer.attention.window else "full_attention"
+            theirs, ours = rope.get(kind, rope), layer.attention.rope
+            assert ours is None or (ours.theta, ours.kind) == (theirs["rope_theta"], theirs["rope_type"])
+
+
+def windows_of(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None) or None
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+@pytest.mark.parametrize("family", RUN, ids=lambda family: family.name)
+@pytest.mark.parametrize("fields", ["all left out", "small"])
+def test_the_count_is_what_the_loader_loads(family: Family, fields: str) -> None:
+    """The planner's number of parameters and the tensors the engine asks for are one thing."""
+    spec = read(family, {} if fields == "all left out" else small(family))
+    assert parameter_count(spec) == loaded(spec)
+
+
+@pytest.mark.parametrize("family", RUN, ids=lambda family: family.name)
+def test_every_field_of_the_class_is_read_fixed_or_harmless(family: Family) -> None:
+    """A field that a new version of transformers adds, or that was forgotten here, must be decided about by someone."""
+    fields = set(config_of(family).to_dict()) - set(transformers.PreTrainedConfig().to_dict())
+    known = {*family.keys, *family.fixed, *family.renamed, *HARMLESS, *ROPE_KEYS}
+    assert not sorted(name for name in fields - known if not name.endswith(HARMLESS_ENDINGS))
+
+
+def test_a_token_meets_only_its_experts() -> None:
+    """A mixture's token was priced with all its experts by the server's account of segments."""
+    family = BY_MODEL_TYPE["qwen3_moe"]
+    few = read(family, {**SMALL, "num_experts": 8, **EXPERTS})
+    all_of_them = read(family, {**SMALL, "num_experts": 8, **EXPERTS, "num_experts_per_tok": 8})
+    assert active_parameter_count(few) < 0.6 * active_parameter_count(all_of_them)

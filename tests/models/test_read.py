@@ -1,0 +1,212 @@
+"""A config.json becomes a model, or is refused by the name of what is wrong; the same for engine and planner."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.cost.parameters import parameter_count
+from diptych.cost.setup import find_model
+from diptych.cost.tables import model_spec
+from diptych.ground.errors import ConfigError, EngineError, LoadError, UnsupportedModel
+from diptych.models.config import MAX_JSON_DEPTH, HfConfig, read_json
+from diptych.models.families import PRICED, SUPPORTED
+from diptych.models.read import load_model_file, read_model, refuse_unrun
+from diptych.models.spec import ModelSpec
+
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 256,
+}  # fmt: skip
+LONGROPE = {"type": "yarn", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+def read(model_type: str, context: int | None = None, longrope: str = "auto", **fields: Any) -> ModelSpec:
+    config = {**SMALL, "model_type": model_type, **fields}
+    return read_model(HfConfig(config), context, longrope=longrope)
+
+
+def test_a_full_size_config_equals_the_table() -> None:
+    """DeepSeek-V3's published keys give the table's model, with nothing left at a default."""
+    config = {
+        "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 3, "moe_layer_freq": 1, "topk_method": "noaux_tc", "max_position_embeddings": 163840,
+        "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        "ep_size": 1, "num_nextn_predict_layers": 1, "torch_dtype": "bfloat16", "aux_loss_alpha": 0.001,
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+    }  # fmt: skip
+    found, table = read_model(HfConfig(config)), model_spec("deepseek-v3")
+    assert (found.moe, found.mla, found.windows) == (table.moe, table.mla, table.windows)
+    assert parameter_count(found) == table.published_parameters
+
+
+def test_windows_come_from_the_config() -> None:
+    """gemma3 declares a pattern, gpt-oss lists layer types, qwen2 declares a window that is switched off."""
+    assert read("gemma3_text", num_hidden_layers=7, sliding_window=32).windows == (32,) * 5 + (None, 32)
+    types = ["full_attention", "sliding_attention"] * 2
+    oss = read("gpt_oss", sliding_window=8, num_local_experts=2, num_experts_per_tok=1, layer_types=types)
+    assert oss.windows == (None, 8, None, 8)
+    assert read("qwen2", sliding_window=32, use_sliding_window=False).windows == (None,) * 4
+
+
+def test_multimodal_wrappers_give_their_language_part() -> None:
+    """Gemma-3 4B and larger wrap the text model in text_config."""
+    config = {"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text"}, "vision_config": {"x": 1}}
+    assert read_model(HfConfig(config)).norms.count == 4
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["zamba2", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "kimi_linear", "minimax", "qwen3_next",
+     "ernie4_5", "ernie4_5_moe", "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "falcon", "phi", "lfm2"],
+)  # fmt: skip
+def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
+    """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
+    with pytest.raises(UnsupportedModel, match=kind) as caught:
+        read(kind)
+    assert all(name in str(caught.value) for name in (*SUPPORTED, *PRICED))
+
+
+def test_what_is_priced_only_is_not_run() -> None:
+    refuse_unrun(HfConfig({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(UnsupportedModel, match=r"GptOssForCausalLM.*not run"):
+        refuse_unrun(HfConfig({"architectures": ["GptOssForCausalLM"]}))
+
+
+def test_an_architecture_under_another_model_type_is_refused() -> None:
+    """transformers takes the class, and with it every default, from model_type."""
+    with pytest.raises(UnsupportedModel, match="ministral"):
+        read("ministral", architectures=["MistralForCausalLM"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "words"),
+    [
+        ("llama", {"hidden_size": None}, "hidden_size in config.json is None"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers in config.json is 0"),
+        ("llama", {"vocab_size": "many"}, "vocab_size in config.json is 'many'"),
+        ("llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3"),
+        ("llama", {"head_dim": 10**9}, "head_dim in config.json is 1000000000; it must be at most 4096"),
+        ("llama", {"vocab_size": 10**12}, "vocab_size in config.json is 1000000000000; it must be at most"),
+        ("llama", {"num_hidden_layers": 10**7}, "it must be at most 2048"),
+        ("llama", {"max_position_embeddings": 2**40}, "it must be at most"),
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
+        ("llama", {"hidden_act": "gelu"}, "no op of the engine"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "turns whole heads"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "warp": 3}}, "warp"),
+        ("llama", {"num_local_experts": 4}, "num_local_experts"),
+        ("llama", {"sliding_window": 4096}, "sliding_window"),
+        ("llama", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ("llama", {"attention_multiplier": 0.5}, "attention_multiplier"),
+        ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types"),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok in config.json is 5"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}, "max_position_embeddings": 8192}, "short_factor"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_configs_are_refused_by_name(kind: str, fields: dict[str, Any], words: str) -> None:
+    """Sizes beyond any model ended in out-of-memory; keys that change the mathematics were ignored."""
+    if "long_factor" in str(fields):
+        fields, words = {**fields, "original_max_position_embeddings": 64}, "long_factor"
+    with pytest.raises(LoadError, match=words):
+        read(kind, **fields)
+
+
+def test_keys_at_their_usual_value_are_no_obstacle() -> None:
+    """Real files hold many keys that say: as usual."""
+    fields = {"partial_rotary_factor": 1.0, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 28,
+              "pretraining_tp": 1, "attention_dropout": 0.1, "eos_token_id": [1, 2], "_name_or_path": "x",
+              "rope_scaling": None, "num_experts": 0, "layer_types": ["full_attention"] * 4}  # fmt: skip
+    assert read("llama", **fields).layers == read("llama").layers
+    types = ["sliding_attention"] * 4
+    assert read("mistral", layer_types=types).layers == read("mistral").layers, "they say what the class does anyway"
+
+
+def test_unknown_keys_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers never looks at a key its class does not have, so neither refuses; but nothing is ignored in silence."""
+    with caplog.at_level(logging.WARNING, logger="diptych.models"):
+        read("llama", my_trainer_version="3", off=False)
+    assert "my_trainer_version" in caplog.text
+    assert "off" not in caplog.text.replace("config keys", "")
+
+
+def test_class_defaults_that_were_read_wrong() -> None:
+    """Mixtral turned by 1e4 where its class says 1e6; Cohere's head was counted twice."""
+    rope = read("mixtral").attention.rope
+    assert rope is not None
+    assert rope.theta == 1e6
+    assert read("cohere").is_tied
+
+
+def test_phi3_calls_longrope_yarn() -> None:
+    """Its first checkpoints wrote "yarn" for what became longrope; the true yarn gives other frequencies."""
+    fields = {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64, "max_position_embeddings": 256}
+    kinds = {context: read("phi3", context, **fields).attention.rope for context in (64, 256)}
+    assert [(r.kind, r.divisors_name) for r in kinds.values() if r] == [
+        ("longrope", "short_factor"), ("longrope", "long_factor")]  # fmt: skip
+    asked = read("phi3", 256, "short", **fields).attention.rope
+    assert asked is not None
+    assert asked.divisors == (1.0,) * 8
+
+
+def test_longrope_is_not_asked_of_a_model_without() -> None:
+    """An option is honoured or refused."""
+    with pytest.raises(ConfigError, match="one set of factors"):
+        read("llama", None, "long")
+
+
+def test_files_and_folders_work_and_damage_is_said(tmp_path: Path) -> None:
+    """`diptych plan ./checkpoint` reads the folder's config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    assert load_model_file(tmp_path).name == tmp_path.name
+    assert load_model_file(tmp_path / "config.json").n_layers == 4
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(LoadError, match=r"bad\.json cannot be read"):
+        load_model_file(tmp_path / "bad.json")
+    with pytest.raises(LoadError, match="no file"):
+        load_model_file(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("depth", [MAX_JSON_DEPTH + 1, 900, 200_000])
+@pytest.mark.parametrize("brackets", [('{"a":', "}"), ("[", "]")], ids=["objects", "lists"])
+def test_deep_json_is_an_error_and_no_recursion(tmp_path: Path, depth: int, brackets: tuple[str, str]) -> None:
+    """A RecursionError used to come through to the user."""
+    text = brackets[0] * depth + "1" + brackets[1] * depth
+    (tmp_path / "config.json").write_text('{"x": ' + text + "}")
+    with pytest.raises(EngineError, match="deeper than"):
+        read_json(tmp_path / "config.json")
+
+
+def write_checkpoint(folder: Path, n_parameters: int, **index: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama", "torch_dtype": "bfloat16"}))
+    text = json.dumps({"model.x": {"dtype": "BF16", "shape": [n_parameters], "data_offsets": [0, 2 * n_parameters]}})
+    if index:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode())
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_the_planner_counts_what_lies_beside_the_config(tmp_path: Path, has_index: bool) -> None:
+    """A config that leaves out half of a model gives half its price, unless someone counts."""
+    true_count = parameter_count(read("llama"))
+    for count, is_right in ((true_count, True), (true_count + 1, False)):
+        index = {"metadata": {"total_size": 2 * count}, "weight_map": {"model.x": "a"}} if has_index else {}
+        write_checkpoint(tmp_path, count, **index)
+        if is_right:
+            assert parameter_count(find_model(str(tmp_path))) == true_count
+        else:
+            with pytest.raises(LoadError, match=f"{count}"):
+                find_model(str(tmp_path))

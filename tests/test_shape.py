@@ -1,0 +1,68 @@
+"""`StepShape`: sums that are right however the shape was put together."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
+
+CHUNKS = st.lists(
+    st.builds(
+        ChunkShape,
+        phase=st.sampled_from(Phase),
+        new_tokens=st.integers(1, 9),
+        start_pos=st.integers(0, 30),
+        samples=st.booleans(),
+        count=st.integers(1, 3),
+    ),
+    max_size=8,
+)
+
+
+def brute(chunks: list[ChunkShape], phase: Phase) -> tuple[int, int, int, int]:
+    """(rows, positions before, positions after, pairs), one query at a time."""
+    rows = start = end = pairs = 0
+    for chunk in chunks:
+        if chunk.phase is phase:
+            rows += chunk.count * chunk.new_tokens
+            start += chunk.count * chunk.start_pos
+            end += chunk.count * chunk.end_pos
+            pairs += chunk.count * sum(position + 1 for position in range(chunk.start_pos, chunk.end_pos))
+    return rows, start, end, pairs
+
+
+@given(chunks=CHUNKS, cuts=st.lists(st.integers(0, 8), max_size=4))
+def test_sums_are_those_of_the_chunks_however_they_were_added(chunks: list[ChunkShape], cuts: list[int]) -> None:
+    """Predictors read sums only; a wrong one is a wrong price for every step."""
+    bounds = [0, *sorted(min(cut, len(chunks)) for cut in cuts), len(chunks)]
+    shape = StepShape(())
+    for low, high in pairwise(bounds):
+        shape = shape.plus(StepShape(chunks[low:high]))
+    assert shape.shapes == tuple(chunks)
+    assert shape == StepShape(chunks)
+    assert hash(shape) == hash(StepShape(chunks))
+    rows, start, end, pairs = brute(chunks, Phase.PREFILL)
+    decode_rows, _, context, decode_pairs = brute(chunks, Phase.DECODE)
+    assert (shape.prefill_tokens, shape.prefill_start_tokens) == (rows, start)
+    assert (shape.prefill_context_tokens, shape.prefill_pairs) == (end, pairs)
+    assert (shape.decode_tokens, shape.decode_context_tokens, shape.decode_pairs) == (
+        decode_rows,
+        context,
+        decode_pairs,
+    )
+    assert shape.n_tokens == rows + decode_rows
+    assert shape.n_sequences == sum(chunk.count for chunk in chunks)
+    assert shape.n_logits_rows == sum(chunk.count for chunk in chunks if chunk.samples)
+
+
+def test_a_step_of_thousands_of_prompts_is_no_recursion() -> None:
+    """Each admitted prompt adds a link; comparing, printing and walking must not need a deep stack."""
+    shape = StepShape(())
+    for _ in range(5000):
+        shape = shape.plus(ChunkShape(Phase.PREFILL, 1, 0, True))
+    assert shape == StepShape([ChunkShape(Phase.PREFILL, 1, 0, True)] * 5000)
+    assert len(repr(shape)) > 5000
