@@ -221,8 +221,9 @@ def test_many_rows_have_the_bits_of_few(kernels, isa, format_name):
 
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_matrix_tiles_have_the_same_bits_however_the_caches_are_shared(kernels, isa, format_name):
-    """Rows that no L2 holds make several panels share a block of K; the last rows of a block are computed with some of the
-    rows before them, and gathered rows are copied: each has slipped by a tile in someone's kernel."""
+    """Rows that no L2 holds make several panels share a block of K, the last rows of a block are computed with some of the
+    rows before them, and gathered rows are copied.
+    """
     if not isa.startswith("amx"):
         pytest.skip("has no matrix tiles")
     x, w, bias = world(13, 530, 330, 2080)
