@@ -65,7 +65,7 @@ test-gpu: $(VENV)/.dev
 
 sanitize: $(VENV)/.dev
 	@echo "==> kernels under AddressSanitizer and UBSan"
-	@cmake -S . -B build/sanitize -DDIPTYCH_BUILD_MODULE=OFF -DDIPTYCH_BUILD_TESTS=ON -DDIPTYCH_SANITIZE=address,undefined && cmake --build build/sanitize -j2 && build/sanitize/kernels_fuzz $${SECONDS_TO_RUN:-60}
+	@cmake -S . -B build/sanitize -DDIPTYCH_BUILD_MODULE=OFF -DDIPTYCH_BUILD_TESTS=ON -DDIPTYCH_SANITIZE=address,undefined && cmake --build build/sanitize -j2 && build/sanitize/kernels_fuzz $${SECONDS_TO_RUN:-60} && { [ ! -e build/sanitize/amx_check ] || build/sanitize/amx_check 20; }
 
 # the peers' environment has pins of its own and shares nothing with the project's
 .venv-peers/.installed: benchmarks/requirements-peers.txt

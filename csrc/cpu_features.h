@@ -8,7 +8,9 @@
 namespace diptych {
 
 enum class Capability : int {
-  avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_bf16, avx512_vnni, amx_tile, amx_int8, amx_bf16, count
+  avx2, fma, f16c, avx512f, avx512bw, avx512dq, avx512vl, avx512_bf16, avx512_vnni, amx_tile, amx_int8, amx_bf16,
+  full_rate_bf16,  // no flag but a fact: vdpbf16ps does at least the work of FMA. On Intel it does half of it.
+  count
 };
 
 const char* capability_name(Capability capability);  // as Linux spells it in /proc/cpuinfo
@@ -20,6 +22,11 @@ class Capabilities {
     for (const Capability one : all) add(one);
   }
   constexpr void add(Capability one) { bits_ |= uint64_t{1} << static_cast<int>(one); }
+  constexpr Capabilities operator|(const Capabilities& others) const {
+    Capabilities all = *this;
+    all.bits_ |= others.bits_;
+    return all;
+  }
   bool has(Capability one) const { return bits_ >> static_cast<int>(one) & 1; }
   bool has_all(const Capabilities& others) const { return (bits_ & others.bits_) == others.bits_; }
 
@@ -28,5 +35,8 @@ class Capabilities {
 };
 
 const Capabilities& cpu_capabilities();
+
+// Asks the system for the state of AMX's tiles, once for the process and all its threads: 0, or the error number of its refusal.
+int request_tiles();
 
 }  // namespace diptych

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "gemm_driver.h"
 #include "kernel_sets.h"
 
 namespace diptych {
@@ -26,24 +27,17 @@ struct KBlocks {
   int64_t unit_words;       // of a row of x
 };
 
-struct Job {
-  const LinearKernels& kernels;
-  const PackedLinear& w;
-  const Rows& x;
-  const int32_t* x_rows;
-  const Epilogue& epilogue;
+struct Job : LinearCall {
   KBlocks cut;
   const TileShape& shape;
-  int64_t m;
   uint8_t* acc;       // [kBlockRows][64]
   uint8_t* words;     // interleaved shapes: the tiles of the current block of rows, one after the other
   int32_t* sums;      // int4 shapes that are not: x summed by group, [rows of the shape][groups]
   uint8_t* expanded;  // int4 met by int8 tiles: one block of the shape's strips, else null
-  int64_t row_of(int64_t i) const { return x_rows != nullptr ? x_rows[i] : i; }
   int64_t words_per_row() const { return cut.units * cut.unit_words; }
 };
 
-KBlocks cut_inputs(const PackedLinear& w, Format tile_format, bool is_single_tile) {
+KBlocks cut_inputs(const PackedLinear& w, Format tile_format, const TileShape& shape, bool is_single_tile) {
   if (tile_format == Format::int4) {
     const int64_t groups = w.k_padded / w.shape.group;
     return {groups, groups, 0, w.shape.group / 4};
@@ -52,7 +46,7 @@ KBlocks cut_inputs(const PackedLinear& w, Format tile_format, bool is_single_til
   const int64_t blocks = is_single_tile ? 1 : std::max<int64_t>(1, (panel_bytes + kBlockPanelBytes - 1) / kBlockPanelBytes);
   // Whole unrolled rounds of the kernels (8 steps), and whole pairs of groups where int4 is expanded.
   const int64_t round = w.shape.format == Format::int4 ? w.shape.group / 2 : 8;
-  return {units, round_up((units + blocks - 1) / blocks, round), kStepBytes, 1};
+  return {units, round_up((units + blocks - 1) / blocks, round), kStepBytes, shape.form == XForm::widened ? 2 : 1};
 }
 
 // What one task covers: a panel, or some strips of it.
@@ -88,34 +82,6 @@ Range tile_rows(const Job& job, int64_t begin, int64_t end, int64_t tile) {
   return {begin + tile * job.shape.rows, std::min(end, begin + (tile + 1) * job.shape.rows)};
 }
 
-void finish_tile(const Job& job, const Piece& piece, Range rows, uint8_t* acc) {
-  const Epilogue& epilogue = job.epilogue;
-  const int64_t lanes_per_output = job.w.shape.gated ? 2 : 1;
-  FinishArgs args;
-  args.w = &job.w;
-  args.first_lane = piece.panel * kPanelLanes + piece.strips.begin * kStripLanes;
-  args.lanes = (piece.strips.end - piece.strips.begin) * kStripLanes;
-  const int64_t first_output = args.first_lane / lanes_per_output;
-  args.rows = rows.end - rows.begin;
-  args.outputs = std::min(args.lanes / lanes_per_output, job.w.n_outputs - first_output);
-  if (args.outputs <= 0) return;  // padding
-  args.acc = acc;
-  args.store = epilogue.store;
-  args.activation = epilogue.activation;
-  const int64_t element = args.store == Store::bf16 ? 2 : 4;
-  for (int64_t i = 0; i < args.rows; ++i) {
-    const int64_t from = job.row_of(rows.begin + i);
-    const int64_t to = epilogue.out_rows != nullptr ? epilogue.out_rows[rows.begin + i] : rows.begin + i;
-    args.row_scales[i] = job.x.scales + from;
-    args.row_sums[i] = job.x.sums + from;
-    args.out[i] = epilogue.out != nullptr ? static_cast<uint8_t*>(epilogue.out) + (to * epilogue.out_stride + first_output) * element
-                                          : acc + i * kPanelLanes * element;
-    args.row_weights[i] = epilogue.row_weights != nullptr ? epilogue.row_weights[rows.begin + i] : 1.0f;
-  }
-  job.kernels.finish(args);
-  if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
-}
-
 // The rows of every tile of [begin, end) as interleaved words.
 void interleave_block(const Job& job, int64_t begin, int64_t end) {
   const int64_t tiles = count_tiles(job, end - begin);
@@ -123,8 +89,12 @@ void interleave_block(const Job& job, int64_t begin, int64_t end) {
     const Range rows = tile_rows(job, begin, end, tile);
     const uint8_t* x[kMaxTileRows];
     for (int64_t i = rows.begin; i < rows.end; ++i) x[i - rows.begin] = job.x.data + job.row_of(i) * job.x.stride_bytes;
-    job.kernels.interleave_rows(x, rows.end - rows.begin, job.words_per_row(), job.shape.rows,
-                                job.words + tile * job.words_per_row() * job.shape.rows * 4);
+    uint8_t* words = job.words + tile * job.words_per_row() * job.shape.rows * 4;
+    if (job.shape.form == XForm::widened) {
+      job.kernels.widen_rows(x, rows.end - rows.begin, job.cut.units, job.shape.rows, words);
+    } else {
+      job.kernels.interleave_rows(x, rows.end - rows.begin, job.words_per_row(), job.shape.rows, words);
+    }
   }
 }
 
@@ -183,105 +153,74 @@ void run_piece(const Job& job, const Piece& piece, int64_t begin, int64_t end) {
           point_at_rows(job, args, tile, tile_rows(job, begin, end, tile), unit);
         job.shape.run(args);
         args.next += args.next_bytes;
-        if (is_last && unit + args.units == job.cut.units) finish_tile(job, piece, tile_rows(job, begin, end, tile), acc);
+        if (is_last && unit + args.units == job.cut.units) finish_tile(job, piece.panel, piece.strips, tile_rows(job, begin, end, tile), acc);
       }
     }
   }
 }
 
-// Pieces of a panel: one strip (two where gated) for few rows where a thread has so few panels that the last ones would not be
-// shared evenly, else the panel.
-constexpr int64_t kFewPanels = 64;
-int64_t pieces_per_panel(const PackedLinear& w, int threads) {
-  if (threads == 1 || w.n_panels >= kFewPanels * threads) return 1;
-  return w.shape.gated ? kPanelStrips / 2 : kPanelStrips;
-}
-
-// The threads share the tasks of a call in parts, one each or several threads to one.
-int count_parts(int threads) { return std::min(threads, Balance::kParts); }
-int part_of(int thread, int threads) { return thread * count_parts(threads) / threads; }
-
-// The tasks (piece times block of rows) of one call as one thread meets them: its own part from the front, then what others have not
-// begun, from the back. It takes half of what is left of its own at once: taking waits for all stores before it.
-class Tasks {
- public:
-  Tasks(int64_t count, Balance& balance, int thread, int threads)
-      : balance_(balance), count_(count), threads_(threads), parts_(count_parts(threads)), part_(part_of(thread, threads)) {
-    const Range own = share(count_, part_, parts_);
-    half_ = (own.end - own.begin + 1) / 2;
-    take();
-  }
-  // The last thread leaves the balance as it found it: all have taken their last task by then.
-  ~Tasks() {
-    if (balance_.finished.fetch_add(1, std::memory_order_acq_rel) + 1 != threads_) return;
-    for (int part = 0; part < parts_; ++part) balance_.parts[part].taken.store(0, std::memory_order_relaxed);
-    balance_.finished.store(0, std::memory_order_release);
-  }
-  Tasks(const Tasks&) = delete;
-  Tasks& operator=(const Tasks&) = delete;
-
-  bool has_task() const { return visited_ < parts_; }
-  int64_t current() const { return current_; }
-  int64_t following() const { return following_; }  // likely the next, its weights can be read ahead
-  void advance() {
-    if (++current_ == end_) return take();
-    following_ = std::min(current_ + 1, part_end_ - 1);
-  }
-
- private:
-  void take() {
-    for (; visited_ < parts_; ++visited_, part_ = (part_ + 1) % parts_) {
-      const bool is_own = visited_ == 0;
-      const Range range = share(count_, part_, parts_);
-      const uint64_t taken = balance_.parts[part_].taken.fetch_add(is_own ? half_ : kFromBack, std::memory_order_relaxed);
-      const int64_t front = static_cast<int64_t>(taken % kFromBack), back = static_cast<int64_t>(taken / kFromBack);
-      const int64_t left = range.end - range.begin - front - back;
-      if (left <= 0) continue;
-      part_end_ = range.end;
-      current_ = is_own ? range.begin + front : range.end - 1 - back;
-      end_ = is_own ? current_ + std::min<int64_t>(half_, left) : current_ + 1;
-      following_ = is_own ? std::min(current_ + 1, part_end_ - 1) : std::max(current_ - 1, range.begin);
-      half_ = std::max<int64_t>(1, (left - half_) / 2);
-      return;
-    }
-  }
-  static constexpr uint64_t kFromBack = uint64_t{1} << 32;
-  Balance& balance_;
-  int64_t count_, half_, current_ = 0, end_ = 0, following_ = 0, part_end_ = 0;
-  int threads_, parts_, part_, visited_ = 0;  // visited_: parts that were found empty
-};
+}  // namespace
 
 // Working memory of one thread, grown to the largest layer it has met.
-uint8_t* scratch(int64_t bytes) {
+uint8_t* linear_scratch(int64_t bytes) {
   static thread_local PageBuffer buffer;
   if (buffer.bytes() < bytes) buffer = PageBuffer(bytes);
   return buffer.data();
 }
 
-}  // namespace
+void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
+  const Epilogue& epilogue = call.epilogue;
+  const int64_t lanes_per_output = call.w.shape.gated ? 2 : 1;
+  FinishArgs args;
+  args.w = &call.w;
+  args.first_lane = panel * kPanelLanes + strips.begin * kStripLanes;
+  args.lanes = (strips.end - strips.begin) * kStripLanes;
+  const int64_t first_output = args.first_lane / lanes_per_output;
+  args.rows = rows.end - rows.begin;
+  args.outputs = std::min(args.lanes / lanes_per_output, call.w.n_outputs - first_output);
+  if (args.outputs <= 0) return;  // padding
+  args.acc = acc;
+  args.store = epilogue.store;
+  args.activation = epilogue.activation;
+  const int64_t element = args.store == Store::bf16 ? 2 : 4;
+  for (int64_t i = 0; i < args.rows; ++i) {
+    const int64_t from = call.row_of(rows.begin + i);
+    const int64_t to = epilogue.out_rows != nullptr ? epilogue.out_rows[rows.begin + i] : rows.begin + i;
+    args.row_scales[i] = call.x.scales + from;
+    args.row_sums[i] = call.x.sums + from;
+    args.out[i] = epilogue.out != nullptr ? static_cast<uint8_t*>(epilogue.out) + (to * epilogue.out_stride + first_output) * element
+                                          : acc + i * kPanelLanes * element;
+    args.row_weights[i] = epilogue.row_weights != nullptr ? epilogue.row_weights[rows.begin + i] : 1.0f;
+  }
+  call.kernels.finish(args);
+  if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
+}
 
 void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const int32_t* x_rows, int64_t m,
             const Epilogue& epilogue, int thread, int threads) {
   if (m <= 0) return;
+  const LinearCall call{*set.linear, w, x, x_rows, m, epilogue};
+  const MatrixTiles* matrix = set.tiles[static_cast<int>(w.shape.format)]->matrix;
+  if (matrix != nullptr && m >= matrix->least_rows) return linear_by_matrix(call, *matrix, thread, threads);
   Format tile_format = w.shape.format;
   const TileShape& shape = choose_shape(set, m, tile_format);
   const int64_t tiles = (m + shape.rows - 1) / shape.rows;
   const int64_t blocks = (m + kBlockRows - 1) / kBlockRows;
   const int64_t block_rows = (tiles + blocks - 1) / blocks * shape.rows;
-  const KBlocks cut = cut_inputs(w, tile_format, tiles == 1);
+  const KBlocks cut = cut_inputs(w, tile_format, shape, tiles == 1);
   const int64_t acc_bytes = block_rows * kPanelLanes * 4;
-  const bool has_sums = tile_format == Format::int4 && !shape.interleaved;
-  const int64_t words_bytes = shape.interleaved ? block_rows * cut.units * cut.unit_words * 4 : has_sums ? shape.rows * cut.units * 4 : 0;
+  const bool has_sums = tile_format == Format::int4 && !shape.interleaved();
+  const int64_t words_bytes = shape.interleaved() ? block_rows * cut.units * cut.unit_words * 4 : has_sums ? shape.rows * cut.units * 4 : 0;
   const int64_t expanded_bytes = tile_format != w.shape.format ? shape.strips * cut.units_per_block * kStepBytes : 0;
-  uint8_t* memory = scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
+  uint8_t* memory = linear_scratch(acc_bytes + round_up(words_bytes, 64) + expanded_bytes);
   uint8_t* expanded = expanded_bytes > 0 ? memory + acc_bytes + round_up(words_bytes, 64) : nullptr;
   uint8_t* words = memory + acc_bytes;
-  const Job job{*set.linear, w, x, x_rows, epilogue, cut, shape, m, memory, words, reinterpret_cast<int32_t*>(words), expanded};
+  const Job job{call, cut, shape, memory, words, reinterpret_cast<int32_t*>(words), expanded};
   const int64_t pieces = shape.strips == 1 ? pieces_per_panel(w, threads) : 1, strips = kPanelStrips / pieces, n_pieces = pieces * w.n_panels;
   int64_t ready = -1;
   for (Tasks tasks(blocks * n_pieces, *w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t block = tasks.current() / n_pieces, begin = block * block_rows, end = std::min(m, begin + block_rows);
-    if (shape.interleaved && block != ready) interleave_block(job, begin, end);
+    if (shape.interleaved() && block != ready) interleave_block(job, begin, end);
     if (has_sums && block != ready) sum_groups(job, begin, end);
     ready = block;
     const int64_t piece = tasks.current() % n_pieces, strip = piece % pieces * strips;

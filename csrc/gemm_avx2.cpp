@@ -88,16 +88,16 @@ void tile_int8(const TileArgs& args) {
 namespace avx2 {
 
 extern const Tiles kBf16Tiles = {
-    {{1, 1, false, tile_bf16<1>}, {2, 1, false, tile_bf16<2>}, {3, 1, false, tile_bf16<3>}, {4, 1, false, tile_bf16<4>}},
-    {4, 1, false, tile_bf16<4>},
+    {{1, 1, XForm::rows, tile_bf16<1>}, {2, 1, XForm::rows, tile_bf16<2>}, {3, 1, XForm::rows, tile_bf16<3>}, {4, 1, XForm::rows, tile_bf16<4>}},
+    {4, 1, XForm::rows, tile_bf16<4>},
 };
 extern const Tiles kInt8Tiles = {
-    {{1, 1, false, tile_int8<1>}, {2, 1, false, tile_int8<2>}, {3, 1, false, tile_int8<3>}, {4, 1, false, tile_int8<4>}},
-    {4, 1, false, tile_int8<4>},
+    {{1, 1, XForm::rows, tile_int8<1>}, {2, 1, XForm::rows, tile_int8<2>}, {3, 1, XForm::rows, tile_int8<3>}, {4, 1, XForm::rows, tile_int8<4>}},
+    {4, 1, XForm::rows, tile_int8<4>},
 };
 extern const Tiles kInt4Tiles = {};
 extern const LinearKernels kLinear = {
-    nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
 };
 

@@ -50,13 +50,62 @@ struct TileArgs {
 };
 using TileKernel = void (*)(const TileArgs& args);
 
-// One tile shape a set offers for a format. rows * strips accumulators. Interleaved shapes read x as words, row after row.
+// How a tile reads x: row by row as it lies in Rows, as words interleaved row after row, or (bf16) as fp32 interleaved likewise, two
+// to a word.
+enum class XForm { rows, words, widened };
+
+// One tile shape a set offers for a format. rows * strips accumulators.
 struct TileShape {
   int64_t rows, strips;
-  bool interleaved;
+  XForm form;
   TileKernel run;
+  bool interleaved() const { return form != XForm::rows; }
 };
 constexpr int kMaxShapes = 16;
+
+// One matrix tile shape (AMX): 16 * row_tiles rows x 16 * strips lanes over one block of K. x comes row by row as it lies in Rows, rows
+// at one distance; sums as acc above.
+struct MatrixArgs {
+  const uint8_t* w;      // first step of the block in the shape's first strip; a step as in the packed strip (int4: as int8)
+  int64_t strip_bytes;   // from strip to strip
+  int64_t steps;         // in the block: a multiple of 8
+  const uint8_t* x;      // first row at the block's first input; zero from the last step to the next multiple of 64 bytes
+  int64_t x_stride;      // bytes
+  int64_t rows;          // as given to `begin`, at most the shape's
+  void* sums;
+  bool resume;
+  // Reading ahead. All of it may lie anywhere, or be null with nothing to read.
+  const uint8_t* next_x;     // of the tile that follows: its first row, at its block's first input
+  int64_t x_ahead;           // bytes of a row that x is brought into L1 before it is used
+  const uint8_t* next_sums;  // of the tile that follows
+  int64_t w_ahead;           // bytes of each strip that W is brought into L1 before it is used; 0: it lies there
+  const uint8_t* next_w;     // [next_w + i next_strip_bytes, + next_bytes) for each strip: brought into L2 while the tile runs
+  int64_t next_strip_bytes, next_bytes;
+};
+struct MatrixShape {
+  int64_t rows, strips;
+  void (*begin)(int64_t rows);  // configures the calling thread's tiles, for fewer rows than the shape's too
+  void (*run)(const MatrixArgs& args);
+  void (*end)();                // gives the tiles back: threads that hold none are switched faster
+};
+
+// How the work is cut for matrix tiles, which are fed by the caches alone: a core multiplies two tiles in the time that it takes to
+// bring one into L1.
+struct MatrixBlocking {
+  int64_t rows;         // of one block of x: W comes from memory once for each block
+  int64_t w_bytes;      // of a panel that stay in L1 while the rows of a block pass over them
+  int64_t x_bytes;      // of a block of x that stay in L2 from panel to panel; where there are more, several panels share each block of K
+  int64_t sums_bytes;   // the sums of those panels, in L2
+  int64_t x_ahead, w_ahead;  // see MatrixArgs; w_ahead for the first rows that meet a block of W
+  int64_t stream_ahead;      // bytes that W is brought into L2 before it is used, where it passes once for one tile of rows
+};
+
+struct MatrixTiles {
+  int64_t least_rows;     // fewer take the register tiles
+  MatrixShape narrow[2];  // ascending rows, one strip wide: W passes once, as one stream
+  MatrixShape wide;       // a panel wide
+  MatrixBlocking blocking;
+};
 
 // rows [count] of n_words words each -> out [n_words][tile_rows], zero where row >= count.
 using InterleaveRows = void (*)(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t tile_rows, uint8_t* out);
@@ -99,11 +148,13 @@ using SumGroups = void (*)(const int8_t* x, int64_t group, int64_t groups, int32
 struct Tiles {
   TileShape narrow[kMaxShapes];  // one strip wide, ascending rows, ended by rows == 0: W passes once, as one stream
   TileShape wide;                // for many rows: the best reuse of W from cache
+  const MatrixTiles* matrix = nullptr;  // instead of both from its least_rows on
 };
 
 // What the linear layers need beside their tiles.
 struct LinearKernels {
   InterleaveRows interleave_rows;  // null where no tile reads interleaved rows
+  InterleaveRows widen_rows;       // as interleave_rows, each bf16 as fp32: out [2 n_words][tile_rows]; null: no widened shape
   FinishKernel finish;
   TransposeWords transpose_words;
   LoadInputs load_inputs;

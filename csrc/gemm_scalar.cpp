@@ -40,11 +40,11 @@ void tile_int8(const TileArgs& args) {
 
 namespace scalar {
 
-extern const Tiles kBf16Tiles = {{{1, 1, false, tile_bf16}}, {1, 1, false, tile_bf16}};
-extern const Tiles kInt8Tiles = {{{1, 1, false, tile_int8}}, {1, 1, false, tile_int8}};
+extern const Tiles kBf16Tiles = {{{1, 1, XForm::rows, tile_bf16}}, {1, 1, XForm::rows, tile_bf16}};
+extern const Tiles kInt8Tiles = {{{1, 1, XForm::rows, tile_int8}}, {1, 1, XForm::rows, tile_int8}};
 extern const Tiles kInt4Tiles = {};
 extern const LinearKernels kLinear = {
-    nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
 };
 

@@ -19,15 +19,20 @@ namespace diptych {
 struct KernelSet {
   const char* name;
   Capabilities needs;
+  Capabilities wants;       // where the processor lacks them, the next row that it runs is better
   const Tiles* tiles[3];  // by Format
   const LinearKernels* linear;
   const AttentionKernels* attention;
   const StepKernels* step;
-  const CeilingLoops* ceilings;
+  const CeilingLoops* ceilings;  // null: nothing of its own
 };
 
-// Those that this processor runs, best first; never empty, the scalar set runs anywhere.
+// Those that this processor runs, best first; never empty, the scalar set runs anywhere. Behind it, never the first, come the twins of
+// others in plain C++ with their bits, for tests.
 const std::vector<const KernelSet*>& kernel_sets();
+
+// Why a set that the processor could run is not among them; empty where nothing is missing.
+std::string kernel_set_refusal();
 
 // By name; throws std::invalid_argument with the names this machine has for any other.
 const KernelSet& kernel_set(const std::string& name);
@@ -40,7 +45,10 @@ const KernelSet& kernel_set(const std::string& name);
   extern const StepKernels kStep;                                 \
   extern const CeilingLoops kCeilings;                            \
   }
-DIPTYCH_DECLARE_PARTS(avx512)
+DIPTYCH_DECLARE_PARTS(amx)       // tiles of rows and ceilings; the rest is avx512's
+DIPTYCH_DECLARE_PARTS(amx_twin)  // tiles
+DIPTYCH_DECLARE_PARTS(avx512)      // without int8 and int4 tiles, which are avx512_fma's
+DIPTYCH_DECLARE_PARTS(avx512_fma)
 DIPTYCH_DECLARE_PARTS(avx2)
 DIPTYCH_DECLARE_PARTS(scalar)
 #undef DIPTYCH_DECLARE_PARTS

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.native
 BENCH = Path(__file__).resolve().parents[2] / "csrc" / "bench"
 FORMATS = {"bf16": 0, "int8": 1, "int4": 2}
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2}
-ISAS = ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "avx2", "avx512", "amx_twin", "amx")
 STORE_F32, STORE_BF16, ADD_F32 = 0, 1, 2
 SILU, GELU_TANH = 0, 1
 
@@ -212,11 +212,50 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(kernels, isa, format_n
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_many_rows_have_the_bits_of_few(kernels, isa, format_name):
     """Prefill cuts rows into cache blocks; rows at the edges of a block are the ones that could differ."""
-    x, w, bias = world(12, 500, 130, 192)
+    x, w, bias = world(12, 530, 130, 192)
     packed = pack(kernels, isa, format_name, [w], bias=bias, group=64)
     whole = packed.apply(x)
-    for first, last in ((0, 1), (190, 197), (383, 385), (490, 500)):
+    for first, last in ((0, 1), (190, 197), (383, 385), (490, 530)):
         assert np.array_equal(packed.apply(x[first:last], threads=1), whole[first:last])
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_matrix_tiles_have_the_same_bits_however_the_caches_are_shared(kernels, isa, format_name):
+    """Rows that no L2 holds make several panels share a block of K, the last rows of a block are computed with some of the
+    rows before them, and gathered rows are copied.
+    """
+    if not isa.startswith("amx"):
+        pytest.skip("has no matrix tiles")
+    x, w, bias = world(13, 530, 330, 2080)
+    packed = pack(kernels, isa, format_name, [w], bias=bias)
+    whole = packed.apply(x)
+    exact, scale = reference(packed, format_name, x[-3:])
+    assert np.all(np.abs(whole[-3:] - exact) <= scale * 2.0**-13)
+    ids = np.random.default_rng(3).integers(0, len(x), 77).astype(np.int32)
+    assert np.array_equal(packed.apply(x, row_ids=ids, threads=3), whole[ids])
+    for first, last in ((0, 1), (100, 133), (255, 290), (510, 530)):
+        assert np.array_equal(packed.apply(x[first:last]), whole[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_amx_has_the_bits_of_its_twin(kernels, format_name):
+    """What is tested on every machine stands for the hardware only while the two are one."""
+    if "amx" not in runnable(kernels):
+        pytest.skip("this CPU has no AMX, or the system refuses its tiles")
+    x, w, bias = world(14, 70, 150, 700)
+    for m in (1, 16, 17, 33, 70):
+        twin, amx = (pack(kernels, isa, format_name, [w], bias=bias).apply(x[:m]) for isa in ("amx_twin", "amx"))
+        assert np.array_equal(twin, amx)
+
+
+def test_what_is_compiled_for_amx_has_the_bits_of_its_twin(kernels):
+    """Registers, addresses and configurations of the instructions themselves: emulated where the processor has none."""
+    if "amx_twin" not in runnable(kernels):
+        pytest.skip("this CPU has no AVX-512")
+    check = BENCH.parents[1] / "build" / "kernels" / "amx_check"
+    subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), str(check)], check=True, capture_output=True)
+    run = subprocess.run([check, "3"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

@@ -26,7 +26,8 @@ def is_available() -> tuple[bool, str]:
     """(whether the native kernels can be used, what they run on or why not)."""
     if _cpu is None:
         return False, _why_missing()
-    return True, f"native kernels, {_cpu.kernel_sets()[0]}"
+    refusal = _cpu.kernel_set_refusal()
+    return True, f"native kernels, {_cpu.kernel_sets()[0]}" + (f"; {refusal}" if refusal else "")
 
 
 def _why_missing() -> str:
@@ -49,25 +50,24 @@ def instruction_sets() -> list[str]:
 def choose_instruction_set(name: str) -> str:
     """The kernel set of that name, "auto" being the best; ConfigError when this processor does not run it."""
     known = instruction_sets()
+    hint = f"its processor has {', '.join(_cpu.capabilities()) or 'none of the instructions that sets are made for'}"
+    if refusal := _cpu.kernel_set_refusal():
+        hint += f"; {refusal}"
     if name == "auto":
         return known[0]
     if name not in known:
         raise ConfigError(
             f"instruction_set is {name!r}; this machine runs {', '.join(known)}",
-            hint=f"its processor has {', '.join(_cpu.capabilities()) or 'none of the instructions that sets are made for'}",
+            hint=hint,
         )
     return name
 
 
-def measure_read_bytes_per_s(
-    n_bytes: int, placement: Placement, repeats: int, *, instruction_set: str = "auto"
-) -> float:
+def measure_read_bytes_per_s(n_bytes: int, placement: Placement, repeats: int) -> float:
     """The best rate at which these threads read `n_bytes` of memory; n_bytes should exceed every cache."""
-    name = choose_instruction_set(instruction_set)
-    return float(_cpu.measure_read_bytes_per_s(name, n_bytes, placement.threads, placement.cpus, repeats))
+    return float(_cpu.measure_read_bytes_per_s(n_bytes, placement.threads, placement.cpus, repeats))
 
 
-def measure_ops_per_s(dtype: str, placement: Placement, repeats: int = 25, *, instruction_set: str = "auto") -> float:
-    """The best rate of the instructions that multiply `dtype` (bf16 or int8) in a set, from registers, on these threads."""
-    burst = {"bf16": _cpu.measure_bf16_ops_per_s, "int8": _cpu.measure_int8_ops_per_s}[dtype]
-    return float(burst(choose_instruction_set(instruction_set), placement.threads, placement.cpus, repeats))
+def measure_ops_per_s(dtype: str, placement: Placement, repeats: int = 25) -> float:
+    """The best rate at which these threads multiply `dtype` (fp32, bf16, int8) by any instruction, from registers."""
+    return float(_cpu.measure_ops_per_s(dtype, placement.threads, placement.cpus, repeats))

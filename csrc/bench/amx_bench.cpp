@@ -1,0 +1,196 @@
+// Tunes the matrix tiles on a processor that has them: every number of MatrixBlocking by itself, both wide shapes, and from how many
+// rows on tiles beat AVX-512. One line for each trial, in TOP/s and GB/s of weights, with the ceilings of the same run above.
+//   amx_bench [--set amx] [--threads N] [--formats bf16,int8,int4] [--rows 1,16,64,512] [--repeats 7]
+// A and B alternate, the best of each is printed; the trial in use is marked.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../gemm_amx.h"
+#include "../kernel_sets.h"
+#include "../thread_pool.h"
+
+namespace diptych {
+namespace {
+
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+struct Options {
+  std::string set = "amx";
+  int threads = 0, repeats = 7;
+  std::vector<std::string> formats = {"bf16", "int8", "int4"};
+  std::vector<int64_t> rows = {1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512, 2048};
+};
+
+// A way to compute: a kernel set whose tiles of one format are cut otherwise.
+struct Trial {
+  std::string name;
+  MatrixTiles matrix;
+};
+
+// Weights that no cache holds, and rows of x.
+class World {
+ public:
+  World(const KernelSet& set, ThreadPool& pool, LinearShape shape, int64_t rows)
+      : set_(set), pool_(pool), shape_(shape), memory_(rows_bytes(rows_kind(shape.format), rows, shape.k)), out_(rows * shape.n * 4),
+        rows_(view_rows(rows_kind(shape.format), rows, shape.k, memory_.data())) {
+    const auto copies = std::max<int64_t>(1, kBytes / packed_bytes(shape));
+    for (int64_t i = 0; i < copies; ++i) {
+      blobs_.emplace_back(packed_bytes(shape));
+      pool_.run([&](int thread, int threads) { pack_random(set_, shape_, i, 0.05f, blobs_.back().data(), thread, threads); });
+      weights_.push_back(view_packed(shape, blobs_.back().data()));
+    }
+    std::vector<float> x(shape.k);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t i = 0; i < shape.k; ++i) x[i] = static_cast<float>((row * 7919 + i * 104729) % 2001 - 1000) * 1e-3f;
+      prepare_row(set_, rows_, row, x.data());
+    }
+  }
+
+  // Seconds of one call; a few calls on weights that follow one another.
+  double measure(const MatrixTiles& matrix) {
+    const int format = static_cast<int>(shape_.format);
+    Tiles tiles = *set_.tiles[format];
+    tiles.matrix = &matrix;
+    KernelSet set = set_;
+    set.tiles[format] = &tiles;
+    Epilogue epilogue;
+    epilogue.out = out_.data(), epilogue.out_stride = shape_.n;
+    const double operations = 2.0 * static_cast<double>(rows_.m) * shape_.n * shape_.k;
+    const int64_t calls = std::clamp<int64_t>(static_cast<int64_t>(2e11 / operations), 2, static_cast<int64_t>(weights_.size()));
+    const double begin = now_s();
+    pool_.run([&](int thread, int threads) {
+      for (int64_t i = 0; i < calls; ++i) {
+        linear(set, weights_[i], rows_, nullptr, rows_.m, epilogue, thread, threads);
+        pool_.barrier();
+      }
+    });
+    return (now_s() - begin) / static_cast<double>(calls);
+  }
+
+  void print(const Trial& trial, double seconds, bool is_own) const {
+    std::printf("%-24s n %5lld k %5lld rows %4lld: %9.1f us %7.3f TOP/s %6.1f GB/s%s\n", trial.name.c_str(), static_cast<long long>(shape_.n),
+                static_cast<long long>(shape_.k), static_cast<long long>(rows_.m), seconds * 1e6,
+                2e-12 * static_cast<double>(rows_.m) * shape_.n * shape_.k / seconds, 1e-9 * packed_bytes(shape_) / seconds,
+                is_own ? "   in use" : "");
+    std::fflush(stdout);
+  }
+
+ private:
+  static constexpr int64_t kBytes = 256 << 20;
+  const KernelSet& set_;
+  ThreadPool& pool_;
+  LinearShape shape_;
+  PageBuffer memory_, out_;
+  Rows rows_;
+  std::vector<PageBuffer> blobs_;
+  std::vector<PackedLinear> weights_;
+};
+
+// One number at a time beside what is in use. Few rows take the narrow shapes, which know other numbers than the wide one.
+std::vector<Trial> trials(const MatrixTiles& own, const MatrixShape (&wide)[2][2], int64_t rows, Format format) {
+  std::vector<Trial> all = {{"own", own}};
+  auto add = [&](const std::string& name, int64_t MatrixBlocking::* number, std::vector<int64_t> values) {
+    for (const int64_t value : values) {
+      all.push_back({name + " " + std::to_string(value), own});
+      all.back().matrix.blocking.*number = value;
+    }
+  };
+  if (rows <= own.narrow[1].rows) {
+    if (rows <= 16 && format != Format::bf16) {
+      all.push_back({"avx512", own});
+      all.back().matrix.least_rows = rows + 1;
+    }
+    add("stream_ahead", &MatrixBlocking::stream_ahead, {0, 2048, 4096, 8192, 12288, 16384});
+    add("w_ahead", &MatrixBlocking::w_ahead, {0, 1024, 2048, 8192});
+    if (format == Format::int4) add("w_bytes", &MatrixBlocking::w_bytes, {8 << 10, 16 << 10, 64 << 10});
+  } else {
+    all.push_back({"32 x 2", own});
+    all.back().matrix.wide = wide[format != Format::bf16][1];
+    for (const int64_t kilobytes : {16, 32, 64}) {
+      all.push_back({"32 x 2, w_bytes " + std::to_string(kilobytes << 10), all[1].matrix});
+      all.back().matrix.blocking.w_bytes = kilobytes << 10;
+    }
+    add("w_bytes", &MatrixBlocking::w_bytes, {16 << 10, 24 << 10, 28 << 10, 36 << 10, 48 << 10, 1 << 30});
+    add("w_ahead", &MatrixBlocking::w_ahead, {0, 1024, 2048});
+    add("rows", &MatrixBlocking::rows, {128, 256, 384, 1024});
+    add("x_bytes", &MatrixBlocking::x_bytes, {256 << 10, 512 << 10, 1536 << 10, 1 << 30});
+    add("sums_bytes", &MatrixBlocking::sums_bytes, {256 << 10, 1 << 20});
+  }
+  add("x_ahead", &MatrixBlocking::x_ahead, {64, 128, 512});
+  for (Trial& trial : all)
+    if (trial.name != "avx512") trial.matrix.least_rows = 1;
+  return all;
+}
+
+void run(const KernelSet& set, ThreadPool& pool, Format format, int64_t rows, int repeats) {
+  for (const auto& [n, k] : {std::pair<int64_t, int64_t>{9728, 896}, {896, 4864}, {7168, 3584}}) {
+    World world(set, pool, {format, n, k, 128, false, false}, rows);
+    const MatrixTiles& own = *set.tiles[static_cast<int>(format)]->matrix;
+    const std::vector<Trial> all = trials(own, set.needs.has(Capability::amx_tile) ? amx::kWideShapes : amx_twin::kWideShapes, rows, format);
+    std::vector<double> best(all.size(), 1e30);
+    for (int repeat = 0; repeat < repeats; ++repeat)
+      for (size_t i = 0; i < all.size(); ++i) best[i] = std::min(best[i], world.measure(all[i].matrix));
+    const size_t in_use = rows >= own.least_rows ? 0 : 1;
+    for (size_t i = 0; i < all.size(); ++i) world.print(all[i], best[i], i == in_use);
+  }
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    parts.push_back(text.substr(at, comma - at));
+    at = comma + 1;
+  }
+  return parts;
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string key = argv[i], value = argv[i + 1];
+    if (key == "--set") options.set = value;
+    if (key == "--threads") options.threads = std::atoi(value.c_str());
+    if (key == "--repeats") options.repeats = std::atoi(value.c_str());
+    if (key == "--formats") options.formats = split(value);
+    if (key != "--rows") continue;
+    options.rows.clear();
+    for (const std::string& part : split(value)) options.rows.push_back(std::atoi(part.c_str()));
+  }
+  return options;
+}
+
+int main_(int argc, char** argv) {
+  const Options options = parse(argc, argv);
+  const KernelSet& set = kernel_set(options.set);
+  if (set.tiles[0]->matrix == nullptr) return std::fprintf(stderr, "%s has no matrix tiles\n", set.name), 1;
+  ThreadPool pool(options.threads);
+  std::printf("%s, %d threads: read %.1f GB/s, bf16 %.2f TOP/s, int8 %.2f TOP/s\n", set.name, pool.size(),
+              1e-9 * measure_read_bytes_per_s(*set.ceilings, pool, 256 << 20, 5), 1e-12 * measure_bf16_ops_per_s(*set.ceilings, pool, 5),
+              1e-12 * measure_int8_ops_per_s(*set.ceilings, pool, 5));
+  for (const std::string& name : options.formats) {
+    std::printf("\n%s\n", name.c_str());
+    const Format format = name == "bf16" ? Format::bf16 : name == "int8" ? Format::int8 : Format::int4;
+    for (const int64_t rows : options.rows) run(set, pool, format, rows, options.repeats);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace diptych
+
+int main(int argc, char** argv) {
+  try {
+    return diptych::main_(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}

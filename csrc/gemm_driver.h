@@ -1,0 +1,92 @@
+// What the two drivers of the linear layers share: by register tiles (gemm.cpp) and by matrix tiles (gemm_matrix.cpp).
+#pragma once
+
+#include <algorithm>
+
+#include "gemm_kernels.h"
+
+namespace diptych {
+
+// One thread's part in a call of linear().
+struct LinearCall {
+  const LinearKernels& kernels;
+  const PackedLinear& w;
+  const Rows& x;
+  const int32_t* x_rows;
+  int64_t m;
+  const Epilogue& epilogue;
+  int64_t row_of(int64_t i) const { return x_rows != nullptr ? x_rows[i] : i; }
+};
+
+// Of one thread, 64-byte aligned, contents undefined, until the next call on it.
+uint8_t* linear_scratch(int64_t bytes);
+
+// The epilogue of some strips of a panel for rows [begin, end) of the call, at most kMaxTileRows. acc: the first row's sums at the first
+// strip; they may be overwritten.
+void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);
+
+void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thread, int threads);
+
+// Pieces of a panel: one strip (two where gated) for few rows where a thread has so few panels that the last ones would not be
+// shared evenly, else the panel.
+constexpr int64_t kFewPanels = 64;
+inline int64_t pieces_per_panel(const PackedLinear& w, int threads) {
+  if (threads == 1 || w.n_panels >= kFewPanels * threads) return 1;
+  return w.shape.gated ? kPanelStrips / 2 : kPanelStrips;
+}
+
+// The threads share the tasks of a call in parts, one each or several threads to one.
+inline int count_parts(int threads) { return std::min(threads, Balance::kParts); }
+inline int part_of(int thread, int threads) { return thread * count_parts(threads) / threads; }
+
+// The tasks (piece times block of rows) of one call as one thread meets them: its own part from the front, then what others have not
+// begun, from the back. It takes half of what is left of its own at once: taking waits for all stores before it.
+class Tasks {
+ public:
+  Tasks(int64_t count, Balance& balance, int thread, int threads)
+      : balance_(balance), count_(count), threads_(threads), parts_(count_parts(threads)), part_(part_of(thread, threads)) {
+    const Range own = share(count_, part_, parts_);
+    half_ = (own.end - own.begin + 1) / 2;
+    take();
+  }
+  // The last thread leaves the balance as it found it: all have taken their last task by then.
+  ~Tasks() {
+    if (balance_.finished.fetch_add(1, std::memory_order_acq_rel) + 1 != threads_) return;
+    for (int part = 0; part < parts_; ++part) balance_.parts[part].taken.store(0, std::memory_order_relaxed);
+    balance_.finished.store(0, std::memory_order_release);
+  }
+  Tasks(const Tasks&) = delete;
+  Tasks& operator=(const Tasks&) = delete;
+
+  bool has_task() const { return visited_ < parts_; }
+  int64_t current() const { return current_; }
+  int64_t following() const { return following_; }  // likely the next, its weights can be read ahead
+  void advance() {
+    if (++current_ == end_) return take();
+    following_ = std::min(current_ + 1, part_end_ - 1);
+  }
+
+ private:
+  void take() {
+    for (; visited_ < parts_; ++visited_, part_ = (part_ + 1) % parts_) {
+      const bool is_own = visited_ == 0;
+      const Range range = share(count_, part_, parts_);
+      const uint64_t taken = balance_.parts[part_].taken.fetch_add(is_own ? half_ : kFromBack, std::memory_order_relaxed);
+      const int64_t front = static_cast<int64_t>(taken % kFromBack), back = static_cast<int64_t>(taken / kFromBack);
+      const int64_t left = range.end - range.begin - front - back;
+      if (left <= 0) continue;
+      part_end_ = range.end;
+      current_ = is_own ? range.begin + front : range.end - 1 - back;
+      end_ = is_own ? current_ + std::min<int64_t>(half_, left) : current_ + 1;
+      following_ = is_own ? std::min(current_ + 1, part_end_ - 1) : std::max(current_ - 1, range.begin);
+      half_ = std::max<int64_t>(1, (left - half_) / 2);
+      return;
+    }
+  }
+  static constexpr uint64_t kFromBack = uint64_t{1} << 32;
+  Balance& balance_;
+  int64_t count_, half_, current_ = 0, end_ = 0, following_ = 0, part_end_ = 0;
+  int threads_, parts_, part_, visited_ = 0;  // visited_: parts that were found empty
+};
+
+}  // namespace diptych
