@@ -9,8 +9,8 @@ import pytest
 from diptych.cost.calibration import Residual
 from diptych.cost.setup import setup_of
 from diptych.cost.sizing import Ask, End, Verdict, judge, parse_ask, size, steady_state
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
 
 ASK = Ask(ttft_s=0.5, tpot_s=0.05, requests_per_s=3.0, input_tokens=1500, output_tokens=200)
 
@@ -57,7 +57,7 @@ def test_steady_state_satisfies_its_own_equations():
     load = steady_state(predictor, ASK, end=End.MIDDLE)
     assert load.prefill_share == pytest.approx(3.0 * load.prefill_s)
     assert load.batch == pytest.approx(3.0 * 200 * load.tpot_s, rel=0.01)
-    step_s = predictor.predict(Workload.decode(batch=round(load.batch), context_tokens=1600)).total_s
+    step_s = predictor.predict(StepShape.decode(batch=round(load.batch), context_tokens=1600)).total_s
     assert load.tpot_s * (1 - load.prefill_share) == pytest.approx(step_s, rel=0.03)
     assert load.wait_s == pytest.approx(load.prefill_share * load.prefill_s / (2 * (1 - load.prefill_share)))
 

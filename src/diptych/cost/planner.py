@@ -17,9 +17,9 @@ from diptych.cost.memory import Capacity, capacity_of
 from diptych.cost.parameters import active_parameter_count, linear_parameter_count, parameter_count
 from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 from diptych.ground.specs import Bound, StepCost
 
 
@@ -144,7 +144,7 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     context = question.decode_context_tokens
     _check_context(setup, max(question.prompt_tokens, context))
     prefill_work = prefill_work_of(question)
-    decode_work = Workload.decode(batch=question.batch, context_tokens=context)
+    decode_work = StepShape.decode(batch=question.batch, context_tokens=context)
     prefill = phase_report(setup, prefill_work)
     decode = phase_report(setup, decode_work)
     calibrated = setup.model_of_time().predict(decode_work)
@@ -168,13 +168,13 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     )
 
 
-def prefill_work_of(question: Question) -> Workload:
+def prefill_work_of(question: Question) -> StepShape:
     """The prompts of the question as one step."""
     new_tokens = question.prompt_tokens - question.cached_tokens
-    return Workload.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
+    return StepShape.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
 
 
-def phase_report(setup: Setup, work: Workload) -> PhaseReport:
+def phase_report(setup: Setup, work: StepShape) -> PhaseReport:
     """One phase in numbers."""
     cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
     bound = roofline(cost, setup.hardware, setup.quant)
@@ -237,7 +237,9 @@ def compute_bound_batch(setup: Setup) -> float | None:
 
     Dense models: F w / (2 M). Mixtures: more, because experts are read for few rows each. None: beyond 65,536.
     """
-    unit = cost_of(setup.model, Workload.decode(batch=1, context_tokens=1), quant=setup.quant, kv=setup.kv, tp=setup.tp)
+    unit = cost_of(
+        setup.model, StepShape.decode(batch=1, context_tokens=1), quant=setup.quant, kv=setup.kv, tp=setup.tp
+    )
     parts = [unit.component(name) for name in ("qkv", "o", "mlp", "router", "experts", "shared_experts")]
     row_s = sum(part.flops for part in parts) / peak_flops_per_s(setup.hardware, setup.quant.compute)
     bandwidth = setup.hardware.memory_bytes_per_s
@@ -266,7 +268,7 @@ def compute_bound_batch(setup: Setup) -> float | None:
 def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> float:
     """Sequences at which a decode step reads as many KV bytes as weight bytes."""
     rows = max(batch, 1) if setup.model.moe is not None else 1
-    work = Workload.decode(batch=rows, context_tokens=context_tokens)
+    work = StepShape.decode(batch=rows, context_tokens=context_tokens)
     cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
     return cost.weight_bytes / (cost.total("kv_read_bytes") / rows)
 
@@ -279,10 +281,10 @@ def quadratic_prompt_tokens(setup: Setup) -> float:
     return linear_parameter_count(model) / (model.n_layers * model.n_heads * width)
 
 
-def sensitivity_of(setup: Setup, prefill: Workload, decode: Workload) -> Sensitivity:
+def sensitivity_of(setup: Setup, prefill: StepShape, decode: StepShape) -> Sensitivity:
     """Elasticities by finite differences of one percent."""
 
-    def change(work: Workload, faster: Setup) -> float:
+    def change(work: StepShape, faster: Setup) -> float:
         return (faster.model_of_time().predict(work).total_s / setup.model_of_time().predict(work).total_s - 1.0) * 100
 
     hardware = setup.hardware

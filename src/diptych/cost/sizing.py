@@ -18,9 +18,9 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.memory import capacity_of
 from diptych.cost.roofline import compute_dtype
 from diptych.cost.setup import Setup
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 from diptych.ground.specs import Flag, StepCost
 
 TRIED_TP = (1, 2, 4, 8)
@@ -222,7 +222,7 @@ def judge(setup: Setup, ask: Ask, *, prices: Mapping[str, float]) -> list[Candid
 
 def _least_instances(predictor: CalibratedModel, ask: Ask) -> int:
     """What the prefills alone need."""
-    prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)).total_s
+    prefill_s = predictor.predict(StepShape.prefill(batch=1, new_tokens=ask.input_tokens)).total_s
     return max(math.ceil(ask.requests_per_s * prefill_s / MAX_LOAD), 1)
 
 
@@ -290,9 +290,9 @@ def steady_state(predictor: CalibratedModel, ask: Ask, *, end: End) -> Load | No
     context = ask.input_tokens + ask.output_tokens // 2
 
     def decode_s(batch: int) -> float:
-        return end.of(predictor.predict(Workload.decode(batch=batch, context_tokens=context)))
+        return end.of(predictor.predict(StepShape.decode(batch=batch, context_tokens=context)))
 
-    prefill_s = end.of(predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)))
+    prefill_s = end.of(predictor.predict(StepShape.prefill(batch=1, new_tokens=ask.input_tokens)))
     share = ask.requests_per_s * prefill_s
     if share > MAX_LOAD:
         return None
@@ -383,8 +383,8 @@ def distance_of(candidate: Candidate, ask: Ask) -> tuple[str, ...]:
     context = ask.input_tokens + ask.output_tokens // 2
     predictor = candidate.setup.model_of_time()
     steps = (
-        (Phase.PREFILL, Workload.prefill(batch=1, new_tokens=ask.input_tokens)),
-        (Phase.DECODE, Workload.decode(batch=max(round(load.batch), 1), context_tokens=context)),
+        (Phase.PREFILL, StepShape.prefill(batch=1, new_tokens=ask.input_tokens)),
+        (Phase.DECODE, StepShape.decode(batch=max(round(load.batch), 1), context_tokens=context)),
     )
     return tuple(f"{phase.value}, {gap.axis}: {gap.text}" for phase, work in steps for gap in predictor.gaps(work))
 
