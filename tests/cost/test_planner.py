@@ -13,13 +13,13 @@ from diptych.cost.planner import Question, compute_bound_batch, make_plan, quadr
 from diptych.cost.setup import find_model, setup_of
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
-from diptych.ground.specs import Bound
+from diptych.ground.specs import Bottleneck
 
 
 def test_a_plan_answers_for_both_phases():
     """Prefill waits for arithmetic, decode for memory, and the prediction is slower than the bound."""
     plan = make_plan(setup_of("llama-3.1-8b", "a100-80gb-sxm"), Question())
-    assert (plan.prefill.bound, plan.decode.bound) == (Bound.COMPUTE, Bound.MEMORY)
+    assert (plan.prefill.bound, plan.decode.bound) == (Bottleneck.COMPUTE, Bottleneck.MEMORY)
     for report in (plan.prefill, plan.decode):
         assert report.bound_s < report.low_s < report.predicted_s < report.high_s
         assert sum(line.share for line in report.components) == pytest.approx(1.0)

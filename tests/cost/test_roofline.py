@@ -9,7 +9,7 @@ from diptych.cost.roofline import balance, compute_dtype, link_rate, ring_bytes,
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
-from diptych.ground.specs import Bound, KVSpec
+from diptych.ground.specs import Bottleneck, KVSpec
 
 KV = KVSpec()
 
@@ -40,7 +40,7 @@ def test_prefill_bounds_equal_the_published_naive_ones(device, model, weights, t
     """The reference's D.2 and D.3 columns, computed independently of this code."""
     step = bound(model, device, StepShape.prefill(batch=1, new_tokens=prompt), weights=weights, tp=tp)
     assert (step.total_s - step.link_s) * 1e3 == pytest.approx(naive_ms, rel=5e-3)
-    assert step.bound is Bound.COMPUTE
+    assert step.bound is Bottleneck.COMPUTE
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_decode_bounds_equal_the_published_naive_ones(device, weights, naive_ms)
     """gpt-fast's Llama-2-7B rows: bytes over bandwidth in three weight formats."""
     step = bound("llama-2-7b", device, StepShape.decode(batch=1, context_tokens=105), weights=weights)
     assert step.total_s * 1e3 == pytest.approx(naive_ms, rel=3e-3)
-    assert step.bound is Bound.MEMORY
+    assert step.bound is Bottleneck.MEMORY
     assert step.is_bound
 
 

@@ -20,7 +20,7 @@ from diptych.cost.setup import Setup
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
-from diptych.ground.specs import Bound, StepCost
+from diptych.ground.specs import Bottleneck, StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +73,13 @@ class ComponentLine:
     bytes: float
     activation_bytes: float
     intensity: float | None
-    bound: Bound
+    bound: Bottleneck
     bound_s: float
     share: float  # of the plain roofline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseReport:
+class PhasePlan:
     """One phase: what it does, what binds it, how long it takes. Times are of one step; figures of one device."""
 
     phase: Phase
@@ -93,7 +93,7 @@ class PhaseReport:
     activation_bytes: float
     intensity: float
     balance: float
-    bound: Bound
+    bound: Bottleneck
     bound_s: float
     predicted_s: float
     low_s: float
@@ -127,8 +127,8 @@ class Plan:
     active_parameters: int
     kv_bytes_per_token: float
     compute_dtype: str
-    prefill: PhaseReport
-    decode: PhaseReport
+    prefill: PhasePlan
+    decode: PhasePlan
     weights_s: float  # decode: reading weights
     kv_s: float  # decode: reading the cache
     compute_bound_batch: float | None
@@ -145,8 +145,8 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     _check_context(setup, max(question.prompt_tokens, context))
     prefill_work = prefill_work_of(question)
     decode_work = StepShape.decode(batch=question.batch, context_tokens=context)
-    prefill = phase_report(setup, prefill_work)
-    decode = phase_report(setup, decode_work)
+    prefill = phase_plan(setup, prefill_work)
+    decode = phase_plan(setup, decode_work)
     calibrated = setup.model_of_time().predict(decode_work)
     return Plan(
         setup=setup,
@@ -174,7 +174,7 @@ def prefill_work_of(question: Question) -> StepShape:
     return StepShape.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
 
 
-def phase_report(setup: Setup, work: StepShape) -> PhaseReport:
+def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
     """One phase in numbers."""
     cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
     bound = roofline(cost, setup.hardware, setup.quant)
@@ -182,7 +182,7 @@ def phase_report(setup: Setup, work: StepShape) -> PhaseReport:
     predicted = predictor.predict(work)
     shape = work.shapes[0]
     is_decode = shape.is_decode
-    return PhaseReport(
+    return PhasePlan(
         phase=Phase.DECODE if is_decode else Phase.PREFILL,
         batch=work.n_sequences,
         new_tokens=shape.new_tokens,
@@ -224,7 +224,7 @@ def component_lines(setup: Setup, cost: PhaseCost, bound: StepCost) -> tuple[Com
                 bytes=part.bytes,
                 activation_bytes=part.activation_bytes,
                 intensity=part.intensity,
-                bound=Bound.COMPUTE if is_compute else Bound.MEMORY,
+                bound=Bottleneck.COMPUTE if is_compute else Bottleneck.MEMORY,
                 bound_s=bound.parts_s[part.name],
                 share=bound.parts_s[part.name] / bound.total_s,
             )

@@ -93,7 +93,7 @@ FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TimedStep:
     """One timed step of one model."""
 
     view: CostView
@@ -114,7 +114,7 @@ def calibrate(
     effort: for each of the models timed; without it five rounds or BUDGET_S.
     """
     effort = effort or Effort(budget_s=BUDGET_S)
-    samples: list[Sample] = []
+    samples: list[TimedStep] = []
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
     host: dict[str, float] = {}
@@ -152,12 +152,12 @@ def calibrate(
     return profile
 
 
-def _sample(model: Model, steps: Sequence[StepShape], effort: Effort) -> list[Sample]:
+def _sample(model: Model, steps: Sequence[StepShape], effort: Effort) -> list[TimedStep]:
     longest = max(sum((s.start_pos + s.new_tokens + 32) * s.count for s in work.shapes) for work in steps)
     probe, view = StepProbe(model, max_tokens=longest), CostView(model)
     # in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others
     rounds = measure([probe.sampler(work) for work in steps], effort)
-    return [Sample(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+    return [TimedStep(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
 
 
 def _host(model: Model, effort: Effort) -> dict[str, float]:
@@ -226,7 +226,7 @@ def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
     }
 
 
-def _fit(profile: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any]:
     """Damped Gauss-Newton on log ratios, with a weak pull to the start so that an unseen constant stays put."""
     places = _places(profile)
     start = np.log([table[key] for table, key in _cells(profile, places)])
@@ -276,6 +276,6 @@ def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[t
     return cells
 
 
-def _predicted_s(profile: dict[str, Any], sample: Sample) -> float:
+def _predicted_s(profile: dict[str, Any], sample: TimedStep) -> float:
     view = sample.view
     return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv).predict(sample.work).total_s
