@@ -274,7 +274,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
     @app.delete("/v1/requests/{request_id}", responses=responses(404))
     async def abort(request_id: str) -> dict[str, Any]:
         """End an open request; its reader gets finish_reason "abort"."""
-        still_open = [log for log in state.timelines.find(request_id) if log.request_id in state.telemetry.logs]
+        still_open = [one for one in state.timelines.find(request_id) if one.request_id in state.telemetry.records]
         if not still_open:
             raise ApiError(404, f"no request {request_id[:100]!r} is open", code="not_found")
         for log in still_open:
