@@ -376,8 +376,7 @@ class PhaseTotals:
     host_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One step that ended. What it held is its shape; device_s and host_s are the executor's."""
 
     step_id: int
