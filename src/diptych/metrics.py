@@ -362,20 +362,6 @@ class RequestRecord:
         return sum(max(0.0, time_s - calm_s) for time_s, _ in times)
 
 
-@dataclass(slots=True)
-class PhaseTotals:
-    """Tokens and time of all steps by what they held; a step with both is `mixed` and not divided."""
-
-    n_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_only_s: float = 0.0
-    decode_only_s: float = 0.0
-    mixed_s: float = 0.0
-    device_s: float = 0.0
-    host_s: float = 0.0
-
-
 class StepRecord(NamedTuple):
     """One step that ended. What it held is its shape; device_s and host_s are the executor's."""
 
@@ -396,14 +382,14 @@ class StepRecord(NamedTuple):
 
 
 class EventBook:
-    """Folds the event log of an engine into one record per request and totals per phase. Owns both.
+    """Folds the event log of an engine into one record per request and, for `on_step`, one per step.
 
     on_step: those that are called with every step that ends. Nobody in it: no StepRecord is made.
     """
 
     def __init__(self, *, on_step: Callable[[StepRecord], object] | None = None) -> None:
         self.records: dict[str, RequestRecord] = {}
-        self.totals = PhaseTotals()
+        self.device_s = 0.0  # the executor's, over all steps
         self.on_step = [] if on_step is None else [on_step]
         self._begin: StepBeginEvent | None = None
         self._step: StepNote | None = None
@@ -438,10 +424,10 @@ class EventBook:
         return self.records.pop(request_id, None)
 
     def _end_step(self, event: StepEndEvent) -> None:
-        begin, step, totals = self._begin, self._step, self.totals
+        begin, step = self._begin, self._step
         if begin is None or step is None or begin.step_id != event.step_id:
             return  # the log began in the middle of this step
-        duration_s = event.at_s - begin.at_s
+        self.device_s += event.device_s
         if self.on_step:
             record = StepRecord(
                 step_id=begin.step_id,
@@ -456,17 +442,6 @@ class EventBook:
             )
             for tell in tuple(self.on_step):
                 tell(record)
-        totals.n_steps += 1
-        totals.prefill_tokens += step.prefill_tokens
-        totals.decode_tokens += step.decode_tokens
-        totals.device_s += event.device_s
-        totals.host_s += event.host_s
-        if step.decode_tokens == 0:
-            totals.prefill_only_s += duration_s
-        elif step.prefill_tokens == 0:
-            totals.decode_only_s += duration_s
-        else:
-            totals.mixed_s += duration_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -239,6 +239,6 @@ class _StaticBatch:
             prefill_s=prefill_end_s - begin_s,
             decode_s=max(end_s - prefill_end_s, 1e-9),
             decode_tokens=sum(at_s > prefill_end_s for times_s in times for at_s in times_s),
-            device_s=book.totals.device_s,
+            device_s=book.device_s,
             total_s=end_s - begin_s,
         )
