@@ -69,11 +69,17 @@ static void weigh_columns(const uint16_t* weights, const Tile& tile, const Span&
   for (int64_t g = seen.first; g < seen.end; ++g) {
     const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
     const uint16_t* v = tile.values[g] + column * 2;
-    tile_load<6>(weights + g * 16, kTileTokens * 2);
+    if (pairs == 8) {
+      tile_load<6>(weights + g * 16, kTileTokens * 2);
+    } else {  // tokens behind the last are another owner's: their values and scales are perhaps no numbers
+      alignas(64) uint16_t padded[kRows * 16] = {};
+      for (int64_t r = 0; r < kRows; ++r) std::memcpy(padded + r * 16, weights + r * kTileTokens + g * 16, static_cast<size_t>(pairs * 4));
+      tile_load<6>(padded, 16 * 2);
+    }
     each<Z>([&](auto z) {
       if (pairs == 8) {
         tile_load<7>(v + z * 32, dv * 4);
-      } else {  // tokens behind the last are another owner's, and no numbers perhaps
+      } else {
         alignas(64) uint8_t padded[8 * kTileRowBytes] = {};
         for (int64_t p = 0; p < pairs; ++p) std::memcpy(padded + p * kTileRowBytes, v + z * 32 + p * dv * 2, kTileRowBytes);
         tile_load<7>(padded, kTileRowBytes);
