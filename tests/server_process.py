@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.ground.clock import MonotonicClock, sleep_s
 
@@ -23,7 +25,9 @@ BACKEND = os.environ.get("DIPTYCH_TEST_BACKEND", "auto")
 
 
 class ServerProcess:
-    """`diptych serve` on a free port. Use `stop` or the context manager."""
+    """`diptych serve` on a free port. Use `stop` or the context manager. `running`: those not yet ended, of all tests."""
+
+    running: ClassVar[list[ServerProcess]] = []
 
     def __init__(self, *arguments: str, script: Path | None = None, key: str | None = None) -> None:
         begin = [str(script)] if script is not None else ["-m", "diptych"]
@@ -40,6 +44,7 @@ class ServerProcess:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         self.url = self._url()
+        ServerProcess.running.append(self)
         self.host, _, port = self.url.removeprefix("http://").rpartition(":")
         self.port = int(port)
 
@@ -74,26 +79,63 @@ class ServerProcess:
         self._clients.append(client)
         return client
 
+    def scrape(self) -> str:
+        """The text of `/metrics`."""
+        return httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+
     def metric(self, name: str) -> float:
         """The sum of a metric's samples (labels ignored)."""
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
-        lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+        return _sum_of(self.scrape(), name)
+
+    def histogram_above(self, name: str, edge: float) -> float:
+        """How many values of a histogram lie above one of its edges."""
+        counts = dict(re.findall(rf'^{re.escape(name)}_bucket{{le="([^"]+)"}} (\S+)$', self.scrape(), re.MULTILINE))
+        return float(counts["+Inf"]) - float(counts[str(edge)])
 
     def blocks_in_use(self) -> int:
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
-        line = next(line for line in text.splitlines() if line.startswith('diptych_kv_blocks{state="in_use"}'))
-        return int(float(line.rpartition(" ")[2]))
+        return _blocks_in_use(self.scrape())
 
-    def wait_idle(self, timeout_s: float = 60.0) -> None:
-        """Until nothing runs or waits and no block is held; fails after the time is over."""
+    def wait_idle(self, timeout_s: float = 60.0) -> str:
+        """Until nothing runs or waits and no block is held; returns the metrics then. Fails after the time is over."""
         deadline_s = CLOCK.now_s() + timeout_s
         while CLOCK.now_s() < deadline_s:
-            left = self.metric("diptych_sequences_running") + self.metric("diptych_sequences_waiting")
-            if left == 0 and self.blocks_in_use() == 0:
-                return
+            text = self.scrape()
+            left = _sum_of(text, "diptych_sequences_running") + _sum_of(text, "diptych_sequences_waiting")
+            if left == 0 and _blocks_in_use(text) == 0:
+                return text
             sleep_s(0.02)
-        raise AssertionError(f"not idle: {left} sequences, {self.blocks_in_use()} blocks in use")
+        raise AssertionError(f"not idle: {left} sequences, {_blocks_in_use(text)} blocks in use")
+
+    def check_balance(self) -> None:
+        """Of an idle server: every token, request, choice and block that came in has gone out, in either family of names."""
+        try:
+            if httpx.get(f"{self.url}/ready", timeout=60).status_code != 200:
+                return  # a test has told it to end
+        except httpx.TransportError:
+            return  # it has ended
+        text = self.wait_idle()
+        values = {sample.name: 0.0 for family in text_string_to_metric_families(text) for sample in family.samples}
+        sources, states, info = {}, {}, {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                values[sample.name] += sample.value
+                if sample.name == "diptych_prompt_tokens_total":
+                    sources[sample.labels["source"]] = sample.value
+                elif sample.name == "diptych_kv_blocks":
+                    states[sample.labels["state"]] = sample.value
+                elif sample.name == "vllm:cache_config_info":
+                    info = sample.labels
+        told = {name: value for name, value in values.items() if not name.endswith("_bucket")}
+        assert sources["computed"] + sources["cached"] + sources["dropped"] == told["vllm:prompt_tokens_total"], told
+        assert told["diptych_requests_total"] == told["diptych_requests_taken_total"], told
+        assert told["diptych_choices_finished_total"] == told["vllm:request_success_total"]
+        assert told["diptych_choices_finished_total"] >= told["diptych_requests_total"]
+        assert told["vllm:request_max_num_generation_tokens_count"] == told["diptych_requests_total"]
+        assert told["vllm:request_max_num_generation_tokens_sum"] <= told["diptych_output_tokens_total"]
+        assert told["diptych_output_tokens_total"] == told["vllm:generation_tokens_total"]
+        assert states["in_use"] == 0
+        assert sum(states.values()) == float(info["num_gpu_blocks"])
+        assert told["diptych_waiting_tokens"] == 0
 
     def rss_bytes(self) -> int:
         """Resident memory of the process."""
@@ -111,11 +153,22 @@ class ServerProcess:
         return self
 
     def __exit__(self, *problem: object) -> None:
+        ServerProcess.running.remove(self)
         for client in self._clients:
             client.close()
         if self.process.poll() is None:
             self.process.kill()
         self.process.communicate()
+
+
+def _sum_of(text: str, name: str) -> float:
+    lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def _blocks_in_use(text: str) -> int:
+    line = next(line for line in text.splitlines() if line.startswith('diptych_kv_blocks{state="in_use"}'))
+    return int(float(line.rpartition(" ")[2]))
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:

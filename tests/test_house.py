@@ -22,12 +22,25 @@ MAY_IMPORT = {
     "metrics": {"ground"},
     "workload": {"ground"},
     "stepper": {"ground"},
+    "insight": {"ground"},
     "compute": {"ground", "models"},
     "engine": {"ground", "models", "control", "cost", "metrics", "stepper", "compute"},
     "sim": {"ground", "models", "control", "cost", "metrics", "workload", "stepper"},
-    "server": {"ground", "models", "metrics", "cost", "workload", "engine", "compute", "control"},
+    "server": {"ground", "models", "metrics", "cost", "workload", "engine", "compute", "control", "insight"},
     "lab": {"ground", "models", "metrics", "cost", "workload", "stepper", "engine", "sim", "compute", "control"},
-    "cli": {"ground", "models", "metrics", "cost", "workload", "engine", "compute", "control", "server", "lab"},
+    "cli": {
+        "ground",
+        "models",
+        "metrics",
+        "cost",
+        "workload",
+        "engine",
+        "compute",
+        "control",
+        "insight",
+        "server",
+        "lab",
+    },
 }
 # only these modules may import time or read the environment
 TIME_OWNERS = {"ground/clock.py"}

@@ -70,7 +70,41 @@ def test_compare_puts_models_and_devices_in_one_table(capsys):
     """Every pair, once."""
     text = run(capsys, "compare", "llama-2-7b,qwen3-8b", "--hardware", "l40s,rtx-4090", "--prompt", "1000")
     for setup in ("llama-2-7b bf16 on l40s", "llama-2-7b bf16 on rtx-4090", "qwen3-8b bf16 on l40s"):
-        assert text.count(setup) == 1
+        assert text.partition("in brackets")[0].count(setup) == 1
+
+
+def test_an_option_that_an_answer_does_not_read_is_refused(capsys):
+    """--ask took --batch, compare --picture, and did nothing with them."""
+    ask = "ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200"
+    assert "--ask does not read --batch, --prompt" in fails(
+        capsys, "llama-3.1-8b", "--ask", ask, "--batch", "8", "--prompt", "5"
+    )
+    assert "compare does not read --picture" in fails(
+        capsys, "compare", "llama-2-7b", "-d", "l40s", "--picture", "x.png"
+    )
+    assert "plan does not read --budget" in fails(capsys, "llama-2-7b", "-d", "l40s", "--budget", "3")
+    text = run(capsys, "llama-3.1-8b", "--ask", ask, "--devices", "a100-80gb-sxm,rtx-4090", "--tp", "1")
+    assert "not tried: llama-3.1-8b fp8 on a100-80gb-sxm" in text
+    assert "on 2 x" not in text  # --tp is honoured
+
+
+def test_several_batches_make_a_table_with_its_distance_from_the_rows(capsys):
+    """`--batch 1,8` was refused; compare printed no notes at all."""
+    text = run(capsys, "llama-3.1-8b", "--hardware", "a100-80gb-sxm", "--batch", "1,8")
+    assert (
+        text.count("llama-3.1-8b bf16 on a100-80gb-sxm, batch 8): decode, batch: 8 sequences; the rows go up to 1") == 1
+    )
+    assert "note: times: prefill: tensorrt-llm-2024" in text
+    assert "must be a number of sequences" in fails(capsys, "llama-2-7b", "-d", "l40s", "--batch", "1,x")
+
+
+def test_a_closed_pipe_ends_as_in_other_commands():
+    """`diptych plan ... | head` ended with 1, as if something had failed."""
+    command = [sys.executable, "-m", "diptych", "plan", "--list"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert (process.wait(30), process.stderr.read()) == (141, "")
+    process.stderr.close()
 
 
 def test_list_names_everything(capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from diptych.cost.calibration import Residual
 from diptych.cost.setup import setup_of
-from diptych.cost.sizing import Ask, Verdict, judge, parse_ask, size, steady_state
+from diptych.cost.sizing import Ask, End, Verdict, judge, parse_ask, size, steady_state
 from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
 
@@ -18,7 +18,10 @@ ASK = Ask(ttft_s=0.5, tpot_s=0.05, requests_per_s=3.0, input_tokens=1500, output
 def with_spread(setup, low: float, high: float):
     """The same setup with another interval around its predictions."""
     residual = Residual(low=low, high=high, median_error=0.0, rows=10)
-    calibration = replace(setup.calibration, prefill_residual=residual, decode_residual=residual)
+    calibration = replace(
+        setup.calibration, prefill_residual=residual, decode_residual=residual,
+        prefill_coverage=None, decode_coverage=None,
+    )  # fmt: skip
     return replace(setup, calibration=calibration)
 
 
@@ -51,7 +54,7 @@ def test_a_wrong_ask_is_refused_by_part(text, words):
 def test_steady_state_satisfies_its_own_equations():
     """TPOT (1 - r t_pf) = t_dec(B) and B = r OSL TPOT (Little's law) at the fixed point."""
     predictor = setup_of("llama-3.1-8b", "a100-80gb-sxm").model_of_time()
-    load = steady_state(predictor, ASK, scale=(1.0, 1.0))
+    load = steady_state(predictor, ASK, end=End.MIDDLE)
     assert load.prefill_share == pytest.approx(3.0 * load.prefill_s)
     assert load.batch == pytest.approx(3.0 * 200 * load.tpot_s, rel=0.01)
     step_s = predictor.predict(Workload.decode(batch=round(load.batch), context_tokens=1600)).total_s
@@ -62,13 +65,13 @@ def test_steady_state_satisfies_its_own_equations():
 def test_an_instance_that_cannot_keep_up_has_no_steady_state():
     """At 100 prompts a second the queue grows without end; a finite number would be a lie."""
     predictor = setup_of("llama-3.1-8b", "a100-80gb-sxm").model_of_time()
-    assert steady_state(predictor, replace(ASK, requests_per_s=100.0), scale=(1.0, 1.0)) is None
+    assert steady_state(predictor, replace(ASK, requests_per_s=100.0), end=End.MIDDLE) is None
 
 
 def test_verdict_is_refused_when_the_interval_straddles_the_limit():
     """The same prediction decides with a narrow interval and does not with a wide one."""
     setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
-    load = steady_state(setup.model_of_time(), ASK, scale=(1.0, 1.0))
+    load = steady_state(setup.model_of_time(), ASK, end=End.MIDDLE)
     tight = replace(ASK, ttft_s=load.ttft_s * 1.1)
     narrow = judge(with_spread(setup, -0.02, 0.02), tight, prices={})
     wide = judge(with_spread(setup, -0.3, 0.4), tight, prices={})

@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from diptych.cost.profile import load_profile, read_profile
 from diptych.cost.workload import Workload
@@ -20,12 +22,14 @@ from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.lab import calibrate as calibration
 from diptych.lab import rounds as rounds_module
+from diptych.lab.calibrate import cache_level
 from diptych.lab.experiment import Check, Experiment, Outcome, Stage, Verdict, conclude, point, polynomial
 from diptych.lab.experiments import EXPERIMENTS
 from diptych.lab.experiments.roofline import PARTS, REST
 from diptych.lab.probe import StepParts
 from diptych.lab.rounds import Effort, Estimate, Rounds, measure
 from diptych.lab.session import LabRun, choose
+from diptych.lab.style import DECODE, PREFILL, colours_of, log_axis
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +65,14 @@ def test_experiment_measures_something_and_says_what(experiment: Experiment, sta
         assert 0 < one.low <= one.measured <= one.high
 
 
+def keep(folder: Path, *names: str) -> None:
+    """Make saved results ones that are kept: a busy machine withholds verdicts for noise, and those are measured again."""
+    for name in names:
+        saved = json.loads((folder / f"{name}.json").read_text())
+        saved["outcome"]["is_noisy"] = False
+        (folder / f"{name}.json").write_text(json.dumps(saved))
+
+
 def test_report_is_self_contained_and_resumes(stage: Stage, tmp_path: Path) -> None:
     """One file that can be mailed; a second run takes over what is there."""
     chosen = choose(["decode-position", "kv-cache"])
@@ -76,9 +88,15 @@ def test_report_is_self_contained_and_resumes(stage: Stage, tmp_path: Path) -> N
     def broken(_: Stage) -> Outcome:
         raise AssertionError("measured again")
 
+    keep(tmp_path, "decode-position", "kv-cache")
     again = [Experiment(**{name: getattr(one, name) for name in one.__slots__} | {"run": broken}) for one in chosen]
-    LabRun(stage, tmp_path).run(again, on_result=lambda *_: None)
-    assert json.loads((tmp_path / "results.json").read_text())["experiments"] == first["experiments"]
+    run = LabRun(stage, tmp_path)
+    run.run(again, on_result=lambda *_: None)
+    assert run.kept == ["decode-position", "kv-cache"]  # the command says so
+    second = json.loads((tmp_path / "results.json").read_text())["experiments"]
+    assert {name: one["points"] for name, one in second.items()} == {
+        name: one["points"] for name, one in first["experiments"].items()
+    }
 
 
 def test_a_sweep_can_be_measured_in_parts_and_noisy_results_again(stage: Stage, tmp_path: Path) -> None:
@@ -154,6 +172,78 @@ def test_rounds_in_which_others_used_the_cores_are_set_aside(monkeypatch: pytest
     assert measured.times_RN[:, 0].tolist() == [1.0, 2.0, 3.0, 4.0]
     assert measured.set_aside == 2
     assert measured.others == pytest.approx(1.1 / 6)
+
+
+def test_disturbed_rounds_come_back_only_with_the_verdict_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They came back in without a word when few were quiet, though the page says that they are set aside."""
+    monkeypatch.setattr(rounds_module.Others, "share", lambda self: 0.5)
+    measured = measure([lambda: 1.0, lambda: 3.0], Effort(rounds=4, budget_s=0.0))
+    assert measured.is_disturbed
+    gain = measured.of(lambda t: t[1] / t[0])
+    outcome = conclude(
+        [point("time", 0, measured.point(0))], [Check(what="gain", estimate=gain, limit=2.0)], measured, finding="x"
+    )
+    assert outcome.verdict is Verdict.WITHHELD
+    assert "nearly every round" in outcome.notes[-1]
+    shares = iter([0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 0.5])  # three quiet ones are enough; the others stay out
+    monkeypatch.setattr(rounds_module.Others, "share", lambda self: next(shares))
+    few = measure([lambda: 1.0], Effort(rounds=7, budget_s=0.0))
+    assert (few.is_disturbed, len(few.times_RN), few.set_aside) == (False, 3, 4)
+
+
+def test_two_rounds_that_differ_are_not_called_settled() -> None:
+    """The middle half of two values is empty: nothing measured in two rounds could be withheld for noise."""
+    assert Estimate.of([1.0, 2.0]).spread == pytest.approx(2.0 / 3.0)
+    outcome = verdict_of([[1.0, 3.0], [2.0, 6.1]], limit=2.0)
+    assert outcome.verdict is Verdict.WITHHELD
+
+
+def test_a_cache_level_is_found_below_twice_the_rate_of_memory() -> None:
+    """131 GB/s at 4 MiB, 55 to 60 from 8 to 128 MiB and 36 from memory: no cache was found, and decode predicted at half."""
+    rates = {1: 140e9, 2: 138e9, 4: 131e9, 8: 60e9, 16: 58e9, 32: 57e9, 64: 56e9, 128: 55e9, 192: 40e9}
+    level = cache_level(rates, 36e9)
+    assert level == {"bytes": 128 * 2.0**20, "bytes_per_s": pytest.approx(57e9, rel=0.02)}
+    assert cache_level({1: 37e9, 2: 90e9}, 36e9) is None  # behind a size that memory serves, a quick one is chance
+    assert cache_level({1: 140e9, 2: 130e9, 4: 37e9}, 36e9)["bytes"] == 2 * 2.0**20
+
+
+def test_the_roofline_says_which_roof_and_draws_the_one_of_the_cache(stage: Stage) -> None:
+    """Dots stood above the roof beside "the claim holds": a model that fits a cache is not read from memory."""
+    outcome = choose(["roofline"])[0].run(stage)
+    shares = [note for note in outcome.notes if "FLOP per byte," in note]
+    assert len(shares) > 8
+    for note in shares:
+        assert re.search(r"% of the (roof of the arithmetic|memory's roof|cache's roof)", note), note
+        share = int(re.search(r"(\d+)% of the (roof|memory|cache)", note)[1])
+        assert share <= 100 or "above it, so that a nearer cache" in note, note
+    assert outcome.roofs[0].name == "memory"
+    assert all(roof.slope >= outcome.roofs[0].slope for roof in outcome.roofs)
+
+
+def test_a_phase_has_one_colour_in_every_picture() -> None:
+    """Prefill was blue in one picture and orange in the next; the live page has the same two."""
+    assert colours_of(["decode", "prefill", "all requests"]) == {
+        "decode": DECODE,
+        "prefill": PREFILL,
+        "all requests": colours_of(["all requests"])["all requests"],
+    }
+    assert colours_of(["prefill step", "TTFT of the long prompt"]) == {
+        "prefill step": PREFILL,
+        "TTFT of the long prompt": PREFILL,
+    }
+    page = files("diptych.server").joinpath("page", "page.css").read_text("utf-8")
+    assert f"--prefill: {PREFILL}; --decode: {DECODE};" in page
+
+
+def test_axes_have_plain_numbers() -> None:
+    """10^0 and 10^1 under four batch sizes; a reader wants 1, 2, 4, 8."""
+    axes = Figure().add_subplot()
+    axes.plot([1, 64], [0.5, 20000])
+    log_axis(axes.xaxis, [1, 2, 4, 64])
+    log_axis(axes.yaxis)
+    axes.figure.canvas.draw()
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "4", "64"]
+    assert {"1", "100", "1,000", "10k"} <= {tick.get_text() for tick in axes.get_yticklabels()}
 
 
 @pytest.mark.slow

@@ -20,6 +20,15 @@ def server() -> Iterator[ServerProcess]:
         assert "Traceback" not in errors, errors
 
 
+@pytest.fixture(autouse=True)
+def balance(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test with a server, nothing is lost in any: no token, no request, no block."""
+    yield
+    if any(isinstance(value, ServerProcess | httpx.Client) for value in request.node.funcargs.values()):
+        for process in ServerProcess.running:
+            process.check_balance()
+
+
 @pytest.fixture
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
     with server.client() as client:

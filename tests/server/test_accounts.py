@@ -19,7 +19,16 @@ LONG = "the history of the old town and its river and the people who lived there
 def small() -> Iterator[ServerProcess]:
     """A pool of 1,024 tokens and steps of 64: prompts are chunked, and sequences preempt each other."""
     with ServerProcess(
-        "--max-context-tokens", "512", "--kv-memory-bytes", "2400000", "--max-step-tokens", "64", "--max-queue-s", "0"
+        "--max-context-tokens",
+        "512",
+        "--kv-memory-bytes",
+        "2400000",
+        "--max-step-tokens",
+        "64",
+        "--max-queue-s",
+        "0",
+        "--max-running-sequences",
+        "64",
     ) as process:
         yield process
         assert process.stop()[0] == 0

@@ -102,17 +102,35 @@ def test_waiting_for_a_place_is_only_for_those_who_gave_a_bound() -> None:
     assert not takes(patient, backlog(sequences=69), now_s=0.0)
 
 
+def told_s(one: Admission, stands: Backlog, *, prompt_tokens: int, n: int) -> list[float]:
+    """What `n` clients are told that come at the same moment and are all sent away."""
+    told = []
+    for _ in range(n):
+        with pytest.raises(ApiError) as caught:
+            one.check(stands, prompt_tokens=prompt_tokens, now_s=50.0)
+        told.append(caught.value.retry_after_s or 0.0)
+    return told
+
+
 def test_those_sent_away_are_told_different_times() -> None:
     """All coming again in the same second would be the next overload."""
     one = admission(max_queue_s=0.1)
-    full = backlog(sequences=64, unread_tokens=500)
-    told_s = []
-    for _ in range(100):
-        with pytest.raises(ApiError, match=r"about 0\.50 s .* allows 0\.10 s") as caught:
-            one.check(full, prompt_tokens=1000, now_s=50.0)
-        told_s.append(caught.value.retry_after_s)
-    assert told_s[:3] == pytest.approx([1.5, 2.5, 3.5])
-    assert told_s[-1] == pytest.approx(MAX_RETRY_S)
+    told = told_s(one, backlog(sequences=64, unread_tokens=500), prompt_tokens=1000, n=100)
+    assert told[:3] == pytest.approx([1.5, 2.5, 3.5])
+    assert max(told) <= MAX_RETRY_S
+    assert len(set(told)) == 29  # 1.5 to 29.5, and again from the beginning
+
+
+def test_a_burst_is_told_to_come_when_the_places_have_turned_over() -> None:
+    """Three hundred clients on 64 places that turn over in two seconds were told 30 s, and nothing was left to do after 2."""
+    one = admission()
+    one.opened()
+    one.closed(service_s=2.0)
+    told = told_s(one, backlog(sequences=64), prompt_tokens=5, n=300)
+    assert max(told) <= 2.1
+    assert max(told) > 1.9
+    assert min(told) == pytest.approx(2.0 / 64, rel=0.1) or min(told) < 0.1
+    assert all(told.count(one_s) <= 6 for one_s in told)
 
 
 def test_never_refusing_still_bounds_open_requests() -> None:

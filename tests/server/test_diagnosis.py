@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.doctor import app
-from diptych.server.diagnosis import diagnose, read_scrape
+from diptych.insight.diagnosis import diagnose, read_scrape
 from server_process import ServerProcess
 
 

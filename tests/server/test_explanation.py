@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from diptych.cli.explain import app
 from diptych.ground.errors import ConfigError
-from diptych.server.explanation import Part, explain, volatile_spot
+from diptych.insight.explanation import Part, explain, volatile_spot
 from server_process import ServerProcess
 
 

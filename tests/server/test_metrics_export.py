@@ -93,6 +93,7 @@ def told() -> Telemetry:
     )
     telemetry.on_finished(usage, timings, [FinishReason.STOP], max_tokens=16, reasoning_tokens=1)
     telemetry.on_refused(503)
+    telemetry.loop_lag_s.add(0.004)
     return telemetry
 
 
@@ -113,7 +114,9 @@ def test_names_that_vllm_dashboards_read_are_there_with_their_types() -> None:
     )
     histograms = (
         "iteration_tokens_total request_prompt_tokens request_generation_tokens request_params_max_tokens "
-        "time_to_first_token_seconds inter_token_latency_seconds request_time_per_output_token_seconds "
+        "request_max_num_generation_tokens "
+        "time_to_first_token_seconds inter_token_latency_seconds time_per_output_token_seconds "
+        "request_time_per_output_token_seconds "
         "e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds "
         "request_inference_time_seconds"
     )

@@ -44,7 +44,10 @@ def test_the_page_asks_nothing_of_other_machines(http: httpx.Client) -> None:
 
 
 def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: httpx.Client) -> None:
-    """Nobody watching must cost nothing: without watchers no listener of the page hangs on the engine."""
+    """Nobody watching must cost nothing: without watchers no listener of the page hangs on the engine.
+
+    A finished request has its final counts; the page used to show what it had last seen, "34 or more".
+    """
     with http.stream("GET", "/live") as feed:
         lines = (line for line in feed.iter_lines() if line.startswith("data: "))
         hello = json.loads(next(lines).removeprefix("data: "))
@@ -55,6 +58,8 @@ def test_the_feed_says_hello_then_sends_frames_and_stops_listening_after(http: h
     steps = [step for frame in frames for step in frame["steps"]]
     assert sum(step["p"] for step in steps) > 0
     assert sum(step["d"] for step in steps) == 4
+    ended = [one for frame in frames for one in frame["finished"]]
+    assert [(one["output_tokens"], one["computed_to"]) for one in ended] == [(5, ended[0]["prompt_tokens"])]
     assert {"kind", "blocks", "ttft_s", "itl_s", "requests", "totals"} <= set(frames[0])
 
 

@@ -5,7 +5,16 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from diptych.ground.errors import CapacityError, PromptTooLong, RequestError
+from diptych.ground.errors import (
+    CapacityError,
+    ConfigError,
+    ExecutorError,
+    InternalError,
+    PromptTooLong,
+    RequestError,
+    SequenceError,
+)
+from diptych.server.config import ServerConfig
 from diptych.server.door import parse
 from diptych.server.errors import ApiError, error_body, error_response, from_engine_error
 from diptych.server.schema import Body, ChatBody, CompletionBody, TokenizeBody, depth_of
@@ -26,7 +35,7 @@ def refused(body_type: type[Body], body: object) -> ApiError:
     [
         ("n", 65, ["n is 65", "64"]),
         ("n", 0, ["n is 0", "1"]),
-        ("n", "2", ["n is '2'", "integer"]),
+        ("n", "2", ["n is '2'", "whole number"]),
         ("n", True, ["n is True"]),
         ("temperature", -0.5, ["temperature is -0.5", "0"]),
         ("top_p", 0, ["top_p is 0", "greater than 0"]),
@@ -154,3 +163,58 @@ def test_engine_errors_keep_their_words_and_get_the_right_status() -> None:
     unknown = from_engine_error(ValueError("another user's secret"))
     assert unknown.status == 500
     assert "secret" not in json.dumps(error_body(unknown))
+
+
+PYDANTIC = ("Input should", "Value error", "valid dictionary", "valid string", "instance of", "validation error")
+
+
+@pytest.mark.parametrize("field", [*CompletionBody.model_fields, "messages", "tools", "tool_choice", "top_logprobs"])
+def test_every_complaint_is_in_our_words(field: str) -> None:
+    """Some used to be pydantic's: "Input should be a valid dictionary or instance of Message"."""
+    body_type, base = (CompletionBody, {"prompt": "hi"})
+    if field not in CompletionBody.model_fields:
+        body_type, base = (ChatBody, {"messages": [{"role": "user", "content": "x"}]})
+    values = (
+        7.5,
+        -(10**30),
+        "x\n",
+        "",
+        True,
+        [],
+        [[]],
+        [{}],
+        {},
+        {"type": 1},
+        {"a": {"b": []}},
+        ["x"] * 2000,
+        "x" * 70_000,
+    )
+    complaints = []
+    for value in values:
+        try:
+            parse(json.dumps({**base, field: value}).encode(), body_type)
+        except ApiError as error:
+            complaints.append(error)
+    assert complaints
+    for error in complaints:
+        assert not any(words in error.message for words in PYDANTIC), error.message
+        assert "which cannot be read" not in error.message, "a complaint that `wording` does not know"
+        assert error.param is not None
+
+
+@pytest.mark.parametrize(
+    "error", [SequenceError("boom"), ExecutorError("boom"), InternalError("boom"), ValueError("boom")]
+)
+def test_a_server_error_says_nothing_of_the_inside(error: Exception) -> None:
+    """The text of a crash used to be shown to every client; it is for the log alone."""
+    answer = from_engine_error(error)
+    assert answer.status == 500
+    assert "boom" not in answer.message
+    assert "log" in answer.message
+
+
+@pytest.mark.parametrize("key", ["secret\n", "", "ключ", "a\tb"])
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    """A key read from a file with its line break let nobody in, and nothing said why."""
+    with pytest.raises(ConfigError, match="line break"):
+        ServerConfig(api_key=key)

@@ -12,7 +12,7 @@ from diptych.cli import options
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
-from diptych.server.diagnosis import Diagnosis, Scrape, diagnose, read_scrape
+from diptych.insight.diagnosis import Diagnosis, Scrape, diagnose, read_scrape
 
 app = typer.Typer(add_completion=False)
 SHOWN = (

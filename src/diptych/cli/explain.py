@@ -19,12 +19,12 @@ from diptych.engine.load import LoadedModel, load, local_predictor
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Segment
-from diptych.server.chat import message_dicts, tool_dicts
+from diptych.insight.explanation import Explanation, Part, explain, volatile_spot
+from diptych.insight.segments import cover
 from diptych.server.door import parse
 from diptych.server.errors import ApiError
-from diptych.server.explanation import Explanation, Part, explain, volatile_spot
+from diptych.server.reader import message_dicts, tool_dicts
 from diptych.server.schema import TemplateBody
-from diptych.server.segments import cover
 
 app = typer.Typer(add_completion=False)
 TIMEOUT_S = 600.0

@@ -13,13 +13,14 @@ from diptych.cli import options
 from diptych.cli.options import check_writable, console, engine_config, loading_bar
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
+from diptych.cost.setup import BUNDLED
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.lab.calibrate import BUDGET_S
 from diptych.lab.calibrate import calibrate as run_calibration
 from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
-from diptych.lab.experiments import EXPERIMENTS
+from diptych.lab.experiments import EXPERIMENTS, QUICK
 from diptych.lab.quality import measure_quality
 from diptych.lab.report import prediction_text
 from diptych.lab.rounds import Effort
@@ -28,6 +29,8 @@ from diptych.models.named import SHAPES
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 MOST_ANSWER_TOKENS = 256  # written after the longest prompt
+BUNDLED_SHAPE = "bundled"  # for --shape: the bundled model's, with random weights and as many positions as asked for
+QUICK_EFFORT = Effort(rounds=2, budget_s=2.0, settled=0.05)
 COLOUR = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.WITHHELD: "yellow"}
 
 
@@ -40,6 +43,13 @@ def lab(
         "lab-report"
     ),
     only: Annotated[list[str] | None, typer.Option("--only", help="run only this experiment (may be repeated)")] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="five experiments in under 40 s, prompts up to 10,000 tokens; without a model on the bundled one's shape",
+        ),
+    ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="name the experiments and their claims")] = False,
     longest_tokens: Annotated[int, typer.Option(min=64, help="longest context to go to")] = 10_000,
     repeat: Annotated[
@@ -61,13 +71,19 @@ def lab(
         for one in EXPERIMENTS:
             print(f"{one.name:<22}{one.claim}")
         return
-    experiments = choose(only or [])
+    if quick and only:
+        raise ConfigError("--quick chooses the experiments, and so does --only", hint="give one of them")
+    experiments = list(QUICK) if quick else choose(only or [])
+    if quick and model == "bundled" and shape is None:
+        shape = BUNDLED_SHAPE  # the trained model ends at 4,096 positions
     config = engine_config(backend=backend, weights=weights, kv=kv, threads=threads, numa=numa)
     with console.status("") as status:
-        effort = Effort(rounds=repeat, budget_s=budget)
+        effort = QUICK_EFFORT if quick else Effort(rounds=repeat, budget_s=budget)
         stage = _stage(model, shape, config, longest_tokens, effort, status.update)
         if stage.cut:
             console.print(stage.cut, style="dim")
+            if shape is None:
+                console.print(f"--shape {BUNDLED_SHAPE} (random weights) goes to any length", style="dim")
         run = LabRun(stage, out)
         try:
             page = run.run(experiments, on_result=_print)
@@ -76,6 +92,12 @@ def lab(
                 f"stopped; what was measured is in {out}: the same command goes on from there", soft_wrap=True
             )
             raise
+    if run.kept:
+        console.print(
+            f"{len(run.kept)} of {len(experiments)} results were found in {out} and are shown again, not measured: "
+            f"{', '.join(run.kept)}; another --out measures them anew",
+            soft_wrap=True,
+        )
     console.print(f"report: {page}")
 
 
@@ -149,14 +171,16 @@ def _stage(
         with loading_bar(f"loading {model}") as bar:
             loaded = load(model, config, progress=bar)
         name, built = loaded.name, loaded.model
-    elif shape in SHAPES:
+    elif shape in SHAPES or shape == BUNDLED_SHAPE:
         progress(f"packing random weights of {shape}")
+        config_file = bundled_dir(BUNDLED) / "config.json"
+        settings = SHAPES[shape] if shape in SHAPES else json.loads(config_file.read_text("utf-8"))
         # random weights know no positions, so the table of rotations may be as long as the sweep with its answers
-        positions = max(longest_tokens + MOST_ANSWER_TOKENS, SHAPES[shape]["max_position_embeddings"])
-        raised = SHAPES[shape] | {"max_position_embeddings": positions}
-        name, built = shape, random_model(raised, config.compute, seed=0)
+        positions = max(longest_tokens + MOST_ANSWER_TOKENS, settings["max_position_embeddings"])
+        raised = settings | {"max_position_embeddings": positions}
+        name, built = f"{shape} shape, random weights", random_model(raised, config.compute, seed=0)
     else:
-        raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join(SHAPES)}")
+        raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join((BUNDLED_SHAPE, *SHAPES))}")
     return Stage(
         model=built,
         name=name,

@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.compute.shapes import SHAPES
 from diptych.ground.config import BACKENDS, KV_FORMATS, WEIGHT_FORMATS, EngineConfig
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import BOUNDS as SAMPLING
 from diptych.ground.request import SamplingParams
+from diptych.models.named import SHAPES
 
 if TYPE_CHECKING:  # doctor needs options, and no tensor library
     from diptych.engine.llm import LLM
@@ -36,7 +36,7 @@ Numa = Annotated[str, typer.Option(help="where they are pinned: auto (node by no
 MaxContext = Annotated[int | None, typer.Option("--max-context-tokens", help=CONFIG["max_context_tokens"].what)]
 KvMemory = Annotated[int | None, typer.Option("--kv-memory-bytes", help=CONFIG["kv_memory_bytes"].what)]
 StallBudget = Annotated[float | None, typer.Option("--stall-budget-ms", help=CONFIG["stall_budget_s"].what)]
-MaxRunning = Annotated[int, typer.Option(help=CONFIG["max_running_sequences"].what)]
+MaxRunning = Annotated[int | None, typer.Option(help=CONFIG["max_running_sequences"].what)]
 MaxStepTokens = Annotated[int, typer.Option(help=CONFIG["max_step_tokens"].what)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help=SAMPLING["max_tokens"].what)]
 Temperature = Annotated[float, typer.Option(help=SAMPLING["temperature"].what)]

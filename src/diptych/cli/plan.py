@@ -30,6 +30,18 @@ from diptych.ground.formats import QUANTS
 
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 
+_SETUP = {"hardware", "weights", "kv", "tp", "stack"}
+_QUESTION = {"batch", "prompt", "cached", "output", "context"}
+_ADVICE = {"stall_budget", "rate", "draft_tokens", "acceptance", "draft_cost"}
+# What each kind of answer reads, beside --json: any other option given with it is refused, as it would change nothing.
+READS = {
+    "plan": _SETUP | _QUESTION | _ADVICE | {"picture"},
+    "compare": _SETUP | _QUESTION,
+    "--ask": _SETUP | {"ask", "devices", "budget", "price"},
+    "accuracy": {"rows", "refit", "neutral"},
+    "--list": {"listing"},
+}
+
 
 def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> None:
     """Run the command. Exit code 2 on an error of input, said on standard error.
@@ -38,7 +50,8 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> N
     """
     options = _parser(prog_name).parse_args(args)
     try:
-        _answer(options)
+        _answer(options, given=_given(args, prog_name))
+        sys.stdout.flush()
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -62,7 +75,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     )
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format: bf16, fp8, int8, int4, fp32")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
-    add("--batch", "-b", type=int, default=1, metavar="N", help="sequences in flight")
+    add("--batch", "-b", default="1", metavar="N[,N]", help="sequences in flight; several make a table")
     add("--prompt", "-p", type=int, default=2048, metavar="N", help="prompt tokens")
     add("--cached", type=int, default=0, metavar="N", help="prompt tokens already in the prefix cache")
     add("--output", "-o", type=int, default=256, metavar="N", help="tokens of the answer")
@@ -86,21 +99,38 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _answer(options: argparse.Namespace) -> None:
+def _given(args: Sequence[str] | None, prog_name: str) -> dict[str, str]:
+    """Options that were written, by what they set: {"tp": "--tp"}."""
+    parser = _parser(prog_name)
+    spelled = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return {name: spelled[name] for name in vars(parser.parse_args(args)) if name in spelled}
+
+
+def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
     words: list[str] = options.words
-    question = _question(options)
-    if options.listing:
+    kind = _kind(options)
+    unread = [option for name, option in given.items() if name not in READS[kind] | {"as_json"}]
+    if unread:
+        raise ConfigError(
+            f"{kind} does not read {', '.join(unread)}", hint="leave it out; `diptych plan --help` lists the options"
+        )
+    if kind == "--list":
         _list(options.as_json)
-    elif words[:1] == ["accuracy"]:
+    elif kind == "accuracy":
         _no_more(words[1:])
         _accuracy(options.rows, options.refit, options.as_json, is_neutral=options.neutral)
-    elif words[:1] == ["compare"]:
-        _compare(options, question)
-    elif options.ask is not None:
+    elif kind == "compare":
+        _compare(options, words[1:])
+    elif kind == "--ask":
         names = _split(options.devices or options.hardware) or _priced_devices()
-        setups = _setups(_model(words), names, options)
+        splits = (options.tp,) if "tp" in given else TRIED_TP
+        setups, not_tried = _setups(_model(words), names, options, splits)
         answer = size(setups, parse_ask(options.ask), prices=_prices(options.price), budget_usd_per_hour=options.budget)
-        _show_answer(answer, options.as_json)
+        _show_answer(answer, not_tried, options.as_json)
+    elif len(_batches(options)) > 1:
+        _compare(options, words)
     else:
         setup = setup_of(
             _model(words),
@@ -110,15 +140,33 @@ def _answer(options: argparse.Namespace) -> None:
             tp=options.tp,
             stack=options.stack,
         )
-        _plan(make_plan(setup, question), options.as_json, options.picture)
+        _plan(make_plan(setup, _question(options, _batches(options)[0])), options.as_json, options.picture)
 
 
-def _question(options: argparse.Namespace) -> Question:
+def _kind(options: argparse.Namespace) -> str:
+    first = options.words[0] if options.words else None
+    if options.listing:
+        return "--list"
+    if first in ("accuracy", "compare"):
+        return str(first)
+    if options.ask is not None:
+        return "--ask"
+    return "plan"
+
+
+def _batches(options: argparse.Namespace) -> list[int]:
+    parts = _split(options.batch)
+    if not parts or not all(part.isdigit() for part in parts):
+        raise ConfigError(f"--batch is {options.batch!r}; it must be a number of sequences, or several with commas")
+    return [int(part) for part in parts]
+
+
+def _question(options: argparse.Namespace, batch: int) -> Question:
     return Question(
         prompt_tokens=options.prompt,
         cached_tokens=options.cached,
         output_tokens=options.output,
-        batch=options.batch,
+        batch=batch,
         context_tokens=options.context,
         stall_budget_s=parse_duration_s(options.stall_budget, "stall budget"),
         requests_per_s=options.rate,
@@ -146,21 +194,24 @@ def _plan(plan: Plan, as_json: bool, picture: Path | None) -> None:
         print(f"picture: {picture}", file=sys.stderr)
 
 
-def _show_answer(answer: Answer, as_json: bool) -> None:
+def _show_answer(answer: Answer, not_tried: dict[str, list[str]], as_json: bool) -> None:
     if as_json:
-        print(_module("plan_json").dump(answer))
+        print(_module("plan_json").dump({**_module("plan_json").plain(answer), "not_tried": not_tried}))
     else:
-        _module("plan_text").show_answer(answer)
+        _module("plan_text").show_answer(answer, not_tried)
 
 
-def _compare(options: argparse.Namespace, question: Question) -> None:
-    words: list[str] = options.words[1:]
+def _compare(options: argparse.Namespace, words: list[str]) -> None:
     models, names = _split(_model(words)), _split(_device(options.hardware))
     plans = [
-        make_plan(setup_of(model, name, weights=weights, kv=options.kv, tp=options.tp, stack=options.stack), question)
+        make_plan(
+            setup_of(model, name, weights=weights, kv=options.kv, tp=options.tp, stack=options.stack),
+            _question(options, batch),
+        )
         for model in models
         for name in names
         for weights in _split(options.weights) or ["bf16"]
+        for batch in _batches(options)
     ]
     if options.as_json:
         print(_module("plan_json").dump({"plans": plans}))
@@ -189,16 +240,28 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
     )
     summaries = accuracy.summarise(errors)
     uncovered = accuracy.uncovered(rows)
+    holding = []
+    if not is_neutral:
+        held_out = import_module("diptych.cost.held_out")
+        everything = [*rows, *auxiliary]
+        near, far = accuracy.near_rows(accuracy.leave_one_model_out(everything)), held_out.hold_back(everything)
+        holding = held_out.check(near, far)
     if refit_file is not None:
-        entries = accuracy.refit(rows, auxiliary=auxiliary)
+        entries = accuracy.refit(near, far)
         lines = ",\n".join(json.dumps(entry) for entry in entries)
         refit_file.write_text(f'{{\n"schema": 1,\n"calibrations": [\n{lines}\n]\n}}\n', "utf-8")
     if as_json:
-        content = {"summaries": summaries, "rows": errors, "service": service, "uncovered": uncovered}
+        content = {
+            "summaries": summaries,
+            "rows": errors,
+            "service": service,
+            "holding": holding,
+            "uncovered": uncovered,
+        }
         print(_module("plan_json").dump(content))
     else:
         _module("plan_text").show_accuracy(
-            summaries, service, uncovered=len(uncovered), left_out=left_out - len(service)
+            summaries, service, holding, uncovered=len(uncovered), left_out=left_out - len(service)
         )
 
 
@@ -210,20 +273,24 @@ def _list(as_json: bool) -> None:
         _module("plan_text").show_list()
 
 
-def _setups(model: str, names: list[str], options: argparse.Namespace) -> list[Setup]:
-    """Every device x format x split that is possible; impossible splits are skipped, unknown names are errors."""
+def _setups(
+    model: str, names: list[str], options: argparse.Namespace, splits: Sequence[int]
+) -> tuple[list[Setup], dict[str, list[str]]]:
+    """Every device x format x split that is possible, and what was not tried by reason. Unknown names are errors."""
     found: list[Setup] = []
+    not_tried: dict[str, list[str]] = {}
     for name in names:
         for weights in _split(options.weights) or list(ASK_WEIGHTS):
             base = setup_of(model, name, weights=weights, kv=options.kv, stack=options.stack)
             if weights == "fp8" and "fp8" not in base.hardware.flops_per_s:
+                not_tried.setdefault("the device does not multiply in fp8", []).append(base.label)
                 continue
-            for tp in TRIED_TP:
+            for tp in splits:
                 try:
                     found.append(replace(base, tp=tp))
-                except ConfigError:
-                    break
-    return found
+                except ConfigError as error:
+                    not_tried.setdefault(error.message, []).append(f"{tp} x {base.label}")
+    return found, not_tried
 
 
 def _priced_devices() -> list[str]:

@@ -10,13 +10,13 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
 
 from diptych.cost.planner import Plan
 from diptych.cost.roofline import peak_flops_per_s
 from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
-
-PREFILL, DECODE, GREY = "#c1440e", "#1f5a8a", "#8a8a8a"
+from diptych.lab.style import DECODE, GREY, PARTS, PREFILL, log_axis
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -39,41 +39,48 @@ def _roofline(axis: Axes, plan: Plan) -> None:
     hardware = plan.setup.hardware
     peak = peak_flops_per_s(hardware, plan.setup.quant.compute)
     bandwidth = hardware.memory_bytes_per_s
-    intensities = [10 ** (i / 20) for i in range(-20, 100)]
-    axis.loglog(intensities, [min(peak, bandwidth * x) for x in intensities], color="black", lw=1.2)
+    lines = [
+        line for report in (plan.prefill, plan.decode) for line in report.components if line.intensity and line.flops
+    ]
+    reached = [plan.prefill.intensity, plan.decode.intensity, *(line.intensity or 1.0 for line in lines)]
+    least, most = min(reached) / 2.0, max(*reached, peak / bandwidth) * 2.0
+    axis.plot([least, peak / bandwidth, most], [bandwidth * least, peak, peak], color="black", lw=1.2, label="roof")
     axis.axvline(plan.prefill.balance, color=GREY, ls=":", lw=1)
-    axis.text(
-        plan.prefill.balance * 1.2,
-        bandwidth * 1.5,
-        f"balance\n{plan.prefill.balance:.0f} FLOP/B",
-        color=GREY,
-        fontsize=8,
-    )
+    words = f"balance {plan.prefill.balance:.0f} FLOP/B"
+    axis.text(plan.prefill.balance * 1.15, peak / 12.0, words, color=GREY, fontsize=8, rotation=90, va="center")
     for report, colour in ((plan.prefill, PREFILL), (plan.decode, DECODE)):
-        for line in report.components:
-            if line.intensity and line.flops:
-                rate = min(peak, bandwidth * line.intensity)
-                axis.plot(line.intensity, rate, "o", color=colour, ms=4, alpha=0.45)
+        own = [line for line in report.components if line.intensity and line.flops]
+        for number, line in enumerate(own):
+            at = line.intensity or 1.0
+            axis.plot(at, min(peak, bandwidth * at), "o", color=colour, ms=4, alpha=0.45,
+                      label="" if number else f"{report.phase.value}: components at the peak")  # fmt: skip
         achieved = report.flops / report.predicted_s
-        axis.plot(report.intensity, achieved, "*", color=colour, ms=15, label=f"{report.phase.value}, predicted")
+        axis.plot(
+            report.intensity, achieved, "*", color=colour, ms=15, ls="none", label=f"{report.phase.value}, predicted"
+        )
+    axis.set_xlim(least, most)
+    log_axis(axis.xaxis)
+    log_axis(axis.yaxis)
     axis.set_xlabel("FLOP per byte")
     axis.set_ylabel("FLOP/s")
-    axis.set_title("roofline; dots: components at the peak", fontsize=10)
-    axis.legend(fontsize=8, loc="lower right")
+    axis.set_title("roofline", fontsize=10)
+    axis.legend(fontsize=7, loc="lower right")
 
 
 def _parts(axis: Axes, plan: Plan) -> None:
-    names = ("linear_s", "attention_s", "launch_s", "link_s")
-    colours = ("#4c78a8", "#e45756", "#9c9c9c", "#54a24b")
     reports = (plan.prefill, plan.decode)
     left = [0.0, 0.0]
-    for name, colour in zip(names, colours, strict=True):
-        shares = [getattr(report, name) / report.predicted_s for report in reports]
-        axis.barh([0, 1], shares, left=left, color=colour, label=name.removesuffix("_s"))
+    for name, colour in PARTS.items():
+        shares = [getattr(report, f"{name}_s") / report.predicted_s for report in reports]
+        if any(shares):
+            axis.barh([0, 1], shares, left=left, color=colour, label=name)
         left = [a + b for a, b in zip(left, shares, strict=True)]
     labels = [f"{report.phase.value}\n{report.predicted_s * 1e3:,.4g} ms" for report in reports]
     axis.set_yticks([0, 1], labels)
+    for tick, colour in zip(axis.get_yticklabels(), (PREFILL, DECODE), strict=True):
+        tick.set_color(colour)
     axis.set_xlim(0, 1)
+    axis.xaxis.set_major_formatter(PercentFormatter(1.0))
     axis.set_xlabel("share of the predicted step")
     axis.set_title("where the time goes", fontsize=10)
     axis.legend(fontsize=8, ncols=4, loc="upper center")
@@ -81,24 +88,32 @@ def _parts(axis: Axes, plan: Plan) -> None:
 
 
 def _batches(axis: Axes, plan: Plan) -> None:
+    """Decode against batch, as far as the sequences fit: TPOT on the left, all streams' rate on the right."""
     predictor = plan.setup.model_of_time()
-    context = plan.decode.context_tokens
-    batches = [2**i for i in range(11)]
+    context, most = plan.decode.context_tokens, plan.capacity.max_batch
+    batches = [2**i for i in range(11) if 2**i <= max(most, 1)]
+    if 1 < most < 1024 and most != batches[-1]:
+        batches.append(most)
     costs = [predictor.predict(Workload.decode(batch=batch, context_tokens=context)) for batch in batches]
-    axis.plot(batches, [cost.total_s * 1e3 for cost in costs], color=DECODE, marker="o", ms=3, label="TPOT")
-    axis.fill_between(batches, [c.low_s * 1e3 for c in costs], [c.high_s * 1e3 for c in costs], color=DECODE, alpha=0.2)
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
+    axis.plot(
+        batches, [cost.total_s * 1e3 for cost in costs], color=DECODE, marker="o", ms=3, label="ms per output token"
+    )
+    axis.fill_between(batches, [c.low_s * 1e3 for c in costs], [c.high_s * 1e3 for c in costs], color=DECODE, alpha=0.2,
+                      label="80 % interval")  # fmt: skip
     axis.set_xlabel("sequences in the batch")
     axis.set_ylabel("ms per output token", color=DECODE)
     rate = axis.twinx()
-    rate.plot(batches, [batch / cost.total_s for batch, cost in zip(batches, costs, strict=True)], color=PREFILL)
-    rate.set_yscale("log")
-    rate.set_ylabel("tokens per second, all streams", color=PREFILL)
-    if plan.kv_equals_weights_batch < batches[-1]:
-        axis.axvline(plan.kv_equals_weights_batch, color=GREY, ls=":", lw=1)
-        axis.text(plan.kv_equals_weights_batch * 1.05, axis.get_ylim()[0] * 1.1, "KV = weights", color=GREY, fontsize=8)
-    if plan.capacity.max_batch and plan.capacity.max_batch < batches[-1]:
-        axis.axvline(plan.capacity.max_batch, color="black", ls="--", lw=1)
-        axis.text(plan.capacity.max_batch * 1.05, axis.get_ylim()[1] * 0.6, "memory full", fontsize=8)
+    rate.plot(batches, [b / cost.total_s for b, cost in zip(batches, costs, strict=True)], color=DECODE, ls="--")
+    axis.plot([], [], color=DECODE, ls="--", label="tokens per second, all streams (right)")
+    rate.set_ylabel("tokens per second, all streams", color=DECODE)
+    marks = [(plan.kv_equals_weights_batch, "KV = weights", ":"), (float(most), "memory full", "-")]
+    for at, words, line in marks:
+        if 1.0 < at <= batches[-1]:
+            axis.axvline(at, color=GREY, ls=line, lw=1)
+            axis.annotate(words, (at, 0.02), xycoords=("data", "axes fraction"), xytext=(-3, 0), rotation=90,
+                          textcoords="offset points", color=GREY, fontsize=8, ha="right", va="bottom")  # fmt: skip
+    log_axis(axis.yaxis)
+    log_axis(rate.yaxis)
+    log_axis(axis.xaxis, [batch for batch in batches if batch & (batch - 1) == 0])
+    axis.legend(fontsize=8, loc="upper left")
     axis.set_title(f"decode at context {context}", fontsize=10)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from diptych.cost.advice import ChunkAdvice, PoolAdvice, Speculation, WhatIf
-from diptych.cost.calibration import Coverage
 from diptych.cost.parameters import parameter_count
 from diptych.cost.planner import ComponentLine, PhaseReport, Plan
 from diptych.cost.sizing import Answer, Candidate, Load
@@ -23,6 +22,7 @@ from diptych.ground.specs import HardwareSpec
 
 if TYPE_CHECKING:  # the fits behind it are needed by `plan accuracy` alone
     from diptych.cost.accuracy import ErrorSummary, ServiceError
+    from diptych.cost.held_out import Holding
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -30,9 +30,15 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 PIPED_COLUMNS = 120  # width of tables that go to a file or a pipe
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave a closed pipe (`diptych plan ... | head`) to the one handler of all commands; rich would exit 1."""
+        raise
+
+
 def _console() -> Console:
     width = None if sys.stdout.isatty() else PIPED_COLUMNS
-    return Console(highlight=False, soft_wrap=True, width=width)
+    return _Console(highlight=False, soft_wrap=True, width=width)
 
 
 def amount(value: float) -> str:
@@ -88,7 +94,7 @@ def show_plan(
     console.print(_pool_words(pools))
     for note in plan.notes:
         console.print(f"note: {note}")
-    _unproven(console, plan)
+    _distance(console, plan)
 
 
 def _head(console: Console, plan: Plan) -> None:
@@ -247,16 +253,18 @@ def _pool_words(entry: PoolAdvice) -> str:
     )
 
 
-def _unproven(console: Console, plan: Plan) -> None:
-    coverage: Coverage | None = plan.setup.calibration.decode_coverage
-    if coverage is not None and plan.question.batch > coverage.largest_batch:
-        console.print(
-            f"note: batch {plan.question.batch} is beyond the decode rows behind these constants "
-            f"(up to {coverage.largest_batch}): an extrapolation"
-        )
+def _distance(console: Console, plan: Plan) -> None:
+    """How far both answers stand from the rows behind them; the intervals above are as much wider."""
+    if plan.setup.calibration.is_local:
+        return
+    for report in (plan.prefill, plan.decode):
+        if not report.distance:
+            console.print(f"{report.phase.value} stands inside the measured rows")
+        for gap in report.distance:
+            console.print(f"{report.phase.value} leaves the measured rows by {gap}")
 
 
-def show_answer(answer: Answer) -> None:
+def show_answer(answer: Answer, not_tried: Mapping[str, Sequence[str]]) -> None:
     """The cheapest fitting setup and why, what might be cheaper, and why the others fall out."""
     console = _console()
     ask = answer.ask
@@ -284,6 +292,8 @@ def show_answer(answer: Answer) -> None:
         console.print(table)
         if len(answer.rejected) > 8:
             console.print(f"and {len(answer.rejected) - 8} more (--json lists all)")
+    for reason, labels in not_tried.items():
+        console.print(f"not tried: {', '.join(labels)}: {reason}")
     for note in answer.unmeasured:
         console.print(f"depends on something unmeasured: {note}")
 
@@ -321,13 +331,21 @@ def show_comparison(plans: Iterable[Plan]) -> None:
     console = _console()
     plans = list(plans)
     question = plans[0].question
-    title = f"{question.prompt_tokens} prompt tokens, batch {question.batch}, context {question.decode_context_tokens}"
+    title = f"{question.prompt_tokens} prompt tokens, context {question.decode_context_tokens}"
     table = _table(
-        title, "setup", "prefill", "decode step", "tok/s, all streams", "largest batch", "KV = weights at batch"
+        title,
+        "setup",
+        "batch",
+        "prefill",
+        "decode step",
+        "tok/s, all streams",
+        "largest batch",
+        "KV = weights at batch",
     )
     for plan in plans:
         table.add_row(
             plan.setup.label,
+            f"{plan.question.batch:,}",
             _spread(plan.prefill),
             _spread(plan.decode),
             f"{plan.decode.tokens_per_s:,.0f}",
@@ -336,6 +354,18 @@ def show_comparison(plans: Iterable[Plan]) -> None:
         )
     console.print(table)
     console.print("in brackets: 10th to 90th percentile")
+    notes: dict[str, list[str]] = {}  # each said once, with the setups that it is about
+    has_batches = len({plan.question.batch for plan in plans}) > 1
+    for plan in plans:
+        label = f"{plan.setup.label}, batch {plan.question.batch}" if has_batches else plan.setup.label
+        for note in (
+            *plan.notes,
+            *(f"{r.phase.value}, {gap}" for r in (plan.prefill, plan.decode) for gap in r.distance),
+        ):
+            notes.setdefault(note, []).append(label)
+    for note, labels in notes.items():
+        owners = "" if len(labels) == len(plans) else f" ({'; '.join(labels)})"
+        console.print(f"note{owners}: {note}")
 
 
 def _spread(report: PhaseReport) -> str:
@@ -345,7 +375,12 @@ def _spread(report: PhaseReport) -> str:
 
 
 def show_accuracy(
-    summaries: Iterable[ErrorSummary], service: Sequence[ServiceError], *, uncovered: int, left_out: int
+    summaries: Iterable[ErrorSummary],
+    service: Sequence[ServiceError],
+    holding: Sequence[Holding],
+    *,
+    uncovered: int,
+    left_out: int,
 ) -> None:
     """Errors by phase and by device."""
     console = _console()
@@ -371,6 +406,11 @@ def show_accuracy(
             entry.worst_label,
         )
     console.print(table)
+    if holding:
+        held = _table("80 % intervals: rows held back that they hold", "phase, held back by", "rows", "held")
+        for group in holding:
+            held.add_row(group.group, str(group.rows), f"{group.share:.0%}")
+        console.print(held)
     if service:
         _service_table(console, service)
     if uncovered:
@@ -381,15 +421,18 @@ def show_accuracy(
 
 def _service_table(console: Console, service: Sequence[ServiceError]) -> None:
     title = "running services, both phases together; in no fit (input/output tokens x streams)"
-    table = _table(title, "service", "device", "", "measured", "predicted", "error")
+    table = _table(title, "service", "device", "", "measured", "predicted", "error", "interval")
     for entry in service:
         row = entry.row
         is_rate = row.measure == "throughput"
         cells = [f"{v:,.0f} tok/s" if is_rate else duration(v) for v in (row.measured, entry.predicted)]
-        table.add_row(row.label, row.device, row.measure, *cells, f"{entry.error:+.0%}")
+        table.add_row(
+            row.label, row.device, row.measure, *cells, f"{entry.error:+.0%}", "holds" if entry.is_held else "no"
+        )
     console.print(table)
     sizes = sorted(abs(entry.error) for entry in service)
-    console.print(f"median {sizes[len(sizes) // 2]:.0%} over {len(sizes)} rows")
+    held = sum(entry.is_held for entry in service)
+    console.print(f"median {sizes[len(sizes) // 2]:.0%} over {len(sizes)} rows; the 80 % interval holds {held} of them")
 
 
 def show_list() -> None:

@@ -28,6 +28,13 @@ def serve(
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 8000,
     api_key: Annotated[str | None, typer.Option(help="key that clients must send (default: DIPTYCH_API_KEY)")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="listen beyond this machine without a key")] = False,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="answer to this name in Host too (may be repeated; *: to any)")
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="let pages of this site use the server: https://app.example.com (may be repeated; *: any)"),
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="name of the model in answers")] = None,
     max_queue_s: Annotated[
         float | None,
@@ -37,10 +44,13 @@ def serve(
         int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
     ] = None,
     max_open_requests: Annotated[int, typer.Option(help="requests open at one time")] = 1024,
+    max_body_bytes: Annotated[
+        int | None, typer.Option(help="most bytes of a request's body (default: 4 MiB and 32 bytes per context token)")
+    ] = None,
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     stall_budget_ms: options.StallBudget = None,
-    max_running_sequences: options.MaxRunning = 64,
+    max_running_sequences: options.MaxRunning = None,
     max_step_tokens: options.MaxStepTokens = 2048,
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
@@ -53,6 +63,9 @@ def serve(
     numa: options.Numa = "auto",
     max_context_tokens: options.MaxContext = None,
     kv_memory_bytes: options.KvMemory = None,
+    reads_control_tokens: Annotated[
+        bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
+    ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -64,11 +77,15 @@ def serve(
         port=port,
         api_key=api_key or env_text("API_KEY"),
         is_insecure=insecure,
+        allowed_hosts=tuple(allowed_host or ()),
+        allow_origins=tuple(origin.lower() for origin in allow_origin or ()),
         served_model_name=served_model_name,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
         max_open_requests=max_open_requests,
+        max_body_bytes=max_body_bytes,
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
+        reads_control_tokens=reads_control_tokens,
     )
     engine = engine_config(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,

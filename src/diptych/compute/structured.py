@@ -31,11 +31,10 @@ import llguidance
 import numpy as np
 import tokenizers
 
+from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, holdable
 from diptych.ground.errors import GrammarError, InternalError, LoadError
 from diptych.ground.request import FreeReasoning, StructuredSpec
 
-MAX_SCHEMA_BYTES = 64 * 1024
-MAX_SCHEMA_DEPTH = 32
 MAX_REGEX_BYTES = 4 * 1024
 MAX_COMPILE_S = 2.0
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
@@ -43,24 +42,6 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 _MAX_CACHED = 256
 # Whitespace between JSON tokens is free but bounded: an unbounded run is where weak models get lost.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,32}"}
-# llguidance's own forms of these allow what validators refuse: second 60 at any time, a local part of any length, a label
-# with two hyphens in a row (reserved, RFC 5891).
-_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-_DAY = (
-    r"([0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
-    r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)"
-)
-_LABEL = r"[A-Za-z0-9]{1,20}(-[A-Za-z0-9]{1,20}){0,2}"
-_WORD = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,30}"
-_FORMATS = {
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DAY}[Tt]{_TIME}$",
-    "hostname": rf"^({_LABEL}\.){{0,3}}{_LABEL}$",
-    "email": rf"^{_WORD}(\.{_WORD})?@({_LABEL}\.){{1,4}}[A-Za-z]{{2,20}}$",
-}
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
-_SCHEMAS = ("items", "additionalProperties", "additionalItems", "if", "then", "else", "not", "contains")
 # [256, 8]: for each byte of a mask, which of its eight tokens (lowest bit first) may not come
 _FORBIDDEN = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 0
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
@@ -381,7 +362,7 @@ def _choice_grammar(source: str) -> Callable[[], str]:
 
 
 def _json_schema(source: str) -> str:
-    """`source`, checked to be a JSON object within MAX_SCHEMA_DEPTH, its formats made strict."""
+    """`source`, checked to be a JSON object within the bounds, in the form that a grammar can hold."""
     try:
         schema = json.loads(source)
     except RecursionError:
@@ -390,42 +371,7 @@ def _json_schema(source: str) -> str:
         raise GrammarError(f"json_schema is not JSON: {error}", param="json_schema") from error
     if not isinstance(schema, dict):
         raise GrammarError(f"json_schema is a {type(schema).__name__}; it must be an object", param="json_schema")
-    _check_depth(schema)
-    return json.dumps(_with_strict_formats(schema))
-
-
-def _with_strict_formats(schema: Any) -> Any:
-    """The schema with the formats of _FORMATS written as patterns; only where a schema stands, not in enum or const."""
-    if not isinstance(schema, dict):
-        return schema
-    out = dict(schema)
-    for name in _SCHEMAS_BY_NAME:
-        if isinstance(out.get(name), dict):
-            out[name] = {key: _with_strict_formats(value) for key, value in out[name].items()}
-    for name in _SCHEMA_LISTS:
-        if isinstance(out.get(name), list):
-            out[name] = [_with_strict_formats(value) for value in out[name]]
-    for name in _SCHEMAS:
-        if isinstance(out.get(name), dict):
-            out[name] = _with_strict_formats(out[name])
-    pattern = _FORMATS.get(out["format"]) if isinstance(out.get("format"), str) else None
-    if pattern is not None and "pattern" not in out:
-        del out["format"]
-        out["pattern"] = pattern
-    return out
-
-
-def _check_depth(schema: object) -> None:
-    depth = 0
-    level: list[object] = [schema]
-    while level:
-        depth += 1
-        if depth > MAX_SCHEMA_DEPTH:
-            raise GrammarError(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} deep", param="json_schema")
-        inner: list[object] = []
-        for node in level:
-            inner += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
-        level = [child for child in inner if isinstance(child, dict | list)]
+    return json.dumps(holdable(schema))
 
 
 def _check_bytes(name: str, source: str, limit: int) -> None:

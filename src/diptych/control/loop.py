@@ -82,6 +82,11 @@ class EngineCore:
         return min(self.config.max_context_tokens, self.pool.n_blocks * self.pool.block_tokens)
 
     @property
+    def max_running_sequences(self) -> int:
+        """Sequences that run at one time."""
+        return self._scheduler.max_running
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is open or a step is in flight."""
         return bool(self._requests) or self._plan is not None

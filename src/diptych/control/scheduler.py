@@ -61,7 +61,7 @@ class Scheduler:
         self.query_tokens = 0  # prompt tokens looked up in the prefix index for the first time, and those found
         self.hit_tokens = 0
         # A running decode always fits into the step, so it never waits for another's turn.
-        self._max_running = min(config.max_running_sequences, config.max_step_tokens)
+        self.max_running = min(config.max_running_sequences or config.max_step_tokens, config.max_step_tokens)
         self._model_revision = model_revision
         self._promised_blocks = 0
 
@@ -210,7 +210,7 @@ class Scheduler:
         while draft.left_tokens > 0:
             running = self.prefilling.after(key)
             # A step that preempts admits nobody, or the victim would come straight back.
-            may_admit = may_admit and not draft.preempted and self.n_running < self._max_running
+            may_admit = may_admit and not draft.preempted and self.n_running < self.max_running
             head = self.waiting.first if may_admit else None
             if head is not None and (running is None or head.key < running.key):
                 if self._admit(head, draft):

@@ -6,6 +6,7 @@ where other models remain); where a device was published with one model only, wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Constants
 from diptych.cost.components import cost_of
-from diptych.cost.fit import StackForm, fit, predicted_s, quantile, residual_of
+from diptych.cost.fit import StackForm, fit, predicted_s, quantile
 from diptych.cost.forms import FORMS
+from diptych.cost.held_out import NEAR, HeldRow, coverage_of, residuals_of, widths_of
 from diptych.cost.roofline import roofline
 from diptych.cost.rows import PublishedRow, ServiceRow
 from diptych.cost.stacks import calibration_for
@@ -126,35 +128,45 @@ def _summary(name: str, members: Sequence[RowError]) -> ErrorSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceError:
-    """One service row beside what the shipped constants of both phases say."""
+    """One service row beside what the shipped constants of both phases say, with the interval (low is the smaller number)."""
 
     row: ServiceRow
     predicted: float
+    low: float
+    high: float
 
     @property
     def error(self) -> float:
         """Predicted / measured - 1."""
         return self.predicted / self.row.measured - 1.0
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the interval holds what was measured."""
+        return self.low <= self.row.measured <= self.high
+
 
 def service_errors(rows: Iterable[ServiceRow]) -> list[ServiceError]:
     """TTFT, TPOT and throughput of running services: TPOT = t_dec(B, T) + (B / OSL) t_pf(ISL), the prefill tax."""
-    return [ServiceError(row=row, predicted=_service(row)) for row in rows]
+    return [_service(row) for row in rows]
 
 
-def _service(row: ServiceRow) -> float:
+def _service(row: ServiceRow) -> ServiceError:
     hardware = device_spec(row.device)
-    calibration = calibration_for(hardware, stack=row.stack, weights=row.quant)
+    calibration = calibration_for(hardware, stack=row.stack)
     predictor = CalibratedModel(
         model_spec(row.model), hardware, quant_spec(row.quant), calibration=calibration, tp=row.tp
     )
-    prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=row.input_tokens)).total_s
-    if row.measure == "ttft":
-        return prefill_s
     context = row.input_tokens + row.output_tokens // 2
-    decode_s = predictor.predict(Workload.decode(batch=row.batch, context_tokens=context)).total_s
-    tpot_s = decode_s + row.batch / row.output_tokens * prefill_s
-    return tpot_s if row.measure == "tpot" else row.batch / tpot_s
+    prefill = predictor.predict(Workload.prefill(batch=1, new_tokens=row.input_tokens))
+    decode = predictor.predict(Workload.decode(batch=row.batch, context_tokens=context))
+
+    def value(prefill_s: float, decode_s: float) -> float:
+        tpot_s = decode_s + row.batch / row.output_tokens * prefill_s
+        return {"ttft": prefill_s, "tpot": tpot_s, "throughput": row.batch / tpot_s}[row.measure]
+
+    ends = sorted((value(prefill.low_s, decode.low_s), value(prefill.high_s, decode.high_s)))
+    return ServiceError(row=row, predicted=value(prefill.total_s, decode.total_s), low=ends[0], high=ends[1])
 
 
 def uncovered(rows: Iterable[PublishedRow]) -> list[PublishedRow]:
@@ -162,21 +174,28 @@ def uncovered(rows: Iterable[PublishedRow]) -> list[PublishedRow]:
     return [row for row in rows if not any(form.covers(row) for form in FORMS)]
 
 
-def refit(rows: Sequence[PublishedRow], *, auxiliary: Sequence[PublishedRow] = ()) -> list[dict[str, Any]]:
-    """The entries of `data/calibrations.json`: constants on all rows, residuals on rows held out."""
-    everything = [*rows, *auxiliary]
-    errors = leave_one_model_out(everything)
+def near_rows(errors: Iterable[RowError], *, forms: Sequence[StackForm] = FORMS) -> list[HeldRow]:
+    """The errors of `leave_one_model_out` as rows held back, to be set beside those of `held_out.hold_back`."""
+    found: list[HeldRow] = []
+    for entry in errors:
+        form = next(form for form in forms if form.covers(entry.row))
+        error = math.log(entry.row.measured_s / entry.predicted_s)
+        found.append(HeldRow(row=entry.row, form=form, axis=NEAR, error=error))
+    return found
+
+
+def refit(near: Sequence[HeldRow], far: Sequence[HeldRow]) -> list[dict[str, Any]]:
+    """The entries of `data/calibrations.json`: constants on all rows, residuals and widths on rows held back."""
+    residuals = residuals_of(near)
     entries: list[dict[str, Any]] = []
     for form in FORMS:
-        members = [row for row in everything if form.covers(row)]
-        groups = sorted({row.device for row in members}) if form.per_device else [None]
-        for device in groups:
+        members = [entry.row for entry in near if form.covers(entry.row)]
+        pools = dict.fromkeys(entry.pool for entry in near if form.covers(entry.row))
+        widths = widths_of(far, residuals, form)
+        for pool in pools:
+            device = pool[1]
             group = [row for row in members if device is None or row.device == device]
-            seen = {id(row) for row in group}
-            ratios = [error.row.measured_s / error.predicted_s for error in errors if id(error.row) in seen]
-            if not group:
-                continue
-            residual = residual_of(ratios)
+            coverage = coverage_of(group, widths)
             entries.append(
                 {
                     "stack": form.stack,
@@ -184,10 +203,14 @@ def refit(rows: Sequence[PublishedRow], *, auxiliary: Sequence[PublishedRow] = (
                     "architectures": list(form.architectures),
                     "device": device,
                     "seen": _seen(group),
-                    "largest_batch": max(row.work.n_sequences for row in group),
+                    "mixtures": list(coverage.mixtures),
+                    "splits": list(coverage.splits),
+                    "largest_batch": coverage.largest_batch,
+                    "longest_tokens": coverage.longest_tokens,
+                    "widths": widths,
                     "models": sorted({row.model for row in group}),
                     "constants": _as_json(fit(form, group)),
-                    "residual": asdict(residual),
+                    "residual": asdict(residuals[pool]),
                     "source": "; ".join(sorted({row.source for row in group})),
                 }
             )
@@ -207,7 +230,7 @@ def _as_json(constants: Constants) -> dict[str, Any]:
         if isinstance(value, Mapping):
             fields[name] = {key: _short(entry) for key, entry in value.items()}
         else:
-            fields[name] = None if value is None else _short(value)
+            fields[name] = _short(value)
     return fields
 
 

@@ -22,9 +22,10 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from diptych.cost.calibration import Calibration, Constants
+from diptych.cost.calibration import Calibration, Constants, Coverage
 from diptych.cost.components import ATTENTION, cost_of, expected_experts, kv_tokens_factor, layer_groups
 from diptych.cost.profile import read_profile
+from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
 from diptych.cost.workload import Workload
 from diptych.ground.phase import Phase
@@ -136,8 +137,36 @@ class CalibratedModel:
         self.tp = tp
         self.calibration = calibration
         self._prefill = self._terms(calibration.prefill)
-        self._decode = self._terms(calibration.decode)
+        is_one = calibration.decode is calibration.prefill  # as in a fit, which builds thousands of these
+        self._decode = self._prefill if is_one else self._terms(calibration.decode)
         self._attended = {window: _Attended(window) for window, *_ in self._decode.windows if window is not None}
+        self._reach = tuple(
+            self._gaps(coverage) for coverage in (calibration.prefill_coverage, calibration.decode_coverage)
+        )
+        self._spreads = tuple(squared(gaps) for gaps in self._reach)
+
+    def _gaps(self, coverage: Coverage | None) -> tuple[Gap, ...]:
+        if coverage is None:  # measured on this machine
+            return ()
+        dtype = compute_dtype(self.hardware, self.quant.compute)
+        return gaps_of(coverage, self.model, self.hardware, self.quant.name, dtype=dtype, tp=self.tp)
+
+    def gaps(self, work: Workload) -> tuple[Gap, ...]:
+        """Where this step leaves the rows behind the constants of its phase; empty: nowhere, or measured locally."""
+        is_decode = work.phase is Phase.DECODE
+        coverage = self.calibration.decode_coverage if is_decode else self.calibration.prefill_coverage
+        found = self._reach[is_decode]
+        return found if coverage is None else found + load_gaps(coverage, batch=work.n_sequences, tokens=_longest(work))
+
+    def _interval(self, work: Workload, *, is_decode: bool) -> tuple[float, float]:
+        """(low, high) factors of the 80 % interval: wider with every gap between the step and the rows."""
+        calibration = self.calibration
+        coverage = calibration.decode_coverage if is_decode else calibration.prefill_coverage
+        residual = calibration.decode_residual if is_decode else calibration.prefill_residual
+        if coverage is None:
+            return 1.0 + residual.low, 1.0 + residual.high
+        load = load_spread_squared(coverage, batch=work.n_sequences, tokens=_longest(work))
+        return interval(residual, self._spreads[is_decode] + load)
 
     @property
     def weights_are_cached(self) -> bool:
@@ -162,9 +191,8 @@ class CalibratedModel:
         bandwidth = hardware.memory_bytes_per_s
         rate = peak_flops_per_s(hardware, quant.compute) * c.compute_fraction(compute_dtype(hardware, quant.compute))
         is_unpacked = compute_dtype(hardware, quant.compute) != quant.compute  # e.g. fp8 weights on an A100
-        expert_rate = rate
-        if c.expert_ef is not None:
-            expert_rate = peak_flops_per_s(hardware, quant.compute) * c.expert_ef
+        multiplied_in = compute_dtype(hardware, quant.compute)
+        expert_rate = peak_flops_per_s(hardware, quant.compute) * c.expert_fraction(multiplied_in)
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_ef
         kv_s = units.kv_bytes / (bandwidth * c.kv_eb)
         link = link_rate(hardware, self.tp) * c.link_fraction
@@ -218,7 +246,7 @@ class CalibratedModel:
         link_s = terms.link_base_s + work.n_tokens * terms.link_row_s + work.n_logits_rows * terms.link_logits_row_s
         host_s = terms.base_s + work.n_sequences * terms.sequence_s
         total_s = _join(terms, linear.total_s + attention_s + link_s, work.n_sequences)
-        residual = self.calibration.decode_residual if is_decode else self.calibration.prefill_residual
+        low, high = self._interval(work, is_decode=is_decode)
         compute_s = linear.compute_s + prefill_pair_s + decode_pair_s
         memory_s = linear.memory_s + prefill_kv_s + decode_kv_s
         return StepCost(
@@ -227,8 +255,8 @@ class CalibratedModel:
             link_s=link_s,
             host_s=host_s,
             total_s=total_s,
-            low_s=total_s * (1.0 + residual.low),
-            high_s=total_s * (1.0 + residual.high),
+            low_s=total_s * low,
+            high_s=total_s * high,
             bound=longest(compute_s=compute_s, memory_s=memory_s, link_s=link_s, host_s=host_s),
             is_bound=False,
             parts_s=MappingProxyType(
@@ -369,3 +397,7 @@ def weight_class(weight_bytes: float, name: str) -> str:
 def _read_as(weights: str, *, is_unpacked: bool) -> str:
     """The format whose achieved bandwidth applies: one the device cannot multiply is unpacked on the way, like int8."""
     return "int8" if is_unpacked and weights == "fp8" else weights
+
+
+def _longest(work: Workload) -> int:
+    return max(shape.end_pos for shape in work.shapes)

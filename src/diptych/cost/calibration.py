@@ -13,6 +13,10 @@ from types import MappingProxyType
 
 from diptych.ground.errors import ConfigError
 
+# Expert GEMMs against the dense ones of the same software and dtype, where no row tells: measured ratios run from
+# 0.15 (fp8, TensorRT-LLM) over 0.3 (integers, llama.cpp on CUDA) to 0.9 (llama.cpp on Metal).
+EXPERT_SHARE = 0.4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
@@ -23,7 +27,8 @@ class Constants:
     step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence; moe_layer_s: on top of layer_s
     in layers with experts. allreduce_s: latency of one all-reduce; link_fraction: achieved share of the link.
     launch_p: exponent that joins launch and device time: 1 adds them, a large one lets the longer hide the other.
-    expert_ef: share of the peak in expert GEMMs; None: the same as ef.
+    expert_ef: share of the peak in expert GEMMs by compute dtype; where no mixture was measured in a dtype, experts reach
+    EXPERT_SHARE of what the other matrices do.
     """
 
     step_s: float = 0.0
@@ -38,7 +43,7 @@ class Constants:
     allreduce_s: float = 0.0
     link_fraction: float = 0.6
     launch_p: float = 1.0
-    expert_ef: float | None = None
+    expert_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format."""
@@ -48,10 +53,15 @@ class Constants:
         """Achieved share of the peak when multiplying in this dtype."""
         return _pick(self.ef, dtype)
 
+    def expert_fraction(self, dtype: str) -> float:
+        """Achieved share of the peak in expert GEMMs in this dtype."""
+        found = self.expert_ef.get(dtype)
+        return EXPERT_SHARE * self.compute_fraction(dtype) if found is None else found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """Measured / predicted - 1 on rows that the fit did not see: 10th and 90th percentile, median size, rows."""
+    """Measured / predicted - 1 on rows that the fit did not see: the bounds of the 80 % interval, median size, rows."""
 
     low: float
     high: float
@@ -61,15 +71,21 @@ class Residual:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """What the rows behind one phase's constants had: outside of it a prediction is an extrapolation.
+    """What the rows behind one phase's constants had: outside of it a prediction is an extrapolation (`cost/reach.py`).
 
-    weights: formats measured on the device asked about.
+    formats: of weights. mixtures: dtypes in which a mixture of experts was measured. splits: device counts.
+    longest_tokens: of one sequence. borrowed_from: the software of the rows, where it is not the one asked for.
+    widths: spread of one step along an axis, where held-back rows showed it.
     """
 
     devices: tuple[str, ...] = ()
-    weights: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    mixtures: tuple[str, ...] = ()
+    splits: tuple[int, ...] = (1,)
     largest_batch: int = 1
-    has_mixture: bool = False
+    longest_tokens: int = 1
+    borrowed_from: str | None = None
+    widths: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

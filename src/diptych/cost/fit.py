@@ -23,12 +23,14 @@ from diptych.ground.phase import Phase
 PRIOR_COST = 0.03  # the residual that a constant costs when it stands one `width` away from its start
 HUBER = 0.08  # residuals beyond 8 % count linearly, not squared
 MAX_ROUNDS = 25
+SHARE = 0.8  # of rows that an interval is to hold
+TABLES = ("eb", "ef", "expert_ef")  # fields of Constants that are tables by format or dtype
 NO_RESIDUAL = Residual(low=0.0, high=0.0, median_error=0.0, rows=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
-    """A constant to fit. `path` is a field of Constants, or "eb.int8" / "ef.fp8" for one entry of a table.
+    """A constant to fit. `path` is a field of Constants, or "eb.int8" / "ef.fp8" / "expert_ef.fp8" for one entry of a table.
 
     limits: the fitted value stays inside. width: how far it may drift from `start` before the prior objects, in
     natural-log units; small where physics or a kernel table already says what the value is.
@@ -61,15 +63,15 @@ class StackForm:
 def with_values(fixed: Constants, free: Sequence[Free], values: Sequence[float]) -> Constants:
     """`fixed` with the free constants put in."""
     fields: dict[str, float] = {}
-    tables = {"eb": dict(fixed.eb), "ef": dict(fixed.ef)}
+    tables = {name: dict(getattr(fixed, name)) for name in TABLES}
     for entry, value in zip(free, values, strict=True):
         table, _, key = entry.path.partition(".")
         if key:
             tables[table][key] = value
         else:
             fields[entry.path] = value
-    changed = replace(fixed, eb=MappingProxyType(tables["eb"]), ef=MappingProxyType(tables["ef"]))
-    return replace(changed, **fields)  # type: ignore[arg-type]
+    frozen = {name: MappingProxyType(table) for name, table in tables.items()}
+    return replace(fixed, **frozen, **fields)  # type: ignore[arg-type]
 
 
 def predicted_s(row: PublishedRow, constants: Constants) -> float:
@@ -184,12 +186,20 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+def rank(values: Sequence[float], share: float) -> float:
+    """The quantile that the next value stays under with probability `share`: by ranks of n + 1, at most the largest.
+
+    A plain quantile of few values is too sure of itself.
+    """
+    return quantile(values, min(max((share * (len(values) + 1) - 1.0) / max(len(values) - 1, 1), 0.0), 1.0))
+
+
 def residual_of(ratios: Sequence[float]) -> Residual:
-    """Residual summary from measured / predicted ratios."""
+    """Residual summary from measured / predicted ratios: the 80 % interval by ranks."""
     errors = [ratio - 1.0 for ratio in ratios]
     return Residual(
-        low=round(quantile(errors, 0.1), 4),
-        high=round(quantile(errors, 0.9), 4),
+        low=round(rank(errors, (1.0 - SHARE) / 2.0), 4),
+        high=round(rank(errors, (1.0 + SHARE) / 2.0), 4),
         median_error=round(quantile([abs(1.0 / ratio - 1.0) for ratio in ratios], 0.5), 4),
         rows=len(errors),
     )

@@ -48,7 +48,8 @@ FORMS: tuple[StackForm, ...] = (
             Free(path="layer_s", start=60e-6, limits=_TIME),
             Free(path="ef.fp8", start=0.55, limits=_FRACTION),
             Free(path="ef.bf16", start=0.75, limits=_FRACTION),
-            Free(path="expert_ef", start=0.25, limits=_FRACTION),
+            Free(path="expert_ef.fp8", start=0.22, limits=_FRACTION),
+            Free(path="expert_ef.bf16", start=0.3, limits=_FRACTION),
             Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),  # kernel tables: 0.6 to 0.83
         ),
     ),
@@ -60,6 +61,7 @@ FORMS: tuple[StackForm, ...] = (
             Free(path="layer_s", start=40e-6, limits=_TIME, width=0.5),
             Free(path="ef.fp8", start=0.6, limits=_FRACTION, width=0.15),
             Free(path="ef.bf16", start=0.77, limits=_FRACTION, width=0.15),  # kernel tables: 0.77 to 0.80
+            Free(path="expert_ef.fp8", start=0.22, limits=_FRACTION),
             Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),
         ),
     ),
@@ -83,6 +85,7 @@ FORMS: tuple[StackForm, ...] = (
         free=(
             Free(path="layer_s", start=40e-6, limits=_TIME, width=0.5),
             Free(path="ef.other", start=0.75, limits=_FRACTION, width=0.15),
+            Free(path="expert_ef.bf16", start=0.3, limits=_FRACTION),
             Free(path="link_fraction", start=0.6, limits=_FRACTION, width=0.3),
         ),
     ),
@@ -139,11 +142,15 @@ FORMS: tuple[StackForm, ...] = (
         free=(
             Free(path="layer_s", start=100e-6, limits=_TIME),
             Free(path="ef.other", start=0.72, limits=_FRACTION),
+            Free(path="expert_ef.bf16", start=0.6, limits=_FRACTION),
         ),
     ),
     *(
         form
-        for architectures, int8_fraction, launch_s in ((_CONSUMER, 0.22, 30e-6), (_DATACENTER, 0.085, 70e-6))
+        for architectures, int8_fraction, launch_s, experts in (
+            (_CONSUMER, 0.22, 30e-6, (Free(path="expert_ef.int8", start=0.088, limits=_FRACTION),)),
+            (_DATACENTER, 0.085, 70e-6, ()),  # no row of a mixture: experts by what other software reaches
+        )
         for form in (
             StackForm(
                 stack="llama.cpp-cuda",
@@ -163,7 +170,7 @@ FORMS: tuple[StackForm, ...] = (
                 fixed=Constants(eb=_table(other=0.8), ef=_table(other=0.6), p=4.0, attention_ef=0.3, layer_s=60e-6),
                 free=(
                     Free(path="ef.int8", start=int8_fraction, limits=_FRACTION),
-                    Free(path="expert_ef", start=int8_fraction * 0.4, limits=_FRACTION),
+                    *experts,
                 ),
                 architectures=architectures,
             ),

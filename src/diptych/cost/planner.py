@@ -103,6 +103,7 @@ class PhaseReport:
     attention_s: float
     launch_s: float
     link_s: float
+    distance: tuple[str, ...]  # where the step leaves the rows behind its constants; empty: nowhere
     components: tuple[ComponentLine, ...]
 
 
@@ -177,7 +178,8 @@ def phase_report(setup: Setup, work: Workload) -> PhaseReport:
     """One phase in numbers."""
     cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
     bound = roofline(cost, setup.hardware, setup.quant)
-    predicted = setup.model_of_time().predict(work)
+    predictor = setup.model_of_time()
+    predicted = predictor.predict(work)
     shape = work.shapes[0]
     is_decode = shape.is_decode
     return PhaseReport(
@@ -202,6 +204,7 @@ def phase_report(setup: Setup, work: Workload) -> PhaseReport:
         attention_s=predicted.parts_s["attention"],
         launch_s=predicted.parts_s["launch"],
         link_s=predicted.parts_s["link"],
+        distance=tuple(f"{gap.axis}: {gap.text}" for gap in predictor.gaps(work)),
         components=component_lines(setup, cost, bound),
     )
 
@@ -308,9 +311,6 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
         notes.append("the weights fit the last-level cache of this machine: decode may beat the roofline of its memory")
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
-        coverage = setup.calibration.decode_coverage
-        if coverage is not None and not coverage.has_mixture:
-            notes.append("no mixture of experts is among the rows behind these constants: an extrapolation")
     return tuple(notes)
 
 

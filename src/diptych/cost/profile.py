@@ -101,6 +101,7 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
         sequence_s=_at_least_zero(profile, "sequence_s") + host.sequence_s,
         eb=MappingProxyType(_rates(profile, "eb")),
         ef=MappingProxyType(_rates(profile, "ef")),
+        expert_ef=MappingProxyType(_rates(profile, "ef")),  # the engine's experts run on the kernels that were measured
         p=_positive(profile, "p"),
         kv_eb=_positive(attention, "kv_eb"),
         attention_ef=_positive(attention, attention_key),

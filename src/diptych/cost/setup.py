@@ -46,11 +46,8 @@ class Setup:
         )
 
     def with_weights(self, quant: QuantSpec) -> Setup:
-        """The same setup with weights in another format, and the constants that go with it."""
-        calibration = self.calibration
-        if not calibration.is_local:
-            calibration = calibration_for(self.hardware, stack=calibration.name, weights=quant.name)
-        return replace(self, quant=quant, calibration=calibration)
+        """The same setup with weights in another format."""
+        return replace(self, quant=quant)
 
     @property
     def label(self) -> str:
@@ -82,14 +79,12 @@ def _table_name(name: str) -> str:
     return short
 
 
-def find_hardware(
-    name: str, *, stack: str | None = None, weights: str | None = None
-) -> tuple[HardwareSpec, Calibration]:
+def find_hardware(name: str, *, stack: str | None = None) -> tuple[HardwareSpec, Calibration]:
     """A device by table name with its calibration, or this machine (`local`) with its measured profile."""
     if name == "local":
         return read_profile(load_profile())
     hardware = device_spec(name.lower())
-    return hardware, calibration_for(hardware, stack=stack, weights=weights)
+    return hardware, calibration_for(hardware, stack=stack)
 
 
 def setup_of(
@@ -97,7 +92,7 @@ def setup_of(
 ) -> Setup:
     """A setup from names. Raises ConfigError with the nearest names for an unknown one."""
     quant = quant_spec(weights)
-    device, calibration = find_hardware(hardware, stack=stack, weights=quant.name)
+    device, calibration = find_hardware(hardware, stack=stack)
     return Setup(
         model=find_model(model),
         hardware=device,

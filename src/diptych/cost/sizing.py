@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.calibration import Calibration
 from diptych.cost.memory import capacity_of
 from diptych.cost.roofline import compute_dtype
 from diptych.cost.setup import Setup
 from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
-from diptych.ground.specs import Flag
+from diptych.ground.phase import Phase
+from diptych.ground.specs import Flag, StepCost
 
 TRIED_TP = (1, 2, 4, 8)
 MAX_INSTANCES = 64
@@ -37,6 +37,18 @@ class Verdict(Enum):
     MEETS = "meets"
     UNDECIDED = "undecided"
     MISSES = "misses"
+
+
+class End(Enum):
+    """Which end of a predicted interval to reckon with."""
+
+    FAST = "low_s"
+    MIDDLE = "total_s"
+    SLOW = "high_s"
+
+    def of(self, cost: StepCost) -> float:
+        """Seconds of a step at this end."""
+        return float(getattr(cost, self.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +181,7 @@ def size(
         best_unquantised=plain[0] if plain and plain[0] is not best else None,
         undecided=tuple(undecided[:5]),
         rejected=tuple(c for c in candidates if c.verdict is Verdict.MISSES),
-        unmeasured=unmeasured(best or (undecided[0] if undecided else None), prices),
+        unmeasured=unmeasured(best or (undecided[0] if undecided else None), ask, prices),
     )
 
 
@@ -190,21 +202,20 @@ def judge(setup: Setup, ask: Ask, *, prices: Mapping[str, float]) -> list[Candid
     if max_batch < 1:
         return [_rejected(setup, prices, "the weights and one sequence do not fit in memory")]
     predictor = setup.model_of_time()
-    optimistic, pessimistic = _scale(setup.calibration)
 
     def evaluate(instances: int) -> Candidate:
         return _evaluate(setup, ask, predictor, instances=instances, max_batch=max_batch, prices=prices)
 
-    def is_met(instances: int, scale: tuple[float, float]) -> bool:
-        return _meets(steady_state(predictor, _share(ask, instances), scale=scale), ask, max_batch)
+    def is_met(instances: int, end: End) -> bool:
+        return _meets(steady_state(predictor, _share(ask, instances), end=end), ask, max_batch)
 
     least = _least_instances(predictor, ask)
-    possible = _first(least, lambda n: is_met(n, optimistic))
+    possible = _first(least, lambda n: is_met(n, End.FAST))
     if possible is None:
         if least <= MAX_INSTANCES and _is_hopeless(predictor, ask):
             return [evaluate(least)]
         return [_rejected(setup, prices, f"more than {MAX_INSTANCES} instances would be needed")]
-    sure = _first(possible, lambda n: is_met(n, pessimistic))
+    sure = _first(possible, lambda n: is_met(n, End.SLOW))
     counts = [possible] if sure in (possible, None) else [possible, sure]
     return [evaluate(n) for n in counts if n is not None]
 
@@ -234,14 +245,8 @@ def _share(ask: Ask, instances: int) -> Ask:
 
 def _is_hopeless(predictor: CalibratedModel, ask: Ask) -> bool:
     """Even an idle instance is surely too slow, so more of them do not help."""
-    idle = steady_state(predictor, replace(ask, requests_per_s=1e-6), scale=_scale(predictor.calibration)[0])
+    idle = steady_state(predictor, replace(ask, requests_per_s=1e-6), end=End.FAST)
     return idle is None or idle.ttft_s > ask.ttft_s or idle.tpot_s > ask.tpot_s
-
-
-def _scale(calibration: Calibration) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(prefill, decode) factors of the optimistic and of the pessimistic end of the interval."""
-    prefill, decode = calibration.prefill_residual, calibration.decode_residual
-    return (1.0 + prefill.low, 1.0 + decode.low), (1.0 + prefill.high, 1.0 + decode.high)
 
 
 def _evaluate(
@@ -254,10 +259,7 @@ def _evaluate(
     prices: Mapping[str, float],
 ) -> Candidate:
     share = _share(ask, instances)
-    optimistic, pessimistic = _scale(setup.calibration)
-    low = steady_state(predictor, share, scale=optimistic)
-    middle = steady_state(predictor, share, scale=(1.0, 1.0))
-    high = steady_state(predictor, share, scale=pessimistic)
+    low, middle, high = (steady_state(predictor, share, end=end) for end in End)
     if _meets(high, ask, max_batch):
         verdict = Verdict.MEETS
     elif _meets(low, ask, max_batch):
@@ -283,31 +285,35 @@ def _price(setup: Setup, instances: int, prices: Mapping[str, float]) -> float |
     return None if each is None else each * instances * setup.tp
 
 
-def steady_state(predictor: CalibratedModel, ask: Ask, *, scale: tuple[float, float]) -> Load | None:
-    """The load of one instance, or None when it cannot keep up."""
+def steady_state(predictor: CalibratedModel, ask: Ask, *, end: End) -> Load | None:
+    """The load of one instance at one end of the predicted interval, or None when it cannot keep up."""
     context = ask.input_tokens + ask.output_tokens // 2
-    prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)).total_s * scale[0]
+
+    def decode_s(batch: int) -> float:
+        return end.of(predictor.predict(Workload.decode(batch=batch, context_tokens=context)))
+
+    prefill_s = end.of(predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)))
     share = ask.requests_per_s * prefill_s
     if share > MAX_LOAD:
         return None
-    stretch = scale[1] / (1.0 - share)
-    batch = _batch_in_flight(predictor, ask.requests_per_s * ask.output_tokens * stretch, context)
+    stretch = 1.0 / (1.0 - share)
+    batch = _batch_in_flight(decode_s, ask.requests_per_s * ask.output_tokens * stretch)
     if batch is None:
         return None
-    tpot_s = _decode_s(predictor, batch, context) * stretch
+    tpot_s = _at(decode_s, batch) * stretch
     step_s = tpot_s * (1.0 - share)
     wait_s = share * prefill_s / (2.0 * (1.0 - share))
     ttft_s = prefill_s + 0.5 * step_s + TAIL_WAITS * wait_s
     return Load(batch=batch, ttft_s=ttft_s, tpot_s=tpot_s, prefill_s=prefill_s, prefill_share=share, wait_s=wait_s)
 
 
-def _batch_in_flight(predictor: CalibratedModel, pace: float, context: int) -> float | None:
+def _batch_in_flight(decode_s: Callable[[int], float], pace: float) -> float | None:
     """The batch B with B = pace t_dec(B), at least 1, by Newton's method; None when there is none below the limit."""
     batch = 1.0
     for _ in range(MAX_ROUNDS):
         low = max(int(batch), 1)
-        low_s = predictor.predict(Workload.decode(batch=low, context_tokens=context)).total_s
-        slope = predictor.predict(Workload.decode(batch=low + 1, context_tokens=context)).total_s - low_s
+        low_s = decode_s(low)
+        slope = decode_s(low + 1) - low_s
         growth = pace * slope
         # at growth 1 steps lengthen as fast as they drain: only a much larger batch could balance
         wanted = 2.0 * batch if growth >= 1.0 else max(pace * (low_s - slope * low) / (1.0 - growth), 1.0)
@@ -319,12 +325,11 @@ def _batch_in_flight(predictor: CalibratedModel, pace: float, context: int) -> f
     return None
 
 
-def _decode_s(predictor: CalibratedModel, batch: float, context: int) -> float:
+def _at(decode_s: Callable[[int], float], batch: float) -> float:
     """Step time at a mean batch that need not be whole."""
     low = max(int(batch), 1)
-    low_s = predictor.predict(Workload.decode(batch=low, context_tokens=context)).total_s
-    high_s = predictor.predict(Workload.decode(batch=low + 1, context_tokens=context)).total_s
-    return low_s + (high_s - low_s) * (max(batch, 1.0) - low)
+    low_s = decode_s(low)
+    return low_s + (decode_s(low + 1) - low_s) * (max(batch, 1.0) - low)
 
 
 def _meets(load: Load | None, ask: Ask, max_batch: int) -> bool:
@@ -370,23 +375,27 @@ def _rejected(setup: Setup, prices: Mapping[str, float], reason: str) -> Candida
     )
 
 
-def unmeasured(candidate: Candidate | None, prices: Mapping[str, float]) -> tuple[str, ...]:
+def distance_of(candidate: Candidate, ask: Ask) -> tuple[str, ...]:
+    """How far a candidate's load stands from the measured rows, in words: phase, axis, what."""
+    load = candidate.middle
+    if load is None:
+        return ()
+    context = ask.input_tokens + ask.output_tokens // 2
+    predictor = candidate.setup.model_of_time()
+    steps = (
+        (Phase.PREFILL, Workload.prefill(batch=1, new_tokens=ask.input_tokens)),
+        (Phase.DECODE, Workload.decode(batch=max(round(load.batch), 1), context_tokens=context)),
+    )
+    return tuple(f"{phase.value}, {gap.axis}: {gap.text}" for phase, work in steps for gap in predictor.gaps(work))
+
+
+def unmeasured(candidate: Candidate | None, ask: Ask, prices: Mapping[str, float]) -> tuple[str, ...]:
     """What the answer rests on that nobody measured."""
     if candidate is None:
         return ()
     setup = candidate.setup
     hardware = setup.hardware
-    found = []
-    if not setup.calibration.is_local and "carried over" in setup.calibration.source:
-        found.append(f"achieved rates on {hardware.name}: {setup.calibration.source}")
-    coverage = setup.calibration.decode_coverage
-    if coverage is not None and candidate.middle is not None and candidate.middle.batch > coverage.largest_batch:
-        found.append(
-            f"decode at {candidate.middle.batch:.0f} sequences: the rows behind {setup.calibration.name} "
-            f"go up to {coverage.largest_batch}"
-        )
-    if coverage is not None and setup.model.moe is not None and not coverage.has_mixture:
-        found.append(f"expert layers: no mixture is among the rows behind {setup.calibration.name}")
+    found = list(distance_of(candidate, ask))
     dtype = compute_dtype(hardware, setup.quant.compute)
     fields = [("memory_bytes_per_s", "memory bandwidth"), (f"flops_{dtype}", f"{dtype} peak")]
     if setup.tp > 1:

@@ -8,21 +8,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.calibration import Calibration, Constants, Coverage, Residual
-from diptych.cost.tables import data_text, model_spec, unknown_name
+from diptych.cost.tables import data_text, unknown_name
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.specs import HardwareSpec
-
-# An interval is never narrower than this: published rows of one model repeat less well than a residual suggests.
-LEAST_SPREAD = 0.05
-# Constants carried over to a device or phase they were not fitted on: the interval grows by half and to at least this.
-CARRIED_SPREAD = 0.25
 
 _RECENT = ("hopper", "blackwell", "blackwell-ultra")
 _CONSUMER = ("ampere-consumer", "ada-consumer", "blackwell-consumer")
@@ -49,17 +44,13 @@ def default_stack(hardware: HardwareSpec) -> str:
     return "tensorrt-llm" if hardware.architecture in _RECENT else "gpt-fast"
 
 
-def calibration_for(hardware: HardwareSpec, *, stack: str | None = None, weights: str | None = None) -> Calibration:
-    """The calibration of `stack` (None: the default) on this device, for a weight format where it is known.
-
-    The interval grows when the device or the format is not among the rows behind the constants.
-    Raises ConfigError for an unknown stack.
-    """
+def calibration_for(hardware: HardwareSpec, *, stack: str | None = None) -> Calibration:
+    """The calibration of `stack` (None: the default) on this device. Raises ConfigError for an unknown stack."""
     stack = stack or default_stack(hardware)
     if stack not in stack_names():
         raise unknown_name("software", stack, stack_names())
-    prefill = _phase(hardware, stack, Phase.PREFILL, weights)
-    decode = _phase(hardware, stack, Phase.DECODE, weights)
+    prefill = _phase(hardware, stack, Phase.PREFILL)
+    decode = _phase(hardware, stack, Phase.DECODE)
     return Calibration(
         name=stack,
         prefill=prefill.constants,
@@ -80,7 +71,7 @@ class _Found:
     coverage: Coverage
 
 
-def _phase(hardware: HardwareSpec, stack: str, phase: Phase, weights: str | None) -> _Found:
+def _phase(hardware: HardwareSpec, stack: str, phase: Phase) -> _Found:
     wanted = stack
     found = [entry for entry in _entries() if entry["stack"] == stack and entry["phase"] == phase.value]
     if not found:
@@ -92,25 +83,21 @@ def _phase(hardware: HardwareSpec, stack: str, phase: Phase, weights: str | None
         )
     best = max(found, key=lambda entry: _closeness(entry, hardware))
     seen: dict[str, list[str]] = best["seen"]
-    here = seen.get(hardware.name, [])
-    formats = {each for entries in seen.values() for each in entries}
-    is_own = bool(here) and (weights is None or weights in formats)
-    residual = _widened(Residual(**best["residual"]), is_own=is_own)
-    if is_own:
-        origin = "fitted on this device"
-    elif here:
-        origin = f"carried over from {', '.join(here)} weights on this device"
-    else:
-        origin = f"carried over from {', '.join(seen)}"
+    origin = "fitted on this device" if hardware.name in seen else f"carried over from {', '.join(seen)}"
+    residual = Residual(**best["residual"])
     return _Found(
         constants=_constants(best["constants"]),
         residual=residual,
         source=f"{wanted}, {origin} ({residual.rows} rows)",
         coverage=Coverage(
             devices=tuple(seen),
-            weights=tuple(here),
+            formats=tuple(sorted({each for formats in seen.values() for each in formats})),
+            mixtures=tuple(best["mixtures"]),
+            splits=tuple(best["splits"]),
             largest_batch=best["largest_batch"],
-            has_mixture=any(model_spec(name).moe is not None for name in best["models"]),
+            longest_tokens=best["longest_tokens"],
+            borrowed_from=None if wanted == stack else wanted,
+            widths=MappingProxyType(best["widths"]),
         ),
     )
 
@@ -119,21 +106,11 @@ def _closeness(entry: dict[str, Any], hardware: HardwareSpec) -> tuple[bool, boo
     return hardware.name in entry["seen"], hardware.architecture in entry["architectures"]
 
 
-def _widened(residual: Residual, *, is_own: bool) -> Residual:
-    if is_own:
-        return replace(residual, low=min(residual.low, -LEAST_SPREAD), high=max(residual.high, LEAST_SPREAD))
-    return replace(
-        residual,
-        low=max(min(1.5 * residual.low, -CARRIED_SPREAD), -0.9),
-        high=max(1.5 * residual.high, CARRIED_SPREAD),
-    )
-
-
 @lru_cache(maxsize=1)
 def _entries() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(data_text("calibrations.json"))["calibrations"])
 
 
 def _constants(fields: dict[str, Any]) -> Constants:
-    tables = {name: MappingProxyType(dict(fields[name])) for name in ("eb", "ef")}
+    tables = {name: MappingProxyType(dict(fields[name])) for name in ("eb", "ef", "expert_ef")}
     return Constants(**{**fields, **tables})

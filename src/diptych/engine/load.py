@@ -11,31 +11,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from diptych.compute.runner import Model, load_model
 from diptych.compute.sampler import Sampler
-from diptych.compute.shapes import SHAPES
 from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.step_time import StepTimeModel
+from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
+from diptych.engine.memory import memory_of
+from diptych.engine.places import Places, places
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
+from diptych.models.named import SHAPES
 
 logger = logging.getLogger("diptych.engine")
 
 BUNDLED_MODEL = "diptych-10m"
 # share of the memory that is free after loading which the KV pool may take when nobody says otherwise
 KV_MEMORY_SHARE = 0.5
+# sequences of the whole context that a pool has room for, where nobody says how many run and memory allows
+POOL_CONTEXTS = 64
 Progress = Callable[[int, int], None]
 
 
@@ -133,8 +136,8 @@ def opened(
 def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
     """(max_context_tokens, n_blocks) of the KV pool.
 
-    Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory;
-    the message names the largest context that does.
+    Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory or
+    when more memory is given than there is; the message names the largest context that fits.
     """
     model_context = model.spec.max_context_tokens
     asked = config.max_context_tokens
@@ -145,9 +148,18 @@ def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
         )
     context = asked or model_context
     block_bytes = model.kv_bytes_per_block(config.block_tokens)
+    memory = memory_of(model.device)
     memory_bytes = config.kv_memory_bytes
     if memory_bytes is None:
-        memory_bytes = int(psutil.virtual_memory().available * KV_MEMORY_SHARE)
+        memory_bytes = int(memory.available_bytes * KV_MEMORY_SHARE)
+    elif memory_bytes > memory.available_bytes:
+        largest = memory.available_bytes // block_bytes * config.block_tokens
+        raise CapacityError(
+            f"kv_memory_bytes is {memory_bytes}; of the {memory.total_bytes} bytes of memory here {memory.available_bytes} "
+            f"are free, which hold at most {largest} tokens",
+            hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free, and ask for a context of at most "
+            f"{min(largest, model_context)}",
+        )
     fitting_blocks = memory_bytes // block_bytes
     needed_blocks = _blocks(context, config.block_tokens)
     if needed_blocks > fitting_blocks:
@@ -160,7 +172,7 @@ def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
             )
         logger.warning("context lowered from=%d to=%d reason=kv_memory bytes=%d", context, largest, memory_bytes)
         context, needed_blocks = largest, fitting_blocks
-    wanted_blocks = needed_blocks * config.scheduler.max_running_sequences
+    wanted_blocks = needed_blocks * (config.scheduler.max_running_sequences or POOL_CONTEXTS)
     return context, max(needed_blocks, min(wanted_blocks, fitting_blocks))
 
 
@@ -182,6 +194,17 @@ def local_predictor(model: Model) -> CalibratedModel | None:
     return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
 
 
+def default_places(pool_tokens: int, context_tokens: int, calibrated: CalibratedModel | None) -> Places:
+    """How many sequences run at one time, by the measured profile where there is one."""
+    if calibrated is None:
+        return places(pool_tokens, context_tokens, None)
+
+    def predict_s(sequences: int, tokens: int) -> float:
+        return calibrated.predict(Workload.decode(batch=sequences, context_tokens=tokens)).total_s
+
+    return places(pool_tokens, context_tokens, predict_s)
+
+
 @dataclass(slots=True)
 class Machinery:
     """Control and compute joined over one KV pool, without text: what a step needs."""
@@ -200,8 +223,13 @@ def make_machinery(
     model.warm_up(kv)
     step_time = StepTimeModel()
     calibrated = local_predictor(model)
+    number = config.scheduler.max_running_sequences
+    if number is None:
+        found = default_places(n_blocks * config.block_tokens, context, calibrated)
+        number = found.number
+        logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     core = EngineCore(
-        replace(config.scheduler, max_context_tokens=context),
+        replace(config.scheduler, max_context_tokens=context, max_running_sequences=number),
         BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens),
         model_revision=model.revision,
         # the measured profile of this machine where there is one; until then the engine learns from its own steps

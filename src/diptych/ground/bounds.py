@@ -42,10 +42,18 @@ class Bound:
         """`value` as a plain int or float; raises `error` with the name, the value and the limits for anything else."""
         if value is None and self.is_optional:
             return None
-        number = whole(value) if self.kind is int else real(value)
-        if number is None or not self._holds(number):
+        number = self._plain(value)
+        if number is None:
             raise error(f"{name} is {shown(value)}; it must be {self.rule}", param=param or name)
         return number
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is such a number."""
+        return self._plain(value) is not None
+
+    def _plain(self, value: object) -> int | float | None:
+        number = whole(value) if self.kind is int else real(value)
+        return None if number is None or not self._holds(number) else number
 
     def _holds(self, number: float) -> bool:
         if number in (math.inf, -math.inf):

@@ -22,13 +22,16 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
+_NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
 # every number of the configs below; `what` is the text of the help pages
 BOUNDS: Mapping[str, Bound] = MappingProxyType(
     {
         "max_step_tokens": Bound(int, 1, 2**31 - 1, "most tokens of one step (largest prefill chunk)"),
-        "max_running_sequences": Bound(int, 1, 2**20, "sequences that run at one time"),
+        "max_running_sequences": Bound(
+            int, 1, 2**20, "sequences that run at one time (default: what memory and step time allow)", is_optional=True
+        ),
         "stall_budget_s": Bound(
             float,
             0.0,
@@ -55,13 +58,14 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
 class SchedulerConfig:
     """Limits of one step and of the waiting line.
 
-    max_step_tokens: token budget of a step. stall_budget_s: a step that holds running decodes may not be predicted to
+    max_step_tokens: token budget of a step. max_running_sequences: None: what KV memory and the time of a step allow (the
+    engine settles it, see `engine.places`). stall_budget_s: a step that holds running decodes may not be predicted to
     last longer than this (None: no limit). max_waiting_tokens: admission bound over prompt + max_tokens of all waiting
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves.
     """
 
     max_step_tokens: int = 2048
-    max_running_sequences: int = 64
+    max_running_sequences: int | None = None
     stall_budget_s: float | None = None
     max_waiting_tokens: int = 4_194_304
     max_context_tokens: int = 4096
@@ -116,6 +120,10 @@ class ComputeConfig:
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             hint = "a CUDA device is named cuda, or cuda:0 where there are several"
             raise ConfigError(f"device is {shown(self.device)}; it must be auto, cpu, cuda or cuda:N", hint=hint)
+        if not isinstance(self.instruction_set, str) or not _NAME.fullmatch(self.instruction_set):
+            raise ConfigError(
+                f"instruction_set is {shown(self.instruction_set)}; it must be auto or the name of a kernel set"
+            )
         _take(self, "threads")
         numa_nodes(self.numa)
 

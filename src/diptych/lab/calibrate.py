@@ -9,10 +9,12 @@ What is fitted: launch constants, achieved fractions of both ceilings, the sharp
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,8 @@ DECODE_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in
 PREFILL_STEPS = [_rows(n) for n in (8, 32, 64, 128, 256, 512, 1024, 2048)] + [_rows(256, 1792), _rows(512, 6144)]
 EMPTY_STEPS = [Workload.decode(batch=1, context_tokens=16), Workload.decode(batch=16, context_tokens=16)]
 SMALL_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
-CACHE_MIB = (8, 12, 16, 24, 32, 48, 64)  # sizes whose read rate shows where the last-level cache ends
+CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
+CACHED = 1.3  # times the memory's rate from which on a size counts as held by a cache; a shared one is no faster
 BUDGET_S = 4.0  # of rounds for each model, so that all of it takes less than a minute
 FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 
@@ -178,13 +181,22 @@ def _host(model: Model, effort: Effort) -> dict[str, float]:
 
 
 def _cache(placement: Placement, memory_bytes_per_s: float) -> dict[str, float] | None:
-    """The largest size that is read at twice the memory's rate or more, and the rate at half of it; None without any."""
-    rates = {mib: measure_read_bytes_per_s(mib * 2**20, placement, 20) for mib in CACHE_MIB}
-    held = [mib for mib in CACHE_MIB if rates[mib] >= 2.0 * memory_bytes_per_s]
+    """The largest size that is read markedly faster than memory, and its level's rate; None without any.
+
+    The rate is the median over the sizes of that level: those up to it that are read at less than 1.6 times its own rate.
+    """
+    return cache_level(
+        {mib: measure_read_bytes_per_s(mib * 2**20, placement, 20) for mib in CACHE_MIB}, memory_bytes_per_s
+    )
+
+
+def cache_level(rates: Mapping[int, float], memory_bytes_per_s: float) -> dict[str, float] | None:
+    """The outermost cache in a table of read rates by MiB; sizes behind the first that memory must serve are chance."""
+    held = list(takewhile(lambda mib: rates[mib] >= CACHED * memory_bytes_per_s, sorted(rates)))
     if not held:
         return None
-    nearest = min(CACHE_MIB, key=lambda mib: abs(mib - held[-1] / 2))
-    return {"bytes": float(held[-1] * 2**20), "bytes_per_s": rates[nearest]}
+    level = [rates[mib] for mib in held if rates[mib] < 1.6 * rates[held[-1]]]
+    return {"bytes": float(held[-1] * 2**20), "bytes_per_s": statistics.median(level)}
 
 
 def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from diptych.metrics import EventBook
 from diptych.sim.executor import PredictedExecutor
 from diptych.stepper import Observe, Stepper
 
+MAX_SEQUENCES = 64  # that an experiment runs at one time where it does not say
+
 
 class Driver:
     """Submits requests with random prompts, steps, and keeps the time of every token."""
@@ -105,8 +107,9 @@ class Engines:
         self._predictor = predictor
         self._context_tokens = context_tokens
         block_tokens = config.block_tokens
+        sequences = config.scheduler.max_running_sequences or MAX_SEQUENCES
         # every sequence may leave its last block partly empty
-        n_blocks = -(-n_tokens // block_tokens) + config.scheduler.max_running_sequences
+        n_blocks = -(-n_tokens // block_tokens) + sequences
         self._blocks = BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)
         self._kv = model.make_kv(n_blocks, block_tokens)
 

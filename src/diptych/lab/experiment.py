@@ -45,7 +45,8 @@ class Verdict(Enum):
 class Point:
     """One measurement: median, its 95 % interval, the spread of the samples, and what the cost model said before it.
 
-    unit: of measured, low, high and predicted; points of different units are drawn in panels of their own.
+    unit: of measured, low, high and predicted; points of different units are drawn in panels of their own. label: what a
+    picture writes beside the dot.
     """
 
     series: str
@@ -57,6 +58,7 @@ class Point:
     samples: int
     unit: str = "ms"
     predicted: float | None = None
+    label: str = ""
 
     @property
     def is_unsettled(self) -> bool:
@@ -90,10 +92,20 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Roof:
+    """A line that a rate cannot pass: `slope` times x until `flat`. Drawn in the unit of the points."""
+
+    name: str
+    slope: float
+    flat: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What came of an experiment. `finding` says in a sentence or two what the numbers mean; notes are further facts.
 
     x_names: words for x = 0, 1, ... when x is no quantity. noise: how steady the machine was, in words.
+    roofs: over a roofline's dots.
     """
 
     points: tuple[Point, ...]
@@ -104,6 +116,7 @@ class Outcome:
     is_noisy: bool = False
     x_names: tuple[str, ...] = ()
     noise: str = ""
+    roofs: tuple[Roof, ...] = ()
 
     @property
     def prediction_errors(self) -> list[float]:
@@ -119,10 +132,11 @@ def conclude(
     finding: str,
     notes: Sequence[str] = (),
     x_names: Sequence[str] = (),
+    roofs: Sequence[Roof] = (),
 ) -> Outcome:
     """The outcome with its verdict: fails when a check fails, holds when all hold, else withheld.
 
-    Withheld, too, when more than half of the points never settled.
+    Withheld, too, when more than half of the points never settled, or no round was quiet.
     """
     unsettled = sum(point.is_unsettled for point in points)
     verdicts = {check.verdict for check in checks}
@@ -133,9 +147,12 @@ def conclude(
         checks=tuple(check.text() for check in checks),
         notes=tuple(notes),
         x_names=tuple(x_names),
+        roofs=tuple(roofs),
         noise=_noise(points, rounds),
     )
-    if 2 * unsettled > len(points):
+    if rounds.is_disturbed:
+        reason = "other processes used the cores in nearly every round: the times are shown, and decide nothing"
+    elif 2 * unsettled > len(points):
         reason = f"{unsettled} of {len(points)} medians are known to no better than {UNSETTLED:.0%}: the machine was not quiet"
     elif Verdict.WITHHELD in verdicts and Verdict.FAILS not in verdicts:
         reason = "the interval of a check straddles its limit: more rounds or a quieter machine would settle it"
@@ -283,7 +300,14 @@ def point(series: str, x: float, estimate: Estimate, predicted_s: float | None =
 
 
 def quantity(
-    series: str, x: float, estimate: Estimate, unit: str, *, scale: float = 1.0, predicted: float | None = None
+    series: str,
+    x: float,
+    estimate: Estimate,
+    unit: str,
+    *,
+    scale: float = 1.0,
+    predicted: float | None = None,
+    label: str = "",
 ) -> Point:
     """A point of any unit; estimate and prediction are multiplied by `scale`."""
     scaled = estimate.times(scale)
@@ -297,6 +321,7 @@ def quantity(
         samples=estimate.samples,
         unit=unit,
         predicted=None if predicted is None else scale * predicted,
+        label=label,
     )
 
 

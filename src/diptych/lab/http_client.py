@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 
 from diptych.ground.errors import ConfigError
 
-MAX_HEAD_BYTES = 64 * 1024
-
 
 class HttpFailure(Exception):
     """The server answered with an error, or the connection broke. `status` is None for the latter."""

@@ -8,11 +8,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
 
 from diptych.lab.load import Outcome
+from diptych.lab.style import DECODE, FAILED, PREFILL, log_axis
 
-WAIT, STREAM, FAILED = "#e0a458", "#3d7ea6", "#c0392b"
+WAIT, STREAM = PREFILL, DECODE
 
 
 def draw(outcomes: Sequence[Outcome], summary: dict[str, Any], path: Path) -> None:
@@ -22,9 +22,9 @@ def draw(outcomes: Sequence[Outcome], summary: dict[str, Any], path: Path) -> No
     _draw_runs(runs, outcomes)
     _draw_rate(rate, outcomes, summary["wall_s"])
     answered = [one for one in outcomes if one.error is None]
-    _draw_share(first, [one.ttft_s for one in answered if one.ttft_s is not None], "time to first token, ms")
+    _draw_share(first, [one.ttft_s for one in answered if one.ttft_s is not None], "time to first token, ms", WAIT)
     gaps = [b - a for one in answered for a, b in zip(one.event_s, one.event_s[1:], strict=False)]
-    _draw_share(between, gaps, "inter-token latency, ms")
+    _draw_share(between, gaps, "inter-token latency, ms", STREAM)
     n_failed = len(outcomes) - len(answered)
     figure.suptitle(
         f"{len(outcomes)} requests, {n_failed} failed, {summary['output_tokens_per_s'] or 0:.0f} output tokens/s",
@@ -53,14 +53,14 @@ def _draw_rate(axes: Axes, outcomes: Sequence[Outcome], wall_s: float) -> None:
     axes.set(title="output events per second", xlabel="s", ylabel="events/s")
 
 
-def _draw_share(axes: Axes, values: Sequence[float], label: str) -> None:
+def _draw_share(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:
     ordered = sorted(values)
     if ordered:
         shares = [(place + 1) / len(ordered) for place in range(len(ordered))]
-        axes.plot([value * 1e3 for value in ordered], shares, color=STREAM)
+        axes.plot([value * 1e3 for value in ordered], shares, color=colour)
         for share in (0.5, 0.95, 0.99):
             axes.axhline(share, color="#999999", linewidth=0.5)
+            axes.annotate(f"p{100 * share:.0f}", (1.0, share), xycoords=("axes fraction", "data"), fontsize=7)
         if ordered[-1] > 20 * max(ordered[0], 1e-6):
-            axes.set_xscale("log")
-            axes.xaxis.set_minor_formatter(NullFormatter())
+            log_axis(axes.xaxis)
     axes.set(title="share of values at or below", xlabel=label, ylim=(0, 1.02))

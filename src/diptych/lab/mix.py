@@ -47,7 +47,8 @@ def run_mix(
     """Run the same load `repeats` times; latencies are pooled over the repeats, rates are medians of them."""
     longest = spec.prompt.high + spec.shared_prefix_tokens + spec.output.high
     scheduler = replace(
-        config.scheduler, max_running_sequences=min(spec.n_requests, config.scheduler.max_running_sequences)
+        config.scheduler,
+        max_running_sequences=min(spec.n_requests, config.scheduler.max_running_sequences or spec.n_requests),
     )
     clock = MonotonicClock()
     machinery = make_machinery(model, replace(config, max_context_tokens=longest, scheduler=scheduler), clock=clock)

@@ -15,11 +15,11 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diptych.lab.experiment import ROOF, Experiment, Outcome, Point, Verdict, outcome_json
+from diptych.lab.experiment import ROOF, Experiment, Outcome, Point, Roof, Verdict, outcome_json
+from diptych.lab.style import GREY, colours_of, label_dots, log_axis
 
 matplotlib.use("Agg")
 
-COLOURS = ("#2563eb", "#d97706", "#059669", "#be185d", "#7c3aed", "#0891b2", "#65a30d", "#9f1239", "#4b5563", "#a16207")
 MARKERS = "osD^vP*X"
 WORDS = {Verdict.HOLDS: "the claim holds", Verdict.FAILS: "the claim fails here", Verdict.WITHHELD: "verdict withheld"}
 INTRO = (
@@ -29,15 +29,18 @@ INTRO = (
 )
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>
-:root{{color-scheme:light dark;--line:#8884;--soft:#777}}
+:root{{color-scheme:light dark;--line:#8886;--soft:light-dark(#555,#b8b8b8)}}
 body{{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}}
 section{{border-top:1px solid var(--line);padding:1rem 0}} img{{max-width:100%;background:#fff;border-radius:6px}}
 table{{border-collapse:collapse;font-size:.85rem;display:block;overflow-x:auto}}
 td,th{{padding:.15rem .7rem;text-align:right;border-bottom:1px solid var(--line)}}
 td:first-child,th:first-child{{text-align:left}} .claim{{font-style:italic}} .note,li{{color:var(--soft);font-size:.9rem}}
 .verdict{{display:inline-block;padding:.1rem .6rem;border-radius:1rem;color:#fff;font-size:.85rem;white-space:nowrap}}
+@media(max-width:40rem){{.verdicts tr{{display:grid;padding:.4rem 0;border-bottom:1px solid var(--line)}}
+.verdicts td{{border:0;text-align:left;padding:.1rem 0}} .verdicts tr:first-child{{display:none}}}}
 .holds{{background:#15803d}} .fails{{background:#b91c1c}} .withheld{{background:#6b7280}}
-</style><h1>{title}</h1><p>{intro}</p><table>{facts}</table><h2>Verdicts</h2><table>{summary}</table>{sections}</html>
+</style><h1>{title}</h1><p>{intro}</p><table>{facts}</table>
+<h2>Verdicts</h2><table class="verdicts">{summary}</table>{sections}</html>
 """
 COLUMNS = ("experiment", "series", "x", "x_name", "measured", "low", "high", "predicted", "unit", "spread", "rounds")
 
@@ -143,30 +146,29 @@ def picture_png(experiment: Experiment, outcome: Outcome) -> bytes:
         axes = figure.add_subplot(1, len(units), number + 1)
         own = [p for p in outcome.points if p.unit == unit]
         if experiment.predicts == ROOF:
-            _under_roof(axes, own)
+            _under_roof(axes, own, outcome.roofs)
         elif outcome.x_names:
             _bars(axes, experiment, outcome, own)
         else:
             _curves(axes, experiment, own)
         if experiment.is_log_y:
-            axes.set_yscale("log")
+            log_axis(axes.yaxis)
         else:
             axes.set_ylim(bottom=0)
         axes.set_xlabel(experiment.x_label)
         axes.set_ylabel(f"{experiment.y_label}, {unit}" if len(units) == 1 and experiment.y_label else unit)
         axes.grid(visible=True, alpha=0.25)
-        axes.legend(fontsize=8)
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            axes.legend(fontsize=8)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def _curves(axes: Axes, experiment: Experiment, points: Sequence[Point]) -> None:
-    if experiment.is_log_x:
-        axes.set_xscale("log")
-    for number, series in enumerate(dict.fromkeys(p.series for p in points)):
+    colours = colours_of(p.series for p in points)
+    for number, (series, colour) in enumerate(colours.items()):
         own = sorted((p for p in points if p.series == series), key=lambda p: p.x)
-        colour = COLOURS[number % len(COLOURS)]
         xs, ys = [p.x for p in own], [p.measured for p in own]
         ranges = [[p.measured - p.low for p in own], [p.high - p.measured for p in own]]
         marker = MARKERS[number % len(MARKERS)]
@@ -178,36 +180,45 @@ def _curves(axes: Axes, experiment: Experiment, points: Sequence[Point]) -> None
             axes.plot(
                 *zip(*predicted, strict=True), "--", color=colour, alpha=0.6, label=f"{series}, {experiment.predicts}"
             )
+    if experiment.is_log_x:
+        xs = sorted({p.x for p in points})
+        is_doubling = all(x == int(x) and int(x) & (int(x) - 1) == 0 for x in xs)
+        log_axis(axes.xaxis, xs if is_doubling else ())
 
 
-def _under_roof(axes: Axes, points: Sequence[Point]) -> None:
-    """Dots in the colour of their phase and the shape of their part, under the measured roof."""
-    axes.set_xscale("log")
-    limits = [(p.x, p.predicted) for p in points if p.predicted is not None]
-    slope, flat = max(roof / x for x, roof in limits), max(roof for _, roof in limits)
-    ends = min(x for x, _ in limits) / 1.5, flat / slope, max(max(x for x, _ in limits), flat / slope) * 1.5
-    axes.plot(ends, [slope * ends[0], flat, flat], color="black", linewidth=1, label="the roof: memory, arithmetic")
-    phases = list(dict.fromkeys(p.series.partition(": ")[0] for p in points))
+def _under_roof(axes: Axes, points: Sequence[Point], roofs: Sequence[Roof]) -> None:
+    """Dots in the colour of their phase and the shape of their part, under the measured roofs; steps say their batch."""
+    least = min(p.x for p in points) / 1.5
+    most = max(*(p.x for p in points), *(roof.flat / roof.slope for roof in roofs)) * 1.8
+    for roof, line in zip(roofs, ("-", "--", ":"), strict=False):
+        ends = least, roof.flat / roof.slope, most
+        axes.plot(
+            ends, [roof.slope * least, roof.flat, roof.flat], line, color="black", lw=1, label=f"roof: {roof.name}"
+        )
+    phases = colours_of(p.series.partition(": ")[0] for p in points)
     parts = list(dict.fromkeys(p.series.partition(": ")[2] for p in points))
     for p in points:
         phase, _, part = p.series.partition(": ")
-        axes.errorbar(p.x, p.measured, yerr=[[p.measured - p.low], [p.high - p.measured]], capsize=2, markersize=6,
-                      fmt=MARKERS[parts.index(part)], color=COLOURS[phases.index(phase)], alpha=0.85)  # fmt: skip
-    for number, phase in enumerate(phases):
-        axes.plot([], [], "s", color=COLOURS[number], label=phase)
+        axes.errorbar(p.x, p.measured, yerr=[[p.measured - p.low], [p.high - p.measured]], capsize=2,
+                      markersize=5 if part else 8, fmt=MARKERS[parts.index(part)], color=phases[phase],
+                      alpha=0.85, markerfacecolor="none" if part else phases[phase])  # fmt: skip
+    whole = [p for p in points if p.label]
+    label_dots(axes, [p.x for p in whole], [p.measured for p in whole], [p.label for p in whole])
+    for phase, colour in phases.items():
+        axes.plot([], [], MARKERS[0], color=colour, markersize=8, label=phase)
     for number, part in enumerate(parts):
         if part:
-            axes.plot([], [], MARKERS[number], color="grey", label=part)
+            axes.plot([], [], MARKERS[number], color=GREY, markerfacecolor="none", label=part)
+    log_axis(axes.xaxis)
 
 
 def _bars(axes: Axes, experiment: Experiment, outcome: Outcome, points: Sequence[Point]) -> None:
     xs = [p.x for p in points]
     ranges = [[p.measured - p.low for p in points], [p.high - p.measured for p in points]]
-    axes.bar(xs, [p.measured for p in points], yerr=ranges, width=0.5, color=COLOURS[0], capsize=3, label="measured")
+    colours = list(colours_of(p.series for p in points).values())
+    axes.bar(xs, [p.measured for p in points], yerr=ranges, width=0.5, color=colours[0], capsize=3, label="measured")
     predicted = [(p.x, p.predicted) for p in points if p.predicted is not None]
     if predicted:
         xs_predicted, ys = zip(*predicted, strict=True)
-        axes.plot(
-            xs_predicted, ys, "D", color=COLOURS[1], markerfacecolor="none", markersize=9, label=experiment.predicts
-        )
+        axes.plot(xs_predicted, ys, "D", color="black", markerfacecolor="none", markersize=9, label=experiment.predicts)
     axes.set_xticks(range(len(outcome.x_names)), outcome.x_names)

@@ -29,6 +29,7 @@ BURST_S = (
 BURST_RUNS = 15
 MOST_ROUNDS = 60
 TAIL = 0.025
+LEAST_QUIET = 3  # quiet rounds with which a verdict can be given
 DISTURBED = 0.05  # share of all cores' time that others take in a round, beyond which it is set aside
 
 
@@ -38,7 +39,7 @@ class Estimate:
 
     The interval is free of any assumption on the distribution (order statistics), and holds the medians of the first and
     of the second half of the rounds: a machine that drifts makes it wide. With five values it is their range.
-    spread: third quartile minus first, over the median.
+    spread: third quartile minus first, over the median; of fewer than five values the range.
     """
 
     value: float
@@ -54,7 +55,8 @@ class Estimate:
         n, median = len(ordered), statistics.median(ordered)
         rank = _interval_rank(n)
         halves = [statistics.median(seen[: n // 2]), statistics.median(seen[n // 2 :])] if n >= 6 else []
-        quartiles = ordered[(n - 1) // 4], ordered[(3 * (n - 1)) // 4]
+        # the middle half of fewer than five values says nothing (of two it is empty): their range
+        quartiles = (ordered[0], ordered[-1]) if n < 5 else (ordered[(n - 1) // 4], ordered[(3 * (n - 1)) // 4])
         return cls(
             value=median,
             low=min(ordered[rank], *halves) if halves else ordered[rank],
@@ -103,12 +105,14 @@ class Effort:
 @dataclass(frozen=True, slots=True)
 class Rounds:
     """times_RN[r, n]: seconds of point n in round r. others: share of the cores' time that other processes took, on average
-    over all rounds; set_aside: rounds that were left out because of them.
+    over all rounds; set_aside: rounds that were left out because of them; is_disturbed: fewer than LEAST_QUIET were quiet,
+    so that the times are those of disturbed rounds, too, and decide nothing.
     """
 
     times_RN: np.ndarray
     others: float = 0.0
     set_aside: int = 0
+    is_disturbed: bool = False
 
     def point(self, n: int) -> Estimate:
         """The time of one point."""
@@ -172,8 +176,10 @@ def measure(samplers: Sequence[Sampler], effort: Effort, *, progress: Callable[[
         row = [take() for take in samplers]
         shares.append(others.share())
         (disturbed if shares[-1] > DISTURBED else quiet).append(row)
-    kept = quiet if len(quiet) >= effort.rounds else quiet + disturbed
-    return Rounds(np.array(kept), others=float(np.mean(shares)), set_aside=len(shares) - len(kept))
+    is_disturbed = len(quiet) < min(effort.rounds, LEAST_QUIET)
+    kept = quiet + disturbed if is_disturbed else quiet
+    others_share = float(np.mean(shares))
+    return Rounds(np.array(kept), others=others_share, set_aside=len(shares) - len(kept), is_disturbed=is_disturbed)
 
 
 def _is_settled(rows: Sequence[Sequence[float]], settled: float) -> bool:

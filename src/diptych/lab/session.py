@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import ConfigError, EngineError
-from diptych.lab.experiment import Experiment, Outcome, Point, Stage, Verdict, cannot, outcome_json
+from diptych.lab.experiment import Experiment, Outcome, Point, Roof, Stage, Verdict, cannot, outcome_json
 from diptych.lab.experiments import EXPERIMENTS
 from diptych.lab.fingerprint import fingerprint
 from diptych.lab.report import write_report
 
-FORMAT = 2  # of the saved files; results of another format are measured again
+FORMAT = 3  # of the saved files; results of another format are measured again
 
 
 def choose(names: Sequence[str]) -> list[Experiment]:
@@ -33,6 +33,8 @@ class LabRun:
     """
 
     def __init__(self, stage: Stage, folder: Path) -> None:
+        """Make the folder and find out what a result in it must agree with."""
+        self.kept: list[str] = []  # names of experiments whose earlier results are shown again
         self._stage = stage
         self._folder = folder
         model = stage.model
@@ -62,7 +64,11 @@ class LabRun:
         page = self._folder / "report.html"
         for experiment in experiments:
             kept = results.get(experiment.name)
-            outcome = kept[1] if kept is not None and not kept[1].is_noisy else self._fresh(experiment)
+            if kept is not None and not kept[1].is_noisy:
+                outcome = kept[1]
+                self.kept.append(experiment.name)
+            else:
+                outcome = self._fresh(experiment)
             results[experiment.name] = experiment, outcome
             in_order = [results[one.name] for one in EXPERIMENTS if one.name in results]
             page = write_report(self._folder, in_order, title="The two phases, measured", facts=self._facts)
@@ -100,5 +106,6 @@ class LabRun:
             finding=fields["finding"],
             is_noisy=fields["is_noisy"],
             noise=fields["noise"],
+            roofs=tuple(Roof(**roof) for roof in fields["roofs"]),
             **lists,
         )

@@ -13,10 +13,13 @@ from typing import Any
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
+from diptych.engine.llm import RequestHandle
+from diptych.ground.errors import EngineError
 from diptych.ground.events import Timings, Usage
 from diptych.ground.request import Request
-from diptych.server.segments import ChunkTime, TokenWork, segment_costs
+from diptych.insight.segments import ChunkTime, TokenWork, segment_costs
 from diptych.server.telemetry import RequestLog
+from diptych.server.timelines import Timelines
 
 
 @dataclass(slots=True)
@@ -48,13 +51,34 @@ class Accountant:
     """Turns accounts into JSON, with what is fixed per server: work per token, ceilings, the cost model."""
 
     def __init__(
-        self, *, work: TokenWork, view: CostView | None, ceilings: Ceilings | None, cold_start_s: float
+        self,
+        *,
+        timelines: Timelines,
+        work: TokenWork,
+        view: CostView | None,
+        ceilings: Ceilings | None,
+        cold_start_s: float,
     ) -> None:
+        self._timelines = timelines
         self._work = work
         self._view = view
         self._ceilings = ceilings
         self._cold_start_s = cold_start_s
         self._is_cold = True
+
+    def account(self, handle: RequestHandle, thinking: Sequence[Thinking] = ()) -> Account:
+        """The account of a request whose last delta has arrived."""
+        record = handle.record()
+        logs = self._timelines.find(handle.request_id)
+        if not logs:
+            raise EngineError(f"no log of request {handle.request_id!r} was kept")
+        return Account(
+            request=handle.request,
+            usage=record.usage(),
+            timings=record.timings(),
+            log=logs[0],
+            thinking=tuple(thinking),
+        )
 
     def usage(self, accounts: Sequence[Account]) -> dict[str, Any]:
         """OpenAI's usage, summed over the prompts of one body."""
@@ -73,13 +97,10 @@ class Accountant:
         }
 
     def timings(self, accounts: Sequence[Account]) -> dict[str, Any]:
-        """llama.cpp's keys and ours. Several prompts: the one that ended last, and all of them in `diptych.prompts`."""
+        """llama.cpp's keys and ours. Several prompts: counts and times of all together, each under `diptych.prompts`."""
         cold_s, self._is_cold = (self._cold_start_s if self._is_cold else 0.0), False
         each = [self._one(account, cold_s) for account in accounts]
-        last = max(range(len(each)), key=lambda place: accounts[place].timings.e2e_s)
-        if len(each) == 1:
-            return each[0]
-        return each[last] | {"diptych": each[last]["diptych"] | {"prompts": each}}
+        return each[0] if len(each) == 1 else _together(accounts, each)
 
     def _one(self, account: Account, cold_s: float) -> dict[str, Any]:
         usage, timings = account.usage, account.timings
@@ -158,6 +179,42 @@ class Accountant:
             }
             for cost in costs
         ]
+
+
+def _together(accounts: Sequence[Account], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several prompts of one body, which arrive together, as one: queue until the first of them is begun, prefill until
+    the last has its first token, decode until the last has ended. So queue + prefill + decode = end to end here too.
+    """
+    inner = [one["diptych"] for one in each]
+    queue_s = min(one.timings.queue_s for one in accounts)
+    first_s = max(one.timings.queue_s + one.timings.prefill_s for one in accounts)
+    end_s = max(first_s, *(one.timings.e2e_s for one in accounts))
+    tpots = [one.timings.tpot_s for one in accounts if one.timings.tpot_s is not None]
+    return {
+        "cache_n": sum(one.usage.cached_tokens for one in accounts),
+        **_rates("prompt", sum(one.usage.computed_tokens for one in accounts), first_s - queue_s),
+        **_rates("predicted", sum(one.usage.output_tokens for one in accounts), end_s - first_s),
+        "diptych": {
+            "queue_ms": _ms(queue_s),
+            "prefill_ms": _ms(first_s - queue_s),
+            "decode_ms": _ms(end_s - first_s),
+            "e2e_ms": _ms(end_s),
+            "stall_ms": max(one["stall_ms"] for one in inner),
+            "ttft_ms": _ms(first_s),
+            "tpot_ms": _ms(sum(tpots) / len(tpots)) if tpots else None,
+            "cold_start_ms": inner[0]["cold_start_ms"],
+            "preemptions": sum(one["preemptions"] for one in inner),
+            "recomputed_tokens": sum(one["recomputed_tokens"] for one in inner),
+            "segments": [segment for one in inner for segment in one["segments"]],
+            "prompts": list(each),
+        },
+    }
+
+
+def running_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """vLLM's `continuous_usage_stats`: the usage so far, for every event of a stream."""
+    total = prompt_tokens + completion_tokens
+    return {"usage": {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}}
 
 
 def chunk_times(log: RequestLog, timings: Timings) -> list[ChunkTime]:

@@ -163,10 +163,17 @@ class Admission:
         return backlog.sequences < self._burst_sequences
 
     def _turn_s(self, backlog: Backlog, wait_s: float, *, prompt_tokens: int, now_s: float) -> float:
-        """When to come again: after the line and after those who were sent away before, one turn of service each."""
-        service_s = max(prompt_tokens * self._prefill_token_s, self._service_s / backlog.max_running)
-        turn_s = max(self._next_turn_s, now_s + wait_s) + service_s
-        self._next_turn_s = min(turn_s, now_s + MAX_RETRY_S)
+        """When to come again: after the line and after those who were sent away before, one turn of service each.
+
+        By the time that as many turns are over as there are sequences now, all of these have left. Nobody is told a later
+        time than that: those sent away beyond it share the turns.
+        """
+        turn_s = max(prompt_tokens * self._prefill_token_s, self._service_s / backlog.max_running)
+        first_s = now_s + wait_s + turn_s
+        last_s = now_s + min(MAX_RETRY_S, wait_s + turn_s * max(1, backlog.sequences))
+        self._next_turn_s = max(self._next_turn_s + turn_s, first_s)
+        if self._next_turn_s > last_s:
+            self._next_turn_s = min(first_s, last_s)
         return self._next_turn_s - now_s
 
     @contextmanager

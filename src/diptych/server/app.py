@@ -6,35 +6,47 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from diptych.engine.engine import Engine
 from diptych.ground.clock import wall_time_s
 from diptych.ground.errors import EngineError
-from diptych.server.chat import Chat, render_messages
-from diptych.server.completions import Completion
-from diptych.server.door import RequireKey, read_body, unless_disconnected
+from diptych.server.answers import JsonAnswer, json_bytes
+from diptych.server.chat import ChatAnswer
+from diptych.server.completions import CompletionAnswer
+from diptych.server.door import RequireKey, unless_disconnected
 from diptych.server.errors import ApiError, error_response, from_engine_error
-from diptych.server.generation import check_model
-from diptych.server.live import timeline_json
+from diptych.server.fields import ignored_header
 from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses
-from diptych.server.schema import ChatBody, CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
+from diptych.server.request_id import RequestIds, request_id_of
+from diptych.server.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TemplateBody,
+    TokenizeBody,
+)
+from diptych.server.sites import site_middleware
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
+from diptych.server.telemetry import Distribution
+from diptych.server.timelines import timelines_json
 
 logger = logging.getLogger("diptych.server")
 
-MAX_COUNTED_TOKENS = 65536  # of a text that is only tokenised, where the model's context is shorter
+WATCH_S = 0.05
+LOG_EVERY_S = 10.0
 PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -55,19 +67,26 @@ def create_app(state: ServerState) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         state.engine.subscribe(state.telemetry.on_events)
+        watch = asyncio.ensure_future(watch_loop(state.telemetry.loop_lag_s))
         try:
             yield
         finally:
+            watch.cancel()
             state.live.close()
             state.workers.close()
 
     key = state.config.api_key
-    middleware = [Middleware(RequireKey, key=key)] if key is not None else []
+    middleware = [
+        Middleware(RequestIds),
+        *site_middleware(state.config),
+        *([Middleware(RequireKey, key=key)] if key is not None else []),
+    ]
     app = FastAPI(
         title="Diptych",
         version=state.model.version,
         docs_url=None,
         redoc_url=None,  # both load scripts from elsewhere
+        openapi_url=None,  # made on a thread, as it takes 0.1 s
         lifespan=lifespan,
         middleware=middleware,
     )
@@ -81,13 +100,41 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
+async def watch_loop(lag_s: Distribution) -> None:
+    """Note how late timers fire, for ever. What holds the event loop or the interpreter holds every stream."""
+    now_s = asyncio.get_running_loop().time
+    while True:
+        due_s = now_s() + WATCH_S
+        await asyncio.sleep(WATCH_S)
+        lag_s.add(max(0.0, now_s() - due_s))
+
+
+class OverloadLog:
+    """Tells of refusals for overload at most every LOG_EVERY_S: a flood must not fill the log too."""
+
+    def __init__(self) -> None:
+        self._n_refused = 0
+        self._next_s = float("-inf")
+
+    def note(self, error: ApiError, now_s: float) -> None:
+        """Count one, and log those that have come since the last line."""
+        self._n_refused += 1
+        if now_s >= self._next_s:
+            logger.warning("overloaded refused=%d last=%r", self._n_refused, error.message.partition("\n")[0])
+            self._n_refused, self._next_s = 0, now_s + LOG_EVERY_S
+
+
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
+    overload = OverloadLog()
+
     def refuse(error: ApiError) -> Response:
         state.telemetry.on_refused(error.status)
+        if error.status == 503:
+            overload.note(error, state.now_s())
         return error_response(error)
 
     async def on_known(request: Request, error: Exception) -> Response:
-        return refuse(from_engine_error(error, retry_after_s=state.retry_after_s()))
+        return refuse(from_engine_error(error, retry_after_s=state.desk.retry_after_s()))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -115,104 +162,126 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_generation(app: FastAPI, state: ServerState) -> None:
-    async def generate(request: Request, job: Completion | Chat, *, is_stream: bool) -> Response:
+    def free_id(request: Request) -> str | None:
+        """The id in the client's header, unless a request under it is still open: proxies send a retry under the same one."""
+        name = request_id_of(request)
+        is_open = name is not None and any(log.end_s is None for log in state.timelines.find(name))
+        return None if is_open else name
+
+    async def generate(request: Request, job: CompletionAnswer | ChatAnswer, body: GenerationBody) -> Response:
         await job.start()
-        if is_stream:
-            return EventStream(job.stream(), on_close=job.close)
+        headers = ignored_header(body.ignored_fields)
+        if body.stream:
+            return EventStream(job.stream(), on_close=job.close, headers=headers)
         try:
             answer = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
         finally:
             job.close()
-        return JSONResponse(answer)
+        if body.is_answered_at_length:
+            return JsonAnswer(await state.workers.run(json_bytes, answer), headers=headers)
+        return JsonAnswer(to_json(answer), headers=headers)
 
     @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=responses(400, 404, 413, 503))
     async def completions(request: Request) -> Response:
         """Continue a text or token ids."""
         arrival_s = state.now_s()
-        body = await read_body(request, CompletionBody, state.workers)
-        return await generate(request, Completion(state, body, arrival_s=arrival_s), is_stream=bool(body.stream))
+        body = await state.bodies.read(request, CompletionBody)
+        body.request_id = body.request_id or free_id(request)
+        return await generate(request, CompletionAnswer(state.generation, body, arrival_s=arrival_s), body)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=responses(400, 404, 413, 503))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         arrival_s = state.now_s()
-        body = await read_body(request, ChatBody, state.workers)
-        return await generate(request, Chat(state, body, arrival_s=arrival_s), is_stream=bool(body.stream))
+        body = await state.bodies.read(request, ChatBody)
+        body.request_id = body.request_id or free_id(request)
+        return await generate(request, ChatAnswer(state.generation, body, arrival_s=arrival_s), body)
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:
-    counted_tokens = max(state.context_tokens, MAX_COUNTED_TOKENS)
-
-    def ids_of(body: TokenizeBody) -> list[int]:
-        text = body.prompt or ""
-        state.tokenizer.refuse_endless(text, counted_tokens)
-        return state.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
+    context_tokens, reader = state.model.max_context_tokens, state.reader
+    counted_tokens = state.counted_tokens
 
     @app.post("/tokenize", openapi_extra=body_of(TokenizeBody), responses=responses(400, 404, 413))
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         """Token ids of a text or of messages."""
-        body = await read_body(request, TokenizeBody, state.workers)
-        check_model(state, body.model)
+        body = await state.bodies.read(request, TokenizeBody)
+        state.generation.check_model(body.model)
         if body.messages is not None:
-            rendered = await render_messages(state, body, limit_tokens=counted_tokens)
-            ids = list(rendered.token_ids)
+            ids = (await reader.render(body, limit_tokens=counted_tokens)).token_ids
         else:
-            ids = await state.workers.run(ids_of, body)
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": state.context_tokens, "tokens": ids}
-        if body.return_token_strs:
-            answer["token_strs"] = [state.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
-        return answer
+            add = body.add_special_tokens is not False
+            [ids] = await reader.ids([body.prompt or ""], limit_tokens=counted_tokens, add_special_tokens=add)
+        with_texts = bool(body.return_token_strs)
+
+        def encoded() -> bytes:
+            answer: dict[str, Any] = {"count": len(ids), "max_model_len": context_tokens, "tokens": list(ids)}
+            if with_texts:
+                answer["token_strs"] = [reader.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
+            return json_bytes(answer)
+
+        return JsonAnswer(await state.workers.run(encoded))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody), responses=responses(400, 404, 413))
     async def detokenize(request: Request) -> dict[str, Any]:
         """Text of token ids."""
-        body = await read_body(request, DetokenizeBody, state.workers)
-        check_model(state, body.model)
-        highest = state.engine.loaded.model.spec.vocab_size - 1
-        if body.tokens and max(body.tokens) > highest:
-            raise ApiError(400, f"tokens holds {max(body.tokens)}; ids must be at most {highest}", param="tokens")
-        text = await state.workers.run(partial(state.tokenizer.decode, body.tokens, skip_special_tokens=False))
-        return {"prompt": text}
+        body = await state.bodies.read(request, DetokenizeBody)
+        state.generation.check_model(body.model)
+        highest, asked = state.engine.loaded.model.spec.vocab_size - 1, max(body.tokens, default=0)
+        if asked > highest:
+            raise ApiError(400, f"tokens holds {asked}; ids must be at most {highest}", param="tokens")
+        return {"prompt": await reader.text(body.tokens, skip_special_tokens=False)}
 
     @app.post("/apply-template", openapi_extra=body_of(TemplateBody), responses=responses(400, 404, 413))
-    async def apply_template(request: Request) -> dict[str, Any]:
+    async def apply_template(request: Request) -> Response:
         """What the chat template makes of messages, with the token range of each part and what the cache holds."""
-        body = await read_body(request, TemplateBody, state.workers)
-        check_model(state, body.model)
-        rendered = await render_messages(state, body, limit_tokens=counted_tokens, documents=body.documents)
+        body = await state.bodies.read(request, TemplateBody)
+        state.generation.check_model(body.model)
+        rendered = await reader.render(body, limit_tokens=counted_tokens, documents=body.documents)
 
         def hits(engine: Engine) -> int:
-            return engine.core.prefix_match(rendered.token_ids, None)
+            return engine.core.prefix_match(rendered.token_ids, body.cache_salt)
 
-        return {
-            "prompt": rendered.text,
-            "tokens": list(rendered.token_ids),
-            "segments": [
-                {"name": one.name, "start": one.start, "end": one.end, "tokens": one.end - one.start}
-                for one in rendered.segments
-            ],
-            "cached_tokens": await state.engine.call(hits),
-            "block_tokens": state.model.block_tokens,
-        }
+        cached_tokens = await state.engine.call(hits)
+
+        def encoded() -> bytes:
+            return json_bytes(
+                {
+                    "prompt": rendered.text,
+                    "tokens": list(rendered.token_ids),
+                    "segments": [
+                        {"name": one.name, "start": one.start, "end": one.end, "tokens": one.end - one.start}
+                        for one in rendered.segments
+                    ],
+                    "cached_tokens": cached_tokens,
+                    "block_tokens": state.model.block_tokens,
+                }
+            )
+
+        return JsonAnswer(await state.workers.run(encoded))
 
 
 def _add_requests(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/requests/{request_id}/timeline", responses=responses(404))
-    async def timeline(request_id: str) -> dict[str, Any]:
+    async def timeline(request_id: str) -> Response:
         """Chunks, tokens, stalls and preemptions of an open or recent request."""
-        log = state.timelines.find(request_id)
-        if log is None:
+        logs = state.timelines.find(request_id)
+        if not logs:
             raise ApiError(404, f"no request {request_id[:100]!r} is open or among the last ones", code="not_found")
-        return timeline_json(log, now_s=state.now_s())
+        now_s = state.now_s()
+        return JsonAnswer(await state.workers.run(lambda: json_bytes(timelines_json(request_id, logs, now_s=now_s))))
 
     @app.delete("/v1/requests/{request_id}", responses=responses(404))
     async def abort(request_id: str) -> dict[str, Any]:
         """End an open request; its reader gets finish_reason "abort"."""
-        log = state.timelines.find(request_id)
-        if log is None or log.request_id not in state.telemetry.logs:
+        still_open = [log for log in state.timelines.find(request_id) if log.request_id in state.telemetry.logs]
+        if not still_open:
             raise ApiError(404, f"no request {request_id[:100]!r} is open", code="not_found")
-        state.engine.abort(log.request_id)
-        return {"id": log.request_id, "object": "request.aborted", "aborted": True}
+        for log in still_open:
+            state.engine.abort(log.request_id)
+        # several: the prompts of one body
+        name = still_open[0].request_id if len(still_open) == 1 else request_id
+        return {"id": name, "object": "request.aborted", "aborted": True}
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> dict[str, Any]:
@@ -232,7 +301,7 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
     @app.get("/ready", responses=responses(503))
     async def ready() -> dict[str, str]:
         """The model is loaded and requests are taken; false while draining."""
-        state.refuse_when_draining()
+        state.desk.refuse_when_draining()
         return {"status": "ready"}
 
     def model_card() -> dict[str, Any]:
@@ -242,12 +311,17 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
             "created": created,
             "owned_by": "diptych",
             "root": state.engine.loaded.name,  # where clients look for the tokenizer
-            "max_model_len": state.context_tokens,
+            "max_model_len": state.model.max_context_tokens,
             "backend": state.model.backend,
             "weights": state.model.weights,
         }
 
     created = int(wall_time_s())
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """The OpenAPI document."""
+        return JsonAnswer(await state.workers.run(lambda: json_bytes(app.openapi())))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -257,14 +331,14 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models/{name:path}", responses=responses(404))
     async def model(name: str) -> dict[str, Any]:
         """One model by name."""
-        check_model(state, name)
+        state.generation.check_model(name)
         return model_card()
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""
         return Response(
-            exposition(state.collector, state.engine.stats(), state.outlook()),
+            exposition(state.collector, state.engine.stats(), state.desk.outlook()),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 

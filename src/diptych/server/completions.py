@@ -7,28 +7,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from diptych.ground.clock import wall_time_s
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import TokenLogprobs
+from diptych.server.accounting import running_usage
+from diptych.server.answers import Fragments
 from diptych.server.errors import ApiError
 from diptych.server.generation import (
-    Ids,
+    Generation,
     OpenedRequest,
     StepDelta,
     asked,
-    check_model,
     close_all,
     merged_steps,
     open_requests,
-    output_limit,
     sampling_params,
 )
-from diptych.server.schema import MAX_PROMPTS, CompletionBody, Prompt
+from diptych.server.schema import MAX_PROMPTS, CompletionBody
 from diptych.server.sse import DONE, error_event, event
-from diptych.server.state import ServerState
 from diptych.server.structured import structured_spec
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -41,17 +42,18 @@ class _Choice:
     prompt: int
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: Fragments = field(default_factory=Fragments)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     shown_chars: int = 0
 
 
-class Completion:
+class CompletionAnswer:
     """One body on its way to an answer. `opened` is set by `start`; `close` must follow in every case."""
 
-    def __init__(self, state: ServerState, body: CompletionBody, *, arrival_s: float) -> None:
-        self._state = state
+    def __init__(self, generation: Generation, body: CompletionBody, *, arrival_s: float) -> None:
+        self._generation = generation
         self._body = body
         self._asked = asked(body, prefix="cmpl", arrival_s=arrival_s)
         self._created = int(wall_time_s())
@@ -62,29 +64,29 @@ class Completion:
 
     async def start(self) -> None:
         """Tokenise, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
-        body, state = self._body, self._state
-        check_model(state, body.model)
+        body, generation = self._body, self._generation
+        generation.check_model(body.model)
         if body.max_tokens == 0 and not self._is_prompt_only:
             raise ApiError(400, "max_tokens is 0; it must be at least 1 (0 only with echo)", param="max_tokens")
         n_choices = len(body.prompt) * (body.n or 1)
         if n_choices > MAX_PROMPTS * 4:
             raise ApiError(400, f"{n_choices} choices are asked for; at most {MAX_PROMPTS * 4} are made", param="n")
-        prompts = await self._token_ids(body.prompt)
+        prompts = await generation.reader.ids(
+            body.prompt,
+            limit_tokens=generation.context_tokens,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
         if body.echo:
-            decode = state.tokenizer.decode
             self._echoes = [
-                sent if isinstance(sent, str) else await state.workers.run(decode, list(ids))
+                sent if isinstance(sent, str) else await generation.reader.text(ids)
                 for sent, ids in zip(body.prompt, prompts, strict=True)
             ]
         structured = structured_spec(body)
         sampling: list[SamplingParams] = [
             sampling_params(
                 body,
-                max_tokens=output_limit(
-                    body.max_tokens,
-                    default=DEFAULT_MAX_TOKENS,
-                    prompt_tokens=len(ids),
-                    context_tokens=state.context_tokens,
+                max_tokens=generation.output_limit(
+                    body.max_tokens, default=DEFAULT_MAX_TOKENS, prompt_tokens=len(ids), param="max_tokens"
                 ),
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,
@@ -92,20 +94,7 @@ class Completion:
             )
             for ids in prompts
         ]
-        self.opened = await open_requests(state, prompts, sampling, self._asked)
-
-    async def _token_ids(self, prompts: Sequence[Prompt]) -> list[Ids]:
-        tokenizer, limit = self._state.tokenizer, self._state.context_tokens
-
-        def ids_of(prompt: Prompt) -> Ids:
-            if isinstance(prompt, str):
-                tokenizer.refuse_endless(prompt, limit)
-                return tuple(tokenizer.encode(prompt))
-            return tuple(prompt)
-
-        if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= 2048:
-            return [ids_of(prompt) for prompt in prompts]
-        return await self._state.workers.run(lambda: [ids_of(prompt) for prompt in prompts])
+        self.opened = await open_requests(generation.desk, prompts, sampling, self._asked)
 
     def close(self) -> None:
         """Abort what still runs."""
@@ -117,23 +106,37 @@ class Completion:
         async for steps in merged_steps(self.opened):
             for step in steps:
                 self._add(choices[step.prompt * self._n + step.index], step)
-        return self._frame([self._whole(number, choice) for number, choice in enumerate(choices)]) | self._accounts()
+
+        def whole() -> list[dict[str, Any]]:
+            return [self._whole(number, choice) for number, choice in enumerate(choices)]
+
+        made = await self._generation.workers.run(whole) if self._body.is_answered_at_length else whole()
+        return self._frame(made) | self._accounts()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Events: one per step and choice, usage and timings on the last, then [DONE]."""
         choices = self._new_choices()
-        n_open = len(choices)
-        includes_usage = self._body.stream_options is not None and bool(self._body.stream_options.include_usage)
+        n_open, n_made = len(choices), 0
+        n_prompt = sum(len(one.handle.request.prompt_token_ids) for one in self.opened)
+        options = self._body.stream_options
+        includes_usage = options is not None and bool(options.include_usage)
+        counts_usage = options is not None and bool(options.continuous_usage_stats)
         try:
             async for steps in merged_steps(self.opened):
                 for step in steps:
                     number = step.prompt * self._n + step.index
                     n_open -= step.finish_reason is not None
-                    data = self._frame([self._part(number, choices[number], step)])
+                    part = partial(self._part, number, choices[number], step)
+                    # with echo the first one holds the whole prompt
+                    is_long = bool(self._body.echo) and self._body.is_answered_at_length
+                    data = self._frame([await self._generation.workers.run(part) if is_long else part()])
+                    n_made += len(step.token_ids)
+                    if counts_usage:
+                        data |= running_usage(n_prompt, n_made)
                     if n_open == 0 and not includes_usage:
                         self.close()
                         data |= self._accounts()
-                    yield event(data)
+                    yield await self._generation.workers.run(event, data) if is_long else event(data)
             if includes_usage:
                 yield event(self._frame([]) | self._accounts())
             yield DONE
@@ -152,23 +155,29 @@ class Completion:
     def _add(self, choice: _Choice, step: StepDelta) -> None:
         choice.text.append(step.text)
         choice.token_ids += step.token_ids
-        choice.logprobs += step.logprobs
+        if self._body.logprobs is not None and not self._is_prompt_only:
+            token_logprobs, top_logprobs = self._weighed(step.logprobs)
+            choice.token_logprobs += token_logprobs
+            choice.top_logprobs.add(top_logprobs)
         if step.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = step.finish_reason, step.stop_reason
 
     def _whole(self, number: int, choice: _Choice) -> dict[str, Any]:
         text = "" if self._is_prompt_only else "".join(choice.text)
-        entries: list[TokenLogprobs | None] = [] if self._is_prompt_only else list(choice.logprobs)
         ids: list[int] = [] if self._is_prompt_only else choice.token_ids
+        token_logprobs, top_logprobs = choice.token_logprobs, choice.top_logprobs
         handle = self.opened[choice.prompt].handle
         prompt_ids = list(handle.request.prompt_token_ids)
         if self._body.echo:
             text = self._echoes[choice.prompt] + text
-            entries = [*handle.prompt_logprobs, *entries]
+            of_prompt, top_of_prompt = self._weighed(handle.prompt_logprobs)
+            token_logprobs, top_logprobs = of_prompt + token_logprobs, Fragments()
+            top_logprobs.add(top_of_prompt)
+            top_logprobs.parts += choice.top_logprobs.parts
             ids = prompt_ids + ids
         shown = self._shape(number, text, choice)
         if self._body.logprobs is not None:
-            shown["logprobs"] = self._logprobs(ids, entries, offset=0)
+            shown["logprobs"] = self._logprobs(ids, token_logprobs, top_logprobs, offset=0)
         if self._body.return_token_ids:
             shown["prompt_token_ids"], shown["token_ids"] = prompt_ids, choice.token_ids
         return shown
@@ -189,7 +198,7 @@ class Completion:
         choice.token_ids += step.token_ids
         shown = self._shape(number, text, choice)
         if self._body.logprobs is not None:
-            shown["logprobs"] = self._logprobs(ids, entries, offset=choice.shown_chars)
+            shown["logprobs"] = self._logprobs(ids, *self._weighed(entries), offset=choice.shown_chars)
         if self._body.return_token_ids:
             shown["token_ids"] = step.token_ids
             if is_first:
@@ -206,44 +215,58 @@ class Completion:
             "stop_reason": choice.stop_reason,
         }
 
-    def _logprobs(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], *, offset: int) -> dict[str, Any]:
-        """OpenAI's four parallel lists. A token's text may be half a character; it shows as U+FFFD then."""
+    def _weighed(
+        self, entries: Sequence[TokenLogprobs | None]
+    ) -> tuple[list[float | None], list[dict[str, float] | None]]:
+        """The log-probability of each token, and its alternatives by their text."""
         name = self._name
-        tokens = [name(token_id) for token_id in ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
+        return (
+            [None if entry is None else finite(entry.logprob) for entry in entries],
+            [
                 None
                 if entry is None
                 else {name(one): finite(logprob) for one, logprob in (*entry.top, (entry.token_id, entry.logprob))}
                 for entry in entries
             ],
-            "text_offset": offsets,
+        )
+
+    def _logprobs(
+        self,
+        ids: Sequence[int],
+        token_logprobs: Sequence[float | None],
+        top_logprobs: Sequence[dict[str, float] | None] | Fragments,
+        *,
+        offset: int,
+    ) -> dict[str, Any]:
+        """OpenAI's four parallel lists. A token's text may be half a character; it shows as U+FFFD then."""
+        tokens = [self._name(token_id) for token_id in ids]
+        offsets = list(accumulate((len(token) for token in tokens), initial=offset))
+        return {
+            "tokens": tokens,
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets[:-1],
         }
 
     def _name(self, token_id: int) -> str:
-        return self._state.tokenizer.token_bytes(token_id).decode(errors="replace")
+        return self._generation.reader.tokenizer.token_bytes(token_id).decode(errors="replace")
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": self._asked.response_id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._state.model.name,
+            "model": self._generation.model.name,
             "choices": choices,
         }
 
     def _accounts(self) -> dict[str, Any]:
-        accounts = [self._state.account(one.handle, []) for one in self.opened]
-        usage = self._state.accountant.usage(accounts)
+        accountant = self._generation.accountant
+        accounts = [accountant.account(one.handle) for one in self.opened]
+        usage = accountant.usage(accounts)
         if self._is_prompt_only:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return {"usage": usage, "timings": self._state.accountant.timings(accounts)}
+        return {"usage": usage, "timings": accountant.timings(accounts)}
 
 
 def finite(logprob: float) -> float:

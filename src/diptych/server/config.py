@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
+_HOST = re.compile(r"[A-Za-z0-9._-]+")
 METRICS_COMPAT = ("vllm", "none")
 
 
@@ -18,18 +21,26 @@ class ServerConfig:
     max_queue_s: a request that would wait longer than this for its first step is refused with 503, bursts excepted (see
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
+    allowed_hosts: names in `Host` besides this machine's own, "*" for any; allow_origins: sites whose pages may use the
+    server (CORS), such as https://app.example.com, "*" for any (see `server.sites`).
+    max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
+    reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
     is_insecure: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
     served_model_name: str | None = None
     max_queue_s: float | None = None
     max_open_requests: int = 1024
+    max_body_bytes: int | None = None
     drain_timeout_s: float = 30.0
     metrics_compat: str = "vllm"
     kept_timelines: int = 256
+    reads_control_tokens: bool = False
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -41,7 +52,26 @@ class ServerConfig:
         if self.drain_timeout_s < 0.0:
             raise ConfigError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
         at_least("max_open_requests", self.max_open_requests, 1)
+        if self.max_body_bytes is not None:
+            at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("kept_timelines", self.kept_timelines, 0)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ConfigError(
+                "the API key is empty, or holds a line break or another character that no HTTP header can carry",
+                hint="$(cat FILE) drops the line break at the end of a file",
+            )
+        for origin in self.allow_origins:
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise ConfigError(
+                    f"allow_origin is {origin!r}; it must be a site such as https://app.example.com, or *",
+                    hint="leave out the path and the slash at the end, as browsers do",
+                )
+        for host in self.allowed_hosts:
+            if host != "*" and _HOST.fullmatch(host) is None:
+                raise ConfigError(
+                    f"allowed_host is {host!r}; it must be a name such as llm.example.com, or *",
+                    hint="leave out the scheme and the port",
+                )
         if self.metrics_compat not in METRICS_COMPAT:
             raise ConfigError(
                 f"metrics_compat is {self.metrics_compat!r}; it must be one of {', '.join(METRICS_COMPAT)}"

@@ -11,23 +11,35 @@ import binascii
 import hmac
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from diptych.server.errors import ApiError, error_response, from_validation_error
-from diptych.server.schema import MAX_BODY_BYTES, Body
+from diptych.server.schema import Body
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 60.0
-# all bodies being read or parsed at one time; 300 clients with 32 MiB each must not fill the memory
-MAX_BODIES_BYTES = 512 * 1024 * 1024
+# a token of English has 4 to 5 bytes, of spaces up to 64; JSON may write 6 for each character (\u00e9)
+BODY_BYTES_PER_TOKEN = 32
+# tools, schemas, metadata, and several prompts in one body
+BODY_ROOM_BYTES = 4 * 1024 * 1024
 # below this many bytes, parsing costs less than a hand-over to a thread (about 0.1 ms)
 INLINE_BODY_BYTES = 16 * 1024
+# above it, bodies are parsed one after the other, as each parse holds the interpreter, and with it every stream
+SERIAL_BODY_BYTES = 256 * 1024
+# A parse holds the interpreter for about a microsecond per key, object or list, and a tenth of that per entry of a list
+# (2.1 GHz, pydantic 2.14), so that these take some 60 ms
+# each. 16,384 messages have 50,000 keys and objects.
+MAX_NODES = 65_536
+MAX_ENTRIES = 300_000  # 64 prompts of 4,096 token ids have 262,144
+_PIECE_BYTES = 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -132,12 +144,76 @@ def _sent_key(header: bytes) -> bytes:
     return b""
 
 
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """What a body may have: bytes, keys + objects + lists, entries of lists; and bytes of all bodies at one time."""
+
+    max_bytes: int
+    max_nodes: int
+    max_entries: int
+
+    @classmethod
+    def of_context(cls, context_tokens: int, max_bytes: int | None = None) -> BodyLimits:
+        """What requests need whose prompts have at most `context_tokens` tokens; max_bytes: asked for instead."""
+        return cls(
+            max_bytes=max_bytes or BODY_ROOM_BYTES + BODY_BYTES_PER_TOKEN * context_tokens,
+            max_nodes=max(MAX_NODES, context_tokens),
+            max_entries=max(MAX_ENTRIES, 4 * context_tokens),
+        )
+
+    @property
+    def max_all_bytes(self) -> int:
+        """Of all bodies that are being read or parsed: hundreds of clients must not fill the memory."""
+        return 8 * self.max_bytes
+
+    def check_sizes(self, size: int, all_sizes: int) -> None:
+        """Raise 413 for a body that is too large, 503 when there are too many large ones."""
+        if size > self.max_bytes:
+            raise ApiError(
+                413,
+                f"body has {size} bytes or more; at most {self.max_bytes} are read\n"
+                "hint: shorten the prompt, send fewer prompts in one body, or raise --max-body-bytes",
+                code="body_too_large",
+            )
+        if all_sizes > self.max_all_bytes:
+            raise ApiError(503, "too many large bodies at one time", code="overloaded", retry_after_s=1.0)
+
+    def check_shape(self, raw: bytearray) -> None:
+        """Raise 413 for millions of values in few bytes: parsing would hold every stream and take 50 bytes per byte."""
+        if len(raw) <= min(self.max_nodes, self.max_entries):
+            return
+        nodes, entries = json_shape(raw)
+        for name, number, limit in (
+            ("keys, objects and lists", nodes, self.max_nodes),
+            ("entries", entries, self.max_entries),
+        ):
+            if number > limit:
+                raise ApiError(413, f"body has {number} {name}; at most {limit} are read", code="body_too_large")
+
+
+def json_shape(raw: bytearray) -> tuple[int, int]:
+    """(keys + objects + lists, commas) of JSON text, strings left out. For any bytes; nearly all of it without the GIL."""
+    nodes = entries = 0
+    is_inside, held = 0, b""
+    for start in range(0, len(raw), _PIECE_BYTES):
+        piece = held + raw[start : start + _PIECE_BYTES]
+        # a pair of backslashes is a character of a string, and so is a quote behind one: neither ends it
+        held = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
+        piece = piece[: len(piece) - len(held)].replace(b"\\\\", b"").replace(b'\\"', b"")
+        codes = np.frombuffer(piece, np.uint8)
+        quotes = np.cumsum(codes == ord('"'), dtype=np.uint8)
+        outside = codes[(quotes & 1) == is_inside]
+        is_inside ^= int(quotes[-1]) & 1 if len(quotes) else 0
+        entries += int(np.count_nonzero(outside == ord(",")))
+        nodes += sum(int(np.count_nonzero(outside == ord(mark))) for mark in ":{[")
+    return nodes, entries
+
+
 class Workers:
-    """Threads for what takes long and needs no engine: parsing, templates, tokenising, grammars."""
+    """Threads for what takes long and needs no engine: parsing, templates, tokenising, grammars, large answers."""
 
     def __init__(self, threads: int = 4) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="diptych-text")
-        self.bodies_bytes = 0
 
     async def run(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         """Call on a thread and wait without holding the event loop."""
@@ -148,31 +224,52 @@ class Workers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def read_body(request: Request, body_type: type[AnyBody], workers: Workers) -> AnyBody:
-    """Read and validate a JSON body. Raises ApiError 400, 408, 413 or 503; ClientDisconnect when the client left."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise ApiError(400, f"content-type is {kind!r}; it must be 'application/json'", code="invalid_content_type")
-    announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-        raise _too_large(int(announced))
-    raw = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                workers.bodies_bytes += len(part)
-                raw += part
-                _check_sizes(len(raw), workers.bodies_bytes)
+class BodyReader:
+    """Reads and validates JSON bodies within `limits`. Used on one event loop."""
+
+    def __init__(self, workers: Workers, limits: BodyLimits) -> None:
+        self.limits = limits
+        self._workers = workers
+        self._held_bytes = 0  # of all bodies being read or parsed
+        self._large = asyncio.Lock()
+
+    async def read(self, request: Request, body_type: type[AnyBody]) -> AnyBody:
+        """Raises ApiError 400, 408, 413, 415 or 503; ClientDisconnect when the client left."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            raise ApiError(415, f"content-type is {kind!r}; it must be 'application/json'", code="invalid_content_type")
+        announced = request.headers.get("content-length", "0")
+        self.limits.check_sizes(int(announced) if announced.isdigit() else 0, 0)
+        raw = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.stream():
+                    self._held_bytes += len(part)
+                    raw += part
+                    self.limits.check_sizes(len(raw), self._held_bytes)
+            return await self._parse(raw, body_type)
+        except TimeoutError:
+            message = f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds"
+            raise ApiError(408, message, code="body_timeout") from None
+        finally:
+            self._held_bytes -= len(raw)
+
+    async def _parse(self, raw: bytearray, body_type: type[AnyBody]) -> AnyBody:
         if len(raw) <= INLINE_BODY_BYTES:
-            return parse(bytes(raw), body_type)
-        return await workers.run(parse, bytes(raw), body_type)
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds", code="body_timeout") from None
-    finally:
-        workers.bodies_bytes -= len(raw)
+            return parse(raw, body_type)
+        if len(raw) <= SERIAL_BODY_BYTES:
+            return await self._workers.run(parse_within, raw, body_type, self.limits)
+        async with self._large:
+            return await self._workers.run(parse_within, raw, body_type, self.limits)
 
 
-def parse(raw: bytes, body_type: type[AnyBody]) -> AnyBody:
+def parse_within(raw: bytearray, body_type: type[AnyBody], limits: BodyLimits) -> AnyBody:
+    """`parse`, when the body's shape is within the limits. Raises ApiError 400 or 413."""
+    limits.check_shape(raw)
+    return parse(raw, body_type)
+
+
+def parse(raw: bytes | bytearray, body_type: type[AnyBody]) -> AnyBody:
     """Validate JSON bytes. Raises ApiError 400."""
     try:
         return body_type.model_validate_json(raw)
@@ -180,17 +277,6 @@ def parse(raw: bytes, body_type: type[AnyBody]) -> AnyBody:
         raise from_validation_error(error) from None
     except UnicodeEncodeError:  # a lone surrogate, legal in JSON escapes but no text
         raise ApiError(400, "body holds a lone surrogate; text must be valid Unicode", code="invalid_json") from None
-
-
-def _check_sizes(size: int, all_sizes: int) -> None:
-    if size > MAX_BODY_BYTES:
-        raise _too_large(size)
-    if all_sizes > MAX_BODIES_BYTES:
-        raise ApiError(503, "too many large bodies at one time", code="overloaded", retry_after_s=1.0)
-
-
-def _too_large(size: int) -> ApiError:
-    return ApiError(413, f"body has {size} bytes or more; at most {MAX_BODY_BYTES} are read", code="body_too_large")
 
 
 async def until_disconnect(receive: Receive) -> None:

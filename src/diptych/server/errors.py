@@ -9,18 +9,24 @@ Owns the mapping from `EngineError` to HTTP. Imports ground only, besides the we
 from __future__ import annotations
 
 import math
+import reprlib
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError, SequenceError
+from diptych.server.wording import complaint
 
 MAX_SHOWN_VALUE = 120  # characters of a refused value that are repeated in the message
+_BRIEF = reprlib.Repr()  # looks at the beginning of a value only, as it may have a million entries
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = MAX_SHOWN_VALUE
+_BRIEF.maxlist = _BRIEF.maxdict = 12
 
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -76,7 +82,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> ApiError:
-    """Translate an engine's error. Unknown exceptions become 500 without their text: it may hold other users' data."""
+    """Translate an engine's error. What is no fault of the client becomes 500 without its text: it is for the log alone."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLong):
@@ -86,9 +92,9 @@ def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> Ap
     if isinstance(error, CapacityError):
         return ApiError(503, str(error), param=error.param, code="overloaded", retry_after_s=retry_after_s)
     if isinstance(error, SequenceError):
-        return ApiError(500, f"this request failed: {error.message}", code="request_failed")
+        return ApiError(500, "this request failed in the engine; see the server's log", code="request_failed")
     if isinstance(error, EngineError):
-        return ApiError(500, f"the engine failed: {error.message}", code="engine_failed")
+        return ApiError(500, "the engine failed; see the server's log", code="engine_failed")
     return ApiError(500, "the server failed while answering; see its log", code="internal_error")
 
 
@@ -98,22 +104,17 @@ def from_validation_error(error: ValidationError) -> ApiError:
     # of the branches of a union, the one that got furthest is what the client meant
     first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
-        return ApiError(400, f"body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
+        return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     path = _path(first["loc"])
     if first["type"] == "missing":
         return ApiError(400, f"{path} is missing; it is required", param=path, code="missing_required_parameter")
-    reason = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    if not path:
-        return ApiError(400, reason, param=first.get("ctx", {}).get("param"), code="invalid_value")
-    message = f"{path} is {shown(first['input'])}; it must be {reason}"
-    if first["type"] == "value_error":
-        message = f"{path} {reason}"
-    return ApiError(400, message, param=path, code="invalid_value")
+    message = complaint(first, path, shown(first["input"]))
+    return ApiError(400, message, param=path or first.get("ctx", {}).get("param"), code="invalid_value")
 
 
 def shown(value: object) -> str:
     """A refused value, short enough for a message and free of lone surrogates."""
-    text = repr(value)
+    text = _BRIEF.repr(value)
     text = text if len(text) <= MAX_SHOWN_VALUE else text[:MAX_SHOWN_VALUE] + "..."
     return text.encode("utf-8", "replace").decode()
 

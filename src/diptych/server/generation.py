@@ -7,6 +7,7 @@ also when the client leaves half-way; then its account is final and counted.
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -14,16 +15,65 @@ from dataclasses import dataclass, field
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import RequestHandle
 from diptych.engine.text.template import RenderedPrompt
-from diptych.ground.errors import EngineError, GrammarError
+from diptych.ground.errors import EngineError, GrammarError, RequestError
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.ground.step import TokenLogprobs
+from diptych.server.accounting import Accountant
+from diptych.server.desk import Desk
+from diptych.server.door import Workers
 from diptych.server.errors import ApiError, from_engine_error
+from diptych.server.metrics_export import ServedModel
+from diptych.server.reader import Ids, Reader
 from diptych.server.schema import GenerationBody
-from diptych.server.state import ServerState
 from diptych.server.structured import constraint_field
 
-Ids = tuple[int, ...]
+logger = logging.getLogger("diptych.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What the generation routes need of the server, and nothing else. names: those under which the model may be asked for."""
+
+    model: ServedModel
+    names: frozenset[str]
+    reader: Reader
+    desk: Desk
+    workers: Workers
+    accountant: Accountant
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and output of one sequence together."""
+        return self.model.max_context_tokens
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 when a body names a model that is not served here; no name means the served one."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"model {name[:100]!r} is not served here; this server has {self.model.name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def output_limit(self, asked_tokens: int | None, *, default: int | None, prompt_tokens: int, param: str) -> int:
+        """How many tokens may follow a prompt: what was asked for, else the default as far as the context reaches.
+
+        Raises ApiError 400 when more is asked for than fits. A prompt that leaves no room at all is refused by the engine.
+        """
+        room = self.context_tokens - prompt_tokens
+        if asked_tokens is not None and asked_tokens > room > 0:
+            raise ApiError(
+                400,
+                f"{param} is {asked_tokens} and the prompt has {prompt_tokens} tokens, together "
+                f"{asked_tokens + prompt_tokens}; the context of this model is {self.context_tokens}, so {param} may be at "
+                f"most {room} (hint: leave it out to use all the room)",
+                param=param,
+                code="context_length_exceeded",
+            )
+        wanted = asked_tokens if asked_tokens is not None else default
+        return max(1, room if wanted is None else min(wanted, room))
 
 
 @dataclass(slots=True)
@@ -43,14 +93,14 @@ class StepDelta:
 class OpenedRequest:
     """One prompt in the engine, with what the server must do when it ends."""
 
-    def __init__(self, state: ServerState, handle: RequestHandle, *, number: int) -> None:
-        self._state = state
+    def __init__(self, desk: Desk, handle: RequestHandle, *, number: int) -> None:
+        self._desk = desk
         self.handle = handle
         self.number = number
         self.reasons: dict[int, FinishReason] = {}
         self.reasoning_tokens = 0
         self._is_closed = False
-        state.admission.opened()
+        desk.admission.opened()
 
     @property
     def is_finished(self) -> bool:
@@ -62,7 +112,13 @@ class OpenedRequest:
         async for group in self.handle.steps():
             merged = self._merge(group)
             if FinishReason.ERROR in self.reasons.values():
-                raise from_engine_error(self.handle.error or EngineError("the request was dropped"))
+                error = self.handle.error or EngineError("the request was dropped")
+                if not isinstance(error, RequestError):  # the client is told that it failed, the log why
+                    logger.error("request failed id=%s: %s", self.handle.request_id, error.message)
+                raise from_engine_error(error)
+            if self._desk.is_leaving and FinishReason.ABORT in self.reasons.values():
+                message = "this server is going down and has cut this answer off\nhint: send the request again"
+                raise ApiError(503, message, code="shutting_down", retry_after_s=5)
             yield merged
 
     def _merge(self, group: list[OutputDelta]) -> list[StepDelta]:
@@ -92,8 +148,8 @@ class OpenedRequest:
         if self.is_finished:
             self._count()
             return
-        self._state.engine.abort(self.handle.request_id)
-        self._state.spawn(self._drain())
+        self._desk.engine.abort(self.handle.request_id)
+        self._desk.spawn(self._drain())
 
     async def _drain(self) -> None:
         async for group in self.handle.steps():
@@ -104,8 +160,8 @@ class OpenedRequest:
         record, timings = self.handle.record(), self.handle.record().timings()
         reasons = [self.reasons[index] for index in sorted(self.reasons)]
         is_whole = FinishReason.ABORT not in reasons and FinishReason.ERROR not in reasons
-        self._state.admission.closed(service_s=timings.prefill_s + timings.decode_s if is_whole else None)
-        self._state.telemetry.on_finished(
+        self._desk.admission.closed(service_s=timings.prefill_s + timings.decode_s if is_whole else None)
+        self._desk.telemetry.on_finished(
             record.usage(),
             timings,
             reasons,
@@ -137,17 +193,19 @@ def asked(body: GenerationBody, *, prefix: str, arrival_s: float) -> Asked:
 
 
 async def open_requests(
-    state: ServerState, prompts: Sequence[RenderedPrompt | Ids], sampling: Sequence[SamplingParams], asked: Asked
+    desk: Desk, prompts: Sequence[RenderedPrompt | Ids], sampling: Sequence[SamplingParams], asked: Asked
 ) -> list[OpenedRequest]:
     """Admit and submit every prompt, or none: when one is refused the others are taken back."""
-    state.refuse_when_draining()
+    desk.refuse_when_draining()
     opened: list[OpenedRequest] = []
     try:
-        for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-            request_id = asked.response_id + (f"-{number}" if len(prompts) > 1 else "")
+        several = [f"{asked.response_id}-{number}" for number in range(len(prompts))]
+        ids = several if len(prompts) > 1 else [asked.response_id]
+        desk.timelines.group(asked.response_id, ids)
+        for number, (request_id, prompt, params) in enumerate(zip(ids, prompts, sampling, strict=True)):
             tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
-            with state.admit(request_id, tokens):
-                handle = await state.engine.generate(
+            with desk.admit(request_id, tokens):
+                handle = await desk.engine.generate(
                     prompt,
                     params,
                     request_id=request_id,
@@ -155,7 +213,7 @@ async def open_requests(
                     cache_salt=asked.cache_salt,
                     arrival_s=asked.arrival_s,
                 )
-            opened.append(OpenedRequest(state, handle, number=number))
+            opened.append(OpenedRequest(desk, handle, number=number))
     except GrammarError as error:
         close_all(opened)
         raise ApiError(400, str(error), param=asked.constraint, code="invalid_value") from error
@@ -234,24 +292,3 @@ def sampling_params(
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         structured=structured,
     )
-
-
-def output_limit(asked_tokens: int | None, *, default: int | None, prompt_tokens: int, context_tokens: int) -> int:
-    """How many tokens may follow a prompt: what was asked for, as far as the context reaches, and at least 1.
-
-    A prompt that leaves no room at all is refused by the engine, with both numbers.
-    """
-    room = max(1, context_tokens - prompt_tokens)
-    wanted = asked_tokens if asked_tokens is not None else default
-    return room if wanted is None else max(1, min(wanted, room))
-
-
-def check_model(state: ServerState, name: str | None) -> None:
-    """Raise 404 when a body names a model that is not served here; no name means the served one."""
-    if name is not None and name not in state.model_names:
-        raise ApiError(
-            404,
-            f"model {name[:100]!r} is not served here; this server has {state.model.name!r}",
-            param="model",
-            code="model_not_found",
-        )

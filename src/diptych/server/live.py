@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from diptych.compute.ceilings import Ceilings
 from diptych.ground.events import Event, FinishEvent, PreemptEvent, ScheduledEvent, StepBeginEvent, StepEndEvent
+from diptych.insight.segments import TokenWork
+from diptych.server.desk import Desk
 from diptych.server.errors import ApiError
+from diptych.server.metrics_export import ServedModel
 from diptych.server.sse import event as sse_event
 from diptych.server.telemetry import Distribution, RequestLog
-
-if TYPE_CHECKING:
-    from diptych.server.state import ServerState
 
 FRAME_S = 0.25
 MAX_FRAME_STEPS = 48  # drawn steps of a frame; the rest are counted in its totals
@@ -40,8 +41,11 @@ class Frame:
 class LiveFeed:
     """Frames for any number of watchers. `watch` is used on one event loop."""
 
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
+    def __init__(self, desk: Desk, model: ServedModel, *, work: TokenWork, ceilings: Ceilings | None) -> None:
+        self._desk = desk
+        self._model = model
+        self._work = work
+        self._machine = ceilings
         self._watchers: set[asyncio.Queue[bytes | None]] = set()
         self._frame = Frame()
         self._step: dict[str, Any] | None = None
@@ -56,8 +60,8 @@ class LiveFeed:
         self._watchers.add(queue)
         if self._unsubscribe is None:
             self._frame = Frame()
-            self._unsubscribe = self._state.engine.subscribe(self._on_events)
-            self._state.spawn(self._tick())
+            self._unsubscribe = self._desk.engine.subscribe(self._on_events)
+            self._desk.spawn(self._tick())
         try:
             yield sse_event(self._hello())
             while (frame := await queue.get()) is not None:
@@ -86,7 +90,7 @@ class LiveFeed:
             self._unsubscribe = None
 
     def _hello(self) -> dict[str, Any]:
-        model, config = self._state.model, self._state.engine.config.scheduler
+        model, config = self._model, self._desk.engine.config.scheduler
         return {
             "kind": "hello",
             "model": model.name,
@@ -100,10 +104,10 @@ class LiveFeed:
             "context_tokens": model.max_context_tokens,
             "load_s": model.load_s,
             "ceilings": self._ceilings(),
-            "max_running": config.max_running_sequences,
+            "max_running": self._desk.engine.engine.core.max_running_sequences,
             "max_step_tokens": config.max_step_tokens,
             "stall_budget_s": config.stall_budget_s,
-            "now_s": self._state.now_s(),
+            "now_s": self._desk.now_s(),
         }
 
     def _ceilings(self) -> dict[str, float] | None:
@@ -111,25 +115,25 @@ class LiveFeed:
 
         The decode figure is for one sequence; with a batch of B it is up to B times that.
         """
-        ceilings = self._state.ceilings
+        ceilings = self._machine
         if ceilings is None:
             return None
         return {
-            "prefill_tokens_per_s": ceilings.flops_per_s / self._state.work.linear,
-            "decode_steps_per_s": ceilings.read_bytes_per_s / self._state.model.weight_bytes,
+            "prefill_tokens_per_s": ceilings.flops_per_s / self._work.linear,
+            "decode_steps_per_s": ceilings.read_bytes_per_s / self._model.weight_bytes,
         }
 
     def _encode(self, frame: Frame) -> dict[str, Any]:
-        telemetry, counts = self._state.telemetry, self._state.engine.stats()
+        telemetry, counts = self._desk.telemetry, self._desk.engine.stats()
         steps = frame.steps
         return {
             "kind": "frame",
-            "now_s": self._state.now_s(),
+            "now_s": self._desk.now_s(),
             "running": counts.running,
             "waiting": counts.waiting,
             "waiting_tokens": counts.waiting_tokens,
             "blocks": [counts.blocks_in_use, counts.blocks_cached, counts.blocks_free],
-            "is_draining": self._state.engine.is_draining,
+            "is_draining": self._desk.engine.is_draining,
             "n_steps": frame.n_steps,
             "prefill_tokens": frame.prefill_tokens,
             "decode_tokens": frame.decode_tokens,
@@ -137,7 +141,7 @@ class LiveFeed:
             "preempted": frame.preempted,
             "steps": steps,
             "requests": self._open_requests(),
-            "finished": frame.finished[-MAX_LISTED_REQUESTS:],
+            "finished": [one | self._final_counts(one["id"]) for one in frame.finished[-MAX_LISTED_REQUESTS:]],
             "ttft_s": _distribution(telemetry.ttft_s),
             "itl_s": _distribution(telemetry.itl_s),
             "totals": {
@@ -151,18 +155,15 @@ class LiveFeed:
         }
 
     def _open_requests(self) -> list[dict[str, Any]]:
-        logs = list(self._state.telemetry.logs.values())
+        logs = list(self._desk.telemetry.logs.values())
         return [
-            {
-                "id": log.request_id,
-                "arrival_s": log.arrival_s,
-                "prompt_tokens": log.prompt_tokens,
-                "computed_to": log.chunks[-1].end if log.chunks else 0,
-                "output_tokens": sum(len(times) for times in list(log.token_s.values())),
-                "preemptions": len(log.preempted_s),
-            }
+            {"id": log.request_id, "arrival_s": log.arrival_s, "preemptions": len(log.preempted_s)} | _counts(log)
             for log in logs[:MAX_LISTED_REQUESTS]
         ]
+
+    def _final_counts(self, request_id: str) -> dict[str, int]:
+        """Of a request that has just ended: its log is kept for a while."""
+        return next((_counts(log) for log in self._desk.timelines.find(request_id)), {})
 
     def _on_events(self, events: list[Event]) -> None:
         frame = self._frame
@@ -202,46 +203,13 @@ class LiveFeed:
             frame.steps.append(step)
 
 
+def _counts(log: RequestLog) -> dict[str, int]:
+    return {
+        "prompt_tokens": log.prompt_tokens,
+        "computed_to": log.chunks[-1].end if log.chunks else 0,
+        "output_tokens": sum(len(times) for times in list(log.token_s.values())),
+    }
+
+
 def _distribution(distribution: Distribution) -> dict[str, Any]:
     return {"edges": distribution.edges, "counts": distribution.counts, "sum": distribution.total}
-
-
-def timeline_json(log: RequestLog, *, now_s: float) -> dict[str, Any]:
-    """A request's life in the order it happened; times in milliseconds since it arrived."""
-
-    def ms(at_s: float) -> float:
-        return round((at_s - log.arrival_s) * 1e3, 3)
-
-    tokens = {str(index): [ms(at_s) for at_s in times] for index, times in sorted(log.token_s.items())}
-    return {
-        "id": log.request_id,
-        "object": "request.timeline",
-        "is_finished": log.end_s is not None,
-        "prompt_tokens": log.prompt_tokens,
-        "age_ms": ms(now_s),
-        "end_ms": None if log.end_s is None else ms(log.end_s),
-        "prefill_chunks": [
-            {
-                "step": chunk.step.step_id,
-                "at_ms": ms(chunk.step.begin_s),
-                "start": chunk.start,
-                "end": chunk.end,
-                "is_recompute": chunk.is_recompute,
-                "step_prefill_tokens": chunk.step.prefill_tokens,
-                "step_decode_tokens": chunk.step.decode_tokens,
-            }
-            for chunk in log.chunks
-        ],
-        "tokens_ms": tokens,
-        "preempted_ms": [ms(at_s) for at_s in log.preempted_s],
-        "shared_steps": [
-            {
-                "step": step.step_id,
-                "at_ms": ms(step.begin_s),
-                "duration_ms": round((end_s - step.begin_s) * 1e3, 3),
-                "prefill_tokens": step.prefill_tokens,
-                "caused_by": [name for name, _ in step.prefills if name != log.request_id],
-            }
-            for step, end_s in log.shared_steps
-        ],
-    }

@@ -91,11 +91,12 @@ class MetricsCollector(Collector):
         telemetry = self._telemetry
         tokens = CounterMetricFamily(
             "diptych_prompt_tokens",
-            "prompt tokens by source; recomputed ones were lost to preemption",
+            "prompt tokens by source; dropped ones were not read before their request ended, recomputed ones had again",
             labels=["source"],
         )
         tokens.add_metric(["computed"], telemetry.computed_tokens)
         tokens.add_metric(["cached"], telemetry.cached_tokens)
+        tokens.add_metric(["dropped"], telemetry.dropped_tokens)
         tokens.add_metric(["recomputed"], telemetry.recomputed_tokens)
         yield tokens
         yield _counter("diptych_output_tokens", "tokens handed out", telemetry.output_tokens)
@@ -104,6 +105,11 @@ class MetricsCollector(Collector):
         yield _counter("diptych_steps", "steps run", telemetry.steps)
         yield _counter("diptych_step_device_seconds", "time inside the kernels", telemetry.step_device_s)
         yield _counter("diptych_step_host_seconds", "time of steps outside the kernels", telemetry.step_host_s)
+        yield _counter("diptych_requests_taken", "requests that the engine took", telemetry.requests_taken)
+        outcomes = CounterMetricFamily("diptych_requests", "requests that are over, by outcome", labels=["outcome"])
+        for outcome, number in telemetry.outcomes.items():
+            outcomes.add_metric([outcome], number)
+        yield outcomes
         finished = CounterMetricFamily("diptych_choices_finished", "finished choices by reason", labels=["reason"])
         for reason, number in telemetry.finished.items():
             finished.add_metric([reason], number)
@@ -119,6 +125,8 @@ class MetricsCollector(Collector):
         for kind, distribution in telemetry.step_s.items():
             steps.add_metric([kind], *_buckets(distribution))
         yield steps
+        lag = "how late a timer of the event loop fires, 20 of them a second; every stream waits as long"
+        yield _histogram("diptych_event_loop_lag_seconds", lag, telemetry.loop_lag_s)
         yield _histogram("diptych_step_tokens", "tokens per step, both phases", telemetry.step_tokens)
         yield _histogram("diptych_ttft_seconds", "arrival to first token handed out", telemetry.ttft_s)
         yield _histogram("diptych_itl_seconds", "time between neighbouring tokens of one choice", telemetry.itl_s)
@@ -178,8 +186,15 @@ class MetricsCollector(Collector):
             ("request_prompt_tokens", "prompt tokens per request", telemetry.request_prompt_tokens),
             ("request_generation_tokens", "output tokens per request", telemetry.request_output_tokens),
             ("request_params_max_tokens", "max_tokens per request", telemetry.request_max_tokens),
+            (
+                "request_max_num_generation_tokens",
+                "output tokens of the longest choice",
+                telemetry.request_longest_tokens,
+            ),
             ("time_to_first_token_seconds", "arrival to first token", telemetry.ttft_s),
             ("inter_token_latency_seconds", "time between neighbouring tokens", telemetry.itl_s),
+            # the same under its older name, which dashboards still read
+            ("time_per_output_token_seconds", "time between neighbouring tokens", telemetry.itl_s),
             ("request_time_per_output_token_seconds", "decode time per token after the first", requests["tpot"]),
             ("e2e_request_latency_seconds", "arrival to last token", requests["e2e"]),
             ("request_queue_time_seconds", "arrival to first scheduled", requests["queue"]),

@@ -3,7 +3,8 @@
     raise SystemExit(run_server(engine, config))
 
 SIGTERM or Ctrl-C: `/ready` turns false at once, requests in flight finish within the drain time, then the process ends
-with 0. A second signal ends it now. A step that crashes answers every open request with an error, then the code is 1.
+with 0. A second signal, or the end of the drain time, ends open requests with an error at once; a third ends the process.
+A step that crashes answers every open request with an error, then the code is 1.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class _Process:
         self._exit_code = 0
         self._server: _Server | None = None
         self._drain: asyncio.Task[None] | None = None
+        self._cut_off: asyncio.Task[None] | None = None
 
     async def serve(self, listener: socket.socket) -> int:
         """Run until told to stop; returns the exit code."""
@@ -83,21 +85,35 @@ class _Process:
         return self._exit_code
 
     def _on_signal(self) -> None:
-        if self._drain is not None:
-            logger.warning("second signal: leaving now open=%d", self._state.admission.n_open)
+        open_requests = self._state.admission.n_open
+        if self._drain is None:
+            self._engine.drain()
+            self._drain = asyncio.ensure_future(self._finish_open())
+        elif not self._state.desk.is_leaving:
+            logger.warning("second signal: leaving now open=%d", open_requests)
+            self._cut_off = asyncio.ensure_future(self._end_open())
+        else:
             self._leave()
-            return
-        self._engine.drain()
-        self._drain = asyncio.ensure_future(self._finish_open())
 
     async def _finish_open(self) -> None:
-        clock_s = self._state.now_s
+        clock_s, desk = self._state.now_s, self._state.desk
         deadline_s = clock_s() + self._config.drain_timeout_s
         logger.info("draining open=%d timeout_s=%g", self._state.admission.n_open, self._config.drain_timeout_s)
-        while self._state.admission.n_open > 0 and clock_s() < deadline_s:
+        while self._state.admission.n_open > 0 and clock_s() < deadline_s and not desk.is_leaving:
             await asyncio.sleep(POLL_S)
+        if desk.is_leaving:
+            return  # a second signal has taken over
         if self._state.admission.n_open > 0:
-            logger.warning("drain time is over; aborting open=%d", self._state.admission.n_open)
+            logger.warning("drain time is over; ending open=%d", self._state.admission.n_open)
+            await self._end_open()
+        self._leave()
+
+    async def _end_open(self) -> None:
+        """End every open request with an error that its client gets to read, then leave."""
+        clock_s, desk = self._state.now_s, self._state.desk
+        desk.is_leaving = True
+        deadline_s = clock_s() + LAST_BYTES_S
+        while self._state.admission.n_open > 0 and clock_s() < deadline_s:
             for request_id in list(self._state.telemetry.logs):
                 self._engine.abort(request_id)
             await asyncio.sleep(POLL_S)

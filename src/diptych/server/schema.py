@@ -1,6 +1,7 @@
 """What clients may send: pydantic models with the bounds of the contract, also the source of the OpenAPI schema.
 
-Strict types as in the OpenAI API (a string is no number), unknown fields ignored, a known field with a bad value refused.
+Strict types as in the OpenAI API (a string is no number), a known field with a bad value refused. What other servers know and
+this one does not read stands in `fields`. Bounds of sampling options are those of `ground.request`.
 Every list stops at its first fault, so that a hostile body cannot make millions of error records.
 """
 
@@ -17,29 +18,30 @@ from pydantic import (
     FailFast,
     Field,
     PlainValidator,
+    PrivateAttr,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from diptych.compute.structured import MAX_REGEX_BYTES
 from diptych.ground.request import (
+    BOUNDS,
     MAX_LOGIT_BIAS,
-    MAX_N,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    MAX_TOP_LOGPROBS,
 )
+from diptych.server.fields import FieldRefused, check_extra
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
 MAX_TOOLS = 128
-MAX_SCHEMA_BYTES = 64 * 1024
-MAX_SCHEMA_DEPTH = 32
 MAX_KWARGS_BYTES = 16 * 1024
 MAX_KWARGS_DEPTH = 16
 MAX_USER_BYTES = 512
+REQUEST_ID_PATTERN = r"^[A-Za-z0-9_.:\-]{1,128}$"
 _INT64 = 2**63 - 1
 
 Prompt = str | list[int]
@@ -112,8 +114,8 @@ def _check_logit_bias(value: object) -> dict[int, float] | None:
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise ValueError(f"has the key {key[:40]!r}; keys must be token ids")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError(f"of token {key} is {str(bias)[:40]}; it must be between -100 and 100")
+        if not BOUNDS["logit_bias"].holds(bias):
+            raise ValueError(f"of token {key} is {str(bias)[:40]}; it must be {BOUNDS['logit_bias'].rule}")
         biases[int(key)] = float(bias)
     return biases
 
@@ -148,6 +150,14 @@ def _check_user(value: str | None) -> str | None:
 def _conflict(field: str, message: str) -> PydanticCustomError:
     """What fields that exclude or need each other raise; `field` is the one to change."""
     return PydanticCustomError("conflict", "{message}", {"message": message, "param": field})
+
+
+def _bounded(name: str, *, low: float | None = None) -> Any:
+    """An optional field with the bounds of the sampling option; `low` where clients of other servers may send less."""
+    bound = BOUNDS[name]
+    if bound.is_low_open:
+        return Field(None, gt=bound.low, le=bound.high)
+    return Field(None, ge=bound.low if low is None else low, le=bound.high)
 
 
 class _StopAtFirst(FailFast):
@@ -196,7 +206,11 @@ LogitBias = Annotated[
                 {
                     "type": "object",
                     "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "additionalProperties": {
+                        "type": "number",
+                        "minimum": BOUNDS["logit_bias"].low,
+                        "maximum": BOUNDS["logit_bias"].high,
+                    },
                     "maxProperties": MAX_LOGIT_BIAS,
                 },
                 {"type": "null"},
@@ -204,6 +218,7 @@ LogitBias = Annotated[
         }
     ),
 ]
+CacheSalt = Annotated[str | None, Field(min_length=1, max_length=256)]
 JsonSchema = Annotated[dict[str, Any] | None, AfterValidator(_check_schema)]
 User = Annotated[str | None, Field(None, max_length=MAX_USER_BYTES), AfterValidator(_check_user)]
 
@@ -215,9 +230,15 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage` adds OpenAI's extra last chunk; the last choice chunk always carries usage and timings."""
+    """`include_usage` adds OpenAI's extra last chunk; else the last choice's chunk carries usage and timings.
+
+    `continuous_usage_stats` (vLLM) puts the usage so far on every chunk.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    # padding of events against a reader of the encrypted stream; left out here, so asking for it is refused
+    include_obfuscation: Literal[False] | None = None
 
 
 class JsonSchemaFormat(Body):
@@ -230,28 +251,52 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`; `schema` beside `type` is llama.cpp's form, with `json_object` too."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: JsonSchema = Field(None, alias="schema")
+
+    @property
+    def held_schema(self) -> dict[str, Any] | None:
+        """The schema of either form."""
+        return self.json_schema.schema_ if self.json_schema is not None else self.schema_
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.schema_ is None):
+        if self.type == "json_schema" and self.held_schema is None:
             raise ValueError("needs json_schema.schema when type is json_schema")
+        if self.type == "text" and self.held_schema is not None:
+            raise ValueError("has a schema and the type 'text'; a schema needs the type json_schema")
+        if self.json_schema is not None and self.schema_ is not None:
+            raise ValueError("has both json_schema and schema; give one of them")
         return self
 
 
-class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: exactly one of the constraints."""
+Schema = dict[str, Any] | str
+Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_BYTES)]
+Choices = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=4096)]], _StopAtFirst(), Field(min_length=1, max_length=1024)
+]
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_BYTES)]
 
-    json_: Annotated[dict[str, Any] | str | None, Field(None, alias="json")]
-    regex: str | None = Field(None, min_length=1, max_length=4096)
-    choice: Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], _StopAtFirst()] | None = Field(
-        None, min_length=1, max_length=1024
-    )
-    grammar: str | None = Field(None, min_length=1, max_length=MAX_SCHEMA_BYTES)
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of the constraints.
+
+    Blanks in JSON are free within bounds and objects are closed, so only the matching values of vLLM's switches are taken.
+    """
+
+    json_: Annotated[Schema | None, Field(None, alias="json")]
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
     json_object: bool | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: bool | None = None  # closed already where a schema does not say otherwise
+    disable_fallback: bool | None = None  # there is one library and no fallback
 
     @model_validator(mode="after")
     def _has_constraint(self) -> StructuredOutputs:
@@ -317,6 +362,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart], _StopAtFirst()] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name
     name: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[HistoryToolCall], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=256)
@@ -325,35 +371,65 @@ class Message(Body):
 class GenerationBody(Body):
     """Fields that both generation routes share."""
 
+    # unknown fields are kept as far as `fields` has looked at them
+    model_config = ConfigDict(extra="allow")
+
     model: str | None = Field(None, max_length=1024)
-    max_tokens: Whole | None = Field(None, ge=0, le=2**31 - 1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Whole | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    max_tokens: Whole | None = _bounded("max_tokens", low=0)
+    temperature: float | None = _bounded("temperature")
+    top_p: float | None = _bounded("top_p")
+    top_k: Whole | None = _bounded("top_k", low=-1)
+    min_p: float | None = _bounded("min_p")
+    repetition_penalty: float | None = _bounded("repetition_penalty")
+    presence_penalty: float | None = _bounded("presence_penalty")
+    frequency_penalty: float | None = _bounded("frequency_penalty")
     logit_bias: LogitBias = None
     seed: Whole | None = None
-    n: Whole | None = Field(None, ge=1, le=MAX_N)
+    n: Whole | None = _bounded("n")
     stop: Stop = ()
     stop_token_ids: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], _StopAtFirst()] | None = Field(
         None, max_length=MAX_STOP_TOKEN_IDS
     )
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: Whole | None = Field(None, ge=0, le=2**31 - 1)
+    min_tokens: Whole | None = _bounded("min_tokens")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    json_schema: Schema | None = None
+    grammar: Grammar | None = None
     priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9_.:\-]{1,128}$")
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
+    cache_salt: CacheSalt = None
     return_token_ids: bool | None = None
     user: User
     metadata: dict[str, Any] | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Fields that nobody here knows."""
+        return self._ignored
+
+    @model_validator(mode="after")
+    def _without_extra(self) -> GenerationBody:
+        try:
+            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}))
+        except FieldRefused as error:
+            raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
+        self.__pydantic_extra__ = {}
+        return self
+
+    @property
+    def is_answered_at_length(self) -> bool:
+        """Whether the answer has more than its text for each token: too much to be made on the event loop."""
+        logprobs = getattr(self, "logprobs", None)
+        return bool(self.return_token_ids) or (logprobs is not None and logprobs is not False)
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
@@ -366,10 +442,11 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Prompts
-    logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: Whole | None = _bounded("logprobs")
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     suffix: str | None = Field(None, max_length=0)
-    best_of: Whole | None = Field(None, ge=1, le=MAX_N)
+    best_of: Whole | None = _bounded("n")
 
     @model_validator(mode="after")
     def _best_of_is_n(self) -> CompletionBody:
@@ -382,12 +459,17 @@ class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], _StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: Whole | None = Field(None, ge=1, le=2**31 - 1)
+    max_completion_tokens: Whole | None = _bounded("max_tokens")
     logprobs: bool | None = None
-    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Whole | None = _bounded("logprobs")
     tools: Annotated[list[Tool], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # of the prompt: the template writes BOS itself, and the prompt is no part of an answer
+    add_special_tokens: Literal[False] | None = None
+    echo: Literal[False] | None = None
     documents: Annotated[list[dict[str, Any]], _StopAtFirst()] | None = Field(None, max_length=1024)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -439,7 +521,7 @@ class DetokenizeBody(Body):
 
 
 class TemplateBody(Body):
-    """`POST /apply-template`: what the template makes of messages, without generating."""
+    """`POST /apply-template`: what the template makes of messages, without generating; cache_salt: whose cache is asked."""
 
     model: str | None = Field(None, max_length=1024)
     messages: Annotated[list[Message], _StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -448,3 +530,4 @@ class TemplateBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)] = None
+    cache_salt: CacheSalt = None

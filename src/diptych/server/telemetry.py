@@ -1,5 +1,8 @@
 """Counts and distributions of a running server, folded from the engine's events and from finished requests.
 
+When the engine has nothing to do, they balance: prompt tokens = computed + cached + dropped; requests taken = finished +
+aborted + failed; blocks in use = 0.
+
 Owns the numbers that `/metrics` shows. `on_events` runs on the engine's thread, `on_finished` on the event loop; each
 field is written by one of the two only, so nothing is locked. Durations come from `diptych.metrics` or from event times.
 """
@@ -38,6 +41,7 @@ REQUEST_EDGES_S = (
     0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0,
     50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+LAG_EDGES_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 STEP_TOKEN_EDGES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TOKEN_EDGES = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
@@ -109,6 +113,14 @@ class RequestLog:
     last_step_id: int = -1
     end_s: float | None = None
     planned_tokens: int = 0  # of the prompt: cached, or in a step at least once
+    reasons: set[FinishReason] = field(default_factory=set)
+
+    @property
+    def outcome(self) -> str:
+        """What its client got, once it is over."""
+        if FinishReason.ERROR in self.reasons:
+            return "failed"
+        return "aborted" if FinishReason.ABORT in self.reasons else "finished"
 
 
 class Telemetry:
@@ -120,7 +132,12 @@ class Telemetry:
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.recomputed_tokens = 0
+        self.dropped_tokens = 0  # of prompts whose request ended before they were read
         self.prompt_tokens = 0
+        self.requests_taken = 0
+        self.outcomes = {"finished": 0, "aborted": 0, "failed": 0}
+        self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
+        self.request_longest_tokens = Distribution(TOKEN_EDGES)
         self.preemptions = 0
         self.steps = 0
         self.step_device_s = 0.0
@@ -135,7 +152,6 @@ class Telemetry:
         self.on_log: list[Callable[[RequestLog], None]] = []  # called on the engine's thread with each finished log
         self._step = StepNote(-1, 0.0, None, 0, 0)
         # written on the event loop
-        self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.refused: dict[str, int] = {}
         self.requests = {
             name: Distribution(REQUEST_EDGES_S)
@@ -145,6 +161,7 @@ class Telemetry:
         self.request_output_tokens = Distribution(TOKEN_EDGES)
         self.request_max_tokens = Distribution(TOKEN_EDGES)
         self.reasoning_tokens = 0
+        self.loop_lag_s = Distribution(LAG_EDGES_S)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ArrivalEvent: self._on_arrival,
             ScheduledEvent: self._on_scheduled,
@@ -173,8 +190,6 @@ class Telemetry:
         reasoning_tokens: int = 0,
     ) -> None:
         """Count a request whose last choice has ended (or that was aborted). Called on the event loop."""
-        for reason in reasons:
-            self.finished[reason.value] += 1
         self.request_prompt_tokens.add(usage.prompt_tokens)
         self.request_output_tokens.add(usage.output_tokens)
         self.request_max_tokens.add(max_tokens)
@@ -197,6 +212,7 @@ class Telemetry:
 
     def _on_arrival(self, event: ArrivalEvent) -> None:
         self.logs[event.request_id] = RequestLog(event.request_id, event.at_s, event.prompt_tokens, event.n)
+        self.requests_taken += 1
         self.prompt_tokens += event.prompt_tokens
         self.unread_tokens += event.prompt_tokens
 
@@ -212,8 +228,9 @@ class Telemetry:
                 log.chunks.append(ChunkNote(step, event.context_tokens, end, event.is_recompute))
         if event.is_recompute:
             self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
-        elif event.index == 0:
-            self.computed_tokens += event.chunk_tokens
+        elif event.index == 0 and log is not None:
+            # after a preemption a chunk may go on into output tokens; those are not prompt
+            self.computed_tokens += max(0, min(event.chunk_tokens, log.prompt_tokens - event.context_tokens))
             self.cached_tokens += event.cached_tokens
 
     def _on_step_begin(self, event: StepBeginEvent) -> None:
@@ -257,13 +274,19 @@ class Telemetry:
                 log.shared_steps.append((step, event.at_s))
 
     def _on_finish(self, event: FinishEvent) -> None:
+        self.finished[event.reason.value] += 1
         log = self.logs.get(event.request_id)
         if log is None:
             return
         log.open_choices -= 1
         log.end_s = event.at_s
+        log.reasons.add(event.reason)
         if log.open_choices == 0:
             del self.logs[event.request_id]
-            self.unread_tokens -= log.prompt_tokens - log.planned_tokens
+            unread_tokens = log.prompt_tokens - log.planned_tokens
+            self.unread_tokens -= unread_tokens
+            self.dropped_tokens += unread_tokens
+            self.outcomes[log.outcome] += 1
+            self.request_longest_tokens.add(max((len(times) for times in log.token_s.values()), default=0))
             for listener in self.on_log:
                 listener(log)

@@ -73,11 +73,6 @@ class ReasoningSplitter:
         self.reasoning_tokens = 0
         self.answer_tokens = 0
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the output stands inside the tags now."""
-        return self._place is _Place.REASONING
-
     def push(self, text: str, n_tokens: int = 1) -> SplitDelta:
         """Take new text that came with `n_tokens` tokens."""
         before = self._place

@@ -1,8 +1,8 @@
 """Chat templates: messages to prompt text and tokens, with the token range of every part of the prompt.
 
 Owns the choice of the template (tokenizer_config.json, chat_template.jinja, chat_template.json) and the segments; the
-sandbox itself is `sandbox.py`. Token ids equal those of `transformers`' apply_chat_template: special tokens written in
-a message are special tokens, as there.
+sandbox itself is `sandbox.py`. Token ids equal those of `transformers`' apply_chat_template, but for control tokens that a
+message spells: they stay text (`control.py`) unless `reads_control_tokens`.
 
 >>> template.render([{"role": "user", "content": "Hi"}]).segments  # doctest: +SKIP
 (Segment(name='new message', start=0, end=5), Segment(name='generation prompt', start=5, end=8))
@@ -20,6 +20,7 @@ from typing import Any
 
 import jinja2
 
+from diptych.engine.text.control import ControlTokens
 from diptych.engine.text.sandbox import Marked, RenderedPiece, TemplateSandbox
 from diptych.engine.text.tokenizer import Tokenizer, read_json_object
 from diptych.ground.errors import LoadError, TemplateError
@@ -57,6 +58,7 @@ class ChatTemplate:
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._sandbox = TemplateSandbox()
         self._compiled: dict[str, jinja2.Template] = {}
+        self._control = ControlTokens(tokenizer, "\n".join(self._sources.values()))
         self.is_default = is_default
 
     @classmethod
@@ -89,8 +91,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
         limit_tokens: int | None = None,
+        reads_control_tokens: bool = False,
     ) -> RenderedPrompt:
         """Render and tokenise. `kwargs` are further variables of the template (chat_template_kwargs).
+
+        reads_control_tokens: a message that spells a control token writes it, as in `transformers`; only for messages that
+        come from nobody but you.
 
         Raises TemplateError when the template refuses, fails, runs too long, or reaches for what it may not have;
         PromptTooLong when the text surely has more than `limit_tokens` tokens.
@@ -106,6 +112,10 @@ class ChatTemplate:
             if add_generation_prompt:
                 raise TemplateError("continue_final_message and add_generation_prompt exclude each other")
             messages[-1:] = [_tagged(messages)]
+        guard = self._control.guard()
+        if not reads_control_tokens:
+            messages = [guard.shield_message(message) for message in messages]
+            tools, documents, kwargs = guard.shield(tools), guard.shield(documents), guard.shield(kwargs)
         variables = {
             **self._tokenizer.special_tokens_map,
             **(kwargs or {}),
@@ -114,14 +124,22 @@ class ChatTemplate:
             "documents": [Marked(document, "documents") for document in documents] if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
-        pieces = self._sandbox.pieces(self._template(has_tools=bool(tools)), variables)
+        try:
+            pieces = self._sandbox.pieces(self._template(has_tools=bool(tools)), variables)
+        except TemplateError as error:
+            raise TemplateError(guard.clean(error.message), hint=error.hint, param=error.param) from error
         if continue_final_message:
             pieces = _cut_at_tag(pieces)
         text = "".join(piece.text for piece in pieces)
         if limit_tokens is not None:
             self._tokenizer.refuse_endless(text, limit_tokens, param="messages")
-        token_ids, offsets = self._tokenizer.encode_with_offsets(text, add_special_tokens=False)
         ranges = _named_ranges(text, pieces, messages, self._tokenizer.bos_token)
+        if not guard.has_shielded:
+            token_ids, offsets = self._tokenizer.encode_with_offsets(text, add_special_tokens=False)
+        else:
+            spelling = guard.read(text)
+            token_ids, offsets = self._control.encode(spelling)
+            text, ranges = spelling.text, [(guard.place(begin), guard.place(end), name) for begin, end, name in ranges]
         return RenderedPrompt(text=text, token_ids=tuple(token_ids), segments=_segments(ranges, offsets))
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:

@@ -25,12 +25,14 @@ _NAMED_SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 # Special tokens that stay in the text, because clients and our own parsers look for them there.
-_SHOWN_TOKENS = frozenset(
+SHOWN_TOKENS = frozenset(
     {"<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "<|python_tag|>"}
     | {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
 )
 
 
+# only `encode_batch` lets other threads run meanwhile; 90,000 tokens held every stream for 0.2 s
+_LONG_TEXT_CHARS = 4096
 _MANY_CHARS_PER_TOKEN = 16  # English has about 4; only blanks and repeated signs have so many
 
 
@@ -50,13 +52,14 @@ class Tokenizer:
         self._config = config
         self.eos_token_ids = tuple(dict.fromkeys(int(token_id) for token_id in eos_token_ids))
         added = backend.get_added_tokens_decoder()
+        self.added_tokens: Mapping[str, int] = {token.content: token_id for token_id, token in added.items()}
         self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # what text never spells; models write tags such as <tool_call> as one token whether it is flagged special or not
         self.mark_token_ids = frozenset(
             token_id for token_id, token in added.items() if token.special or _is_tag(token.content)
         )
-        shown = {token_id for token_id, token in added.items() if token.content in _SHOWN_TOKENS}
+        shown = {token_id for token_id, token in added.items() if token.content in SHOWN_TOKENS}
         self.hidden_token_ids = self.special_token_ids - shown
         decoder = backend.decoder  # its pickled form is the JSON of tokenizer.json
         self.piece_kind, self.stripped_spaces = _piece_kind(decoder and json.loads(decoder.__getstate__()))
@@ -133,6 +136,8 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
+            if len(text) > _LONG_TEXT_CHARS:
+                return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:  # what the library says to text it cannot read
             at = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)

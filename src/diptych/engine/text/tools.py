@@ -26,8 +26,9 @@ from enum import Enum
 from random import SystemRandom
 from typing import Any
 
+from diptych.compute.json_schema import holdable
 from diptych.engine.text.reasoning import partial_end
-from diptych.ground.errors import RequestError
+from diptych.ground.errors import GrammarError, RequestError
 from diptych.ground.request import StructuredSpec
 
 HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
@@ -476,7 +477,8 @@ def tool_call_spec(
     """The grammar for tool_choice "required" (name None) or a named function.
 
     tools: OpenAI tool objects. is_parallel: several calls may follow each other. tag_ids: those of CALL_TAGS that are
-    tokens of their own; they are written as such, not letter by letter. Raises RequestError for an unknown name.
+    tokens of their own; they are written as such, not letter by letter. Objects are closed (`compute.json_schema`).
+    Raises RequestError for an unknown name, GrammarError for parameters that no grammar can hold.
     """
     functions = [_function(tool, i) for i, tool in enumerate(tools)]
     if name is not None:
@@ -500,7 +502,7 @@ def tool_call_spec(
     lines.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         # each schema is a root of its own, or its `$ref`s would point nowhere
-        schema = {**_parameters(function), "x-guidance": {"whitespace_pattern": _BLANKS}}
+        schema = {**_holdable_parameters(function), "x-guidance": {"whitespace_pattern": _BLANKS}}
         lines.append(f"call{i}: {_call_rule(function['name'], f'arguments{i}', tool_format, tags)}")
         lines.append(f"arguments{i}: %json {json.dumps(schema)}")
     return StructuredSpec(kind="grammar", source="\n".join([*lines, f"BLANKS: /{_BLANKS}/"]))
@@ -515,9 +517,14 @@ def _call_rule(name: str, arguments: str, tool_format: ToolFormat, tags: Mapping
     return " BLANKS ".join([*(json.dumps(part) for part in parts), arguments, json.dumps("}")])
 
 
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+def _holdable_parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments are an object, also where the schema forgets to say so."""
-    return {"type": "object", **(function.get("parameters") or {})}
+    try:
+        return holdable({"type": "object", **(function.get("parameters") or {})})
+    except GrammarError as error:
+        raise GrammarError(
+            f"parameters of tool {function['name']!r}: {error.message}", hint=error.hint, param="tools"
+        ) from error
 
 
 def _function(tool: Mapping[str, Any], place: int) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from diptych.lab.experiment import Experiment
 from diptych.lab.experiments.batching import BATCH_SIZE, CHUNKED_PREFILL, CONTINUOUS_BATCHING
 from diptych.lab.experiments.lengths import DECODE_POSITION, KV_CACHE, PHASE_SHARES, PREFILL_LENGTH
+from diptych.lab.experiments.memory import KV_MEMORY
 from diptych.lab.experiments.models import HEAD_SHARING, WEIGHT_FORMATS
 from diptych.lab.experiments.prompts import COLD_START, PREFIX_CACHE, PROMPT_SHAPE, THINKING
 from diptych.lab.experiments.roofline import ROOFLINE
@@ -20,8 +21,11 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     WEIGHT_FORMATS,
     CHUNKED_PREFILL,
     CONTINUOUS_BATCHING,
+    KV_MEMORY,
     PREFIX_CACHE,
     PROMPT_SHAPE,
     THINKING,
     COLD_START,
 )
+# What `diptych lab --quick` runs: a request of 10 and of 10,000 tokens, and the claims that the rest builds on.
+QUICK: tuple[Experiment, ...] = (PHASE_SHARES, PREFILL_LENGTH, DECODE_POSITION, KV_CACHE, BATCH_SIZE)

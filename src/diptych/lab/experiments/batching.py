@@ -40,13 +40,13 @@ def _batch_size(stage: Stage) -> Outcome:
     balance = stage.ceilings.flops_per_s * stage.view.quant.weight_bytes / (2 * stage.ceilings.read_bytes_per_s)
     notes = [
         f"decode at a context of {CONTEXT}, prompts of {PROMPT} tokens",
-        f"measured crossover: {_crossing(rates[:m], rates[m:])}",
+        f"measured: {_half_rate(rates[:m], rates[m:])}",
         f"by the two ceilings the linear layers turn from memory to arithmetic at {balance:.0f} rows"
         + stage.cached_weights,
     ]
     if stage.predictor is not None:
         decode, prefill = ([rate or 0.0 for rate in part] for part in (predicted_rates[:m], predicted_rates[m:]))
-        notes.insert(2, f"predicted crossover: {_crossing(decode, prefill)}")
+        notes.insert(2, f"predicted: {_half_rate(decode, prefill)}")
     return conclude(
         points,
         [
@@ -64,11 +64,12 @@ def _batch_size(stage: Stage) -> Outcome:
     )
 
 
-def _crossing(decode: Sequence[float], prefill: Sequence[float]) -> str:
+def _half_rate(decode: Sequence[float], prefill: Sequence[float]) -> str:
+    """Where decode comes near prefill's rate. The curves need not cross: decode reads KV on top of the same weights."""
     reached = next((b for b, rate in zip(BATCHES, decode, strict=True) if rate > 0.5 * max(prefill)), None)
     if reached is None:
-        return f"decode stays below half of prefill's rate up to batch {BATCHES[-1]}"
-    return f"decode passes half of prefill's rate at batch {reached}"
+        return f"decode stays below half of prefill's highest rate up to batch {BATCHES[-1]}"
+    return f"decode reaches half of prefill's highest rate at batch {reached}"
 
 
 class _Intrusion:

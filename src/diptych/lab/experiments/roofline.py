@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 
 from diptych.compute.ceilings import Ceilings, machine_ceilings
-from diptych.compute.ops.cpu_kernels import measure_ops_per_s
+from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.cost.components import PhaseCost
 from diptych.cost.workload import Workload
-from diptych.lab.experiment import ROOF, Check, Experiment, Outcome, Stage, conclude, quantity
+from diptych.lab.experiment import ROOF, Check, Experiment, Outcome, Roof, Stage, conclude, quantity
 from diptych.lab.probe import StepParts
-from diptych.lab.rounds import Sampler
+from diptych.lab.rounds import Rounds, Sampler
 
 PREFILL_ROWS = 512
 CONTEXT = 512
@@ -27,8 +27,10 @@ PARTS = (
     ("experts", ("moe",), ("router", "experts", "shared_experts")),
     ("head", ("head",), ("head",)),
 )
+MOST_CACHED_BYTES = 2**28  # weights larger than this lie in no cache
 REST = ("embed", "norm", "rope")
-PER_BYTE, PER_FLOP, PER_ATTENTION_FLOP = range(3)  # the columns of the roof
+PER_BYTE, PER_FLOP, PER_ATTENTION_FLOP, PER_CACHED_BYTE = range(4)  # the columns of the roof
+CACHED = 1.15  # times the memory's rate from which on the place where the weights lie is a cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,13 @@ class _Dot:
         return self.flops / self.bytes
 
     def least_s(self, times_N: np.ndarray) -> float:
-        """The time that the roof of this round allows."""
-        return float(max(self.bytes * times_N[PER_BYTE], self.flops * times_N[self.peak]))
+        """The time that the roof of this round allows: that of the cache where it is faster than the memory."""
+        per_byte = min(times_N[PER_BYTE], times_N[PER_CACHED_BYTE])
+        return float(max(self.bytes * per_byte, self.flops * times_N[self.peak]))
+
+    def memory_share(self, times_N: np.ndarray) -> float:
+        """What the memory alone would need, over the time taken: above 1 a cache has helped."""
+        return float(self.bytes * times_N[PER_BYTE] / times_N[self.column])
 
 
 class _Roof:
@@ -63,11 +70,20 @@ class _Roof:
 
     def samplers(self) -> list[Sampler]:
         """In the order of the roof's columns."""
-        return [self._per_byte, lambda: 1.0 / self._last.flops_per_s, self._per_attention_flop]
+        per_flop = lambda: 1.0 / self._last.flops_per_s  # noqa: E731
+        return [self._per_byte, per_flop, self._per_attention_flop, self._per_cached_byte]
 
     def _per_byte(self) -> float:
         self._last = machine_ceilings(self._model)
         return 1.0 / self._last.read_bytes_per_s
+
+    def _per_cached_byte(self) -> float:
+        """Of a buffer as large as the weights: at the memory's rate where no cache holds them."""
+        model = self._model
+        if model.backend_name != "cpu":
+            return 1.0 / self._last.read_bytes_per_s
+        n_bytes = max(2**20, min(int(model.weight_bytes), MOST_CACHED_BYTES))
+        return 1.0 / max(measure_read_bytes_per_s(n_bytes, model.placement, 10), self._last.read_bytes_per_s)
 
     def _per_attention_flop(self) -> float:
         if self._is_split:  # weights in int8 or int4, attention in bf16
@@ -123,6 +139,28 @@ def _work_of(cost: PhaseCost, names: tuple[str, ...]) -> tuple[float, float]:
     return sum(p.flops for p in parts), sum(p.weight_bytes + p.kv_read_bytes for p in parts)
 
 
+def _share_words(dot: _Dot, rounds: Rounds, share: float, of_memory: float, roof_name: str) -> str:
+    """What part of which roof was reached."""
+    is_arithmetic = dot.flops * rounds.point(dot.peak).value >= dot.least_s(np.median(rounds.times_RN, axis=0))
+    words = f"{share:.0%} of {'the roof of the arithmetic' if is_arithmetic else roof_name}"
+    if share > 1.0:
+        words += ": above it, so that a nearer cache than the one measured has served a part of the bytes"
+    if not is_arithmetic and of_memory > 1.0:
+        words += f" ({of_memory:.0%} of the memory's)"
+    return words
+
+
+def _roofs(rounds: Rounds, *, has_cache: bool) -> list[Roof]:
+    per_byte, per_flop, per_attention_flop, per_cached_byte = (1e-9 * rounds.rate(i, 1.0).value for i in range(4))
+    roofs = [Roof(name="memory", slope=per_byte, flat=per_flop)]
+    if has_cache:
+        roofs.append(Roof(name="cache that holds the weights", slope=per_cached_byte, flat=per_flop))
+    if abs(per_attention_flop / per_flop - 1.0) > 0.05:
+        fastest = per_cached_byte if has_cache else per_byte
+        roofs.append(Roof(name="attention's arithmetic", slope=fastest, flat=per_attention_flop))
+    return roofs
+
+
 def _roofline(stage: Stage) -> Outcome:
     context, rows = min(CONTEXT, stage.longest_tokens), min(PREFILL_ROWS, stage.longest_tokens)
     picture = _Picture(stage)
@@ -135,14 +173,20 @@ def _roofline(stage: Stage) -> Outcome:
     rounds = stage.measure(picture.samplers)
     shares = rounds.each(lambda t: np.array([dot.least_s(t) / t[dot.column] for dot in picture.dots]))
     roofs = rounds.each(lambda t: np.array([dot.flops / dot.least_s(t) for dot in picture.dots]))
+    of_memory = rounds.each(lambda t: np.array([dot.memory_share(t) for dot in picture.dots]))
+    cached = rounds.of(lambda t: t[PER_BYTE] / t[PER_CACHED_BYTE])
+    memory, cache = (f"{1e-9 * rounds.rate(column, 1.0).value:.0f} GB/s" for column in (PER_BYTE, PER_CACHED_BYTE))
+    has_cache = cached.value > CACHED
+    roof_name = "the cache's roof" if has_cache else "the memory's roof"
     points, lines = [], []
-    for dot, share, roof in zip(picture.dots, shares, roofs, strict=True):
+    for dot, share, roof, memory_share in zip(picture.dots, shares, roofs, of_memory, strict=True):
         rate = rounds.rate(dot.column, dot.flops)
         unit = "Gop/s, whole steps" if dot.label else "Gop/s, parts of a step"
-        points.append(quantity(dot.series, dot.intensity, rate, unit, scale=1e-9, predicted=roof.value))
+        here = dot.label.removeprefix("batch ").removesuffix(" tokens")
+        points.append(quantity(dot.series, dot.intensity, rate, unit, scale=1e-9, predicted=roof.value, label=here))
         lines.append(
             f"{dot.series}{dot.label and ', ' + dot.label}: {dot.intensity:.3g} FLOP per byte, {1e-9 * rate.value:,.1f} Gop/s, "
-            f"{share.value:.0%} of the roof"
+            f"{_share_words(dot, rounds, share.value, memory_share.value, roof_name)}"
         )
     for series, (column, whole) in picture.rest.items():
         share_of_step = rounds.point(column).value / rounds.point(whole).value
@@ -177,6 +221,7 @@ def _roofline(stage: Stage) -> Outcome:
             ),
         ],
         rounds,
+        roofs=_roofs(rounds, has_cache=has_cache),
         finding=(
             f"decode at batch 1 does {decode.intensity:.1f} operations per byte, far under this machine's ridge of "
             f"{ridge.value:.0f}: memory sets its pace; prefill of {rows} tokens does {prefill.intensity:.0f}: arithmetic does"
@@ -184,6 +229,13 @@ def _roofline(stage: Stage) -> Outcome:
         notes=[
             f"decode at a context of {context}; linear layers multiply in {stage.ceilings.compute_dtype}, attention in "
             f"{stage.view.quant.attention_compute}" + stage.cached_weights,
+            f"the memory is read at {memory}"
+            + (
+                f"; the weights, {stage.model.weight_bytes / 2**20:.0f} MiB, lie in a cache that is read at {cache}: the roof "
+                "drawn beside the memory's"
+                if has_cache
+                else ""
+            ),
             *lines,
         ],
     )
@@ -191,7 +243,7 @@ def _roofline(stage: Stage) -> Outcome:
 
 ROOFLINE = Experiment(
     name="roofline",
-    title="Both phases under one roof, whole and in parts",
+    title="Both phases under one roof, whole (numbers: sequences of decode, tokens of prefill) and in parts",
     claim="the same weights are memory-bound in decode and arithmetic-bound in prefill",
     x_label="operations per byte",
     y_label="achieved",

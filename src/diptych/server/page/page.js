@@ -6,7 +6,7 @@ const KEEP_S = 32;
 const RATE_FRAMES = 240;
 const MAX_LANES = 16;
 const el = (id) => document.getElementById(id);
-const state = { hello: null, frame: null, steps: [], seen: new Map(), known: new Map(), finished: [], prefill: [], decode: [], span: 10, pointer: null, lastAt: null, elapsed: 0.25 };
+const state = { hello: null, frame: null, steps: [], seen: new Map(), finished: [], prefill: [], decode: [], span: 10, pointer: null, lastAt: null, elapsed: 0.25 };
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
@@ -56,8 +56,6 @@ function take(frame) {
   }
   for (const request of frame.requests) if (!state.seen.has(request.id)) state.seen.set(request.id, request.arrival_s);
   for (const [id, at] of state.seen) if (at < oldest) state.seen.delete(id);
-  if (state.known.size > 500) state.known.clear();
-  for (const request of frame.requests) state.known.set(request.id, request);
   state.finished.push(...frame.finished);
   state.finished.splice(0, Math.max(0, state.finished.length - 12));
   state.prefill.push(frame.prefill_tokens / elapsed);
@@ -147,12 +145,6 @@ function drawBlocks(frame) {
   }));
 }
 
-// a request that came and went between two frames was never listed
-function lastSeen(id) {
-  const one = state.known.get(id);
-  return one === undefined ? ["", "", ""] : [one.prompt_tokens, one.computed_to, `${one.output_tokens} or more`];
-}
-
 function drawRequests(frame) {
   const rows = frame.requests.map((one) => {
     const isReading = one.output_tokens === 0;
@@ -160,7 +152,7 @@ function drawRequests(frame) {
     const note = one.preemptions > 0 ? `${stateWord}, preempted ${one.preemptions}x` : stateWord;
     return [one.id, note, one.prompt_tokens, one.computed_to, one.output_tokens, milliseconds(Math.max(0, frame.now_s - one.arrival_s))];
   });
-  for (const one of [...state.finished].reverse()) rows.push([one.id, one.reason, ...lastSeen(one.id), `${milliseconds(Math.max(0, frame.now_s - one.at_s))} ago`]);
+  for (const one of [...state.finished].reverse()) rows.push([one.id, one.reason, one.prompt_tokens ?? "", one.computed_to ?? "", one.output_tokens ?? "", `${milliseconds(Math.max(0, frame.now_s - one.at_s))} ago`]);
   el("requests-empty").hidden = rows.length > 0;
   el("requests").tBodies[0].replaceChildren(...rows.slice(0, 40).map((cells) => {
     const line = document.createElement("tr");

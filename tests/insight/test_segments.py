@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from diptych.ground.request import Segment
-from diptych.server.segments import ChunkTime, TokenWork, cover, segment_costs
+from diptych.insight.segments import ChunkTime, TokenWork, cover, segment_costs
 
 WORK = TokenWork(linear=100.0, attention=1.0)
 

@@ -1,0 +1,73 @@
+"""How much memory there is: the machine's or the GPU's, and no more than a container may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+CGROUPS = Path("/sys/fs/cgroup")
+PROCESS_CGROUPS = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes in all, and bytes that can be had now."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+def memory_of(device: torch.device) -> Memory:
+    """The memory that tensors on `device` live in."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Memory(total, free)
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available
+    for limit, used in _container_limits():
+        total, available = min(total, limit), min(available, max(0, limit - used))
+    return Memory(total, available)
+
+
+def _container_limits() -> list[tuple[int, int]]:
+    """(limit, used) in bytes of each control group that holds this process and has a limit; v1 and v2."""
+    found = []
+    for folder, names in _folders():
+        try:
+            limit, used = (int((folder / name).read_text()) for name in names[:2])
+        except (OSError, ValueError):  # no such group here, or "max"
+            continue
+        # files that were read stay counted until somebody needs their place
+        found.append((limit, max(0, used - _field(folder / "memory.stat", names[2]))))
+    return found
+
+
+def _folders() -> list[tuple[Path, tuple[str, str, str]]]:
+    """The process's own groups and those around them. In a container its own path may be the root that is mounted."""
+    try:
+        lines = PROCESS_CGROUPS.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = CGROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = root / path.lstrip("/")
+        found += [(folder, names) for folder in (own, *own.parents) if folder == root or root in folder.parents]
+    return found
+
+
+def _field(path: Path, name: str) -> int:
+    try:
+        fields = dict(line.split(" ", 1) for line in path.read_text().splitlines())
+        return int(fields.get(name, "0"))
+    except (OSError, ValueError):
+        return 0

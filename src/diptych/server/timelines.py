@@ -1,0 +1,105 @@
+"""The logs of open and recent requests, found by the id in the answer or the client's own, and their JSON."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from diptych.server.telemetry import RequestLog, Telemetry
+
+# open answers still need their logs when others finish, so a few more than asked for are kept
+SPARE_LOGS = 1024
+# the ids of the prompts of one body: how many of its answers are remembered
+KEPT_GROUPS = 1024
+
+
+class Timelines:
+    """The logs of the last requests. `keep` runs on the engine's thread, the rest on the event loop."""
+
+    def __init__(self, telemetry: Telemetry, *, kept: int) -> None:
+        self._telemetry = telemetry
+        self._kept = kept
+        self._finished: OrderedDict[str, RequestLog] = OrderedDict()
+        self._groups: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        telemetry.on_log.append(self.keep)
+
+    def keep(self, log: RequestLog) -> None:
+        """Add a finished request's log and forget the oldest."""
+        self._finished[log.request_id] = log
+        while len(self._finished) > self._kept + SPARE_LOGS:
+            self._finished.popitem(last=False)
+
+    def group(self, response_id: str, request_ids: Sequence[str]) -> None:
+        """Remember which requests one answer holds: several where a body has several prompts."""
+        self._groups.pop(response_id, None)
+        if len(request_ids) > 1:
+            self._groups[response_id] = tuple(request_ids)
+        while len(self._groups) > KEPT_GROUPS:
+            self._groups.popitem(last=False)
+
+    def find(self, name: str) -> list[RequestLog]:
+        """The logs behind an answer's id or the client's own: one per prompt, none for an unknown id."""
+        for known in (name, f"chatcmpl-{name}", f"cmpl-{name}"):
+            logs = [log for one in self._groups.get(known, (known,)) if (log := self._of(one)) is not None]
+            if logs:
+                return logs
+        return []
+
+    def _of(self, request_id: str) -> RequestLog | None:
+        return self._telemetry.logs.get(request_id) or self._finished.get(request_id)
+
+
+def timelines_json(name: str, logs: Sequence[RequestLog], *, now_s: float) -> dict[str, Any]:
+    """The timeline of an answer: of its one request, or of each of its prompts under `prompts`."""
+    each = [timeline_json(log, now_s=now_s) for log in logs]
+    if len(each) == 1:
+        return each[0]
+    return {
+        "id": name,
+        "object": "request.timelines",
+        "is_finished": all(one["is_finished"] for one in each),
+        "prompt_tokens": sum(one["prompt_tokens"] for one in each),
+        "prompts": each,
+    }
+
+
+def timeline_json(log: RequestLog, *, now_s: float) -> dict[str, Any]:
+    """A request's life in the order it happened; times in milliseconds since it arrived."""
+
+    def ms(at_s: float) -> float:
+        return round((at_s - log.arrival_s) * 1e3, 3)
+
+    tokens = {str(index): [ms(at_s) for at_s in times] for index, times in sorted(log.token_s.items())}
+    return {
+        "id": log.request_id,
+        "object": "request.timeline",
+        "is_finished": log.end_s is not None,
+        "prompt_tokens": log.prompt_tokens,
+        "age_ms": ms(now_s),
+        "end_ms": None if log.end_s is None else ms(log.end_s),
+        "prefill_chunks": [
+            {
+                "step": chunk.step.step_id,
+                "at_ms": ms(chunk.step.begin_s),
+                "start": chunk.start,
+                "end": chunk.end,
+                "is_recompute": chunk.is_recompute,
+                "step_prefill_tokens": chunk.step.prefill_tokens,
+                "step_decode_tokens": chunk.step.decode_tokens,
+            }
+            for chunk in log.chunks
+        ],
+        "tokens_ms": tokens,
+        "preempted_ms": [ms(at_s) for at_s in log.preempted_s],
+        "shared_steps": [
+            {
+                "step": step.step_id,
+                "at_ms": ms(step.begin_s),
+                "duration_ms": round((end_s - step.begin_s) * 1e3, 3),
+                "prefill_tokens": step.prefill_tokens,
+                "caused_by": [name for name, _ in step.prefills if name != log.request_id],
+            }
+            for step, end_s in log.shared_steps
+        ],
+    }

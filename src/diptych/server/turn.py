@@ -1,0 +1,153 @@
+"""One turn of a conversation: rendered, constrained, submitted, and read as a stream of typed parts.
+
+Every chat protocol is a shape around this: it makes a `TurnRequest` of its body and JSON of the `TurnDelta`s.
+
+    turn = Turn(generation, request, asked)
+    await turn.start()                                   # admitted and submitted, or nothing is left open
+    async for deltas in turn.deltas(): ...               # TextPart, ThinkingPart, ToolCallDelta; the finish at the end
+    turn.account()                                       # tokens by source, time by phase
+    turn.close()                                         # in every case
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diptych.engine.text.reasoning import Opening, opening_of_prompt, tags_of_template
+from diptych.engine.text.template import RenderedPrompt
+from diptych.engine.text.tools import CALL_TAGS, ToolFormat, tool_call_spec, tool_format_of_template
+from diptych.ground.request import FreeReasoning, SamplingParams, StructuredSpec
+from diptych.server.accounting import Account
+from diptych.server.errors import ApiError
+from diptych.server.generation import Asked, Generation, OpenedRequest, close_all, merged_steps, open_requests
+from diptych.server.turn_parts import ChoiceParts, TurnDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The tools that a turn offers, as templates expect them, and whether one must be called.
+
+    must_call: the output is held to calls by grammar; of the tool `name`, where there is one.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    must_call: bool = False
+    name: str | None = None
+    is_parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """What a protocol asks of a turn.
+
+    render: the prompt for at most so many tokens, by the chat template. continues: the prompt ends within an answer.
+    sampling(max_tokens, constraint): how tokens are chosen. max_tokens: None for all the room that the context leaves;
+    limit_param: the name that the protocol gives it.
+    """
+
+    render: Callable[[int], Any]
+    continues: bool
+    tool_use: ToolUse
+    structured: StructuredSpec | None
+    n: int
+    max_tokens: int | None
+    limit_param: str
+    sampling: Callable[[int, StructuredSpec | None], SamplingParams]
+
+
+class Turn:
+    """One turn on its way to its end. `close` must follow `start` in every case."""
+
+    def __init__(self, generation: Generation, request: TurnRequest, asked: Asked) -> None:
+        self._generation = generation
+        self._request = request
+        self._asked = asked
+        self._tags = tags_of_template(generation.reader.template.source)
+        # Hermes where the template does not say
+        self._format = tool_format_of_template(generation.reader.template.source) or ToolFormat.HERMES
+        self._opened: list[OpenedRequest] = []
+        self.choices: list[ChoiceParts] = []
+
+    async def start(self) -> None:
+        """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
+        generation, request = self._generation, self._request
+        rendered: RenderedPrompt = await request.render(generation.context_tokens)
+        opening = self._opening_of(rendered.text)
+        max_tokens = generation.output_limit(
+            request.max_tokens, default=None, prompt_tokens=len(rendered.token_ids), param=request.limit_param
+        )
+        sampling = request.sampling(max_tokens, self._behind_reasoning(self._constraint(), opening))
+        tools = request.tool_use.tools
+        self.choices = [
+            ChoiceParts(
+                tags=self._tags,
+                opening=opening,
+                tool_format=self._format,
+                tool_names=[tool["function"]["name"] for tool in tools] if tools else None,
+            )
+            for _ in range(request.n)
+        ]
+        self._opened = await open_requests(generation.desk, [rendered], [sampling], self._asked)
+
+    async def deltas(self) -> AsyncIterator[list[TurnDelta]]:
+        """What each step adds, by choice. Raises ApiError when the engine failed."""
+        async for steps in merged_steps(self._opened):
+            yield [self.choices[step.index].push(step) for step in steps]
+        self._note_reasoning()
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._note_reasoning()
+        close_all(self._opened)
+
+    def account(self) -> Account:
+        """The account of the turn, once the last delta has come."""
+        self._note_reasoning()
+        thinking = [choice.thinking for choice in self.choices]
+        return self._generation.accountant.account(self._opened[0].handle, thinking)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """What the template made, as the engine got it."""
+        return self._opened[0].handle.request.prompt_token_ids
+
+    def _note_reasoning(self) -> None:
+        for one in self._opened:
+            one.reasoning_tokens = sum(choice.thinking.tokens for choice in self.choices)
+
+    def _opening_of(self, prompt: str) -> Opening:
+        if self._tags is None:
+            return Opening.BEHIND
+        opening = opening_of_prompt(prompt, self._tags)
+        return Opening.BEHIND if self._request.continues and opening is Opening.FREE else opening
+
+    def _constraint(self) -> StructuredSpec | None:
+        """The one constraint on the output: asked for as such, or a forced call."""
+        spec, use = self._request.structured, self._request.tool_use
+        if not use.must_call:
+            return spec
+        if spec is not None:
+            raise ApiError(
+                400, "a forced tool_choice and another constraint on the output exclude each other", param="tool_choice"
+            )
+        tokenizer = self._generation.reader.tokenizer
+        tag_ids = [(tag, tokenizer.token_id(tag)) for tag in CALL_TAGS]
+        return tool_call_spec(
+            use.tools,
+            self._format,
+            name=use.name,
+            is_parallel=use.is_parallel,
+            tag_ids={tag: token_id for tag, token_id in tag_ids if token_id in tokenizer.mark_token_ids},
+        )
+
+    def _behind_reasoning(self, spec: StructuredSpec | None, opening: Opening) -> StructuredSpec | None:
+        """Let a model that thinks do so before the constraint holds; a grammar that names the tags rules over both."""
+        tags = self._tags
+        if spec is None or tags is None or opening is Opening.BEHIND:
+            return spec
+        if spec.kind == "grammar" and (tags[0] in spec.source or tags[1] in spec.source):
+            return spec
+        begin = None if opening is Opening.INSIDE else tags[0]
+        return replace(spec, reasoning=FreeReasoning(begin=begin, end=tags[1]))

@@ -1,0 +1,145 @@
+"""What a chat model writes, split into typed parts while it is being written: text, thinking, tool calls.
+
+Knows no protocol: the JSON shapes of answers stand in `chat` (and in whichever protocol comes next).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from diptych.engine.text.reasoning import Opening, ReasoningSplitter
+from diptych.engine.text.tools import ToolCall, ToolCallDelta, ToolCallParser, ToolFormat
+from diptych.ground.phase import FinishReason
+from diptych.ground.step import TokenLogprobs
+from diptych.server.accounting import Thinking
+from diptych.server.generation import StepDelta
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """A piece of the answer proper."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingPart:
+    """A piece of the reasoning before it."""
+
+    text: str
+
+
+Part = TextPart | ThinkingPart | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Why a choice ended. has_calls: its last word are tool calls. stop: the stop string or id that the client asked for."""
+
+    reason: FinishReason
+    has_calls: bool
+    stop: str | int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnDelta:
+    """What one step added to one choice, in the order in which it is read: thinking, calls, text."""
+
+    index: int
+    is_first: bool
+    parts: tuple[Part, ...]
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    finish: Finish | None
+
+
+@dataclass(slots=True)
+class ChoiceParts:
+    """One choice of one turn: fed with steps in order, it keeps what came so far.
+
+    tags: the model's thinking tags, None for a model that does not think. tool_names: None when no tools are offered.
+    """
+
+    tags: tuple[str, str] | None
+    opening: Opening
+    tool_format: ToolFormat
+    tool_names: Sequence[str] | None
+    thinking: Thinking = field(default_factory=Thinking)
+    token_ids: list[int] = field(default_factory=list)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+    finish: Finish | None = None
+    _texts: list[str] = field(default_factory=list)
+    _thoughts: list[str] = field(default_factory=list)
+    _has_begun: bool = False
+    _splitter: ReasoningSplitter | None = None
+    _parser: ToolCallParser | None = None
+
+    def __post_init__(self) -> None:
+        """Set up the parsers that this model and request need."""
+        if self.tags is not None:
+            self._splitter = ReasoningSplitter(self.tags, opening=self.opening)
+        if self.tool_names is not None:
+            self._parser = ToolCallParser(self.tool_format, tool_names=self.tool_names)
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return "".join(self._texts)
+
+    @property
+    def thought(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._thoughts)
+
+    def push(self, step: StepDelta) -> TurnDelta:
+        """Take a step; returns what it adds to the answer."""
+        is_first, self._has_begun = not self._has_begun, True
+        self.token_ids += step.token_ids
+        is_last = step.finish_reason is not None
+        thought, rest = self._split(step, is_last=is_last)
+        calls, text = self._parse(rest, is_last=is_last)
+        parts: list[Part] = [ThinkingPart(thought)] if thought else []
+        parts += calls
+        parts += [TextPart(text)] if text else []
+        self._thoughts.append(thought)
+        self._texts.append(text)
+        if step.finish_reason is not None:
+            self.finish = Finish(reason=step.finish_reason, has_calls=bool(self.calls), stop=step.stop_reason)
+        return TurnDelta(
+            index=step.index,
+            is_first=is_first,
+            parts=tuple(parts),
+            token_ids=step.token_ids,
+            logprobs=step.logprobs,
+            finish=self.finish,
+        )
+
+    def _split(self, step: StepDelta, *, is_last: bool) -> tuple[str, str]:
+        """(reasoning, the rest) of a step's text."""
+        thinking, splitter = self.thinking, self._splitter
+        if splitter is None:
+            if step.token_ids and thinking.visible_s is None:
+                thinking.visible_s = step.at_s
+            return "", step.text
+        pieces = [splitter.push(step.text, len(step.token_ids))]
+        if is_last:
+            pieces.append(splitter.finish())
+        if splitter.reasoning_tokens > thinking.tokens:
+            thinking.tokens, thinking.end_s = splitter.reasoning_tokens, step.at_s
+        if splitter.answer_tokens > 0 and thinking.visible_s is None:
+            thinking.visible_s = step.at_s
+        return "".join(piece.reasoning for piece in pieces), "".join(piece.answer for piece in pieces)
+
+    def _parse(self, text: str, *, is_last: bool) -> tuple[list[ToolCallDelta], str]:
+        """(pieces of calls, content) of what is no reasoning."""
+        if self._parser is None:
+            return [], text
+        pieces = [self._parser.push(text)]
+        if is_last:
+            pieces.append(self._parser.finish())
+        calls = [call for piece in pieces for call in piece.calls]
+        for call in calls:
+            known = self.calls.get(call.index, ToolCall(id=call.id or "", name=call.name or "", arguments=""))
+            self.calls[call.index] = ToolCall(id=known.id, name=known.name, arguments=known.arguments + call.arguments)
+        return calls, "".join(piece.content for piece in pieces)

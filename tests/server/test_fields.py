@@ -1,0 +1,190 @@
+"""Every field that clients send is honoured, refused by name, or harmless; none is dropped without a word."""
+
+import re
+import typing
+from pathlib import Path
+
+import httpx
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from diptych.server.door import parse
+from diptych.server.errors import ApiError
+from diptych.server.fields import NO_EFFECT, REFUSED, ignored_header
+from diptych.server.schema import ChatBody, CompletionBody
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+TEXT = {"prompt": "Hi", "max_tokens": 4, "temperature": 0}
+# vLLM 2026: ChatCompletionRequest and CompletionRequest, and what newer ones took out but clients still send
+VLLM = set(
+    """use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids include_stop_str_in_output
+    ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side
+    prompt_logprobs logprob_token_ids allowed_token_ids bad_words echo add_generation_prompt continue_final_message
+    add_special_tokens documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs structured_outputs
+    priority request_id session_id return_tokens_as_token_ids return_token_ids routed_experts_prompt_start
+    return_token_offsets return_prompt_text return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs
+    repetition_detection stream_interval thinking_token_budget include_reasoning prompt_embeds logits_processors best_of
+    guided_json guided_regex guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern structural_tag
+    """.split()  # noqa: SIM905  (a list of one to a line would be a page)
+)
+# values that ask for something, where the first one below would not
+ASKING = {
+    "modalities": ["text", "audio"], "length_penalty": 2.0, "repeat_penalty": 1.3, "typical_p": 0.5,
+    "routed_experts_prompt_start": 3, "skip_special_tokens": False, "include_reasoning": False, "function_call": {"name": "f"},
+}  # fmt: skip
+
+
+def openai_fields(module: typing.Any, name: str) -> set[str]:
+    return set(typing.get_type_hints(getattr(module, name)))
+
+
+def test_every_field_of_openai_and_vllm_is_known() -> None:
+    """`guided_json`, `functions`, `store` and others used to be taken as unknown, and the answer was another than asked for."""
+    openai = openai_fields(chat_create_params, "CompletionCreateParamsBase")
+    openai |= openai_fields(completion_create_params, "CompletionCreateParamsBase") | {"stream"}
+    honoured = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
+    assert sorted((openai | VLLM) - honoured - REFUSED.keys() - NO_EFFECT.keys()) == []
+    # user and metadata are validated, and then have no effect
+    assert not honoured & REFUSED.keys()
+    assert honoured & NO_EFFECT.keys() == {"user", "metadata"}
+    assert not REFUSED.keys() & NO_EFFECT.keys()
+
+
+def test_the_page_shows_every_field_in_its_table() -> None:
+    """Who reads the page must not learn by trying."""
+    page = DOCS.read_text()
+    tables = page[page.index("| honoured |") : page.index("A field that stands in none")]
+    honoured, refused, harmless = (
+        {word for span in re.findall(r"`([^`]+)`", part) for word in span.split()}
+        for part in re.split(r"\| refused \||\| no effect \|", tables)
+    )
+    assert sorted((set(ChatBody.model_fields) | set(CompletionBody.model_fields)) - honoured - harmless) == []
+    assert sorted(REFUSED.keys() - refused) == []
+    assert sorted(NO_EFFECT.keys() - harmless) == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(("body_type", "body"), [(ChatBody, CHAT), (CompletionBody, TEXT)])
+def test_refused_by_name_with_the_reason(name: str, body_type: type, body: dict) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(httpx.Request("POST", "http://x", json={**body, name: ASKING.get(name, True)}).content, body_type)
+    assert caught.value.status == 400
+    assert caught.value.param == name
+    assert caught.value.message == f"{name} is not supported: {REFUSED[name].why}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_asks_for_nothing_is_taken(name: str) -> None:
+    """Clients send every field of their form, with its default."""
+    for value in (None, *REFUSED[name].harmless):
+        parse(httpx.Request("POST", "http://x", json={**CHAT, name: value}).content, ChatBody)
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_a_harmless_field_changes_nothing(http: httpx.Client, name: str) -> None:
+    """Said to have no effect, so the answer is the same and nothing is called ignored."""
+    value = {"k": "v"} if name == "metadata" else "x"
+    plain, with_field = (
+        http.post("/v1/completions", json=TEXT),
+        http.post("/v1/completions", json={**TEXT, name: value}),
+    )
+    assert with_field.status_code == 200, with_field.text
+    assert with_field.json()["choices"] == plain.json()["choices"]
+    assert "x-diptych-ignored" not in with_field.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unknown_field_is_named_in_the_answer(http: httpx.Client, stream: bool) -> None:
+    """A field that nobody knows used to vanish without a trace."""
+    answer = http.post("/v1/chat/completions", json={**CHAT, "warmth": 2, "é": 1, "stream": stream})
+    assert answer.status_code == 200
+    assert answer.headers["x-diptych-ignored"] == "warmth, \\xe9"
+
+
+def test_the_header_is_bounded_and_one_line() -> None:
+    """Names come from the client."""
+    made = ignored_header(("a\r\nset-cookie: b", "x" * 10_000, "c"))["x-diptych-ignored"]
+    assert len(made) <= 512
+    assert made.startswith("xxx")
+
+
+CONSTRAINED = [
+    (
+        {"guided_json": {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}},
+        r"\{\s*\"a\"\s*:\s*7\s*\}",
+    ),
+    ({"guided_json": '{"enum": [17]}'}, "17"),
+    ({"guided_regex": "[0-9]{3}!"}, "[0-9]{3}!"),
+    ({"guided_choice": ["maybe"]}, "maybe"),
+    ({"guided_grammar": 'root ::= "x" [0-9] "."'}, r"x[0-9]\."),
+    ({"grammar": 'root ::= ("ab" | "cd") "!"'}, "(ab|cd)!"),
+    ({"json_schema": {"enum": [[1, 2]]}}, r"\[\s*1\s*,\s*2\s*\]"),
+    ({"response_format": {"type": "json_object", "schema": {"enum": [True]}}}, "true"),
+    ({"response_format": {"type": "json_schema", "schema": {"enum": [None]}}}, "null"),
+    ({"structured_outputs": {"regex": "z{4}", "disable_additional_properties": True}}, "z{4}"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "pattern"), CONSTRAINED, ids=lambda value: str(value)[:40])
+def test_every_form_of_a_constraint_holds(http: httpx.Client, constraint: dict, pattern: str) -> None:
+    """All but structured_outputs and OpenAI's own forms used to be dropped without a word."""
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        answer = http.post(path, json={**body, **constraint, "max_tokens": 64})
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert re.fullmatch(pattern, text), text
+        assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "a"'}, "grammar"),
+        ({"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "json_schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"reasoning_effort": "medium", "verbosity": "high"}, "verbosity"),
+        ({"echo": True}, "echo"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}}}], "tool_choice": "required"},
+         "tools"),
+    ],
+)  # fmt: skip
+def test_what_cannot_hold_is_refused_with_its_field(http: httpx.Client, fields: dict, param: str) -> None:
+    answer = http.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
+
+
+def test_reasoning_effort_switches_thinking(http: httpx.Client) -> None:
+    """The bundled model's template knows enable_thinking and no levels; the field used to be dropped."""
+
+    def prompt(effort: str | None) -> int:
+        return http.post("/v1/chat/completions", json={**CHAT, "reasoning_effort": effort}).json()["usage"][
+            "prompt_tokens"
+        ]
+
+    assert prompt("none") == prompt(None)
+    assert prompt("high") < prompt("none"), "without the empty thought that switches thinking off"
+
+
+def test_running_usage_counts_up(http: httpx.Client) -> None:
+    """vLLM's continuous_usage_stats, which load generators ask for."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        raw = http.post(path, json={**body, "ignore_eos": True, "stream": True, "stream_options": options}).text
+        chunks = [
+            httpx.Response(200, content=line[6:]).json() for line in raw.split("\n\n") if line.startswith("data: {")
+        ]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] >= 1
+        assert counts[-1] == 4
+        assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
