@@ -11,7 +11,12 @@ namespace DIPTYCH_ISA {
 #if defined(DIPTYCH_ATTENTION_TILES)
 constexpr int kRows = 16;
 #elif defined(DIPTYCH_AVX512)
-constexpr int kRows = 8;  // by 3 vectors, up to 7 rows by 4: at most 28 accumulators of 32 registers
+constexpr int kRows = 8;  // by 3 vectors, fewer rows by 4: at most 28 accumulators of 32 registers
+#if defined(__AVX512BF16__)
+constexpr int kMostWideRows = 7;
+#else
+constexpr int kMostWideRows = 6;  // widened vectors stand beside the sums
+#endif
 #elif defined(DIPTYCH_AVX2)
 constexpr int kRows = 2;  // by 2 vectors: 8 accumulators of 16 registers
 #else
@@ -99,20 +104,38 @@ DIPTYCH_INLINE int64_t query_stride(int64_t d) { return d; }
 DIPTYCH_INLINE void begin_products() {}
 DIPTYCH_INLINE void end_products() {}
 
+// One pair of inputs: acc[r][z] += x[r] * y[z], x(r) and y(z) where they lie. Without a dot instruction the even inputs come first, then
+// the odd: y is read twice, since both its halves beside the sums would not fit the registers.
+template <int R, int Z, class X, class Y>
+DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
+#if defined(DIPTYCH_AVX512) && !defined(__AVX512BF16__)
+  for (int half = 0; half < 2; ++half) {
+    F32 wide[Z];
+    for (int z = 0; z < Z; ++z) wide[z] = widen_half(load_pairs(y(z)), half);
+    for (int r = 0; r < R; ++r) {
+      const F32 b = widen_half(broadcast_pair(x(r)), half);
+      for (int z = 0; z < Z; ++z) acc[r][z] = fma(b, wide[z], acc[r][z]);
+    }
+  }
+#else
+  Pairs pairs[Z];
+  for (int z = 0; z < Z; ++z) pairs[z] = load_pairs(y(z));
+  for (int r = 0; r < R; ++r) {
+    const Pairs b = broadcast_pair(x(r));
+    for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, pairs[z]);
+  }
+#endif
+}
+
 template <int R, int Z>
 DIPTYCH_INLINE void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, const char* const* next, float* out) {
   F32 acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) acc[r][z] = zero();
   for (int64_t i = 0; i < d / 2; ++i) {
-    Pairs k[Z];
-    for (int z = 0; z < Z; ++z) k[z] = load_pairs(keys[z] + i * 32);
     if (next)
       for (int z = 0; z < Z; ++z) __builtin_prefetch(next[z] + i * 64, 0, 2);
-    for (int r = 0; r < R; ++r) {
-      Pairs b = broadcast_pair(q + r * d + 2 * i);
-      for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, k[z]);
-    }
+    add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return keys[z] + i * 32; });
   }
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) store(out + r * kTileTokens + z * 16, acc[r][z]);
@@ -121,7 +144,7 @@ DIPTYCH_INLINE void score_columns(const uint16_t* q, int64_t d, const uint16_t* 
 template <int R>
 constexpr int columns_of() {
 #if defined(DIPTYCH_AVX512)
-  return R <= 7 ? 4 : 3;
+  return R <= kMostWideRows ? 4 : 3;
 #elif defined(DIPTYCH_AVX2)
   return 2;
 #else
@@ -170,14 +193,9 @@ DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, con
     const char* next = tile.next_values[g] + column * 4;
     const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
     for (int64_t p = 0; p < pairs; ++p, v += 2 * dv, next += 4 * dv) {
-      Pairs value[Z];
-      for (int z = 0; z < Z; ++z) value[z] = load_pairs(v + z * 32);
       if (fetches)
         for (int z = 0; z < Z; ++z) __builtin_prefetch(next + z * 64, 0, 2);
-      for (int r = 0; r < R; ++r) {
-        Pairs b = broadcast_pair(weights + r * kTileTokens + g * 16 + 2 * p);
-        for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, value[z]);
-      }
+      add_pair(acc, [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; }, [&](int z) { return v + z * 32; });
     }
   }
   for (int r = 0; r < R; ++r)

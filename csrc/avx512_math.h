@@ -13,11 +13,27 @@ inline __m512 widen_bf16(__m256i bits) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
+// To bf16, nearest even, as vcvtneps2bf16 does it: NaN stays NaN, denormals become zero.
+inline __m256i round_bf16(__m512 x) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
+  const __m512i lifted = _mm512_add_epi32(bits, _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff)));
+  __m512i rounded = _mm512_srli_epi32(lifted, 16);
+  rounded = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), high, _mm512_set1_epi32(0x40));
+  const __mmask16 is_tiny = _mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0x7f800000));
+  return _mm512_cvtepi32_epi16(_mm512_mask_and_epi32(rounded, is_tiny, high, _mm512_set1_epi32(0x8000)));
+#endif
+}
+
 // The dot instructions, tied to their accumulator: GCC 12 copies the accumulators of its own intrinsics around a full register
 // file (half of the int8 rate lost).
+#if defined(__AVX512BF16__)
 inline void add_dot_bf16(__m512& sum, __m512i pairs, __m512i w) {
   __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(w));
 }
+#endif
 inline void add_dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }

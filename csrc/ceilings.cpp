@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <vector>
 
 #include "gemm.h"
 #include "kernel_sets.h"
@@ -69,13 +70,24 @@ double ops_per_s(ThreadPool& pool, int repeats, double (*burst)(int64_t)) {
   return operations / seconds;
 }
 
+// What every set of this machine has of its own of one loop, but plain loops only where there is nothing else.
+template <class Loop>
+std::vector<Loop> loops_of_machine(Loop CeilingLoops::* loop) {
+  std::vector<Loop> loops;
+  for (const KernelSet* set : kernel_sets())
+    if (set->ceilings != nullptr && set->ceilings->*loop != nullptr && (set->ceilings != &scalar::kCeilings || loops.empty()))
+      loops.push_back(set->ceilings->*loop);
+  return loops;
+}
+
 }  // namespace
 
 namespace scalar {
-extern const CeilingLoops kCeilings = {fp32_burst, int32_burst, read_words};
+extern const CeilingLoops kCeilings = {fp32_burst, fp32_burst, int32_burst, read_words};
 }
 
-double measure_read_bytes_per_s(const CeilingLoops& loops, ThreadPool& pool, int64_t bytes, int repeats) {
+double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats) {
+  const auto read_all = loops_of_machine(&CeilingLoops::read_all).front();
   const PageBuffer buffer(bytes);
   // Untouched pages may all be one page of zeros, which would be read from the cache.
   pool.run([&](int thread, int threads) {
@@ -88,7 +100,7 @@ double measure_read_bytes_per_s(const CeilingLoops& loops, ThreadPool& pool, int
     const double seconds = best_s(repeats, [&] {
       pool.run([&](int thread, int threads) {
         const Range part = share(bytes, thread, threads, 4096);
-        loops.read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
+        read_all(buffer.data() + part.begin, part.end - part.begin, ahead);
       });
     });
     best = std::max(best, static_cast<double>(bytes) / seconds);
@@ -96,12 +108,10 @@ double measure_read_bytes_per_s(const CeilingLoops& loops, ThreadPool& pool, int
   return best;
 }
 
-double measure_bf16_ops_per_s(const CeilingLoops& loops, ThreadPool& pool, int repeats) {
-  return ops_per_s(pool, repeats, loops.bf16_burst);
-}
-
-double measure_int8_ops_per_s(const CeilingLoops& loops, ThreadPool& pool, int repeats) {
-  return ops_per_s(pool, repeats, loops.int8_burst);
+double measure_ops_per_s(double (*CeilingLoops::* burst)(int64_t), ThreadPool& pool, int repeats) {
+  double best = 0;
+  for (const auto loop : loops_of_machine(burst)) best = std::max(best, ops_per_s(pool, repeats, loop));
+  return best;
 }
 
 }  // namespace diptych

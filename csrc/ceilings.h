@@ -1,5 +1,5 @@
-// What this machine can do at most, on all threads of a pool: bytes read per second, and operations per second of the dot
-// instructions the kernels are made of. A rate means something only beside a ceiling measured just before and after it.
+// What this machine can do at most, on all threads of a pool: bytes read per second, and operations per second by the best instruction
+// that it has for a width, whichever set a model uses. A rate means something only beside a ceiling measured just before and after it.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,18 @@
 
 namespace diptych {
 
-// A kernel set's loops, for one thread. Bursts return the operations done (a multiply and an add are two).
+// A kernel set's loops, for one thread. Bursts return the operations done (a multiply and an add are two). Null: nothing of its own.
 struct CeilingLoops {
-  double (*bf16_burst)(int64_t rounds);
+  double (*fp32_burst)(int64_t rounds);
+  double (*bf16_burst)(int64_t rounds);  // by a product of bf16, or widened by one of fp32
   double (*int8_burst)(int64_t rounds);
   void (*read_all)(const uint8_t* data, int64_t bytes, int64_t ahead);  // ahead: software prefetch distance, 0: none
 };
 
 // Best of `repeats` passes over a fresh buffer of `bytes`, which should exceed every cache several times.
-double measure_read_bytes_per_s(const CeilingLoops& loops, ThreadPool& pool, int64_t bytes, int repeats);
+double measure_read_bytes_per_s(ThreadPool& pool, int64_t bytes, int repeats);
 
-// Best of `repeats` bursts.
-double measure_bf16_ops_per_s(const CeilingLoops& loops, ThreadPool& pool, int repeats);
-double measure_int8_ops_per_s(const CeilingLoops& loops, ThreadPool& pool, int repeats);
+// Best of `repeats` bursts of each set that this machine runs.
+double measure_ops_per_s(double (*CeilingLoops::* burst)(int64_t), ThreadPool& pool, int repeats);
 
 }  // namespace diptych

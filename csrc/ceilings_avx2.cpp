@@ -7,9 +7,9 @@
 namespace diptych {
 namespace {
 
-double bf16_burst(int64_t rounds) {
+double fp32_burst(int64_t rounds) {
   __m256 sums[12];
-  for (int i = 0; i < 12; ++i) sums[i] = _mm256_setzero_ps();
+  for (int i = 0; i < 12; ++i) sums[i] = _mm256_set1_ps(static_cast<float>(i));  // equal sums would become one
   __m256 a = _mm256_set1_ps(static_cast<float>(rounds)), b = _mm256_set1_ps(0.5f);
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 12
@@ -29,7 +29,10 @@ double int8_burst(int64_t rounds) {
   __m256i a = _mm256_set1_epi16(static_cast<int16_t>(rounds)), b = _mm256_set1_epi16(3);
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 12
-    for (int i = 0; i < 12; ++i) sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(a, b));
+    for (int i = 0; i < 12; ++i) {
+      sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(a, b));
+      __asm__ volatile("" : "+x"(a));  // a new product each time
+    }
     __asm__ volatile("" : "+x"(a), "+x"(b));
   }
   __m256i total = sums[0];
@@ -57,7 +60,7 @@ void read_all(const uint8_t* data, int64_t bytes, int64_t ahead) {
 }  // namespace
 
 namespace avx2 {
-extern const CeilingLoops kCeilings = {bf16_burst, int8_burst, read_all};
+extern const CeilingLoops kCeilings = {fp32_burst, fp32_burst, int8_burst, read_all};
 }
 
 }  // namespace diptych

@@ -25,6 +25,11 @@ struct Cpuid {
   Cpuid(unsigned leaf, unsigned subleaf) { __get_cpuid_count(leaf, subleaf, &a, &b, &c, &d); }
 };
 
+bool is_intel() {
+  const Cpuid vendor(0, 0);
+  return vendor.b == 0x756e6547 && vendor.d == 0x49656e69 && vendor.c == 0x6c65746e;  // "GenuineIntel"
+}
+
 Capabilities detect() {
   Capabilities found;
   const Cpuid basic(1, 0);
@@ -44,6 +49,8 @@ Capabilities detect() {
   add(Capability::avx512vl, extended.b & (1u << 31), kZmm);
   add(Capability::avx512_vnni, extended.c & (1u << 11), kZmm);
   add(Capability::avx512_bf16, extended.a >= 1 && (more.a & (1u << 5)), kZmm);
+  // Measured from registers: Emerald Rapids 89 Gop/s a core by vdpbf16ps and 176 by FMA; Zen 4 and 5 twice FMA's (LAB.md).
+  add(Capability::full_rate_bf16, found.has(Capability::avx512_bf16) && !is_intel(), kZmm);
   add(Capability::amx_bf16, extended.d & (1u << 22), kTiles);
   add(Capability::amx_tile, extended.d & (1u << 24), kTiles);
   add(Capability::amx_int8, extended.d & (1u << 25), kTiles);
@@ -72,7 +79,8 @@ int request_tiles() {
 
 const char* capability_name(Capability capability) {
   static const char* const kNames[] = {"avx2",     "fma",         "f16c",        "avx512f",  "avx512bw", "avx512dq",
-                                       "avx512vl", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_int8", "amx_bf16"};
+                                       "avx512vl", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_int8", "amx_bf16",
+                                       "full_rate_bf16"};
   static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Capability::count));
   return kNames[static_cast<int>(capability)];
 }

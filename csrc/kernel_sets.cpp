@@ -2,14 +2,15 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace diptych {
 namespace {
 
 #if defined(__x86_64__)
-constexpr Capabilities kAvx512Needs = {Capability::avx2,     Capability::fma,         Capability::f16c,
-                                       Capability::avx512f,  Capability::avx512bw,    Capability::avx512dq,
-                                       Capability::avx512vl, Capability::avx512_bf16, Capability::avx512_vnni};
+constexpr Capabilities kAvx512FmaNeeds = {Capability::avx2,     Capability::fma,      Capability::f16c,     Capability::avx512f,
+                                          Capability::avx512bw, Capability::avx512dq, Capability::avx512vl, Capability::avx512_vnni};
+constexpr Capabilities kAvx512Needs = kAvx512FmaNeeds | Capabilities{Capability::avx512_bf16};
 constexpr Capabilities kTileNeeds = {Capability::amx_tile, Capability::amx_int8, Capability::amx_bf16};
 #endif
 
@@ -17,26 +18,27 @@ constexpr Capabilities kTileNeeds = {Capability::amx_tile, Capability::amx_int8,
 const KernelSet kSets[] = {
 #if defined(__x86_64__)
 #if defined(DIPTYCH_AMX)
-    {"amx", kAvx512Needs | kTileNeeds,
+    {"amx", kAvx512Needs | kTileNeeds, {},
      {&amx::kBf16Tiles, &amx::kInt8Tiles, &amx::kInt4Tiles},
      &avx512::kLinear, &amx::kAttention, &avx512::kStep, &amx::kCeilings},
 #endif
-    {"avx512", kAvx512Needs,
-     {&avx512::kBf16Tiles, &avx512::kInt8Tiles, &avx512::kInt4Tiles},
+    {"avx512", kAvx512Needs, {Capability::full_rate_bf16},
+     {&avx512::kBf16Tiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles},
      &avx512::kLinear, &avx512::kAttention, &avx512::kStep, &avx512::kCeilings},
-    {"avx2",
-     {Capability::avx2, Capability::fma, Capability::f16c},
+    {"avx512_fma", kAvx512FmaNeeds, {},
+     {&avx512_fma::kBf16Tiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles},
+     &avx512_fma::kLinear, &avx512_fma::kAttention, &avx512_fma::kStep, &avx512_fma::kCeilings},
+    {"avx2", {Capability::avx2, Capability::fma, Capability::f16c}, {},
      {&avx2::kBf16Tiles, &avx2::kInt8Tiles, &avx2::kInt4Tiles},
      &avx2::kLinear, &avx2::kAttention, &avx2::kStep, &avx2::kCeilings},
 #endif
-    {"scalar",
-     {},
+    {"scalar", {}, {},
      {&scalar::kBf16Tiles, &scalar::kInt8Tiles, &scalar::kInt4Tiles},
      &scalar::kLinear, &scalar::kAttention, &scalar::kStep, &scalar::kCeilings},
 #if defined(__x86_64__)
-    {"amx_twin", kAvx512Needs,
+    {"amx_twin", kAvx512Needs, {},
      {&amx_twin::kBf16Tiles, &amx_twin::kInt8Tiles, &amx_twin::kInt4Tiles},
-     &avx512::kLinear, &amx_twin::kAttention, &avx512::kStep, &avx512::kCeilings},
+     &avx512::kLinear, &amx_twin::kAttention, &avx512::kStep, nullptr},
 #endif
 };
 
@@ -46,6 +48,8 @@ std::vector<const KernelSet*> find_sets() {
   std::vector<const KernelSet*> found;
   for (const KernelSet& set : kSets)
     if (cpu_capabilities().has_all(set.needs) && (!needs_tiles(set) || request_tiles() == 0)) found.push_back(&set);
+  for (size_t i = 0; i + 1 < found.size(); ++i)
+    if (!cpu_capabilities().has_all(found[i]->wants)) std::swap(found[i], found[i + 1]), ++i;
   return found;
 }
 

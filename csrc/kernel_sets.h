@@ -19,11 +19,12 @@ namespace diptych {
 struct KernelSet {
   const char* name;
   Capabilities needs;
+  Capabilities wants;       // where the processor lacks them, the next row that it runs is better
   const Tiles* tiles[3];  // by Format
   const LinearKernels* linear;
   const AttentionKernels* attention;
   const StepKernels* step;
-  const CeilingLoops* ceilings;
+  const CeilingLoops* ceilings;  // null: nothing of its own
 };
 
 // Those that this processor runs, best first; never empty, the scalar set runs anywhere. Behind it, never the first, come the twins of
@@ -44,9 +45,10 @@ const KernelSet& kernel_set(const std::string& name);
   extern const StepKernels kStep;                                 \
   extern const CeilingLoops kCeilings;                            \
   }
-DIPTYCH_DECLARE_PARTS(amx)       // tiles, attention and ceilings; the rest is avx512's
-DIPTYCH_DECLARE_PARTS(amx_twin)  // tiles and attention
-DIPTYCH_DECLARE_PARTS(avx512)
+DIPTYCH_DECLARE_PARTS(amx)         // tiles, attention and ceilings; the rest is avx512's
+DIPTYCH_DECLARE_PARTS(amx_twin)    // tiles and attention
+DIPTYCH_DECLARE_PARTS(avx512)      // without int8 and int4 tiles, which are avx512_fma's
+DIPTYCH_DECLARE_PARTS(avx512_fma)
 DIPTYCH_DECLARE_PARTS(avx2)
 DIPTYCH_DECLARE_PARTS(scalar)
 #undef DIPTYCH_DECLARE_PARTS

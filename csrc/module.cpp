@@ -412,18 +412,17 @@ void bind_program(nb::module_& m) {
 }
 
 void bind_ceilings(nb::module_& m) {
-  m.def("measure_read_bytes_per_s", [](const std::string& kernels, int64_t bytes, int threads, std::vector<int> cpus, int repeats) {
+  m.def("measure_read_bytes_per_s", [](int64_t bytes, int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
-    return measure_read_bytes_per_s(*kernel_set(kernels).ceilings, pool, bytes, repeats);
-  }, nb::arg("kernels"), nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("measure_bf16_ops_per_s", [](const std::string& kernels, int threads, std::vector<int> cpus, int repeats) {
+    return measure_read_bytes_per_s(pool, bytes, repeats);
+  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("measure_ops_per_s", [](const std::string& dtype, int threads, std::vector<int> cpus, int repeats) {
     ThreadPool pool(threads, std::move(cpus));
-    return measure_bf16_ops_per_s(*kernel_set(kernels).ceilings, pool, repeats);
-  }, nb::arg("kernels"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("measure_int8_ops_per_s", [](const std::string& kernels, int threads, std::vector<int> cpus, int repeats) {
-    ThreadPool pool(threads, std::move(cpus));
-    return measure_int8_ops_per_s(*kernel_set(kernels).ceilings, pool, repeats);
-  }, nb::arg("kernels"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
+    if (dtype == "fp32") return measure_ops_per_s(&CeilingLoops::fp32_burst, pool, repeats);
+    if (dtype == "bf16") return measure_ops_per_s(&CeilingLoops::bf16_burst, pool, repeats);
+    if (dtype == "int8") return measure_ops_per_s(&CeilingLoops::int8_burst, pool, repeats);
+    throw std::invalid_argument("no ceiling for " + dtype + "; there are fp32, bf16 and int8");
+  }, nb::arg("dtype"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace

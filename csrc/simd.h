@@ -11,6 +11,9 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(DIPTYCH_AVX512)
+#include "avx512_math.h"
+#endif
 
 #define DIPTYCH_INLINE static inline __attribute__((always_inline))
 
@@ -39,7 +42,7 @@ DIPTYCH_INLINE uint16_t f32_to_bf16(float x) {
 #if defined(DIPTYCH_AVX512)
 
 struct F32 { __m512 v; };
-struct Pairs { __m512bh v; };  // 16 lanes of two bf16 each
+struct Pairs { __m512i v; };  // 16 lanes of two bf16 each
 
 DIPTYCH_INLINE __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
 
@@ -84,19 +87,28 @@ DIPTYCH_INLINE F32 load_bf16_n(const uint16_t* p, int64_t n) {
   __m256i raw = _mm256_maskz_loadu_epi16(first_lanes(n), p);
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
-DIPTYCH_INLINE __m256i pack_bf16(F32 x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)); }
+DIPTYCH_INLINE __m256i pack_bf16(F32 x) { return round_bf16(x.v); }
 DIPTYCH_INLINE void store_bf16(uint16_t* p, F32 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack_bf16(x)); }
 DIPTYCH_INLINE void store_bf16_n(uint16_t* p, F32 x, int64_t n) { _mm256_mask_storeu_epi16(p, first_lanes(n), pack_bf16(x)); }
 DIPTYCH_INLINE F32 load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-DIPTYCH_INLINE Pairs load_pairs(const uint16_t* p) { return {reinterpret_cast<__m512bh>(_mm512_loadu_si512(p))}; }
+DIPTYCH_INLINE Pairs load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
 DIPTYCH_INLINE Pairs broadcast_pair(const uint16_t* p) {
   int32_t two;
   std::memcpy(&two, p, 4);
-  return {reinterpret_cast<__m512bh>(_mm512_set1_epi32(two))};
+  return {_mm512_set1_epi32(two)};
 }
-DIPTYCH_INLINE F32 dot2(F32 acc, Pairs a, Pairs b) { return {_mm512_dpbf16_ps(acc.v, a.v, b.v)}; }
+#if defined(__AVX512BF16__)
+DIPTYCH_INLINE F32 dot2(F32 acc, Pairs a, Pairs b) {
+  return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
+}
+#else
+// The even (0) or the odd (1) values of the pairs.
+DIPTYCH_INLINE F32 widen_half(Pairs x, int half) {
+  return {_mm512_castsi512_ps(half == 0 ? _mm512_slli_epi32(x.v, 16) : _mm512_and_si512(x.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+#endif
 // out[lane][parity] = bf16(x[lane]); the other parity is left alone
 DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) {
   __m512i wide = _mm512_cvtepu16_epi32(pack_bf16(x));
@@ -105,8 +117,8 @@ DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) {
 }
 // 32 int8 -> 32 bf16, exact
 DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) {
-  __m512bh both = _mm512_cvtne2ps_pbh(load_i8(p + 16).v, load_i8(p).v);
-  _mm512_storeu_si512(out, reinterpret_cast<__m512i>(both));
+  store_bf16(out, load_i8(p));
+  store_bf16(out + 16, load_i8(p + 16));
 }
 
 #elif defined(DIPTYCH_AVX2)

@@ -41,7 +41,7 @@ def machine_ceilings(model: Model) -> Ceilings:
     if model.backend_name == "cpu":
         return Ceilings(
             read_bytes_per_s=read_ceiling(model),
-            flops_per_s=measure_ops_per_s(dtype, model.placement, instruction_set=model.instruction_set),
+            flops_per_s=measure_ops_per_s(dtype, model.placement),
             compute_dtype=dtype,
             threads=model.threads,
         )
@@ -56,7 +56,7 @@ def machine_ceilings(model: Model) -> Ceilings:
 def read_ceiling(model: Model) -> float:
     """Only the bandwidth, quickly: for use just before and after a measured point."""
     if model.backend_name == "cpu":
-        return measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS, instruction_set=model.instruction_set)
+        return measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
     return _torch_read_bytes_per_s(model.device)
 
 

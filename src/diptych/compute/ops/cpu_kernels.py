@@ -63,15 +63,11 @@ def choose_instruction_set(name: str) -> str:
     return name
 
 
-def measure_read_bytes_per_s(
-    n_bytes: int, placement: Placement, repeats: int, *, instruction_set: str = "auto"
-) -> float:
+def measure_read_bytes_per_s(n_bytes: int, placement: Placement, repeats: int) -> float:
     """The best rate at which these threads read `n_bytes` of memory; n_bytes should exceed every cache."""
-    name = choose_instruction_set(instruction_set)
-    return float(_cpu.measure_read_bytes_per_s(name, n_bytes, placement.threads, placement.cpus, repeats))
+    return float(_cpu.measure_read_bytes_per_s(n_bytes, placement.threads, placement.cpus, repeats))
 
 
-def measure_ops_per_s(dtype: str, placement: Placement, repeats: int = 25, *, instruction_set: str = "auto") -> float:
-    """The best rate of the instructions that multiply `dtype` (bf16 or int8) in a set, from registers, on these threads."""
-    burst = {"bf16": _cpu.measure_bf16_ops_per_s, "int8": _cpu.measure_int8_ops_per_s}[dtype]
-    return float(burst(choose_instruction_set(instruction_set), placement.threads, placement.cpus, repeats))
+def measure_ops_per_s(dtype: str, placement: Placement, repeats: int = 25) -> float:
+    """The best rate at which these threads multiply `dtype` (fp32, bf16, int8) by any instruction, from registers."""
+    return float(_cpu.measure_ops_per_s(dtype, placement.threads, placement.cpus, repeats))

@@ -87,10 +87,7 @@ class _Roof:
 
     def _per_attention_flop(self) -> float:
         if self._is_split:  # weights in int8 or int4, attention in bf16
-            model = self._model
-            return 1.0 / measure_ops_per_s(
-                self._attention_dtype, model.placement, instruction_set=model.instruction_set
-            )
+            return 1.0 / measure_ops_per_s(self._attention_dtype, self._model.placement)
         return 1.0 / self._last.flops_per_s
 
 

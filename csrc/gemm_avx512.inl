@@ -1,0 +1,573 @@
+// AVX-512 kernels (F, BW, DQ, VL, VNNI), compiled with and without BF16 under the name DIPTYCH_ISA. One register tile is up to 6 rows x 64 lanes = 24 accumulators, 4 vectors of
+// weights and one broadcast of x: 24 dot instructions per 10 loads.
+#include "kernel_sets.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <initializer_list>
+
+#include "avx512_math.h"
+
+namespace diptych {
+namespace {
+
+constexpr int kVectors = kPanelLanes / 16;
+constexpr int kUnroll = 4;  // steps between two rounds of prefetches
+constexpr int64_t kCacheLine = 64;
+
+// Reading ahead (see TileArgs) into L1 or L2, or not at all; `turn` is called once in every kUnroll steps.
+enum class Reach { none, l1, l2 };
+template <int kStrips, Reach kReach>
+struct Ahead {
+  const uint8_t* next;
+  const uint8_t* next_strip;
+  const int64_t strip_bytes;
+  const int64_t lines;   // per turn, second way
+  int64_t turns_left;    // in the own strips, first way
+  const bool is_stream;
+  Ahead(const TileArgs& args, int64_t turns, int64_t block_bytes)
+      : next(args.ahead_bytes != 0 ? args.strip + args.ahead_bytes : args.next),
+        next_strip(args.next_strip),
+        strip_bytes(args.strip_bytes),
+        lines((args.next_bytes / kCacheLine + turns - 1) / turns),
+        turns_left(turns - turns * args.ahead_bytes / block_bytes),
+        is_stream(args.ahead_bytes != 0) {}
+  static inline void prefetch(const uint8_t* line) {
+    _mm_prefetch(reinterpret_cast<const char*>(line), kReach == Reach::l2 ? _MM_HINT_T1 : _MM_HINT_T0);
+  }
+  inline void line() {
+    if constexpr (kReach == Reach::none) return;
+    prefetch(next);
+    next += kCacheLine;
+  }
+  inline void turn() {
+    if constexpr (kReach == Reach::none) return;
+    if (is_stream) {
+      if (turns_left-- == 0) next = next_strip;
+      for (int step = 0; step < kUnroll; ++step, next += kCacheLine)
+        for (int v = 0; v < kStrips; ++v) prefetch(next + v * strip_bytes);
+    } else {
+      for (int64_t line = 0; line < lines; ++line, next += kCacheLine) prefetch(next);
+    }
+  }
+};
+
+// The tile's view of x: word `at` of a row, from separate rows (few) or from words interleaved row after row (many).
+template <int kRows, bool kInterleaved>
+struct Words {
+  const uint8_t* x[kInterleaved ? 1 : kRows];
+  explicit Words(const TileArgs& args) {
+    if constexpr (kInterleaved) {
+      x[0] = args.words;
+    } else {
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
+    }
+  }
+  inline __m512i get(int row, int64_t at) const {
+    const uint8_t* word = kInterleaved ? x[0] + (at * kRows + row) * 4 : x[row] + at * 4;
+    return _mm512_set1_epi32(*reinterpret_cast<const int*>(word));
+  }
+};
+
+#if defined(__AVX512BF16__)
+inline void add_dot(__m512& sum, __m512i w, __m512i x) { add_dot_bf16(sum, w, x); }
+#endif
+inline void add_dot(__m512i& sum, __m512i w, __m512i x) { add_dot_int8(sum, w, x); }
+
+// bf16 (Sum = __m512) and int8 (Sum = __m512i): one dot instruction per word and vector.
+template <typename Sum, int kRows, int kStrips, bool kInterleaved>
+void tile_dot(const TileArgs& args) {
+  Sum sums[kRows][kStrips];
+  Sum* acc = static_cast<Sum*>(args.acc);
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) sums[row][v] = args.resume ? acc[row * kVectors + v] : Sum{};
+  const Words<kRows, kInterleaved> x(args);
+  const uint8_t* w = args.strip;
+  const int64_t strip_bytes = args.strip_bytes;
+  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows == 1 ? Reach::none : kRows < kBalancedRows ? Reach::l1 : Reach::l2;
+  Ahead<kStrips, kReach> ahead(args, args.units / kUnroll, args.units * kStepBytes);
+  for (int64_t at = 0; at < args.units; at += kUnroll) {
+    ahead.turn();
+#pragma GCC unroll 4
+    for (int step = 0; step < kUnroll; ++step, w += kStepBytes) {
+      __m512i lanes[kStrips];
+#pragma GCC unroll 4
+      for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * strip_bytes);
+#pragma GCC unroll 24
+      for (int row = 0; row < kRows; ++row) {
+        const __m512i word = x.get(row, at + step);
+#pragma GCC unroll 4
+        for (int v = 0; v < kStrips; ++v) add_dot(sums[row][v], lanes[v], word);
+      }
+    }
+  }
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) acc[row * kVectors + v] = sums[row][v];
+}
+
+// The heads of one int4 group, spread over the bytes of each lane's word.
+struct Grid {
+  __m512i unit, zero;  // unit: twice as 16 bits, so that one multiplication serves two nibbles: 15 * 17 fits a byte
+  explicit Grid(const uint8_t* head) {
+    const __m512i both = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(head)));
+    unit = _mm512_or_si512(_mm512_and_si512(both, _mm512_set1_epi32(0xff)),
+                           _mm512_and_si512(_mm512_slli_epi32(both, 16), _mm512_set1_epi32(0xff0000)));
+    zero = _mm512_shuffle_epi8(both, _mm512_set4_epi32(0x0d0d0d0d, 0x09090909, 0x05050505, 0x01010101));
+  }
+  inline __m512i low(__m512i nibbles) const { return spread(_mm512_and_si512(nibbles, _mm512_set1_epi8(15))); }
+  inline __m512i high(__m512i nibbles) const {
+    return spread(_mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15)));
+  }
+
+ private:
+  inline __m512i spread(__m512i q) const { return _mm512_add_epi8(_mm512_mullo_epi16(q, unit), zero); }
+};
+
+#if !defined(__AVX512BF16__)
+// int4, the whole K. Sums of whole numbers may be cut at will, so few rows take the nibbles as they are and weigh each group's sum:
+// sum (unit q + zero) x = unit sum q x + zero sum x. That is a few operations a row and group.
+template <int kRows>
+void tile_int4_few(const TileArgs& args) {
+  __m512i sums[kRows];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) sums[row] = _mm512_setzero_si512();
+  const Words<kRows, false> x(args);
+  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
+  const uint8_t *w = args.strip, *heads = w;
+  Ahead<1, kRows == 1 ? Reach::none : Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  int64_t at = 0;
+  for (int64_t group = 0; group < args.units; ++group) {
+    if (group % 2 == 0) {
+      heads = w;
+      w += 2 * kHeadBytes;
+      ahead.line();
+    }
+    __m512i low_sums[kRows], high_sums[kRows];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) low_sums[row] = high_sums[row] = _mm512_setzero_si512();
+    for (const int64_t end = at + words; at < end;) {
+      ahead.turn();
+#pragma GCC unroll 4
+      for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
+        const __m512i nibbles = _mm512_load_si512(w), low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
+        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], low, x.get(row, at));
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) add_dot_int8(high_sums[row], high, x.get(row, at + 1));
+      }
+    }
+    const uint8_t* head = heads + group % 2 * kHeadBytes;
+    const __m512i both = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(head)));
+    const __m512i unit = _mm512_and_si512(both, _mm512_set1_epi32(0xff)), zero = _mm512_srli_epi32(both, 8);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i q = _mm512_mullo_epi32(unit, _mm512_add_epi32(low_sums[row], high_sums[row]));
+      const __m512i z = _mm512_mullo_epi32(zero, _mm512_set1_epi32(args.group_sums[row * args.units + group]));
+      sums[row] = _mm512_add_epi32(sums[row], _mm512_add_epi32(q, z));
+    }
+  }
+  __m512i* acc = static_cast<__m512i*>(args.acc);
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) acc[row * kVectors] = sums[row];
+}
+
+// More rows: each step becomes two vectors of int8 in registers, for all of them.
+template <int kRows, int kStrips, bool kInterleaved>
+void tile_int4(const TileArgs& args) {
+  static_assert(kStrips == 1);
+  if constexpr (!kInterleaved) return tile_int4_few<kRows>(args);
+  constexpr int kChains = kRows <= 8 ? 2 : 1;
+  __m512i sums[kChains][kRows];
+#pragma GCC unroll 2
+  for (int c = 0; c < kChains; ++c)
+#pragma GCC unroll 24
+    for (int row = 0; row < kRows; ++row) sums[c][row] = _mm512_setzero_si512();
+  const Words<kRows, kInterleaved> x(args);
+  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
+  const uint8_t *w = args.strip, *heads = w;
+  Ahead<1, Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  int64_t at = 0;
+  for (int64_t group = 0; group < args.units; ++group) {
+    if (group % 2 == 0) {
+      heads = w;
+      w += 2 * kHeadBytes;
+      ahead.line();
+    }
+    const Grid grid(heads + group % 2 * kHeadBytes);
+    for (const int64_t end = at + words; at < end;) {
+      ahead.turn();
+#pragma GCC unroll 4
+      for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
+        const __m512i nibbles = _mm512_load_si512(w), low = grid.low(nibbles), high = grid.high(nibbles);
+#pragma GCC unroll 24
+        for (int row = 0; row < kRows; ++row) add_dot_int8(sums[0][row], low, x.get(row, at));
+#pragma GCC unroll 24
+        for (int row = 0; row < kRows; ++row) add_dot_int8(sums[kChains - 1][row], high, x.get(row, at + 1));
+      }
+    }
+  }
+  __m512i* acc = static_cast<__m512i*>(args.acc);
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row)
+    acc[row * kVectors] = kChains == 1 ? sums[0][row] : _mm512_add_epi32(sums[0][row], sums[kChains - 1][row]);
+}
+
+// bf16 by fp32: on Intel an FMA does half the work of vdpbf16ps in a quarter of its time. Each word of W is widened to its two inputs,
+// first the even, then the odd; x comes widened.
+template <int kRows, int kStrips>
+void tile_widened(const TileArgs& args) {
+  __m512 sums[kRows][kStrips];
+  __m512* acc = static_cast<__m512*>(args.acc);
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) sums[row][v] = args.resume ? acc[row * kVectors + v] : __m512{};
+  const float* x = reinterpret_cast<const float*>(args.words);
+  const uint8_t* w = args.strip;
+  const int64_t strip_bytes = args.strip_bytes;
+  const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows == 1 ? Reach::none : kRows < kBalancedRows ? Reach::l1 : Reach::l2;
+  Ahead<kStrips, kReach> ahead(args, args.units / kUnroll, args.units * kStepBytes);
+  for (int64_t at = 0; at < args.units; at += kUnroll) {
+    ahead.turn();
+#pragma GCC unroll 4
+    for (int step = 0; step < kUnroll; ++step, w += kStepBytes, x += 2 * kRows) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        __m512 lanes[kStrips];
+#pragma GCC unroll 4
+        for (int v = 0; v < kStrips; ++v) {
+          const __m512i pairs = _mm512_load_si512(w + v * strip_bytes);
+          lanes[v] = _mm512_castsi512_ps(half == 0 ? _mm512_slli_epi32(pairs, 16) : _mm512_and_si512(pairs, odd));
+        }
+#pragma GCC unroll 24
+        for (int row = 0; row < kRows; ++row) {
+          const __m512 value = _mm512_set1_ps(x[half * kRows + row]);
+#pragma GCC unroll 4
+          for (int v = 0; v < kStrips; ++v) sums[row][v] = _mm512_fmadd_ps(lanes[v], value, sums[row][v]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) acc[row * kVectors + v] = sums[row][v];
+}
+
+void widen_rows(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t tile_rows, uint8_t* out) {
+  const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  for (int64_t first = 0; first < tile_rows; first += 16) {
+    const int64_t height = tile_rows - first < 16 ? tile_rows - first : 16;
+    const __mmask16 wanted = static_cast<__mmask16>((1u << height) - 1);
+    for (int64_t word = 0; word < n_words; word += 16) {
+      const __mmask16 mask = n_words - word < 16 ? static_cast<__mmask16>((1u << (n_words - word)) - 1) : 0xffff;
+      __m512i block[16];
+      for (int64_t i = 0; i < 16; ++i)
+        block[i] = first + i < count ? _mm512_maskz_loadu_epi32(mask, rows[first + i] + word * 4) : _mm512_setzero_si512();
+      transpose_16x16(block);
+      const int64_t present = n_words - word < 16 ? n_words - word : 16;
+      for (int64_t i = 0; i < present; ++i) {
+        uint8_t* at = out + (2 * (word + i) * tile_rows + first) * 4;
+        _mm512_mask_storeu_epi32(at, wanted, _mm512_slli_epi32(block[i], 16));
+        _mm512_mask_storeu_epi32(at + tile_rows * 4, wanted, _mm512_and_si512(block[i], odd));
+      }
+    }
+  }
+}
+#endif
+
+void expand_int4(const uint8_t* strip, int64_t group, int64_t first, int64_t count, uint8_t* out) {
+  for (int64_t g = first; g < first + count; ++g) {
+    const Grid grid(strip + head_of_group(group, g));
+    const uint8_t* w = strip + steps_of_group(group, g);
+    for (int64_t step = 0; step < group / 8; ++step, w += kStepBytes, out += 2 * kStepBytes) {
+      const __m512i nibbles = _mm512_load_si512(w);
+      _mm512_store_si512(out, grid.low(nibbles));
+      _mm512_store_si512(out + kStepBytes, grid.high(nibbles));
+    }
+  }
+}
+
+void interleave_rows(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t tile_rows, uint8_t* out) {
+  for (int64_t first = 0; first < tile_rows; first += 16) {
+    const int64_t height = tile_rows - first < 16 ? tile_rows - first : 16;
+    const __mmask16 wanted = static_cast<__mmask16>((1u << height) - 1);
+    for (int64_t word = 0; word < n_words; word += 16) {
+      const __mmask16 mask = n_words - word < 16 ? static_cast<__mmask16>((1u << (n_words - word)) - 1) : 0xffff;
+      __m512i block[16];
+      for (int64_t i = 0; i < 16; ++i)
+        block[i] = first + i < count ? _mm512_maskz_loadu_epi32(mask, rows[first + i] + word * 4) : _mm512_setzero_si512();
+      transpose_16x16(block);
+      const int64_t present = n_words - word < 16 ? n_words - word : 16;
+      for (int64_t i = 0; i < present; ++i)
+        _mm512_mask_storeu_epi32(out + ((word + i) * tile_rows + first) * 4, wanted, block[i]);
+    }
+  }
+}
+
+inline __mmask16 head(int64_t count) {
+  return count >= 16 ? 0xffff : count <= 0 ? 0 : static_cast<__mmask16>((1u << count) - 1);
+}
+
+// ---- finish ------------------------------------------------------------------------------------------------------
+
+// act(gate): both activations are x / (1 + 2^t), t = -log2(e) x (silu) or -2 log2(e) u with tanh's argument u (gelu). The cubic of
+// weight_exp2_lanes (simd.h) and the estimate of the division are together within 2e-4 relative: products are rounded to bf16
+// (2e-3) or int8 next.
+inline __m512 activate(Activation activation, __m512 x) {
+  __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f));
+  if (activation == Activation::gelu_tanh)
+    t = _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(-2.3022082f)),
+                      _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f), _mm512_set1_ps(1.0f)));
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(0.07706713676452637f), _mm512_set1_ps(0.22764486074447632f));
+  p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(0.6951168179512024f));
+  p = _mm512_fmadd_ps(f, p, _mm512_set1_ps(1.0f));
+  return _mm512_mul_ps(x, _mm512_rcp14_ps(_mm512_add_ps(_mm512_set1_ps(1.0f), _mm512_scalef_ps(p, t))));
+}
+
+template <Store kStore>
+inline void put(void* out, __mmask16 mask, float weight, __m512 y) {
+  if constexpr (kStore == Store::bf16) {
+    _mm256_mask_storeu_epi16(out, mask, round_bf16(y));
+  } else {
+    if constexpr (kStore == Store::add_f32) y = _mm512_fmadd_ps(_mm512_set1_ps(weight), y, _mm512_maskz_loadu_ps(mask, out));
+    _mm512_mask_storeu_ps(out, mask, y);
+  }
+}
+
+// kWhole: the sums are whole numbers (int8, int4). kLanes: vectors of lanes.
+template <bool kWhole, bool kGated, int kLanes, Store kStore>
+void finish_as(const FinishArgs& args) {
+  constexpr int kStored = kGated ? kLanes / 2 : kLanes;  // vectors of outputs
+  constexpr int64_t kElement = kStore == Store::bf16 ? 2 : 4;
+  const PackedLinear& w = *args.w;
+  const int64_t first_lane = args.first_lane;
+  __m512 scales[kLanes], bias[kLanes];
+  __mmask16 masks[kStored];
+  for (int v = 0; v < kLanes; ++v) {
+    scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
+    bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
+  }
+  for (int v = 0; v < kStored; ++v) masks[v] = head(args.outputs - v * 16);
+  const bool has_bias = w.bias != nullptr;
+  const Activation activation = args.activation;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    __m512 y[kLanes];
+    const float* acc = static_cast<const float*>(args.acc) + row * kPanelLanes;
+    const __m512i offset = kWhole ? _mm512_set1_epi32(128 * *args.row_sums[row]) : _mm512_setzero_si512();
+    const __m512 row_scale = kWhole ? _mm512_set1_ps(*args.row_scales[row]) : _mm512_setzero_ps();
+    for (int v = 0; v < kLanes; ++v) {
+      y[v] = _mm512_load_ps(acc + v * 16);
+      if constexpr (kWhole)
+        y[v] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(y[v]), offset)), _mm512_mul_ps(row_scale, scales[v]));
+      if (has_bias) y[v] = _mm512_add_ps(y[v], bias[v]);
+    }
+    if constexpr (kGated)
+      for (int v = 0; v < kStored; ++v) y[v] = _mm512_mul_ps(activate(activation, y[2 * v]), y[2 * v + 1]);
+    uint8_t* out = static_cast<uint8_t*>(args.out[row]);
+    for (int v = 0; v < kStored; ++v) put<kStore>(out + v * 16 * kElement, masks[v], args.row_weights[row], y[v]);
+  }
+}
+
+template <bool kWhole, bool kGated, int kLanes>
+void finish_store(const FinishArgs& args) {
+  switch (args.store) {
+    case Store::f32: return finish_as<kWhole, kGated, kLanes, Store::f32>(args);
+    case Store::bf16: return finish_as<kWhole, kGated, kLanes, Store::bf16>(args);
+    case Store::add_f32: return finish_as<kWhole, kGated, kLanes, Store::add_f32>(args);
+  }
+}
+
+template <bool kWhole>
+void finish_gate(const FinishArgs& args) {
+  const int64_t vectors = args.lanes / 16;
+  if (args.w->shape.gated) return vectors == 2 ? finish_store<kWhole, true, 2>(args) : finish_store<kWhole, true, 4>(args);
+  vectors == 1   ? finish_store<kWhole, false, 1>(args)
+  : vectors == 2 ? finish_store<kWhole, false, 2>(args)
+                 : finish_store<kWhole, false, 4>(args);
+}
+
+void finish(const FinishArgs& args) {
+  args.w->shape.format == Format::bf16 ? finish_gate<false>(args) : finish_gate<true>(args);
+}
+
+// ---- activations and packing -------------------------------------------------------------------------------------
+
+void load_inputs(const void* row, Source source, int64_t begin, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const __mmask16 mask = head(count - i);
+    __m512 values;
+    if (source == Source::f32) {
+      values = _mm512_maskz_loadu_ps(mask, static_cast<const float*>(row) + begin + i);
+    } else {
+      const __m256i bits = _mm256_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(row) + begin + i);
+      values = source == Source::bf16 ? widen_bf16(bits) : _mm512_cvtph_ps(bits);
+    }
+    _mm512_mask_storeu_ps(out + i, mask, values);
+  }
+}
+
+void round_inputs(const float* x, int64_t count, uint16_t* out) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const __mmask16 mask = head(count - i);
+    _mm256_mask_storeu_epi16(out + i, mask, round_bf16(_mm512_maskz_loadu_ps(mask, x + i)));
+  }
+}
+
+float abs_max(const float* x, int64_t count) {
+  __m512 highest[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32)
+    for (int v = 0; v < 2; ++v) highest[v] = _mm512_max_ps(highest[v], _mm512_abs_ps(_mm512_loadu_ps(x + i + 16 * v)));
+  for (; i < count; i += 16) highest[0] = _mm512_max_ps(highest[0], _mm512_abs_ps(_mm512_maskz_loadu_ps(head(count - i), x + i)));
+  return _mm512_reduce_max_ps(_mm512_max_ps(highest[0], highest[1]));
+}
+
+// Four vectors of levels as 64 bytes in their order.
+inline __m512i pack_levels(const __m512i level[4]) {
+  const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(level[0], level[1]), _mm512_packs_epi32(level[2], level[3]));
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), bytes);
+}
+
+inline __mmask64 head64(int64_t count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
+
+void quantize_int8(const float* x, int64_t count, float inverse_scale, int8_t* out) {
+  const __m512 inverse = _mm512_set1_ps(inverse_scale);
+  for (int64_t i = 0; i < count; i += 64) {
+    __m512i level[4];
+    for (int v = 0; v < 4; ++v)
+      level[v] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(head(count - i - 16 * v), x + i + 16 * v), inverse));
+    _mm512_mask_storeu_epi8(out + i, head64(count - i), pack_levels(level));
+  }
+}
+
+inline float row_abs_max(const float* x, int64_t count) { return abs_max(x, count); }
+
+// Magnitudes of bf16 compare like whole numbers.
+inline float row_abs_max(const uint16_t* x, int64_t count) {
+  __m512i highest[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  int64_t i = 0;
+  for (; i + 64 <= count; i += 64)
+    for (int v = 0; v < 2; ++v)
+      highest[v] = _mm512_max_epu16(highest[v], _mm512_and_si512(magnitude, _mm512_loadu_si512(x + i + 32 * v)));
+  for (; i < count; i += 32) {
+    const __mmask32 mask = static_cast<__mmask32>(head64(count - i));
+    highest[0] = _mm512_max_epu16(highest[0], _mm512_and_si512(magnitude, _mm512_maskz_loadu_epi16(mask, x + i)));
+  }
+  const __m512i most = _mm512_max_epu16(highest[0], highest[1]);
+  return _mm512_reduce_max_ps(
+      _mm512_max_ps(widen_bf16(_mm512_castsi512_si256(most)), widen_bf16(_mm512_extracti64x4_epi64(most, 1))));
+}
+
+inline __m512 load_some(const float* x, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, x); }
+inline __m512 load_some(const uint16_t* x, __mmask16 mask) { return widen_bf16(_mm256_maskz_loadu_epi16(mask, x)); }
+
+template <typename Value>
+inline void quantize_values(const Value* x, int64_t count, int8_t* out, float* scale, int32_t* sum) {
+  const float highest = row_abs_max(x, count);
+  const __m512 inverse = _mm512_set1_ps(highest > 0.0f ? 127.0f / highest : 0.0f);
+  const __m512i ones = _mm512_set1_epi8(1);
+  __m512i sums = _mm512_setzero_si512();
+  int64_t i = 0;
+  auto quantize = [&](int64_t left) {
+    __m512i level[4];
+    for (int v = 0; v < 4; ++v)
+      level[v] = _mm512_cvtps_epi32(_mm512_mul_ps(load_some(x + i + 16 * v, head(left - 16 * v)), inverse));
+    const __m512i bytes = pack_levels(level);
+    add_dot_int8(sums, ones, bytes);
+    _mm512_store_si512(out + i, bytes);
+  };
+  for (; i + 64 <= count; i += 64) quantize(64);
+  for (; i < round_up(count, kMaxGroup); i += 64) quantize(count - i);
+  *scale = highest / 127.0f;
+  *sum = _mm512_reduce_add_epi32(sums);
+}
+
+void quantize_row(const void* x, Source source, int64_t count, int8_t* out, float* scale, int32_t* sum) {
+  if (source == Source::bf16) return quantize_values(static_cast<const uint16_t*>(x), count, out, scale, sum);
+  quantize_values(static_cast<const float*>(x), count, out, scale, sum);
+}
+
+void sum_groups(const int8_t* x, int64_t group, int64_t groups, int32_t* sums) {
+  const __m512i ones = _mm512_set1_epi8(1);
+  for (int64_t g = 0; g < groups; ++g) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < group; i += 64) add_dot_int8(sum, ones, _mm512_maskz_loadu_epi8(head64(group - i), x + g * group + i));
+    sums[g] = _mm512_reduce_add_epi32(sum);
+  }
+}
+
+void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uint8_t* out) {
+  for (int64_t word = 0; word < n_words; word += 16) {
+    const __mmask16 mask = head(n_words - word);
+    __m512i block[16];
+    for (int i = 0; i < 16; ++i) block[i] = _mm512_maskz_loadu_epi32(mask, words + i * stride + word);
+    transpose_16x16(block);
+    const int64_t present = n_words - word < 16 ? n_words - word : 16;
+    for (int64_t i = 0; i < present; ++i) _mm512_store_si512(out + (word + i) * kStepBytes, block[i]);
+  }
+}
+
+#include "lanes.inl"
+
+#include "quantize_int4.inl"
+
+constexpr XForm form_of(bool interleaved) { return interleaved ? XForm::words : XForm::rows; }
+
+// A few rows by their pointers, more interleaved. From 7 rows on the address registers run short.
+#define DIPTYCH_NARROW(kFew, ...)                                                                          \
+  {                                                                                                        \
+    {1, 1, form_of(1 > kFew), __VA_ARGS__ 1, 1, (1 > kFew)>}, {2, 1, form_of(2 > kFew), __VA_ARGS__ 2, 1, (2 > kFew)>},  \
+    {3, 1, form_of(3 > kFew), __VA_ARGS__ 3, 1, (3 > kFew)>}, {4, 1, form_of(4 > kFew), __VA_ARGS__ 4, 1, (4 > kFew)>},  \
+    {5, 1, form_of(5 > kFew), __VA_ARGS__ 5, 1, (5 > kFew)>}, {6, 1, form_of(6 > kFew), __VA_ARGS__ 6, 1, (6 > kFew)>},  \
+    {8, 1, XForm::words, __VA_ARGS__ 8, 1, true>}, {10, 1, XForm::words, __VA_ARGS__ 10, 1, true>},                        \
+    {12, 1, XForm::words, __VA_ARGS__ 12, 1, true>}, {14, 1, XForm::words, __VA_ARGS__ 14, 1, true>},                      \
+    {16, 1, XForm::words, __VA_ARGS__ 16, 1, true>}, {18, 1, XForm::words, __VA_ARGS__ 18, 1, true>},                      \
+    {20, 1, XForm::words, __VA_ARGS__ 20, 1, true>}, {22, 1, XForm::words, __VA_ARGS__ 22, 1, true>},                      \
+    {24, 1, XForm::words, __VA_ARGS__ 24, 1, true>},                                                               \
+  }
+
+#if !defined(__AVX512BF16__)
+#define DIPTYCH_WIDENED(rows) {rows, 1, XForm::widened, tile_widened<rows, 1>}
+#define DIPTYCH_NARROW_WIDENED                                                                                             \
+  {                                                                                                                        \
+    DIPTYCH_WIDENED(1), DIPTYCH_WIDENED(2), DIPTYCH_WIDENED(3), DIPTYCH_WIDENED(4), DIPTYCH_WIDENED(5), DIPTYCH_WIDENED(6), \
+    DIPTYCH_WIDENED(8), DIPTYCH_WIDENED(10), DIPTYCH_WIDENED(12), DIPTYCH_WIDENED(14), DIPTYCH_WIDENED(16),                \
+    DIPTYCH_WIDENED(18), DIPTYCH_WIDENED(20), DIPTYCH_WIDENED(22), DIPTYCH_WIDENED(24),                                    \
+  }
+#endif
+
+}  // namespace
+
+namespace DIPTYCH_ISA {
+
+#if defined(__AVX512BF16__)
+extern const Tiles kBf16Tiles = {DIPTYCH_NARROW(6, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false>}};
+extern const LinearKernels kLinear = {
+    interleave_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    sum_groups, quantize_group, expand_int4,
+};
+#else
+extern const Tiles kBf16Tiles = {DIPTYCH_NARROW_WIDENED, {12, 2, XForm::widened, tile_widened<12, 2>}};
+extern const Tiles kInt8Tiles = {DIPTYCH_NARROW(6, tile_dot<__m512i, ), {6, 4, XForm::rows, tile_dot<__m512i, 6, 4, false>}};
+extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(6, tile_int4<), {}};
+extern const LinearKernels kLinear = {
+    interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
+    sum_groups, quantize_group, expand_int4,
+};
+#endif
+
+}  // namespace DIPTYCH_ISA
+
+}  // namespace diptych
+#endif
