@@ -119,3 +119,53 @@ def test_every_command_has_its_module() -> None:
 
     for name, (module, _) in COMMANDS.items():
         assert (SRC.parent / (module.replace(".", "/") + ".py")).exists(), name
+
+
+MOST_FILE_LINES = 600
+MOST_FUNCTION_LINES = 70
+CODE = sorted(
+    path for folder in ("src", "tests", "training", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+) + sorted(path for pattern in ("*.cpp", "*.h", "*.inl") for path in (ROOT / "csrc").rglob(pattern))
+
+
+def test_files_are_short() -> None:
+    """A file longer than one can hold in mind hides a second noun that wants its own room."""
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in CODE}
+    too_long = {name: lines for name, lines in lengths.items() if lines > MOST_FILE_LINES}
+    assert not too_long, too_long
+
+
+def test_functions_are_short() -> None:
+    """A function longer than a page does more than its name says."""
+    too_long = {}
+    for path in CODE:
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = node.body[0]  # options with their help make a long head, which is no long function
+                lines = (node.end_lineno or first.lineno) - first.lineno + 1
+                if lines > MOST_FUNCTION_LINES:
+                    too_long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
+    assert not too_long, too_long
+
+
+def test_modules_import_in_no_circle() -> None:
+    """Two files that import each other are one file in two places: neither can be read, tested or moved alone."""
+    imports: dict[str, set[str]] = {}
+    for path in SRC.rglob("*.py"):
+        parts = ("diptych", *path.relative_to(SRC).with_suffix("").parts)
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        tree = ast.parse(path.read_text())
+        named = {n for n in imported_names(tree) if n.startswith("diptych")}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("diptych"):
+                named |= {f"{node.module}.{alias.name}" for alias in node.names}
+        imports[name] = named - {name}
+    imports = {name: named & imports.keys() for name, named in imports.items()}
+    # leaves go first: what is left imports, and is imported by, what is left
+    while leaves := {name for name, named in imports.items() if not named}:
+        imports = {name: named - leaves for name, named in imports.items() if name not in leaves}
+    while roots := imports.keys() - set().union(*imports.values(), set()):
+        imports = {name: named for name, named in imports.items() if name not in roots}
+    assert not imports, {name: sorted(named) for name, named in imports.items()}

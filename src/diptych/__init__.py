@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from diptych.ground.request import SamplingParams
+from diptych.ground.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from diptych.engine.llm import LLM, AsyncLLM
     from diptych.engine.phases import TwoPhase
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "TwoPhase", "__version__"]
 
 _LAZY = {"LLM": "diptych.engine.llm", "AsyncLLM": "diptych.engine.llm", "TwoPhase": "diptych.engine.phases"}

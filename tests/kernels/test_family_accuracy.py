@@ -59,7 +59,7 @@ def test_family_agrees_with_transformers(family: str, dtype: torch.dtype, tmp_pa
     model.close()
 
 
-@pytest.mark.parametrize("name", ["amx", "amx_twin", "avx512", "avx2", "scalar"])
+@pytest.mark.parametrize("name", ["amx", "amx_twin", "avx512", "avx512_fma", "avx2", "scalar"])
 @pytest.mark.parametrize("family", TIED)
 def test_tied_head_answers_as_a_table_beside_it(family: str, name: str, tmp_path: Path) -> None:
     """The packed head is the only copy of a tied bf16 embedding; not one bit may tell."""

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.native
 BENCH = Path(__file__).resolve().parents[2] / "csrc" / "bench"
 FORMATS = {"bf16": 0, "int8": 1, "int4": 2}
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2}
-ISAS = ("scalar", "avx2", "avx512", "amx_twin", "amx")
+ISAS = ("scalar", "avx2", "avx512", "avx512_fma", "amx_twin", "amx")
 STORE_F32, STORE_BF16, ADD_F32 = 0, 1, 2
 SILU, GELU_TANH = 0, 1
 

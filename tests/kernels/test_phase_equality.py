@@ -107,7 +107,7 @@ def test_decode_past_two_tiles_equals_prefill_on_two_threads(directories: dict[s
     assert torch.equal(torch.cat(rows), whole.logits)
 
 
-@pytest.mark.parametrize("name", ["amx", "amx_twin", "avx512", "avx2", "scalar"])
+@pytest.mark.parametrize("name", ["amx", "amx_twin", "avx512", "avx512_fma", "avx2", "scalar"])
 def test_each_instruction_set_is_equal_within_itself(directories: dict[str, Path], name: str) -> None:
     """A machine without AVX-512 gets the same promise."""
     if name not in instruction_sets():

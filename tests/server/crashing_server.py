@@ -1,4 +1,4 @@
-"""`diptych` with a device that fails at step CRASH_AT_STEP: what a broken kernel does to a server. Run by tests/server/test_trouble.py."""
+"""`diptych` with a device that fails at step CRASH_AT_STEP: what a broken kernel does to a server. For test_trouble."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
-from diptych import __version__
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.decoder import DecoderWeights, family_named, head_name, load_decoder, prefix_of, run_decoder
 from diptych.compute.kv_store import KVStore
@@ -25,6 +24,7 @@ from diptych.compute.ops.contract import Handle, Loader, Ops
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.sampler import Weighed
 from diptych.compute.weights import Source
+from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model, refuse_unrun
 from diptych.models.spec import ModelSpec
@@ -74,7 +74,7 @@ class Blueprint:
         digest.update(self.source.fingerprint().encode())
         # which rotary frequencies the context length chose
         digest.update(repr([layer.attention.rope for layer in self.spec.layers]).encode())
-        digest.update("\n".join((__version__, *decides)).encode())
+        digest.update("\n".join((VERSION, *decides)).encode())
         return digest.hexdigest()
 
 

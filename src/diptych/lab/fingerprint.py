@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from diptych import __version__
 from diptych.ground.clock import wall_time_s
+from diptych.ground.version import VERSION
 
 
 def fingerprint() -> dict[str, str]:
@@ -22,7 +22,7 @@ def fingerprint() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "diptych": __version__,
+        "diptych": VERSION,
         "date": datetime.fromtimestamp(wall_time_s(), UTC).isoformat(timespec="seconds"),
     }
     cache_bytes = last_level_cache_bytes()

@@ -5,12 +5,12 @@ Routes get the parts from `ServerState`; the parts do not know of it. Nothing he
 
 from __future__ import annotations
 
-from diptych import __version__
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.parameters import linear_parameter_count
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import AsyncLLM
 from diptych.ground.errors import EngineError
+from diptych.ground.version import VERSION
 from diptych.insight.segments import TokenWork
 from diptych.server.accounting import Accountant
 from diptych.server.admission import Admission
@@ -83,7 +83,7 @@ def served_model(engine: AsyncLLM, config: ServerConfig) -> ServedModel:
         backend=model.backend_name,
         weights=model.weights_format,
         kv=model.kv_format,
-        version=__version__,
+        version=VERSION,
         block_tokens=core.block_config.block_tokens,
         n_blocks=core.block_config.n_blocks,
         max_context_tokens=core.context_limit_tokens,

@@ -13,7 +13,7 @@ from diptych.cost.components import PhaseCost
 from diptych.cost.workload import Workload
 from diptych.lab.experiment import ROOF, Check, Experiment, Outcome, Roof, Stage, conclude, quantity
 from diptych.lab.probe import StepParts
-from diptych.lab.rounds import Rounds, Sampler
+from diptych.lab.rounds import Estimate, Rounds, Sampler
 
 PREFILL_ROWS = 512
 CONTEXT = 512
@@ -158,6 +158,29 @@ def _roofs(rounds: Rounds, *, has_cache: bool) -> list[Roof]:
     return roofs
 
 
+def _checks(rounds: Rounds, ridge: Estimate, decode: _Dot, prefill: _Dot) -> list[Check]:
+    return [
+        Check(
+            what="the ridge over decode's FLOP per byte",
+            estimate=ridge.times(1.0 / decode.intensity),
+            limit=1.0,
+            pattern="{:.1f}",
+        ),
+        Check(
+            what="prefill's FLOP per byte over the ridge",
+            estimate=rounds.of(lambda t: prefill.intensity * t[PER_FLOP] / t[PER_BYTE]),
+            limit=1.0,
+            pattern="{:.1f}",
+        ),
+        Check(
+            what="arithmetic achieved in prefill over that in decode",
+            estimate=rounds.of(lambda t: (prefill.flops / t[prefill.column]) / (decode.flops / t[decode.column])),
+            limit=2.0,
+            pattern="{:.1f}",
+        ),
+    ]
+
+
 def _roofline(stage: Stage) -> Outcome:
     context, rows = min(CONTEXT, stage.longest_tokens), min(PREFILL_ROWS, stage.longest_tokens)
     picture = _Picture(stage)
@@ -197,26 +220,7 @@ def _roofline(stage: Stage) -> Outcome:
     decode, prefill = whole_dots[0], whole_dots[-1]
     return conclude(
         points,
-        [
-            Check(
-                what="the ridge over decode's FLOP per byte",
-                estimate=ridge.times(1.0 / decode.intensity),
-                limit=1.0,
-                pattern="{:.1f}",
-            ),
-            Check(
-                what="prefill's FLOP per byte over the ridge",
-                estimate=rounds.of(lambda t: prefill.intensity * t[PER_FLOP] / t[PER_BYTE]),
-                limit=1.0,
-                pattern="{:.1f}",
-            ),
-            Check(
-                what="arithmetic achieved in prefill over that in decode",
-                estimate=rounds.of(lambda t: (prefill.flops / t[prefill.column]) / (decode.flops / t[decode.column])),
-                limit=2.0,
-                pattern="{:.1f}",
-            ),
-        ],
+        _checks(rounds, ridge, decode, prefill),
         rounds,
         roofs=_roofs(rounds, has_cache=has_cache),
         finding=(
