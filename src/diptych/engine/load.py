@@ -180,16 +180,26 @@ def _blocks(n_tokens: int, block_tokens: int) -> int:
     return -(-n_tokens // block_tokens)
 
 
-def local_predictor(model: Model) -> CalibratedModel | None:
-    """Step times predicted from this machine's measured profile.
+def profile_gap(model: Model) -> str | None:
+    """Why this machine's measured profile says nothing of the model's step times; None where it does."""
+    if model.device.type != "cpu":
+        return "only CPUs are measured"
+    if not profile_path().exists():
+        return "this machine was never measured (diptych lab calibrate)"
+    profile = load_profile()
+    measured, own = profile.get("backend", model.backend_name), model.backend_name
+    if measured == own:
+        measured, own = profile.get("kernels", model.instruction_set), model.instruction_set
+    if measured == own:
+        return None
+    return f"this machine was measured with {measured}, not with {own} (diptych lab calibrate)"
 
-    None when it was never measured, or not with the model's backend on a CPU: the times of other kernels say nothing.
-    """
-    if not profile_path().exists() or model.device.type != "cpu":
+
+def local_predictor(model: Model) -> CalibratedModel | None:
+    """Step times predicted from this machine's measured profile; None where `profile_gap` says why not."""
+    if profile_gap(model) is not None:
         return None
     profile = load_profile()
-    if profile.get("backend", model.backend_name) != model.backend_name:
-        return None
     view = CostView(model)
     return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
 

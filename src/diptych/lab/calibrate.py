@@ -23,7 +23,7 @@ import psutil
 
 from diptych import __version__
 from diptych.compute.ceilings import Ceilings, machine_ceilings
-from diptych.compute.ops.cpu_kernels import measure_read_bytes_per_s
+from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
@@ -118,14 +118,15 @@ def calibrate(
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
     host: dict[str, float] = {}
-    backend = ""
+    backend = kernels = ""
+    placement = Placement(threads=1)
     for weights in ("bf16", "int8", "int4", "fp32"):
         config = replace(compute, weights=weights)
         if backend and weights not in FORMATS[backend]:
             continue
         progress(f"measuring {weights}")
         model = random_model(PROBE_MODEL, config, seed=0)
-        backend = model.backend_name
+        backend, kernels, placement = model.backend_name, model.instruction_set, model.placement
         ceilings[weights] = machine_ceilings(model)
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement, ceilings[weights].read_bytes_per_s)
@@ -141,7 +142,7 @@ def calibrate(
             host = _host(empty, effort)
             empty.close()
     progress("fitting")
-    profile = _profile(ceilings, backend)
+    profile = _profile(ceilings, backend, kernels=kernels, placement=placement)
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
     profile = _fit(profile, samples) | {"host": host}
@@ -199,10 +200,11 @@ def cache_level(rates: Mapping[int, float], memory_bytes_per_s: float) -> dict[s
     return {"bytes": float(held[-1] * 2**20), "bytes_per_s": statistics.median(level)}
 
 
-def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
+def _profile(ceilings: dict[str, Ceilings], backend: str, *, kernels: str, placement: Placement) -> dict[str, Any]:
     """The profile before fitting: measured ceilings, and starting values for everything else."""
     rates = {one.compute_dtype: one.flops_per_s for one in ceilings.values()}
-    rates.setdefault("fp32", rates["bf16"] / 2)  # peaks the engine never uses on this backend; the planner wants one
+    if "fp32" not in rates:  # a peak that the engine never uses on this backend; the planner wants one
+        rates["fp32"] = measure_ops_per_s("fp32", placement)
     residual = {"low": 0.0, "high": 0.0, "median_error": 0.0, "rows": 0}
     info = fingerprint()
     return {
@@ -210,6 +212,7 @@ def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
         "device": info["cpu"],
         "kind": "cpu",
         "backend": backend,
+        "kernels": kernels,
         "date": datetime.fromtimestamp(wall_time_s(), UTC).date().isoformat(),
         "provenance": f"diptych {__version__} lab calibrate, {backend} backend",
         "memory_bytes_per_s": max(one.read_bytes_per_s for one in ceilings.values()),
