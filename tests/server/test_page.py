@@ -105,7 +105,9 @@ def test_a_person_sees_requests_and_tries_a_prompt(
         drawn += ".getImageData(0, 0, c.width, c.height).data; return d.some((value, i) => i % 4 === 3 && value > 0); }"
         for canvas in ("timeline", "rates", "ttft-chart", "itl-chart"):
             assert page.evaluate(drawn, canvas), canvas
-        tables = "[...document.querySelectorAll('td, th')].every(c => c.getBoundingClientRect().right <= window.innerWidth)"
+        tables = (
+            "[...document.querySelectorAll('td, th')].every(c => c.getBoundingClientRect().right <= window.innerWidth)"
+        )
         assert page.evaluate(tables), "a column of a table is cut off"
         page.click("#theme")
         assert page.evaluate("document.documentElement.dataset.theme") != theme

@@ -35,10 +35,12 @@ body{{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;paddin
 section{{border-top:1px solid var(--line);padding:1rem 0}} img{{max-width:100%;background:#fff;border-radius:6px}}
 table{{border-collapse:collapse;font-size:.85rem;display:block;overflow-x:auto}}
 td,th{{padding:.15rem .7rem;text-align:right;border-bottom:1px solid var(--line)}}
-td:first-child,th:first-child,.facts td,.verdicts :is(td,th){{text-align:left}} .claim{{font-style:italic}} .note,li{{color:var(--soft);font-size:.9rem}}
+td:first-child,th:first-child,.facts td,.verdicts :is(td,th){{text-align:left}}
+.claim{{font-style:italic}} .note,li{{color:var(--soft);font-size:.9rem}}
 .verdict{{display:inline-block;padding:.1rem .6rem;border-radius:1rem;color:#fff;font-size:.85rem;white-space:nowrap}}
 .picture{{overflow-x:auto}}
-@media(max-width:40rem){{.picture img{{max-width:none;height:19rem}} .verdicts tr{{display:grid;padding:.4rem 0;border-bottom:1px solid var(--line)}}
+@media(max-width:40rem){{.picture img{{max-width:none;height:19rem}}
+.verdicts tr{{display:grid;padding:.4rem 0;border-bottom:1px solid var(--line)}}
 .verdicts td{{border:0;text-align:left;padding:.1rem 0}} .verdicts tr:first-child{{display:none}}}}
 .holds{{background:#15803d}} .fails{{background:#b91c1c}} .withheld{{background:#6b7280}}
 </style><h1>{title}</h1><p>{intro}</p><table class="facts">{facts}</table>
