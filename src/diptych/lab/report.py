@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from diptych.lab.experiment import ROOF, Experiment, Outcome, Point, Roof, Verdict, outcome_json
-from diptych.lab.style import GREY, colours_of, label_dots, linear_axis, log_axis
+from diptych.lab.style import GREY, colours_of, label_dots, linear_axis, log_axis, plain
 
 matplotlib.use("Agg")
 
@@ -271,10 +271,22 @@ def _under_roof(axes: Axes, points: Sequence[Point], roofs: Sequence[Roof]) -> N
 def _bars(axes: Axes, experiment: Experiment, outcome: Outcome, points: Sequence[Point]) -> None:
     xs = [p.x for p in points]
     ranges = [[p.measured - p.low for p in points], [p.high - p.measured for p in points]]
-    colours = list(colours_of(p.series for p in points).values())
-    axes.bar(xs, [p.measured for p in points], yerr=ranges, width=0.5, color=colours[0], capsize=3, label="measured")
+    # a time that is one phase's has its colour
+    colour = next(iter(colours_of(f"{p.series} {experiment.y_label}" for p in points).values()))
+    ys = [p.measured for p in points]
+    if experiment.is_log_y:  # a bar's length says nothing on a logarithmic axis
+        axes.errorbar(xs, ys, yerr=ranges, fmt="o", markersize=9, color=colour, capsize=3, label="measured")
+        axes.set_xlim(-0.5, len(outcome.x_names) - 0.5)
+    else:
+        axes.bar(xs, ys, yerr=ranges, width=0.5, color=colour, capsize=3, label="measured")
+    axes.margins(y=0.15)
+    for p in points:
+        text = _milliseconds(p.measured) if p.unit == "ms" else plain(float(f"{p.measured:.3g}"))
+        axes.annotate(
+            text, (p.x, p.high), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9
+        )
     predicted = [(p.x, p.predicted) for p in points if p.predicted is not None]
     if predicted:
-        xs_predicted, ys = zip(*predicted, strict=True)
-        axes.plot(xs_predicted, ys, "D", color="black", markerfacecolor="none", markersize=9, label=experiment.predicts)
+        xs, ys = (list(values) for values in zip(*predicted, strict=True))
+        axes.plot(xs, ys, "D", color="black", markerfacecolor="none", markersize=9, label=experiment.predicts)
     axes.set_xticks(range(len(outcome.x_names)), outcome.x_names)
