@@ -1,18 +1,18 @@
-"""Weights in a form that int8 rows suit: what two neighbours share is divided between them before they are packed.
+"""Weights in a form that rows of int8 suit: what two neighbours share is divided between them before they are packed.
 
-Activations are quantised per row (x ~ scale * q with scale = max |x| / 127), so one channel of large values takes the levels of
-all others. Between a norm and the projections that read it, between up and down, and between v and o, a channel may be
-divided by m on one side and multiplied by m on the other, and nothing changes in exact arithmetic. Here m is a power of two
-(products in bf16 and fp32 keep every bit) chosen from the weights alone:
+Activations are quantised per row (x ~ scale * q with scale = max |x| / 127), so one channel of large values takes the levels
+of all others. Between a norm and the projections that read it, between up and down, and between v and o, a channel may be
+divided by m on one side and multiplied by m on the other, and nothing changes in exact arithmetic (SmoothQuant's identity,
+arXiv 2211.10438). Here m comes from the weights alone:
 
-    log2 m = SHARE * log2 |giver| - (1 - SHARE) * log2 |taker|
+    log2 m = share * log2 |giver| - (1 - share) * log2 |taker|
 
-|giver| is a norm weight or a mean over a row, |taker| a mean over a column, both geometric: that mean alone splits into a factor of
-the row and one of the column, so a model and its exact reparametrisation (SmoothQuant's identity, arXiv 2211.10438) come
-to the same form whatever was done at the other sites. Needs no text and costs nothing when the model runs.
-It cannot see activations that are large where no weight says so.
+|giver| is a norm weight or a mean over a row, |taker| a mean over a column, both geometric: that mean alone splits into a
+factor of the row and one of the column. So a model and its exact reparametrisation come to the same form, whatever was done
+at the other sites. It needs no text, costs nothing when the model runs, and cannot see activations that are large where no
+weight says so.
 
-    norm, (gate_up,) = balance_norm(norm, (gate_up,), offset=0.0)
+    norm, (gate_up,) = balance_norm(norm, (gate_up,), offset=0.0, share=NORM_SHARE)
     gate_up, down = balance_gated(gate_up, down)
 """
 
@@ -26,8 +26,11 @@ import torch
 from diptych.compute.ops.contract import LinearParts, WeightTensor
 from diptych.models.spec import AttentionLayer
 
-SHARE = 0.5  # of a channel's size that stays in the weights; the rest goes to the activations. LAB.md, quality of formats
-SAMPLES = 256  # values that a mean is taken over: it lies within 0.1 bits of that over all, and powers of two are 1 apart
+# What of a channel's size stays in the weights; the rest goes to the activations. LAB.md, quality of the number formats.
+NORM_SHARE = 0.75
+HEAD_SHARE = 1.0  # the final norm and the head
+SHARE = 0.5  # up and down, v and o
+SAMPLES = 1024  # values that a mean is taken over; 256 give int4 5 % more divergence
 LARGEST_SHIFT = 24  # for a channel that one side ignores: the other side's numbers must not take levels from the rest
 
 
@@ -35,57 +38,49 @@ class ScaledTensor:
     """Another tensor times 2^rows down its first axis and 2^columns along its last, when it is read.
 
     `offset` is what the model adds to the values: (values + offset) is scaled, and values so that it comes out are given.
+    A matrix in bf16 stays bf16, which loses nothing beside int8 and takes no more memory than its file; all else is fp32.
     """
 
     random_seed: int | None = None
 
     def __init__(
         self,
-        tensor: WeightTensor,
+        plain: WeightTensor,
         *,
         rows: torch.Tensor | None = None,
         columns: torch.Tensor | None = None,
         offset: float = 0.0,
     ) -> None:
-        self.name = tensor.name
-        self.shape = tensor.shape
-        # fp16 has no room for the factors, and 1 + w would be rounded
-        is_exact = tensor.dtype == torch.bfloat16 and offset == 0.0
-        self.dtype = torch.bfloat16 if is_exact else torch.float32
-        self.plain = tensor
-        self._rows = rows
-        self._columns = columns
+        self.name = plain.name
+        self.shape = plain.shape
+        is_matrix = len(plain.shape) == 2
+        self.dtype = torch.bfloat16 if is_matrix and plain.dtype == torch.bfloat16 else torch.float32
+        self.plain = plain
+        self.rows = rows
+        self.columns = columns
         self._offset = offset
-
-    def scaled(self, *, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> ScaledTensor:
-        """The same with more factors."""
-        return ScaledTensor(
-            self.plain,
-            rows=_sum(self._rows, rows),
-            columns=_sum(self._columns, columns),
-            offset=self._offset,
-        )
 
     def read(self) -> torch.Tensor:
         """The scaled values, a new tensor."""
-        values = self.plain.read().detach().to(self.dtype)
+        values = self.plain.read().detach()
         if self._offset:
-            values = values + self._offset
-        if self._columns is not None:
-            values = values * torch.exp2(self._columns).to(self.dtype)
-        if self._rows is not None:
-            factors = torch.exp2(self._rows).to(self.dtype)
-            values = values * (factors if values.ndim == 1 else factors[:, None])
-        return values - self._offset if self._offset else values
+            values = values.to(torch.float32) + self._offset
+        scaled = torch.empty(self.shape, dtype=self.dtype)
+        if self.columns is not None:
+            values = torch.mul(values, self.columns.exp2(), out=scaled)  # in fp32, rounded once
+        if self.rows is not None:
+            factors = self.rows.exp2()
+            torch.mul(values, factors if values.ndim == 1 else factors[:, None], out=scaled)
+        return scaled.sub_(self._offset)
 
 
 def balance_norm(
-    norm: WeightTensor, readers: Sequence[LinearParts], *, offset: float
+    norm: WeightTensor, readers: Sequence[LinearParts], *, offset: float, share: float
 ) -> tuple[WeightTensor, tuple[LinearParts, ...]]:
     """A norm and all projections that read it."""
     weight = norm.read().detach().float() + offset
     sizes = _mean_log2([part for reader in readers for part in reader.weights], axis=0)
-    shifts = _shifts(torch.where(weight == 0, torch.nan, weight.abs().log2()), sizes)
+    shifts = _shifts(torch.where(weight == 0, torch.nan, weight.abs().log2()), sizes, share)
     scaled = tuple(_scaled(reader, columns=shifts) for reader in readers)
     return ScaledTensor(norm, rows=-shifts, offset=offset), scaled
 
@@ -94,7 +89,7 @@ def balance_gated(gate_up: LinearParts, down: LinearParts) -> tuple[LinearParts,
     """gate and up (the latter's half of the rows), and down: act(gate) * up is linear in up."""
     ffn = down.n_inputs
     up = _mean_log2(gate_up.weights, axis=1)[ffn:]
-    shifts = _shifts(up, _mean_log2(down.weights, axis=0))
+    shifts = _shifts(up, _mean_log2(down.weights, axis=0), SHARE)
     return _scaled(gate_up, rows=torch.cat([torch.zeros(ffn), -shifts])), _scaled(down, columns=shifts)
 
 
@@ -104,15 +99,15 @@ def balance_values(qkv: LinearParts, o: LinearParts, attention: AttentionLayer) 
     group = attention.n_heads // n_kv
     values = _mean_log2(qkv.weights, axis=1)[-n_kv * d :]
     taken = _mean_log2(o.weights, axis=0).view(n_kv, group, d).nanmean(1).view(-1)
-    shifts = _shifts(values, taken)
+    shifts = _shifts(values, taken, SHARE)
     rows = torch.cat([torch.zeros(qkv.n_outputs - n_kv * d), -shifts])
     columns = shifts.view(n_kv, 1, d).expand(n_kv, group, d).reshape(-1)
     return _scaled(qkv, rows=rows), _scaled(o, columns=columns)
 
 
-def _shifts(giver: torch.Tensor, taker: torch.Tensor) -> torch.Tensor:
-    """log2 m, whole. Where one side is all zero (NaN here), the other's numbers are made small."""
-    shifts = (SHARE * giver - (1.0 - SHARE) * taker).round()
+def _shifts(giver: torch.Tensor, taker: torch.Tensor, share: float) -> torch.Tensor:
+    """log2 m. Where one side is all zero (NaN here), the other's numbers are made small."""
+    shifts = SHARE * giver - (1.0 - SHARE) * taker
     shifts = torch.where(giver.isnan(), torch.full_like(shifts, -LARGEST_SHIFT), shifts)
     return torch.where(taker.isnan(), torch.full_like(shifts, LARGEST_SHIFT), shifts)
 
@@ -149,10 +144,12 @@ def _scaled(
 def _tensor(tensor: WeightTensor, rows: torch.Tensor | None, columns: torch.Tensor | None) -> WeightTensor:
     if rows is None and columns is None:
         return tensor
-    if isinstance(tensor, ScaledTensor):
-        return tensor.scaled(rows=rows, columns=columns)
+    if isinstance(tensor, ScaledTensor):  # other sites' factors come on top
+        rows, columns, tensor = _sum(tensor.rows, rows), _sum(tensor.columns, columns), tensor.plain
     return ScaledTensor(tensor, rows=rows, columns=columns)
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    return other if one is None else one if other is None else one + other
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diptych.compute.balance import balance_gated, balance_norm, balance_values
+from diptych.compute.balance import HEAD_SHARE, NORM_SHARE, balance_gated, balance_norm, balance_values
 from diptych.compute.ops.contract import (
     AttentionSpec,
     ExpertParts,
@@ -76,7 +76,9 @@ def load_decoder(source: Source, loader: Loader, spec: ModelSpec) -> DecoderWeig
     norm: WeightTensor = source.tensor(f"{prefix}norm.weight", spec.hidden)
     output = table if spec.is_tied else source.tensor(head_name(source, prefix), spec.vocab_size, spec.hidden)
     if loader.is_balancing:
-        norm, (parts,) = balance_norm(norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset)
+        norm, (parts,) = balance_norm(
+            norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset, share=HEAD_SHARE
+        )
         (output,) = parts.weights
     # the largest tensor comes first, while little else is held beside its pages in the file
     head = loader.head(output, role=role)
@@ -119,7 +121,9 @@ class _Layer:
     def load(self) -> LayerWeights:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
-        input_norm, post_attention, pre_mlp, post_mlp = (self._norm_tensor(name) for name in NORM_NAMES[self.parts.norms])
+        input_norm, post_attention, pre_mlp, post_mlp = (
+            self._norm_tensor(name) for name in NORM_NAMES[self.parts.norms]
+        )
         dense: dict[str, Handle] = {}
         if isinstance(mlp, MlpSpec):
             pre_mlp, dense = self._mlp(mlp, pre_mlp)
@@ -150,7 +154,11 @@ class _Layer:
         self, norm: WeightTensor | None, readers: tuple[LinearParts, ...]
     ) -> tuple[WeightTensor | None, tuple[LinearParts, ...]]:
         """Nothing to share where the projections read the residual stream itself."""
-        return (norm, readers) if norm is None else balance_norm(norm, readers, offset=self.spec.norm_offset)
+        return (
+            (norm, readers)
+            if norm is None
+            else balance_norm(norm, readers, offset=self.spec.norm_offset, share=NORM_SHARE)
+        )
 
     def _role(self, split: Split, **outputs: int) -> Role:
         return Role(sites=tuple(outputs.items()), split=split, layer=self.layer)
