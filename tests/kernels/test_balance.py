@@ -87,9 +87,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], torch.Te
     """Tokens of held-out text, fp32's answer, and the model in its own numbers (factor 1) and others."""
     directory = tmp_path_factory.mktemp("balance")
     model = BUNDLED / "diptych-10m"
-    token_ids = AutoTokenizer.from_pretrained(model)(
-        (BUNDLED / "heldout.txt").read_text(encoding="utf-8")[:8000], add_special_tokens=False
-    )["input_ids"][:768]
+    text = (BUNDLED / "heldout.txt").read_text(encoding="utf-8")[:4000]
+    token_ids = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False)["input_ids"][:384]
     paths = {f: reparametrised(model, directory / str(int(f)), factor=f) for f in (64.0, 1000.0)}
     return token_ids, logits_of(model, token_ids, "fp32", "torch"), {1.0: model, **paths}
 
@@ -102,7 +101,7 @@ def test_planted_channels_change_nothing_in_exact_arithmetic(world) -> None:
     assert divergence(reference, logits_of(paths[64.0], token_ids, "bf16")) < 3e-5
 
 
-@pytest.mark.parametrize(("weights", "most"), [("int8", 0.0012), ("int4", 0.0085)])
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.0011), ("int4", 0.0085)])
 def test_planted_channels_cost_no_quality(world, weights: str, most: float) -> None:
     """Each row of activations has one scale: channels of 64 times the rest took KL from 0.0007 to 0.05 in int8, from
     0.006 to 0.24 in int4; of 1,000 times, the model answered noise.
@@ -114,8 +113,9 @@ def test_planted_channels_cost_no_quality(world, weights: str, most: float) -> N
         assert divergence(reference, logits_of(paths[factor], token_ids, weights)) < MOST * plain
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "gemma2", "olmo2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "weights"), [("qwen2", "int4"), *((f, "int8") for f in ("phi3", "gemma2", "olmo2", "mixtral"))]
+)
 def test_every_family_is_still_itself(family: str, weights: str, tmp_path: Path) -> None:
     """Biases, stacked projections, 1 + w, norms after and experts: a factor put on one side alone gives another model.
 

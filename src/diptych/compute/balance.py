@@ -107,7 +107,7 @@ def balance_values(qkv: LinearParts, o: LinearParts, attention: AttentionLayer) 
 
 def _shifts(giver: torch.Tensor, taker: torch.Tensor, share: float) -> torch.Tensor:
     """log2 m. Where one side is all zero (NaN here), the other's numbers are made small."""
-    shifts = SHARE * giver - (1.0 - SHARE) * taker
+    shifts = share * giver - (1.0 - share) * taker
     shifts = torch.where(giver.isnan(), torch.full_like(shifts, -LARGEST_SHIFT), shifts)
     return torch.where(taker.isnan(), torch.full_like(shifts, LARGEST_SHIFT), shifts)
 
