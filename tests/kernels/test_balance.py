@@ -72,7 +72,7 @@ def reparametrised(source: Path, target: Path, *, factor: float) -> Path:
 
 def logits_of(path: Path, token_ids: list[int], weights: str, backend: str = "cpu") -> torch.Tensor:
     kv = "fp32" if weights == "fp32" else "bf16"
-    model = load_model(path, ComputeConfig(backend=backend, device="cpu", weights=weights, kv=kv, threads=2))
+    model = load_model(path, ComputeConfig(backend=backend, device="cpu", weights=weights, kv=kv, threads=1))
     logits = Stepper(model).prefill("it", token_ids, chunk=None)
     model.close()
     return logits.double().log_softmax(-1)
