@@ -100,6 +100,7 @@ class CpuLoader:
         self.placement = choose_cpus(config.threads, config.numa, allowed_cpus())
         self.program = _cpu.Program(self.instruction_set, self.placement.threads, self.placement.cpus)
         self.source = source
+        self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
         self.specs: list[AttentionSpec] = []
