@@ -24,7 +24,7 @@ from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.memory import memory_of
-from diptych.engine.places import Places, places
+from diptych.cost.places import Places, places
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
