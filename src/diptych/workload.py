@@ -182,10 +182,8 @@ def read_trace(path: Path) -> tuple[WorkloadItem, ...]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             head = file.readline()
-        if head.lstrip().startswith("{"):
-            items = spread_ticks(read_mooncake_jsonl(path))
-        else:
-            items = read_azure_csv(path)
+        is_json = head.lstrip().startswith("{")
+        items = spread_ticks(read_mooncake_jsonl(path)) if is_json else read_azure_csv(path)
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

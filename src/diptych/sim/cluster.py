@@ -18,7 +18,7 @@ from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
 from diptych.sim.engine import SimulatedEngine
-from diptych.sim.load import Load
+from diptych.sim.load import Due, Load
 from diptych.sim.router import Router
 from diptych.sim.tally import Tally
 
@@ -107,10 +107,10 @@ class Cluster:
         self.n_over += 1
         self._expect(self._load.after(request, at_s, output_tokens=output_tokens))
 
-    def _expect(self, request: Request | None) -> None:
-        if request is not None:
+    def _expect(self, due: Due | None) -> None:
+        if due is not None:
             self._n_coming += 1
-            heappush(self._coming, (request.arrival_s, self._n_coming, request))
+            heappush(self._coming, (due[0], self._n_coming, due[1]))
 
 
 class _Member:

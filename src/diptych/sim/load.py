@@ -22,17 +22,20 @@ from diptych.workload import LengthRange, WorkloadItem
 _OWN_BASE, _SHARED_BASE = DRAWN_TOKEN + 1, 1 << 40
 
 
+Due = tuple[float, Request]  # the instant at which it comes to the service, in seconds, and the request
+
+
 class Load(Protocol):
     """Where requests come from."""
 
     n_requests: int  # to come in all, at most
     shares_prefixes: bool  # whether a prefix cache could find anything
 
-    def start(self) -> Iterator[Request]:
-        """Requests that come whatever happens, in order of arrival_s."""
+    def start(self) -> Iterator[Due]:
+        """Requests that come whatever happens, in order of time."""
         ...
 
-    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Request | None:
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """What follows the end of a request, if anything; output_tokens is 0 when it was refused."""
         ...
 
@@ -43,7 +46,7 @@ def _exactly(output_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
 
 
-def request_of(item: WorkloadItem) -> Request:
+def request_of(item: WorkloadItem, arrival_s: float) -> Request:
     """One item of a workload as a request."""
     ids: list[int] = []
     for prefix_id in item.prefix_ids:
@@ -54,23 +57,31 @@ def request_of(item: WorkloadItem) -> Request:
         request_id=str(item.index),
         prompt_token_ids=tuple(ids),
         sampling=_exactly(item.output_tokens),
-        arrival_s=item.at_s,
+        arrival_s=arrival_s,
     )
 
 
 class OpenLoad:
-    """Requests that come by themselves: a trace, or a rate. `items` in order of time; each is made when it is due."""
+    """Requests that come by themselves: a trace, or a rate. `items` in order of time; each is made when it is due.
 
-    def __init__(self, items: Iterable[WorkloadItem], *, n_requests: int, shares_prefixes: bool) -> None:
+    speed: gaps between arrivals are so many times shorter.
+    """
+
+    def __init__(
+        self, items: Iterable[WorkloadItem], *, n_requests: int, shares_prefixes: bool, speed: float = 1.0
+    ) -> None:
         self._items = items
+        self._speed = speed
         self.n_requests = n_requests
         self.shares_prefixes = shares_prefixes
 
-    def start(self) -> Iterator[Request]:
+    def start(self) -> Iterator[Due]:
         """All of them."""
-        return map(request_of, self._items)
+        for item in self._items:
+            at_s = item.at_s / self._speed
+            yield at_s, request_of(item, at_s)
 
-    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Request | None:
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """Nothing."""
         return None
 
@@ -115,13 +126,13 @@ class UsersLoad:
         self._turns = [0] * spec.n_users  # of the conversation now
         self._n_sent = 0
 
-    def start(self) -> Iterator[Request]:
+    def start(self) -> Iterator[Due]:
         """Everyone's first message."""
         users = range(min(self.spec.n_users, self.spec.n_requests))
         first = sorted((self._think(user), user) for user in users)
         return (self._send(user, at_s, ()) for at_s, user in first)
 
-    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Request | None:
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """The same user's next message, behind what was said so far."""
         if self._n_sent >= self.n_requests:
             return None
@@ -134,15 +145,16 @@ class UsersLoad:
     def _think(self, user: int) -> float:
         return self._random[user].expovariate(1.0 / self.spec.think_s) if self.spec.think_s else 0.0
 
-    def _send(self, user: int, at_s: float, history: tuple[int, ...]) -> Request:
+    def _send(self, user: int, at_s: float, history: tuple[int, ...]) -> Due:
         spec, rng = self.spec, self._random[user]
         number = self._n_sent
         self._n_sent += 1
         self._turns[user] += 1
         before = history or (_SHARED_BASE,) * spec.system_tokens
-        return Request(
+        request = Request(
             request_id=f"{user}.{number}",
             prompt_token_ids=before + (_OWN_BASE + number,) * spec.message.draw(rng),
             sampling=_exactly(spec.output.draw(rng)),
             arrival_s=at_s,
         )
+        return at_s, request
