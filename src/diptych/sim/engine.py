@@ -16,7 +16,7 @@ from diptych.ground.events import Event
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook, StepRecord
-from diptych.sim.executor import PredictedExecutor
+from diptych.sim.executor import PredictedExecutor, Remembered
 from diptych.stepper import Stepper, serve
 
 
@@ -35,6 +35,7 @@ class SimulatedEngine:
     ) -> None:
         self.clock = VirtualClock()
         self.book = EventBook(on_step=on_step)
+        predict_s = Remembered(predict_s)
         self.core = EngineCore(config, blocks, model_revision="simulated", predict_s=predict_s, seed=seed)
         self._on_events = on_events
         self.stepper = Stepper(self.core, PredictedExecutor(predict_s, self.clock), self.clock, fold=self._fold)

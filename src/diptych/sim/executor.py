@@ -11,6 +11,22 @@ from diptych.ground.step import ChunkResult, StepPlan, StepResult
 DRAWN_TOKEN = 0  # every token that a simulated step draws
 
 
+class Remembered:
+    """predict_s that knows its last answer: the scheduler asks for the very shape that the executor then lets pass."""
+
+    def __init__(self, predict_s: Callable[[StepShape], float]) -> None:
+        self._predict_s = predict_s
+        self._shape: StepShape | None = None
+        self._step_s = 0.0
+
+    def __call__(self, shape: StepShape) -> float:
+        """Seconds of a step."""
+        if shape is not self._shape:
+            self._step_s = self._predict_s(shape)
+            self._shape = shape
+        return self._step_s
+
+
 class PredictedExecutor:
     """Moves the clock by predict_s(shape) per step; every token it draws is DRAWN_TOKEN."""
 
