@@ -20,7 +20,6 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.places import Places, places
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.step_time import StepTimeModel
-from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
@@ -30,6 +29,7 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
+from diptych.ground.shape import StepShape
 from diptych.models.named import SHAPES
 
 logger = logging.getLogger("diptych.engine")
@@ -210,7 +210,7 @@ def default_places(pool_tokens: int, context_tokens: int, calibrated: Calibrated
         return places(pool_tokens, context_tokens, None)
 
     def predict_s(sequences: int, tokens: int) -> float:
-        return calibrated.predict(Workload.decode(batch=sequences, context_tokens=tokens)).total_s
+        return calibrated.predict(StepShape.decode(batch=sequences, context_tokens=tokens)).total_s
 
     return places(pool_tokens, context_tokens, predict_s)
 
