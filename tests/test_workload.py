@@ -13,9 +13,11 @@ from diptych.workload import (
     WorkloadItem,
     WorkloadSpec,
     arrival_times_s,
+    items_of,
     make_workload,
     read_azure_csv,
     read_mooncake_jsonl,
+    spread_ticks,
     token_ids_of,
 )
 
@@ -163,3 +165,17 @@ def test_a_broken_trace_names_its_line(tmp_path, name, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         (read_azure_csv if name.endswith("csv") else read_mooncake_jsonl)(path)
+
+
+def test_ticks_are_spread_until_the_next_one():
+    """Mooncake's arrivals are ticks of 3 s: all at once would be a burst that nobody sent."""
+    items = tuple(
+        WorkloadItem(index=i, at_s=at_s, prompt_tokens=1, output_tokens=1) for i, at_s in enumerate((0, 0, 0, 3, 3, 9))
+    )
+    assert [item.at_s for item in spread_ticks(items)] == [0.0, 1.0, 2.0, 3.0, 6.0, 9.0]
+
+
+def test_a_load_drawn_one_by_one_is_the_same_load():
+    """Prefixes, lengths and arrivals draw from streams of their own, whoever asks."""
+    wanted = spec(shared_prefix_tokens=64, n_prefixes=3)
+    assert tuple(items_of(wanted)) == make_workload(wanted)

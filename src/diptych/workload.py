@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import accumulate
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from diptych.ground.request import Request, SamplingParams
 Row = TypeVar("Row")
 
 MOONCAKE_BLOCK_TOKENS = 512  # tokens that one hash id of a mooncake trace stands for
+MOST_TOKENS = 2**31 - 1  # of one prompt or answer in a trace: more is a damaged line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,29 +104,39 @@ class WorkloadSpec:
 
 
 def arrival_times_s(n: int, *, rate_per_s: float | None, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Instants of `n` arrivals after the start: cumulated exponential or gamma gaps with mean 1 / rate_per_s.
+    """The first `n` instants of `arrivals`."""
+    return list(islice(arrivals(rate_per_s, burstiness=burstiness, seed=seed), n))
+
+
+def arrivals(rate_per_s: float | None, *, burstiness: float = 1.0, seed: int = 0) -> Iterator[float]:
+    """Instants after the start, without end: cumulated exponential or gamma gaps with mean 1 / rate_per_s.
 
     The first one comes after a gap too, as in the process itself. rate_per_s None: all at 0.
     """
-    if rate_per_s is None:
-        return [0.0] * n
     rng = random.Random(f"arrivals {seed}")
-    if burstiness == 1.0:
-        gaps = [rng.expovariate(rate_per_s) for _ in range(n)]
-    else:
-        # the mean of a gamma gap is shape * scale
-        gaps = [rng.gammavariate(burstiness, 1.0 / (burstiness * rate_per_s)) for _ in range(n)]
-    return list(accumulate(gaps))
+    at_s = 0.0
+    while True:
+        if rate_per_s is not None and burstiness == 1.0:
+            at_s += rng.expovariate(rate_per_s)
+        elif rate_per_s is not None:
+            # the mean of a gamma gap is shape * scale
+            at_s += rng.gammavariate(burstiness, 1.0 / (burstiness * rate_per_s))
+        yield at_s
 
 
 def make_workload(spec: WorkloadSpec) -> tuple[WorkloadItem, ...]:
     """The load of a spec; the same spec gives the same load on every machine."""
-    times_s = arrival_times_s(spec.n_requests, rate_per_s=spec.rate_per_s, burstiness=spec.burstiness, seed=spec.seed)
+    return tuple(items_of(spec))
+
+
+def items_of(spec: WorkloadSpec) -> Iterator[WorkloadItem]:
+    """The same one after the other: a load of millions needs no memory."""
     prompts = random.Random(f"prompts {spec.seed}")
     outputs = random.Random(f"outputs {spec.seed}")
     prefixes = random.Random(f"prefixes {spec.seed}")
-    return tuple(
-        WorkloadItem(
+    times_s = arrivals(spec.rate_per_s, burstiness=spec.burstiness, seed=spec.seed)
+    for index, at_s in enumerate(islice(times_s, spec.n_requests)):
+        yield WorkloadItem(
             index=index,
             at_s=at_s,
             prompt_tokens=spec.prompt.draw(prompts) + spec.shared_prefix_tokens,
@@ -132,8 +144,6 @@ def make_workload(spec: WorkloadSpec) -> tuple[WorkloadItem, ...]:
             prefix_ids=(prefixes.randrange(spec.n_prefixes),) if spec.shared_prefix_tokens else (),
             prefix_block_tokens=spec.shared_prefix_tokens,
         )
-        for index, at_s in enumerate(times_s)
-    )
 
 
 def token_ids_of(item: WorkloadItem, *, vocab_size: int, seed: int = 0, low_id: int = 0) -> tuple[int, ...]:
@@ -162,6 +172,38 @@ def requests_of(spec: WorkloadSpec, *, vocab_size: int, token_seed: int = 0, nam
         )
         for item in make_workload(spec)
     ]
+
+
+def read_trace(path: Path) -> tuple[WorkloadItem, ...]:
+    """A trace of any format known here, told by its first line. Raises ConfigError for another, and for an empty one.
+
+    A mooncake trace's requests are spread over their tick (`spread_ticks`).
+    """
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            head = file.readline()
+        is_json = head.lstrip().startswith("{")
+        items = spread_ticks(read_mooncake_jsonl(path)) if is_json else read_azure_csv(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read the trace {path}: it is no UTF-8 text ({error})") from None
+    if not items:
+        raise ConfigError(f"{path.name} has 0 requests; a trace needs at least 1")
+    return items
+
+
+def spread_ticks(items: tuple[WorkloadItem, ...]) -> tuple[WorkloadItem, ...]:
+    """Requests of one instant spread evenly until the next instant: mooncake's times are ticks of about 3 s.
+
+    The last instant's keep their time.
+    """
+    ticks = [(at_s, list(group)) for at_s, group in groupby(items, key=lambda item: item.at_s)]
+    spread: list[WorkloadItem] = []
+    for i, (at_s, group) in enumerate(ticks):
+        gap_s = (ticks[i + 1][0] - at_s) / len(group) if i + 1 < len(ticks) else 0.0
+        spread.extend(replace(item, at_s=at_s + k * gap_s) for k, item in enumerate(group))
+    return tuple(spread)
 
 
 def read_azure_csv(path: Path) -> tuple[WorkloadItem, ...]:
@@ -201,12 +243,19 @@ def read_mooncake_jsonl(path: Path) -> tuple[WorkloadItem, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """One line of a trace, before times are shifted to start at 0."""
+    """One line of a trace, before times are shifted to start at 0. ValueError when it is impossible."""
 
     at_s: float
     prompt_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.at_s) and self.at_s >= 0.0):
+            raise ValueError(f"its time is {self.at_s:g} s; it must be 0 or later")
+        for name, tokens in (("prompt", self.prompt_tokens), ("answer", self.output_tokens)):
+            if not 0 <= tokens <= MOST_TOKENS:
+                raise ValueError(f"its {name} has {tokens} tokens; it must be from 0 to {MOST_TOKENS}")
 
 
 def _parsed(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], _Entry]) -> list[_Entry]:
@@ -214,7 +263,7 @@ def _parsed(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], 
     for number, row in rows:
         try:
             entries.append(parse(row))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise ConfigError(f"{path.name} line {number} cannot be read: {error}") from error
     return entries
 

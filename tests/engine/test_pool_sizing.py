@@ -8,10 +8,10 @@ import psutil
 import pytest
 import torch
 
+from diptych.cost.places import MAX_PLACES, MAX_STEP_S, places
 from diptych.engine import memory
 from diptych.engine.load import load, make_engine, size_pool
 from diptych.engine.memory import memory_of
-from diptych.engine.places import MAX_PLACES, MAX_STEP_S, places
 from diptych.ground.config import EngineConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError
 

@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from diptych.cli.written import refuse_unread, written
 from diptych.cost.advice import chunk_for, pools_for, speculation, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
 from diptych.cost.setup import Setup, setup_of
@@ -50,7 +51,7 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> N
     """
     options = _parser(prog_name).parse_args(args)
     try:
-        _answer(options, given=_given(args, prog_name))
+        _answer(options, given=written(_parser(prog_name), args))
         sys.stdout.flush()
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -99,23 +100,10 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _given(args: Sequence[str] | None, prog_name: str) -> dict[str, str]:
-    """Options that were written, by what they set: {"tp": "--tp"}."""
-    parser = _parser(prog_name)
-    spelled = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    return {name: spelled[name] for name in vars(parser.parse_args(args)) if name in spelled}
-
-
 def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
     words: list[str] = options.words
     kind = _kind(options)
-    unread = [option for name, option in given.items() if name not in READS[kind] | {"as_json"}]
-    if unread:
-        raise ConfigError(
-            f"{kind} does not read {', '.join(unread)}", hint="leave it out; `diptych plan --help` lists the options"
-        )
+    refuse_unread(kind, given, READS[kind] | {"as_json"})
     if kind == "--list":
         _list(options.as_json)
     elif kind == "accuracy":

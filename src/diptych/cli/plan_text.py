@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
+from diptych.cli.tables import amount, duration, page, plain_table
 from diptych.cost.advice import ChunkAdvice, PoolAdvice, Speculation, WhatIf
 from diptych.cost.parameters import parameter_count
 from diptych.cost.planner import ComponentLine, PhasePlan, Plan
@@ -24,53 +22,13 @@ if TYPE_CHECKING:  # the fits behind it are needed by `plan accuracy` alone
     from diptych.cost.accuracy import ErrorSummary, ServiceError
     from diptych.cost.held_out import Holding
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-PIPED_COLUMNS = 120  # width of tables that go to a file or a pipe
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Leave a closed pipe (`diptych plan ... | head`) to the one handler of all commands; rich would exit 1."""
-        raise
-
-
-def _console() -> Console:
-    width = None if sys.stdout.isatty() else PIPED_COLUMNS
-    return _Console(highlight=False, soft_wrap=True, width=width)
-
-
-def amount(value: float) -> str:
-    """A number with a decimal prefix: 29.69 T."""
-    for size, prefix in _PREFIXES:
-        if value >= size:
-            return f"{value / size:.4g} {prefix}"
-    return f"{value:.4g} "
-
 
 def _ratio(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def duration(seconds: float | None) -> str:
-    """A time in the unit that reads best."""
-    if seconds is None or seconds == float("inf"):
-        return "-"
-    if seconds >= 1.0:
-        return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
 def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0, overflow="fold")
-    return table
 
 
 def show_plan(
@@ -82,7 +40,7 @@ def show_plan(
     pools: PoolAdvice,
 ) -> None:
     """The whole page for one setup."""
-    console = _console()
+    console = page()
     _head(console, plan)
     _phases(console, plan)
     _components(console, plan)
@@ -114,7 +72,7 @@ def _billions(count: int) -> str:
 
 
 def _phases(console: Console, plan: Plan) -> None:
-    table = _table("one step of each phase; FLOP and bytes of one device", "", "prefill", "decode")
+    table = plain_table("one step of each phase; FLOP and bytes of one device", "", "prefill", "decode")
     reports = (plan.prefill, plan.decode)
     lines: tuple[tuple[str, Callable[[PhasePlan], str]], ...] = (
         ("work", _work),
@@ -153,7 +111,7 @@ def _work(report: PhasePlan) -> str:
 
 def _components(console: Console, plan: Plan) -> None:
     cells = ("FLOP", "bytes", "FLOP/B", "share")
-    table = _table("components at the machine's peak: prefill left, decode right", "component", *cells, *cells)
+    table = plain_table("components at the machine's peak: prefill left, decode right", "component", *cells, *cells)
     decode = {line.name: line for line in plan.decode.components}
     for line in plan.prefill.components:
         table.add_row(line.name, *_component_cells(line), *_component_cells(decode[line.name]))
@@ -203,7 +161,7 @@ def _limits(console: Console, plan: Plan) -> None:
 
 
 def _what_ifs(console: Console, entries: Sequence[WhatIf]) -> None:
-    table = _table("what if", "change", "TTFT", "TPOT", "tok/s all streams", "largest batch", "weights", "fits")
+    table = plain_table("what if", "change", "TTFT", "TPOT", "tok/s all streams", "largest batch", "weights", "fits")
     impossible: dict[str, list[str]] = {}
     for entry in entries:
         if entry.ttft_s is None or entry.tokens_per_s is None or entry.weight_bytes is None:
@@ -266,7 +224,7 @@ def _distance(console: Console, plan: Plan) -> None:
 
 def show_answer(answer: Answer, not_tried: Mapping[str, Sequence[str]]) -> None:
     """The cheapest fitting setup and why, what might be cheaper, and why the others fall out."""
-    console = _console()
+    console = page()
     ask = answer.ask
     console.print(
         f"asked: TTFT p95 <= {duration(ask.ttft_s)}, TPOT <= {duration(ask.tpot_s)}, {ask.requests_per_s:g} req/s, "
@@ -285,7 +243,7 @@ def show_answer(answer: Answer, not_tried: Mapping[str, Sequence[str]]) -> None:
     if answer.undecided:
         console.print("one measurement settles an undecided one: its TTFT and TPOT at this load on one instance")
     if answer.rejected:
-        table = _table("not possible or too slow", "setup", "why")
+        table = plain_table("not possible or too slow", "setup", "why")
         for candidate in sorted(answer.rejected, key=lambda entry: entry.rank)[:8]:
             table.add_row(candidate.setup.label, candidate.reason)
         table.columns[1].justify = "left"
@@ -328,11 +286,11 @@ def _ttft_words(load: Load) -> str:
 
 def show_comparison(plans: Iterable[Plan]) -> None:
     """Several models or devices in one table."""
-    console = _console()
+    console = page()
     plans = list(plans)
     question = plans[0].question
     title = f"{question.prompt_tokens} prompt tokens, context {question.decode_context_tokens}"
-    table = _table(
+    table = plain_table(
         title,
         "setup",
         "batch",
@@ -383,8 +341,8 @@ def show_accuracy(
     left_out: int,
 ) -> None:
     """Errors by phase and by device."""
-    console = _console()
-    table = _table(
+    console = page()
+    table = plain_table(
         "error on rows the fit did not see (leave one model out)",
         "rows of",
         "rows",
@@ -407,7 +365,7 @@ def show_accuracy(
         )
     console.print(table)
     if holding:
-        held = _table("80 % intervals: rows held back that they hold", "phase, held back by", "rows", "held")
+        held = plain_table("80 % intervals: rows held back that they hold", "phase, held back by", "rows", "held")
         for group in holding:
             held.add_row(group.group, str(group.rows), f"{group.share:.0%}")
         console.print(held)
@@ -421,7 +379,7 @@ def show_accuracy(
 
 def _service_table(console: Console, service: Sequence[ServiceError]) -> None:
     title = "running services, both phases together; in no fit (input/output tokens x streams)"
-    table = _table(title, "service", "device", "", "measured", "predicted", "error", "interval")
+    table = plain_table(title, "service", "device", "", "measured", "predicted", "error", "interval")
     for entry in service:
         row = entry.row
         is_rate = row.measure == "throughput"
@@ -437,13 +395,13 @@ def _service_table(console: Console, service: Sequence[ServiceError]) -> None:
 
 def show_list() -> None:
     """Names of models, devices, formats and software."""
-    console = _console()
-    models = _table("models", "name", "parameters", "context")
+    console = page()
+    models = plain_table("models", "name", "parameters", "context")
     for name in model_names():
         spec = model_spec(name)
         models.add_row(name, f"{parameter_count(spec):,}", str(spec.max_context_tokens or "-"))
     console.print(models)
-    devices = _table("devices", "name", "16-bit TFLOP/s", "GB/s", "GB", "FLOP/B", "peak / memory flag")
+    devices = plain_table("devices", "name", "16-bit TFLOP/s", "GB/s", "GB", "FLOP/B", "peak / memory flag")
     for name in device_names():
         hardware = device_spec(name)
         rate = hardware.flops_per_s.get("bf16", hardware.flops_per_s.get("fp32", 0.0))

@@ -17,6 +17,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import lru_cache
 
 from diptych.ground.errors import BlockLeak
 
@@ -35,6 +36,7 @@ class PrefixEntry:
     block_id: int
 
 
+@lru_cache(maxsize=1024)  # asked for with every block of a step
 def root_digest(model_revision: str, salt: str | None) -> bytes:
     """The start of a chain. Lengths are part of it, so no two (revision, salt) pairs share one."""
     revision_bytes = model_revision.encode()

@@ -128,7 +128,7 @@ def parse_ask(text: str) -> Ask:
     return Ask(
         ttft_s=_duration_s(parts["ttft"], "ttft"),
         tpot_s=_duration_s(parts["tpot"], "tpot"),
-        requests_per_s=_rate(parts["rate"]),
+        requests_per_s=parse_rate(parts["rate"]),
         input_tokens=_count(parts["in"], "in"),
         output_tokens=_count(parts["out"], "out"),
     )
@@ -148,7 +148,8 @@ def _duration_s(text: str, what: str) -> float:
     return value
 
 
-def _rate(text: str) -> float:
+def parse_rate(text: str) -> float:
+    """Requests per second from 3/s, 40/min or 900/h; a bare number is per second. ConfigError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:/(s|min|h))?", text)
     value = float(found[1]) / {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2] or "s"] if found else 0.0
     if not value > 0.0:

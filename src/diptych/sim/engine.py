@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterable
 from diptych.control.loop import EngineCore
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.events import Event
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
-from diptych.metrics import EventBook
-from diptych.sim.executor import PredictedExecutor
+from diptych.metrics import EventBook, StepRecord
+from diptych.sim.executor import PredictedExecutor, Remembered
 from diptych.stepper import Stepper, serve
 
 
 class SimulatedEngine:
-    """Owns its clock, its core and its book."""
+    """Owns its clock, its core and its book. on_events, on_step: called after the book has taken them in."""
 
     def __init__(
         self,
@@ -29,13 +30,21 @@ class SimulatedEngine:
         *,
         predict_s: Callable[[StepShape], float],
         seed: int = 0,
+        on_events: Callable[[list[Event]], object] | None = None,
+        on_step: Callable[[StepRecord], object] | None = None,
     ) -> None:
         self.clock = VirtualClock()
-        self.book = EventBook()
+        self.book = EventBook(on_step=on_step)
+        predict_s = Remembered(predict_s)
         self.core = EngineCore(config, blocks, model_revision="simulated", predict_s=predict_s, seed=seed)
-        executor = PredictedExecutor(predict_s, self.clock)
-        self.stepper = Stepper(self.core, executor, self.clock, fold=self.book.fold)
+        self._on_events = on_events
+        self.stepper = Stepper(self.core, PredictedExecutor(predict_s, self.clock), self.clock, fold=self._fold)
 
     def serve(self, requests: Iterable[Request]) -> None:
         """Let requests, in order of arrival_s, come and be answered."""
         serve(self.stepper, requests, wait=self.clock.advance)
+
+    def _fold(self, events: list[Event]) -> None:
+        self.book.fold(events)
+        if self._on_events is not None:
+            self._on_events(events)

@@ -8,9 +8,27 @@ from diptych.ground.clock import VirtualClock
 from diptych.ground.shape import StepShape
 from diptych.ground.step import ChunkResult, StepPlan, StepResult
 
+DRAWN_TOKEN = 0  # every token that a simulated step draws
+
+
+class Remembered:
+    """predict_s that knows its last answer: the scheduler asks for the very shape that the executor then lets pass."""
+
+    def __init__(self, predict_s: Callable[[StepShape], float]) -> None:
+        self._predict_s = predict_s
+        self._shape: StepShape | None = None
+        self._step_s = 0.0
+
+    def __call__(self, shape: StepShape) -> float:
+        """Seconds of a step."""
+        if shape is not self._shape:
+            self._step_s = self._predict_s(shape)
+            self._shape = shape
+        return self._step_s
+
 
 class PredictedExecutor:
-    """Moves the clock by predict_s(shape) per step; every token it draws is 0."""
+    """Moves the clock by predict_s(shape) per step; every token it draws is DRAWN_TOKEN."""
 
     def __init__(self, predict_s: Callable[[StepShape], float], clock: VirtualClock) -> None:
         self._predict_s = predict_s
@@ -20,7 +38,8 @@ class PredictedExecutor:
         """Let the plan's predicted time pass."""
         step_s = self._predict_s(plan.shape)
         self._clock.advance(step_s)
+        drawn = (DRAWN_TOKEN,)
         results = tuple(
-            ChunkResult(seq_id=chunk.seq_id, token_ids=(0,) if chunk.samples else ()) for chunk in plan.chunks
+            ChunkResult(seq_id=chunk.seq_id, token_ids=drawn if chunk.samples else ()) for chunk in plan.chunks
         )
         return StepResult(step_id=plan.step_id, results=results, device_s=step_s, host_s=0.0)

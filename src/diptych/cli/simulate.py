@@ -1,0 +1,241 @@
+"""`diptych simulate`: what a service would have answered a load, by the engine's own scheduler on a virtual clock.
+
+    diptych simulate llama-3.1-8b --hardware h100-80gb-sxm --engines 2 --trace azure.csv --slo ttft=1s,tpot=80ms
+    diptych simulate llama-3.1-8b --hardware l40s --rate 3/s --prompt 200:1800 --output 50:400
+    diptych simulate llama-3.1-8b --hardware l40s --users 50 --think 30s --turns 8 --prompt 40:160 --output 100:400
+
+No tensor is computed; neither torch nor numpy is loaded, matplotlib only for --picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from diptych.cli.plan_json import dump
+from diptych.cli.simulate_text import as_json, show
+from diptych.cli.written import refuse_unread, written
+from diptych.cost.setup import setup_of
+from diptych.cost.sizing import parse_duration_s, parse_rate
+from diptych.ground.bounds import Bound
+from diptych.ground.errors import ConfigError, EngineError
+from diptych.metrics import Limits
+from diptych.sim.load import Load, OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.recorded import is_recording, recorded_load
+from diptych.sim.router import POLICIES
+from diptych.sim.service import Service, simulate
+from diptych.workload import LengthRange, WorkloadSpec, items_of, read_trace
+
+MAX_REQUESTS = 10_000_000
+MAX_USERS = 1_000_000
+
+_SERVICE = {
+    "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
+    "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
+}  # fmt: skip
+_LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
+# what each kind of load reads, beside the service's: any other option given with it is refused
+READS = {
+    "trace": {"trace", "limit", "speed"},
+    "rate": {"rate", "burstiness", "prefixes"} | _LENGTHS,
+    "users": {"users", "think", "turns"} | _LENGTHS,
+}
+
+
+def app(args: Sequence[str] | None = None, prog_name: str = "diptych simulate") -> None:
+    """Run the command. Exit code 2 on an error of input, said on standard error."""
+    parser = _parser(prog_name)
+    options = parser.parse_args(args)
+    try:
+        kinds = [kind for kind in READS if getattr(options, kind) is not None]
+        if len(kinds) != 1:
+            given = " and ".join(f"--{kind}" for kind in kinds) or "none"
+            raise ConfigError(f"a load is one of --trace, --rate and --users; given: {given}")
+        refuse_unread(f"--{kinds[0]}", written(_parser(prog_name), args), READS[kinds[0]] | _SERVICE)
+        _simulate(options, kinds[0])
+        sys.stdout.flush()
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser(prog_name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog_name,
+        description="What a service would answer a load: the engine's scheduler, with predicted step times.",
+        usage=f"{prog_name} MODEL --hardware NAME --trace FILE [options]\n"
+        f"       {prog_name} MODEL --hardware NAME --rate 3/s --prompt 200:1800 --output 50:400 [options]\n"
+        f"       {prog_name} MODEL --hardware NAME --users 50 --think 30s --turns 8 [options]",
+    )
+    add = parser.add_argument
+    add("model", nargs="?", default="bundled", metavar="MODEL", help="a name, a config.json, a folder, or `bundled`")
+    add("--hardware", "-d", default="local", metavar="NAME", help="device name, or `local` (default): as calibrated")
+    add("--weights", "-w", default="bf16", metavar="FORMAT", help="weight format (default bf16)")
+    add("--kv", default="bf16", metavar="FORMAT", help="KV cache format (default bf16)")
+    add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
+    add("--stack", metavar="NAME", help="software whose fitted constants to use (see `diptych plan --list`)")
+    add("--engines", type=int, default=1, metavar="N", help="copies of the model behind the router")
+    add("--router", default="least-work", metavar="NAME", help=" | ".join(POLICIES))
+    add("--kv-tokens", type=int, metavar="N", help="tokens of an engine's KV pool (default: what the memory holds)")
+    add("--block-tokens", type=int, default=32, metavar="N", help="tokens of a KV block")
+    add("--max-step-tokens", type=int, default=2048, metavar="N", help="most tokens of one step")
+    add("--max-running-sequences", type=int, metavar="N", help="sequences that run at one time (default: the engine's)")
+    add("--stall-budget", metavar="TIME", help="longest step while others decode (default: no limit)")
+    add("--no-prefix-cache", action="store_true", help="find no prefix again")
+    add("--slo", metavar="LIMITS", help="what counts for goodput, such as ttft=1s,tpot=80ms,e2e=30s")
+    add("--usd-per-hour", type=float, metavar="USD", help="price of one device (default: the device's, if known)")
+    add("--trace", type=Path, metavar="FILE", help="Azure CSV, Mooncake JSONL, or a recording of ours")
+    add("--limit", type=int, metavar="N", help="only the trace's first N requests")
+    add("--speed", type=float, default=1.0, metavar="X", help="play the trace X times as fast")
+    add("--rate", metavar="R", help="requests per second, such as 3/s or 40/min")
+    add("--burstiness", type=float, default=1.0, metavar="K", help="shape of the gamma gaps; 1 is Poisson")
+    add("--prefixes", type=int, default=1, metavar="N", help="how many shared prefixes there are")
+    add("--users", type=int, metavar="N", help="people who each wait for their answer, think, and go on")
+    add("--think", default="30s", metavar="TIME", help="mean time between an answer and the next message (default 30s)")
+    add("--turns", type=int, default=8, metavar="N", help="messages of a conversation (default 8)")
+    add("--requests", type=int, default=1000, metavar="N", help="requests in all (default 1000)")
+    add(
+        "--prompt",
+        default="200:1800",
+        metavar="N[:M]",
+        help="tokens of a prompt or message, uniform (default 200:1800)",
+    )
+    add("--output", default="50:400", metavar="N[:M]", help="tokens of an answer, uniform (default 50:400)")
+    add(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that stand before every prompt or conversation",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and think times")
+    add("--json", dest="as_json", action="store_true", help="print JSON")
+    add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
+    return parser
+
+
+def _simulate(options: argparse.Namespace, kind: str) -> None:
+    setup = setup_of(
+        options.model,
+        options.hardware,
+        weights=options.weights,
+        kv=options.kv,
+        tp=options.tp,
+        stack=options.stack,
+    )
+    limits = _limits(options.slo)
+    usd = options.usd_per_hour
+    if usd is not None:
+        usd = Bound(float, 0.0, None, "USD").take("--usd-per-hour", usd, ConfigError)
+    load, note = _load(options, kind)
+    budget = options.stall_budget
+    service = Service.of(
+        setup,
+        n_engines=options.engines,
+        router=options.router,
+        kv_tokens=options.kv_tokens,
+        block_tokens=options.block_tokens,
+        max_step_tokens=options.max_step_tokens,
+        max_running_sequences=options.max_running_sequences,
+        stall_budget_s=None if budget is None else parse_duration_s(budget, "stall budget"),
+        enable_prefix_cache=load.shares_prefixes and not options.no_prefix_cache,
+    )
+    with _progress(load.n_requests) as tell:
+        report = simulate(service, load, limits=limits, usd_per_hour=usd, seed=options.seed, progress=tell)
+    if options.picture is not None:
+        import_module("diptych.cli.simulate_picture").draw(report, options.picture)
+    if options.as_json:
+        print(dump(as_json(report, note)))
+    else:
+        show(report, note)
+    if options.picture is not None:
+        print(f"picture: {options.picture}", file=sys.stderr)
+
+
+def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
+    """The load, and what it is in words."""
+    if kind == "trace":
+        return _trace(options)
+    _count("--requests", options.requests, MAX_REQUESTS)
+    prompt, output = LengthRange.parse(options.prompt), LengthRange.parse(options.output)
+    lengths = f"prompts of {options.prompt} and answers of {options.output} tokens"
+    if kind == "users":
+        _count("--users", options.users, MAX_USERS)
+        think_s = 0.0 if options.think in ("0", "0s") else parse_duration_s(options.think, "think time")
+        spec = UsersSpec(
+            n_users=options.users,
+            n_requests=options.requests,
+            think_s=think_s,
+            turns=options.turns,
+            message=prompt,
+            output=output,
+            system_tokens=options.shared_prefix,
+            seed=options.seed,
+        )
+        return UsersLoad(spec), f"{options.users} users, {options.turns} turns, thinking {options.think}, {lengths}"
+    rate = WorkloadSpec(
+        n_requests=options.requests,
+        prompt=prompt,
+        output=output,
+        rate_per_s=parse_rate(options.rate),
+        burstiness=options.burstiness,
+        shared_prefix_tokens=options.shared_prefix,
+        n_prefixes=options.prefixes,
+        seed=options.seed,
+    )
+    load = OpenLoad(items_of(rate), n_requests=options.requests, shares_prefixes=options.shared_prefix > 0)
+    return load, f"{rate.rate_per_s:g} requests/s, {lengths}"
+
+
+def _trace(options: argparse.Namespace) -> tuple[Load, str]:
+    path: Path = options.trace
+    if not 0.0 < options.speed < float("inf"):
+        raise ConfigError(f"--speed is {options.speed}; it must be greater than 0")
+    if options.limit is not None:
+        _count("--limit", options.limit, MAX_REQUESTS)
+    faster = "" if options.speed == 1.0 else f", {options.speed:g} times as fast"
+    if is_recording(path):
+        load = recorded_load(path, limit=options.limit, speed=options.speed)
+        return load, f"recording {path.name}{faster}"
+    items = read_trace(path)[: options.limit]
+    _count("requests of the trace", len(items), MAX_REQUESTS)
+    shares = any(item.prefix_ids for item in items)
+    words = f"trace {path.name}{faster}" + (", requests of one tick spread over it" if shares else "")
+    return OpenLoad(items, n_requests=len(items), shares_prefixes=shares, speed=options.speed), words
+
+
+def _count(name: str, value: int, most: int) -> None:
+    Bound(int, 1, most, name).take(name, value, ConfigError)
+
+
+def _limits(text: str | None) -> Limits:
+    """Limits from ttft=1s,tpot=80ms,e2e=30s."""
+    found: dict[str, float] = {}
+    for part in (text or "").split(",") if text is not None else ():
+        name, is_pair, value = part.strip().partition("=")
+        if not is_pair or name not in ("ttft", "tpot", "e2e") or f"{name}_s" in found:
+            raise ConfigError(
+                f"cannot read {part.strip()!r} in --slo", hint="for example --slo ttft=1s,tpot=80ms,e2e=30s"
+            )
+        found[f"{name}_s"] = parse_duration_s(value, name)
+    return Limits(**found)
+
+
+@contextmanager
+def _progress(n_requests: int) -> Iterator[Callable[[int, float], object] | None]:
+    """A bar over requests on standard error; none where that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("simulating", total=n_requests)
+        yield lambda done, at_s: bar.update(task, completed=done, description=f"simulating, {at_s:,.0f} s")

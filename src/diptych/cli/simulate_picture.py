@@ -1,0 +1,89 @@
+"""A simulated service as a picture: what its engines did over time, how full they were, and how latencies are distributed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from diptych.ground.errors import ConfigError
+from diptych.lab.style import DECODE, FAILED, GREY, PREFILL, log_axis
+from diptych.sim.service import Report
+
+MIXED = "#8a7a5c"  # steps that hold both phases
+
+
+def draw(report: Report, path: Path) -> None:
+    """Write the picture; the ending of the name chooses the format. Raises ConfigError when it cannot be written."""
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    (busy, filled), (lines, latency) = figure.subplots(2, 2)
+    _busy(busy, report)
+    _filled(filled, report)
+    _line(lines, report)
+    _latency(latency, report)
+    n, service = report.service.n_engines, report.service
+    figure.suptitle(f"{f'{n} engines: ' if n > 1 else ''}{service.setup.label}, {report.n_requests:,} requests")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write the picture {path}: {error}") from None
+
+
+def _times(report: Report) -> list[float]:
+    return [(i + 0.5) * report.timeline.bin_s for i in range(len(report.timeline.bins))]
+
+
+def _busy(axes: Axes, report: Report) -> None:
+    """Steps count where they end, so a stretch may hold a little more than itself."""
+    bins, whole_s = report.timeline.bins, report.timeline.bin_s * report.service.n_engines
+    parts = [[getattr(one, f"{name}_s") / whole_s for one in bins] for name in ("prefill", "mixed", "decode")]
+    axes.stackplot(_times(report), parts, colors=(PREFILL, MIXED, DECODE), labels=("prefill", "both", "decode"))
+    axes.set(title="the engines' time", xlabel="s", ylim=(0, 1.2), yticks=(0, 0.25, 0.5, 0.75, 1.0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.legend(fontsize=8, loc="upper right", ncols=3)
+
+
+def _filled(axes: Axes, report: Report) -> None:
+    bins = report.timeline.bins
+    step_s = [max(one.prefill_s + one.decode_s + one.mixed_s, 1e-12) for one in bins]
+    shares = [one.kv_share_s / s for one, s in zip(bins, step_s, strict=True)]
+    axes.plot(_times(report), shares, color=GREY, lw=1, label="KV in use (left)")
+    axes.set(title="KV pool and sequences of an engine", xlabel="s", ylim=(0, max(0.05, *shares) * 1.05))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    counts = axes.twinx()
+    for name, colour in (("running", DECODE), ("waiting", FAILED)):
+        values = [getattr(one, f"{name}_s") / s for one, s in zip(bins, step_s, strict=True)]
+        counts.plot(_times(report), values, color=colour, lw=1, label=f"{name} (right)")
+    counts.set_ylim(bottom=0)
+    handles = [*axes.get_lines(), *counts.get_lines()]
+    axes.legend(handles=handles, fontsize=8, loc="upper right")
+
+
+def _line(axes: Axes, report: Report) -> None:
+    bins, bin_s = report.timeline.bins, report.timeline.bin_s
+    axes.plot(
+        _times(report), [one.arrivals / bin_s for one in bins], color=PREFILL, lw=1, label="requests per second (left)"
+    )
+    axes.set(title="load and output", xlabel="s")
+    axes.set_ylim(bottom=0)
+    tokens = axes.twinx()
+    rate = [one.output_tokens / bin_s for one in bins]
+    tokens.plot(_times(report), rate, color=DECODE, lw=1, label="output tokens per second (right)")
+    tokens.set_ylim(bottom=0)
+    axes.legend(handles=[*axes.get_lines(), *tokens.get_lines()], fontsize=8, loc="upper right")
+
+
+def _latency(axes: Axes, report: Report) -> None:
+    looks = {"ttft": (PREFILL, "-"), "queue": (GREY, ":"), "tpot": (DECODE, "-"), "itl": (DECODE, ":")}
+    for name, (colour, line) in looks.items():
+        curve = [(value * 1e3, share) for value, share in report.curves[name] if value > 0.0]
+        if curve:
+            axes.plot(*zip(*curve, strict=True), color=colour, ls=line, label=name)
+    for name, limit_s in (("ttft", report.limits.ttft_s), ("tpot", report.limits.tpot_s)):
+        if limit_s is not None:
+            axes.axvline(limit_s * 1e3, color=looks[name][0], lw=0.8, alpha=0.6)
+    axes.set(title="share of values at or below (limits: upright lines)", xlabel="ms", ylim=(0, 1.02))
+    log_axis(axes.xaxis)
+    axes.legend(fontsize=8, loc="lower right")

@@ -1,0 +1,23 @@
+"""Which options a person wrote, for commands whose kinds of answers read different ones: the others are refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+
+from diptych.ground.errors import ConfigError
+
+
+def written(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> dict[str, str]:
+    """Options that were written, by what they set: {"tp": "--tp"}. The parser is of no further use."""
+    spelled = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    return {name: spelled[name] for name in vars(parser.parse_args(args)) if name in spelled}
+
+
+def refuse_unread(kind: str, given: Mapping[str, str], reads: Collection[str]) -> None:
+    """Raise ConfigError for an option that would change nothing."""
+    unread = [option for name, option in given.items() if name not in reads]
+    if unread:
+        raise ConfigError(f"{kind} does not read {', '.join(unread)}", hint="leave it out; --help lists the options")

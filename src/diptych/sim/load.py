@@ -1,0 +1,160 @@
+"""What the simulated service is asked: requests that come by themselves, or from users who wait for their answers.
+
+Nobody reads the tokens, so they are as cheap as can be: one id repeated. Two prompts share a prefix exactly where their
+ids are equal, which is all that the prefix cache sees.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from diptych.ground.config import at_least
+from diptych.ground.errors import ConfigError
+from diptych.ground.request import Request, SamplingParams
+from diptych.sim.executor import DRAWN_TOKEN
+from diptych.workload import LengthRange, WorkloadItem
+
+# prompts' own ids and those of shared prefixes must not meet, nor the one that simulated answers are made of
+_OWN_BASE, _SHARED_BASE = DRAWN_TOKEN + 1, 1 << 40
+
+
+Due = tuple[float, Request]  # the instant at which it comes to the service, in seconds, and the request
+
+
+class Load(Protocol):
+    """Where requests come from."""
+
+    n_requests: int  # to come in all, at most
+    shares_prefixes: bool  # whether a prefix cache could find anything
+
+    def start(self) -> Iterator[Due]:
+        """Requests that come whatever happens, in order of time."""
+        ...
+
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
+        """What follows the end of a request, if anything; output_tokens is 0 when it was refused."""
+        ...
+
+
+@lru_cache(maxsize=4096)
+def _exactly(output_tokens: int) -> SamplingParams:
+    """Write so many tokens."""
+    return SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+
+
+def request_of(item: WorkloadItem, arrival_s: float) -> Request:
+    """One item of a workload as a request."""
+    ids: list[int] = []
+    for prefix_id in item.prefix_ids:
+        ids += (_SHARED_BASE + prefix_id,) * item.prefix_block_tokens
+    del ids[item.prompt_tokens :]
+    ids += (_OWN_BASE + item.index,) * (item.prompt_tokens - len(ids))
+    return Request(
+        request_id=str(item.index),
+        prompt_token_ids=tuple(ids),
+        sampling=_exactly(item.output_tokens),
+        arrival_s=arrival_s,
+    )
+
+
+class OpenLoad:
+    """Requests that come by themselves: a trace, or a rate. `items` in order of time; each is made when it is due.
+
+    speed: gaps between arrivals are so many times shorter.
+    """
+
+    def __init__(
+        self, items: Iterable[WorkloadItem], *, n_requests: int, shares_prefixes: bool, speed: float = 1.0
+    ) -> None:
+        self._items = items
+        self._speed = speed
+        self.n_requests = n_requests
+        self.shares_prefixes = shares_prefixes
+
+    def start(self) -> Iterator[Due]:
+        """All of them."""
+        for item in self._items:
+            at_s = item.at_s / self._speed
+            yield at_s, request_of(item, at_s)
+
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
+        """Nothing."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsersSpec:
+    """People in conversations. Each sends a message, reads the answer, thinks, and sends the next one behind all that
+    was said; after `turns` messages, or where the context is full, a new conversation.
+
+    Think times are exponential with mean think_s; so is the wait before everyone's first message. `message` and `output`
+    are lengths in tokens; system_tokens stand before every conversation, the same for all.
+    n_requests: how many are sent by all users together.
+    """
+
+    n_users: int
+    n_requests: int
+    think_s: float
+    turns: int
+    message: LengthRange
+    output: LengthRange
+    system_tokens: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible values."""
+        at_least("users", self.n_users, 1)
+        at_least("requests", self.n_requests, 1)
+        at_least("turns", self.turns, 1)
+        at_least("system tokens", self.system_tokens, 0)
+        if not 0.0 <= self.think_s < float("inf"):
+            raise ConfigError(f"think time is {self.think_s} s; it must be 0 or more")
+
+
+class UsersLoad:
+    """A closed loop: nobody sends before the answer to the last message is there."""
+
+    def __init__(self, spec: UsersSpec) -> None:
+        self.spec = spec
+        self.n_requests = spec.n_requests
+        self.shares_prefixes = spec.turns > 1 or spec.system_tokens > 0
+        self._random = [random.Random(f"user {spec.seed} {user}") for user in range(spec.n_users)]
+        self._turns = [0] * spec.n_users  # of the conversation now
+        self._n_sent = 0
+
+    def start(self) -> Iterator[Due]:
+        """Everyone's first message."""
+        users = range(min(self.spec.n_users, self.spec.n_requests))
+        first = sorted((self._think(user), user) for user in users)
+        return (self._send(user, at_s, ()) for at_s, user in first)
+
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
+        """The same user's next message, behind what was said so far."""
+        if self._n_sent >= self.n_requests:
+            return None
+        user = int(request.request_id.partition(".")[0])
+        history = request.prompt_token_ids + (DRAWN_TOKEN,) * output_tokens
+        if output_tokens == 0 or self._turns[user] >= self.spec.turns:
+            history, self._turns[user] = (), 0
+        return self._send(user, at_s + self._think(user), history)
+
+    def _think(self, user: int) -> float:
+        return self._random[user].expovariate(1.0 / self.spec.think_s) if self.spec.think_s else 0.0
+
+    def _send(self, user: int, at_s: float, history: tuple[int, ...]) -> Due:
+        spec, rng = self.spec, self._random[user]
+        number = self._n_sent
+        self._n_sent += 1
+        self._turns[user] += 1
+        before = history or (_SHARED_BASE,) * spec.system_tokens
+        request = Request(
+            request_id=f"{user}.{number}",
+            prompt_token_ids=before + (_OWN_BASE + number,) * spec.message.draw(rng),
+            sampling=_exactly(spec.output.draw(rng)),
+            arrival_s=at_s,
+        )
+        return at_s, request

@@ -1,0 +1,200 @@
+"""A recorded run (`control/recording.py`): its requests as a load, and the run itself once more, decision by decision.
+
+load = recorded_load(Path("run.jsonl"))            # the same requests at the same times, for any service
+assert rerun(recorder.lines(), predict_s=p) == []  # the simulator with the run's own step times plans what the run did
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from diptych.control.recording import decode
+from diptych.control.scheduler import Predict
+from diptych.ground.clock import VirtualClock
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.request import Request
+from diptych.ground.shape import StepShape
+from diptych.ground.step import StepPlan, StepResult
+from diptych.metrics import Limits
+from diptych.sim.cluster import Cluster
+from diptych.sim.load import Due
+from diptych.sim.tally import Tally
+
+# a request is put in line this long before the step that saw it first: far less than any step, far more than rounding
+_BEFORE_S = 1e-9
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What a recording holds: requests with the beginning of the step that saw them first, plans, results, beginnings."""
+
+    config: SchedulerConfig
+    blocks: BlockConfig
+    seed: int
+    requests: list[Due] = field(default_factory=list)
+    begins_s: list[float] = field(default_factory=list)  # of every call of begin_step
+    plans: list[tuple[int, StepPlan]] = field(default_factory=list)  # with the place of its beginning
+    results: list[StepResult] = field(default_factory=list)
+    other_calls: set[str] = field(default_factory=set)
+    _unseen: list[Request] = field(default_factory=list)
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """One line after the head."""
+        call, args = entry["call"], decode(entry["args"])
+        if call == "submit":
+            self._unseen.append(args[0])
+        elif call == "begin_step":
+            self.requests += [(args[0] - _BEFORE_S, request) for request in self._unseen]
+            self._unseen = []
+            plan = decode(entry["kwargs"]["plan"])
+            if plan is not None:
+                self.plans.append((len(self.begins_s), plan))
+            self.begins_s.append(args[0])
+        elif call == "end_step":
+            self.results.append(args[0])
+        else:
+            self.other_calls.add(call)
+
+    def output_tokens(self) -> list[int]:
+        """Of each request its longest choice, at least 1.
+
+        A sequence is known by its number alone: numbers rise in the order of submission, and its start tells its prompt.
+        """
+        written: dict[int, int] = {}
+        for result in self.results:
+            for one in result.results:
+                written[one.seq_id] = written.get(one.seq_id, 0) + len(one.token_ids)
+        started = sorted((one.seq_id, one.prompt_token_ids) for _, plan in self.plans for one in plan.starts)
+        found, place = [], 0
+        for _, request in self.requests:
+            longest, last = 1, place + request.sampling.n
+            while place < min(last, len(started)) and started[place][1] == request.prompt_token_ids:
+                longest = max(longest, written.get(started[place][0], 0))
+                place += 1
+            found.append(longest)
+        return found
+
+
+def read_recording(lines: Iterator[str], *, name: str = "the recording") -> Recorded:
+    """ConfigError with the line for one that cannot be read."""
+    number = 1
+    try:
+        head = json.loads(next(lines))["core"]
+        found = Recorded(config=decode(head["config"]), blocks=decode(head["blocks"]), seed=head["seed"])
+        for line in lines:
+            number += 1
+            found.take(json.loads(line))
+    except (ValueError, TypeError, KeyError, LookupError, AttributeError, StopIteration, EngineError) as error:
+        raise ConfigError(f"{name} line {number} cannot be read: {error!r}") from None
+    return found
+
+
+def is_recording(path: Path) -> bool:
+    """Whether this file begins as a recording does. ConfigError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(64).lstrip().startswith(b'{"core"')
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+
+
+class RecordedLoad:
+    """Its requests; each writes as many tokens as it did. Tokens are the real ones, so prefixes are as they were."""
+
+    shares_prefixes = True
+
+    def __init__(self, requests: list[Due]) -> None:
+        self._requests = requests
+        self.n_requests = len(requests)
+
+    def start(self) -> Iterator[Due]:
+        """All of them."""
+        return iter(self._requests)
+
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
+        """Nothing: what followed is in the recording with its time."""
+        return None
+
+
+def recorded_load(path: Path, *, limit: int | None = None, speed: float = 1.0) -> RecordedLoad:
+    """The requests of a recording in order of arrival, the first at 0 s. ConfigError for a damaged or empty one.
+
+    One that was cancelled or refused comes too and writes what it wrote, one token at least.
+    """
+    with path.open(encoding="utf-8") as file:
+        recorded = read_recording(iter(file), name=path.name)
+    known = zip(recorded.requests, recorded.output_tokens(), strict=True)
+    pairs = sorted(known, key=lambda pair: pair[0][1].arrival_s)
+    if not pairs:
+        raise ConfigError(f"{path.name} has 0 requests; a trace needs at least 1")
+    first_s = pairs[0][0][1].arrival_s
+    requests = []
+    for number, ((_, request), tokens) in enumerate(islice(pairs, limit)):
+        at_s = (request.arrival_s - first_s) / speed
+        sampling = replace(
+            request.sampling, max_tokens=tokens, min_tokens=0, ignore_eos=True, stop=(), stop_token_ids=()
+        )
+        requests.append((at_s, replace(request, request_id=str(number), arrival_s=at_s, sampling=sampling)))
+    return RecordedLoad(requests)
+
+
+class _Rerun:
+    """An executor that gives each step the result and the time it had, and stops at the first plan that differs."""
+
+    def __init__(self, recorded: Recorded, clock: VirtualClock) -> None:
+        self._recorded = recorded
+        self._clock = clock
+        self._n_steps = 0
+
+    @property
+    def n_missing(self) -> int:
+        """Recorded steps that were not run."""
+        return len(self._recorded.results) - self._n_steps
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """The recorded result. Raises ConfigError after a plan that is another: what follows belongs to it."""
+        if not self.n_missing:
+            raise ConfigError(f"recorded nothing\nsimulated {plan}")
+        place, known = self._recorded.plans[self._n_steps]
+        if replace(plan, planned_at_s=0.0) != replace(known, planned_at_s=0.0):
+            raise ConfigError(f"recorded {known}\nsimulated {plan}")
+        result, begins_s = self._recorded.results[self._n_steps], self._recorded.begins_s
+        self._n_steps += 1
+        if place + 1 < len(begins_s):
+            self._clock.advance(max(0.0, begins_s[place + 1] - self._clock.now_s()))
+        return result
+
+
+def rerun(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
+    """Simulate a recorded run with its own arrivals and step times; one line of text for the first plan that differs.
+
+    predict_s: what its stall budget asked; None where it had none to ask. ConfigError for a run in which requests were ended
+    from outside.
+    """
+    recorded = read_recording(iter(lines))
+    if recorded.other_calls:
+        calls = ", ".join(sorted(recorded.other_calls))
+        raise ConfigError(
+            f"the run has calls of {calls}; only one that served its requests to their end can be simulated"
+        )
+    cluster = Cluster(
+        1, recorded.config, recorded.blocks, predict_s=predict_s or _at_once, tally=Tally(Limits()), seed=recorded.seed
+    )
+    engine = cluster.engines[0].engine
+    executor = engine.stepper.executor = _Rerun(recorded, engine.clock)
+    try:
+        cluster.run(RecordedLoad(recorded.requests))
+    except ConfigError as error:
+        return [error.message]
+    return [f"{executor.n_missing} recorded steps were not simulated"] if executor.n_missing else []
+
+
+def _at_once(shape: StepShape) -> float:
+    """Fits every stall budget, as no prediction does."""
+    return 0.0

@@ -1,0 +1,119 @@
+"""Statistics of any number of values in bounded memory: distributions to half a percent, and a timeline of fixed length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from diptych.metrics import Distribution
+
+ERROR = 0.005  # relative, of every percentile
+_GROWTH = (1.0 + ERROR) / (1.0 - ERROR)
+_PER_LOG = 1.0 / math.log(_GROWTH)
+N_BINS = 512
+
+
+class Stream:
+    """A distribution of durations, seen one after the other.
+
+    Counts per bucket of equal ratio, as in DDSketch (Masson, Rim and Lee, VLDB 2019): a percentile is within ERROR of a
+    value at its rank; mean, least and greatest are exact. The same values give the same numbers in any order.
+    """
+
+    def __init__(self) -> None:
+        self.n = 0
+        self._sum = 0.0
+        self._least = math.inf
+        self._greatest = 0.0
+        self._zeros = 0
+        self._buckets: dict[int, int] = {}
+
+    def add(self, values: Iterable[float]) -> None:
+        """Take in durations, each 0 or more."""
+        buckets, log = self._buckets, math.log
+        for value in values:
+            self.n += 1
+            self._sum += value
+            if value < self._least:
+                self._least = value
+            if value > self._greatest:
+                self._greatest = value
+            if value > 0.0:
+                key = math.ceil(log(value) * _PER_LOG)
+                buckets[key] = buckets.get(key, 0) + 1
+            else:
+                self._zeros += 1
+
+    def distribution(self) -> Distribution | None:
+        """The numbers; None of nothing."""
+        if not self.n:
+            return None
+        p50, p90, p95, p99 = (self._at(q) for q in (0.50, 0.90, 0.95, 0.99))
+        return Distribution(
+            n=self.n, mean=self._sum / self.n, min=self._least, p50=p50, p90=p90, p95=p95, p99=p99, max=self._greatest
+        )
+
+    def shares(self) -> list[tuple[float, float]]:
+        """(value, share of all at or below it), rising: the curve of a picture."""
+        seen = self._zeros
+        curve = [(0.0, seen / self.n)] if seen else []
+        for key in sorted(self._buckets):
+            seen += self._buckets[key]
+            curve.append((self._value(key), seen / self.n))
+        return curve
+
+    def _at(self, q: float) -> float:
+        rank = q * (self.n - 1)
+        seen = self._zeros
+        if rank < seen:
+            return 0.0
+        for key in sorted(self._buckets):
+            seen += self._buckets[key]
+            if rank < seen:
+                return self._value(key)
+        return self._greatest
+
+    def _value(self, key: int) -> float:
+        middle = 2.0 * math.exp(key / _PER_LOG) / (_GROWTH + 1.0)
+        return min(max(middle, self._least), self._greatest)
+
+
+@dataclass(slots=True)
+class Bin:
+    """What happened in one stretch of the timeline, over all engines; the weighted ones are divided by the time they cover."""
+
+    arrivals: int = 0
+    output_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    mixed_s: float = 0.0
+    kv_share_s: float = 0.0
+    running_s: float = 0.0
+    waiting_s: float = 0.0
+
+    def take(self, other: Bin) -> None:
+        """Add another one."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(slots=True)
+class Timeline:
+    """N_BINS stretches at most; where time runs out of them, neighbours are joined and each is twice as long."""
+
+    bin_s: float = 1.0
+    bins: list[Bin] = field(default_factory=list)
+
+    def at(self, at_s: float) -> Bin:
+        """The stretch of an instant."""
+        place = int(at_s / self.bin_s)
+        while place >= N_BINS:
+            for i in range(0, len(self.bins) - 1, 2):
+                self.bins[i].take(self.bins[i + 1])
+            self.bins = self.bins[::2]
+            self.bin_s *= 2.0
+            place = int(at_s / self.bin_s)
+        while len(self.bins) <= place:
+            self.bins.append(Bin())
+        return self.bins[place]

@@ -1,0 +1,137 @@
+"""`diptych simulate`: traces from files, clear errors, the same JSON every time, pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diptych.cli.simulate import app
+
+SERVICE = ["llama-3.1-8b", "--hardware", "h100-80gb-sxm"]
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:15:{s:02d}.6805900,{400 + 50 * s},{8 + s}\n" for s in range(40)
+)
+
+
+def trace(tmp_path: Path, text: str, name: str = "t.csv") -> list[str]:
+    path = tmp_path / name
+    path.write_text(text, "utf-8")
+    return ["--trace", str(path)]
+
+
+def mooncake(at_ms: float, **changes: object) -> str:
+    row = {"timestamp": at_ms, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]}
+    return json.dumps(row | changes) + "\n"
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    app([*SERVICE, *arguments, "--json"])
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        app([*SERVICE, *arguments])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
+
+
+def test_an_azure_trace_is_served_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts are the file's; played twice as fast it lasts half as long."""
+    file = trace(tmp_path, AZURE)
+    found = answer(capsys, *file)
+    assert (found["n_complete"], found["output_tokens"]) == (40, sum(8 + s for s in range(40)))
+    assert found == answer(capsys, *file)
+    faster = answer(capsys, *file, "--speed", "2")
+    assert faster["duration_s"] == pytest.approx(float(str(found["duration_s"])) / 2, rel=0.05)
+    assert answer(capsys, *file, "--limit", "3")["n_requests"] == 3
+
+
+def test_a_mooncake_trace_shares_its_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two full blocks of 512 are shared by all but the first; the last id is a block of each one's own."""
+    text = "".join(mooncake(3000 * i, hash_ids=[0, 1, 10 + i]) for i in range(6))
+    found = answer(capsys, *trace(tmp_path, text, "m.jsonl"))
+    assert found["prefix_hit_tokens"] == 5 * 1024
+    assert answer(capsys, *trace(tmp_path, text, "m.jsonl"), "--no-prefix-cache")["prefix_hit_tokens"] == 0
+
+
+def test_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a person reads: the load, the limits, the latencies, the price."""
+    picture = tmp_path / "p.png"
+    load = ["--rate", "4/s", "--requests", "60", "--slo", "ttft=1s,tpot=80ms", "--usd-per-hour", "3"]
+    app([*SERVICE, "--engines", "2", *load, "--picture", str(picture)])
+    page = capsys.readouterr().out
+    for words in (
+        "2 engines, least-work",
+        "60 requests",
+        "within TTFT 1 s, TPOT 80 ms",
+        "time to first token",
+        "at 6 USD",
+    ):
+        assert words in page
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_users_are_a_load(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their conversations share the system prompt and their own history."""
+    found = answer(
+        capsys, "--users", "5", "--requests", "30", "--think", "1s", "--turns", "3", "--shared-prefix", "320"
+    )
+    assert found["n_complete"] == 30
+    assert float(str(found["prefix_hit_tokens"])) > 25 * 320
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (mooncake(0) + mooncake(-5), "line 2 cannot be read: its time is -0.005 s; it must be 0 or later"),
+        (mooncake(float("nan")), "line 1 cannot be read: its time is nan s"),
+        (mooncake(0, input_length=-1), "its prompt has -1 tokens; it must be from 0 to 2147483647"),
+        (mooncake(0, output_length=10**12), "its answer has 1000000000000 tokens"),
+        (mooncake(0, input_length=float("inf")), "line 1 cannot be read"),
+        ("{]\n", "line 1 cannot be read"),
+        ('{"core": 1}\n', "line 1 cannot be read"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has 0 requests; a trace needs at least 1"),
+        ("a,b\n1,2\n", "has no column ContextTokens, GeneratedTokens, TIMESTAMP"),
+    ],
+)
+def test_a_damaged_trace_is_told_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    """Negative times were sorted in and shifted, as if they were the beginning."""
+    assert words in complaint(capsys, *trace(tmp_path, text, "t"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "a load is one of --trace, --rate and --users; given: none"),
+        (["--rate", "1/s", "--users", "3"], "given: --rate and --users"),
+        (["--rate", "1/s", "--turns", "3"], "--rate does not read --turns"),
+        (["--users", "3", "--speed", "2"], "--users does not read --speed"),
+        (["--rate", "0/s"], "rate is '0/s'; it must be a positive number"),
+        (["--rate", "1/s", "--requests", "1000000000000"], "--requests is 1000000000000"),
+        (["--users", "10000000"], "--users is 10000000"),
+        (["--users", "0"], "--users is 0"),
+        (["--rate", "1/s", "--engines", "0"], "engines is 0"),
+        (["--rate", "1/s", "--kv-tokens", "5"], "the KV pool is 5 tokens; it must be at least one block of 32"),
+        (["--rate", "1/s", "--slo", "ttft"], "cannot read 'ttft' in --slo"),
+        (["--rate", "1/s", "--slo", "ttft=1s,ttft=2s"], "cannot read 'ttft=2s' in --slo"),
+        (["--rate", "1/s", "--usd-per-hour", "nan"], "--usd-per-hour is nan"),
+        (["--rate", "1/s", "--prompt", "9:3"], "longest length is 3"),
+        (["--trace", "/nowhere/t.csv"], "cannot read the trace /nowhere/t.csv: No such file"),
+        (["--rate", "1/s", "--tp", "3"], "3"),
+        (["--rate", "1/s", "--seed", "1", "--router", "luck"], "router is 'luck'"),
+    ],
+)
+def test_impossible_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    """What, the number, the limit; nothing is simulated first."""
+    found = complaint(capsys, *arguments)
+    assert words in found
+    assert found.startswith("error: ")
+    assert "Traceback" not in found

@@ -1,0 +1,175 @@
+"""Runs of the real engine, simulated once more with their own arrivals and step times: every decision must be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from diptych.compute.runner import Model, load_model
+from diptych.compute.sampler import Sampler
+from diptych.control.loop import EngineCore
+from diptych.control.recording import Recorder
+from diptych.cost.setup import setup_of
+from diptych.engine.executor import ModelExecutor
+from diptych.ground.clock import MonotonicClock, sleep_s
+from diptych.ground.config import BlockConfig, ComputeConfig, SchedulerConfig
+from diptych.ground.errors import ConfigError
+from diptych.ground.events import Event, FinishEvent
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import Request, SamplingParams
+from diptych.ground.shape import StepShape
+from diptych.sim.recorded import recorded_load, rerun
+from diptych.sim.service import Service, simulate
+from diptych.stepper import Stepper, serve
+from diptych.workload import LengthRange, WorkloadSpec, requests_of
+
+ROOMY = BlockConfig(n_blocks=400, block_tokens=16)
+
+
+def seconds(shape: StepShape) -> float:
+    """What the stall budget asks: 0.1 ms a row."""
+    return 1e-4 * shape.n_tokens
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model(str(files("diptych").joinpath("bundled", "diptych-10m")), ComputeConfig(threads=1))
+
+
+class Run:
+    """A real engine with its core recorded."""
+
+    def __init__(self, model: Model, blocks: BlockConfig = ROOMY, **settings: object) -> None:
+        config = SchedulerConfig(**{"max_step_tokens": 128, "max_running_sequences": 8} | settings)
+        self.clock = MonotonicClock()
+        self.core = EngineCore(config, blocks, model_revision=model.revision, predict_s=seconds)
+        self.recorder = Recorder(self.core)
+        kv = model.make_kv(blocks.n_blocks, blocks.block_tokens)
+        sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
+        executor = ModelExecutor(model, kv, sampler, clock=self.clock)
+        self.events: list[Event] = []
+        self.stepper = Stepper(self.recorder, executor, self.clock, fold=self.events.extend)
+
+    def serve(self, requests: Iterable[Request]) -> None:
+        """Each when it is due, on the machine's clock."""
+        now_s = self.clock.now_s()
+        serve(self.stepper, [replace(one, arrival_s=now_s + one.arrival_s) for one in requests], wait=sleep_s)
+
+
+def closed_loop(run: Run, n_users: int) -> None:
+    """Each user sends three messages, each behind all that was said before, as soon as the answer is there."""
+    said = {user: tuple(range(10 + user, 60 + user)) for user in range(n_users)}
+    for turn in range(3):
+        waiting = set(said)
+        for user in sorted(said):
+            run.stepper.submit(request(f"{user}.{turn}", said[user], 6 + user, run.clock.now_s()))
+        seen = len(run.events)
+        while waiting and run.stepper.step():
+            for event in run.events[seen:]:
+                if isinstance(event, FinishEvent):
+                    waiting.discard(int(event.request_id.partition(".")[0]))
+            seen = len(run.events)
+        said = {user: (*tokens, *range(100, 120 + user)) for user, tokens in said.items()}
+
+
+def request(name: str, tokens: tuple[int, ...], output_tokens: int, arrival_s: float) -> Request:
+    sampling = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    return Request(request_id=name, prompt_token_ids=tokens, sampling=sampling, arrival_s=arrival_s)
+
+
+def load(**changes: object) -> list[Request]:
+    base = WorkloadSpec(
+        n_requests=16, prompt=LengthRange(low=10, high=200), output=LengthRange(low=4, high=16), rate_per_s=60.0, seed=5
+    )
+    return requests_of(replace(base, **changes), vocab_size=1000)
+
+
+def open_loop(model: Model) -> Run:
+    run = Run(model)
+    run.serve(load())
+    return run
+
+
+def one_user(model: Model) -> Run:
+    run = Run(model)
+    closed_loop(run, 1)
+    return run
+
+
+def four_users(model: Model) -> Run:
+    run = Run(model)
+    closed_loop(run, 4)
+    assert run.core.stats().prefix_hits_tokens > 0
+    return run
+
+
+def stall_budget(model: Model) -> Run:
+    """Long prompts beside running streams are cut by the budget: at most 40 rows."""
+    run = Run(model, stall_budget_s=0.004)
+    run.serve(load(prompt=LengthRange(low=300, high=600), n_requests=6))
+    return run
+
+
+def shared_prefix(model: Model) -> Run:
+    run = Run(model)
+    run.serve(load(shared_prefix_tokens=96, n_prefixes=2))
+    assert run.core.stats().prefix_hits_tokens > 0
+    return run
+
+
+def preemption(model: Model) -> Run:
+    run = Run(model, BlockConfig(n_blocks=24, block_tokens=16))
+    run.serve(load(output=LengthRange(low=40, high=80), rate_per_s=None))
+    assert run.core.stats().preemptions > 0
+    return run
+
+
+RUNS = (open_loop, one_user, four_users, stall_budget, shared_prefix, preemption)
+
+
+@pytest.mark.parametrize("made", RUNS, ids=lambda made: made.__name__)
+def test_a_real_run_is_simulated_decision_by_decision(model: Model, made: Callable[[Model], Run]) -> None:
+    """The simulator is the engine's scheduler and no second one: with the same times it must do the same."""
+    lines = made(model).recorder.lines()
+    assert sum('"begin_step"' in line for line in lines) > 10
+    assert rerun(lines, predict_s=seconds) == []
+
+
+def test_another_decision_is_told(model: Model) -> None:
+    """Were the comparison blind, the test above could not fail: a smaller step must show, and a missing budget too."""
+    lines = stall_budget(model).recorder.lines()
+    smaller = [lines[0].replace('"max_step_tokens": 128', '"max_step_tokens": 100'), *lines[1:]]
+    assert rerun(smaller, predict_s=seconds)[0].startswith("recorded ")
+    assert rerun(lines, predict_s=None)[0].startswith("recorded ")
+    first = next(i for i, line in enumerate(lines) if '"submit"' in line)
+    assert rerun(lines[:first] + lines[first + 1 :], predict_s=seconds)[0].startswith("recorded ")
+
+
+def test_a_run_ended_from_outside_is_refused(model: Model) -> None:
+    """A cancelled request is no decision of the scheduler; the simulation would drift without a word."""
+    run = Run(model)
+    run.stepper.submit(request("a", (1, 2, 3), 5, run.clock.now_s()))
+    run.recorder.cancel("a", run.clock.now_s(), reason=FinishReason.ABORT)
+    with pytest.raises(ConfigError, match="calls of cancel"):
+        rerun(run.recorder.lines())
+
+
+def test_a_recording_is_a_load(model: Model, tmp_path: Path) -> None:
+    """The same requests, as long as they were, can be put to another service."""
+    run = four_users(model)
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(run.recorder.lines()), "utf-8")
+    found = list(recorded_load(path).start())
+    finished = {event.request_id: event.output_tokens for event in run.events if isinstance(event, FinishEvent)}
+    assert sorted(one.sampling.max_tokens for _, one in found) == sorted(finished.values())
+    assert found[0][0] == 0.0
+    report = simulate(Service.of(setup_of("llama-3.1-8b", "h100-80gb-sxm")), recorded_load(path, speed=2.0))
+    assert (report.n_complete, report.output_tokens) == (12, sum(finished.values()))
+    assert report.prefix_hit_tokens > 0
+    path.write_text("\n".join([run.recorder.lines()[0], "{]"]), "utf-8")
+    with pytest.raises(ConfigError, match=r"run.jsonl line 2 cannot be read"):
+        recorded_load(path)
