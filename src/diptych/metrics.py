@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 
 from diptych.ground.events import (
     ArrivalEvent,
+    DraftEvent,
     Event,
     PreemptEvent,
     PromptLogprobsEvent,
@@ -167,6 +168,8 @@ class RequestRecord:
     cached_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     n_preemptions: int = 0
     _choices: dict[int, _Choice] = field(default_factory=dict)
     _own_prefill: tuple[int, int] = (-1, 0)  # (step, prefill tokens of this request in it)
@@ -210,6 +213,9 @@ class RequestRecord:
             self._fold_token(event, step)
         elif isinstance(event, PreemptEvent):
             self.n_preemptions += 1
+        elif isinstance(event, DraftEvent):
+            self.drafted_tokens += event.drafted_tokens
+            self.accepted_tokens += event.accepted_tokens
         else:
             choice = self._choices.setdefault(event.index, _Choice())
             choice.end_s, choice.reason = event.at_s, event.reason
@@ -251,6 +257,8 @@ class RequestRecord:
             output_tokens=self.output_tokens,
             recomputed_tokens=self.recomputed_tokens,
             reasoning_tokens=reasoning_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
     def timings(self, now_s: float | None = None) -> Timings:

@@ -21,8 +21,16 @@ from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
-from diptych.ground.events import ArrivalEvent, Event, FinishEvent, PromptLogprobsEvent, StepEndEvent, TokenEvent
-from diptych.ground.phase import FinishReason, Status
+from diptych.ground.events import (
+    ArrivalEvent,
+    DraftEvent,
+    Event,
+    FinishEvent,
+    PromptLogprobsEvent,
+    StepEndEvent,
+    TokenEvent,
+)
+from diptych.ground.phase import FinishReason, Phase, Status
 from diptych.ground.request import Request
 from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
 
@@ -356,6 +364,9 @@ class EngineCore:
             self._scheduler.register_computed(seq)
             self._fork_children(seq)
             self._scheduler.start_decode(seq)
+        elif seq.speculation is not None:
+            seq.speculation.learn(result.token_ids)
+        n_drafted = len(chunk.token_ids) - 1 if chunk.phase is Phase.DECODE else 0
         for k, token_id in enumerate(result.token_ids):
             seq.token_ids.append(token_id)
             events.append(
@@ -372,12 +383,18 @@ class EngineCore:
             is_last = k == n_accepted
             reason, stop_token_id = self._stop(seq, token_id, is_complete=is_last and result.is_complete)
             if reason is not None:
-                seq.computed_tokens = min(seq.computed_tokens, seq.known_tokens)  # drafts behind the stop
+                seq.computed_tokens = min(seq.computed_tokens, seq.known_tokens - 1)  # drafts behind the stop
                 self._scheduler.register_computed(seq)
+                if n_drafted:
+                    kept = min(k + 1, n_accepted)
+                    events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, kept))
                 events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
                 self._forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
+        if n_drafted:
+            self._scheduler.take_back_drafts(seq)
+            events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))
         return events
 
     def _prompt_logprobs(self, seq: Sequence, chunk: Chunk, result: ChunkResult, now_s: float) -> list[Event]:
