@@ -161,12 +161,19 @@ class EngineCore:
         self._is_torn = False
         return events
 
-    def finish(self, request_id: str, index: int, now_s: float, *, reason: FinishReason) -> list[Event]:
-        """End one choice from outside (a stop string was seen). Unknown or finished: no events."""
+    def finish(
+        self, request_id: str, index: int, now_s: float, *, reason: FinishReason, output_tokens: int | None = None
+    ) -> list[Event]:
+        """End one choice from outside (a stop string was seen). Unknown or finished: no events.
+
+        output_tokens: how many of its tokens count, where the end was not in the last that a step gave (None: all).
+        """
         self._is_torn = True
         events: list[Event] = []
         for seq in self._requests.get(request_id, ()):
             if seq.index == index and seq.status is not Status.FINISHED:
+                if output_tokens is not None:
+                    del seq.token_ids[seq.prompt_tokens + output_tokens :]
                 events.append(self._end(seq, now_s, reason))
         self._forget_if_over(request_id)
         self._is_torn = False

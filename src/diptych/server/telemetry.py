@@ -16,6 +16,7 @@ from typing import Any
 
 from diptych.ground.events import (
     ArrivalEvent,
+    DraftEvent,
     Event,
     FinishEvent,
     PreemptEvent,
@@ -139,6 +140,9 @@ class Telemetry:
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.request_longest_tokens = Distribution(TOKEN_EDGES)
         self.preemptions = 0
+        self.drafts = 0  # decode chunks that carried guesses
+        self.drafted_tokens = 0
+        self.accepted_by_depth: list[int] = []
         self.steps = 0
         self.step_device_s = 0.0
         self.step_host_s = 0.0
@@ -169,6 +173,7 @@ class Telemetry:
             StepEndEvent: self._on_step_end,
             PreemptEvent: self._on_preempt,
             TokenEvent: self._on_token,
+            DraftEvent: self._on_draft,
             FinishEvent: self._on_finish,
         }
 
@@ -272,6 +277,14 @@ class Telemetry:
             log.decode_predicted_s += step.predicted_s or 0.0
             if step.prefill_tokens:
                 log.shared_steps.append((step, event.at_s))
+
+    def _on_draft(self, event: DraftEvent) -> None:
+        self.drafts += 1
+        self.drafted_tokens += event.drafted_tokens
+        counts = self.accepted_by_depth
+        counts += [0] * (event.accepted_tokens - len(counts))
+        for depth in range(event.accepted_tokens):
+            counts[depth] += 1
 
     def _on_finish(self, event: FinishEvent) -> None:
         self.finished[event.reason.value] += 1
