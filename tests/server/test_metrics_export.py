@@ -20,7 +20,7 @@ from diptych.ground.phase import FinishReason
 from diptych.ground.shape import StepShape
 from diptych.server.admission import Outlook
 from diptych.server.metrics_export import MetricsCollector, ServedModel, exposition
-from diptych.server.telemetry import Distribution, RequestLog, Telemetry
+from diptych.server.telemetry import LiveHistogram, RequestLog, Telemetry
 
 GOLDEN = Path(__file__).with_name("metrics.golden.txt")
 MODEL = ServedModel(
@@ -148,7 +148,7 @@ def test_a_finished_log_is_handed_over_and_not_kept() -> None:
 
 
 def test_a_value_on_an_edge_counts_below_it() -> None:
-    distribution = Distribution((1.0, 2.0))
+    distribution = LiveHistogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
         distribution.add(value)
     assert distribution.counts == [2, 2, 1]

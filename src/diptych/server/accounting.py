@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.compute.ceilings import Ceilings
-from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import RequestHandle
 from diptych.ground.errors import EngineError
 from diptych.ground.events import Timings, Usage
 from diptych.ground.request import Request
+from diptych.ground.shape import StepShape
 from diptych.insight.segments import ChunkTime, TokenWork, segment_costs
 from diptych.server.telemetry import RequestLog
 from diptych.server.timelines import Timelines
@@ -147,12 +147,12 @@ class Accountant:
         usage, bytes_per_s, flops_per_s = account.usage, self._ceilings.read_bytes_per_s, self._ceilings.flops_per_s
         prefill_s = decode_s = memory_s = compute_s = 0.0
         if usage.computed_tokens > 0:
-            prompt = Workload.prefill(batch=1, new_tokens=usage.computed_tokens, cached_tokens=usage.cached_tokens)
+            prompt = StepShape.prefill(batch=1, new_tokens=usage.computed_tokens, cached_tokens=usage.cached_tokens)
             prefill_s = self._view.bound_s(prompt, bytes_per_s, flops_per_s)
         n_steps = max((len(times) - 1 for times in account.log.token_s.values()), default=0)
         if n_steps > 0:
             middle = usage.prompt_tokens + n_steps // 2 + 1
-            work = Workload.decode(batch=account.request.sampling.n, context_tokens=middle)
+            work = StepShape.decode(batch=account.request.sampling.n, context_tokens=middle)
             decode_s = n_steps * self._view.bound_s(work, bytes_per_s, flops_per_s)
             cost = self._view.cost(work)
             memory_s, compute_s = n_steps * cost.bytes / bytes_per_s, n_steps * cost.flops / flops_per_s

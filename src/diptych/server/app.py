@@ -40,7 +40,7 @@ from diptych.server.schema import (
 from diptych.server.sites import site_middleware
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
-from diptych.server.telemetry import Distribution
+from diptych.server.telemetry import LiveHistogram
 from diptych.server.timelines import timelines_json
 
 logger = logging.getLogger("diptych.server")
@@ -100,7 +100,7 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
-async def watch_loop(lag_s: Distribution) -> None:
+async def watch_loop(lag_s: LiveHistogram) -> None:
     """Note how late timers fire, for ever. What holds the event loop or the interpreter holds every stream."""
     now_s = asyncio.get_running_loop().time
     while True:

@@ -17,7 +17,7 @@ from diptych.server.desk import Desk
 from diptych.server.errors import ApiError
 from diptych.server.metrics_export import ServedModel
 from diptych.server.sse import event as sse_event
-from diptych.server.telemetry import Distribution, RequestLog
+from diptych.server.telemetry import LiveHistogram, RequestLog
 
 FRAME_S = 0.25
 MAX_FRAME_STEPS = 48  # drawn steps of a frame; the rest are counted in its totals
@@ -211,5 +211,5 @@ def _counts(log: RequestLog) -> dict[str, int]:
     }
 
 
-def _distribution(distribution: Distribution) -> dict[str, Any]:
+def _distribution(distribution: LiveHistogram) -> dict[str, Any]:
     return {"edges": distribution.edges, "counts": distribution.counts, "sum": distribution.total}

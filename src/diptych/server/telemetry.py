@@ -49,7 +49,7 @@ TOKEN_EDGES = (
 )  # fmt: skip
 
 
-class Distribution:
+class LiveHistogram:
     """A histogram: counts between fixed edges, their number and their sum."""
 
     __slots__ = ("counts", "edges", "total")
@@ -138,7 +138,7 @@ class Telemetry:
         self.requests_taken = 0
         self.outcomes = {"finished": 0, "aborted": 0, "failed": 0}
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
-        self.request_longest_tokens = Distribution(TOKEN_EDGES)
+        self.request_longest_tokens = LiveHistogram(TOKEN_EDGES)
         self.preemptions = 0
         self.drafts = 0  # decode chunks that carried guesses
         self.drafted_tokens = 0
@@ -146,10 +146,10 @@ class Telemetry:
         self.steps = 0
         self.step_device_s = 0.0
         self.step_host_s = 0.0
-        self.step_tokens = Distribution(STEP_TOKEN_EDGES)
-        self.step_s = {kind: Distribution(ITL_EDGES_S) for kind in ("prefill", "decode", "mixed")}
-        self.ttft_s = Distribution(TTFT_EDGES_S)
-        self.itl_s = Distribution(ITL_EDGES_S)
+        self.step_tokens = LiveHistogram(STEP_TOKEN_EDGES)
+        self.step_s = {kind: LiveHistogram(ITL_EDGES_S) for kind in ("prefill", "decode", "mixed")}
+        self.ttft_s = LiveHistogram(TTFT_EDGES_S)
+        self.itl_s = LiveHistogram(ITL_EDGES_S)
         self.unread_tokens = 0  # of open requests' prompts: not cached and not yet in any step
         self.step_end_s: float | None = None  # when the running step should end
         self.logs: dict[str, RequestLog] = {}
@@ -158,14 +158,14 @@ class Telemetry:
         # written on the event loop
         self.refused: dict[str, int] = {}
         self.requests = {
-            name: Distribution(REQUEST_EDGES_S)
+            name: LiveHistogram(REQUEST_EDGES_S)
             for name in ("e2e", "queue", "prefill", "decode", "inference", "tpot", "stall")
         }
-        self.request_prompt_tokens = Distribution(TOKEN_EDGES)
-        self.request_output_tokens = Distribution(TOKEN_EDGES)
-        self.request_max_tokens = Distribution(TOKEN_EDGES)
+        self.request_prompt_tokens = LiveHistogram(TOKEN_EDGES)
+        self.request_output_tokens = LiveHistogram(TOKEN_EDGES)
+        self.request_max_tokens = LiveHistogram(TOKEN_EDGES)
         self.reasoning_tokens = 0
-        self.loop_lag_s = Distribution(LAG_EDGES_S)
+        self.loop_lag_s = LiveHistogram(LAG_EDGES_S)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ArrivalEvent: self._on_arrival,
             ScheduledEvent: self._on_scheduled,
