@@ -56,7 +56,8 @@ def test_sums_are_those_of_the_chunks_however_they_were_added(chunks: list[Chunk
     )
     assert shape.n_tokens == rows + decode_rows
     assert shape.n_sequences == sum(chunk.count for chunk in chunks)
-    assert shape.n_logits_rows == sum(chunk.count for chunk in chunks if chunk.samples)
+    drawn = [(chunk.count, chunk.new_tokens if chunk.phase is Phase.DECODE else 1) for chunk in chunks if chunk.samples]
+    assert shape.n_logits_rows == sum(count * rows for count, rows in drawn), "a decode row is drawn from, drafts too"
 
 
 def test_a_step_of_thousands_of_prompts_is_no_recursion() -> None:

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from diptych.ground.events import (
     ArrivalEvent,
+    DraftEvent,
     Event,
     FinishEvent,
     PreemptEvent,
@@ -206,6 +207,8 @@ class RequestRecord:
     chunks: list[ChunkNote] = field(default_factory=list)
     shared_steps: list[SharedStep] = field(default_factory=list)
     decode_predicted_s: float = 0.0  # what was expected of its decode steps, others' work included
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     _own_prefill: tuple[int, int] = (-1, 0)  # (step, prefill tokens of this request in it)
     _calm_steps_s: list[float] = field(default_factory=list)
     _last_decode_step: int = -1
@@ -258,6 +261,9 @@ class RequestRecord:
             self._fold_scheduled(event, step)
         elif isinstance(event, PreemptEvent):
             self.preempted_s.append(event.at_s)
+        elif isinstance(event, DraftEvent):
+            self.drafted_tokens += event.drafted_tokens
+            self.accepted_tokens += event.accepted_tokens
         elif isinstance(event, FinishEvent):
             choice = self.choices.setdefault(event.index, ChoiceRecord())
             choice.end_s, choice.reason = event.at_s, event.reason
@@ -310,6 +316,8 @@ class RequestRecord:
             output_tokens=self.output_tokens,
             recomputed_tokens=self.recomputed_tokens,
             reasoning_tokens=reasoning_tokens,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
     def timings(self, now_s: float | None = None) -> Timings:

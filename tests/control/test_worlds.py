@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from diptych.control import scheduler
 from diptych.control.loop import EngineCore
 from diptych.control.policy import MIN_PREFILL_TOKENS
 from diptych.control.recording import Recorder, replay
@@ -17,10 +18,29 @@ from diptych.ground.phase import FinishReason, Phase
 from diptych.ground.request import Request
 from diptych.metrics import EventBook
 
-from .toy import VOCAB, ToyExecutor, greedy, prefill_tokens, request
+from .toy import VOCAB, ToyExecutor, greedy, prefill_tokens, request, toy_kv, toy_next
 
 N_WORLDS = 1200
 N_SHARDS = 12
+
+
+class KnowingDrafter:
+    """Proposes the right answer, and errs at a set rate: scripted acceptance, nonsense and silence among it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.error_rate = rng.choice((0.0, 0.1, 0.5, 0.9, 1.0))
+        self.contents: list[int] = []
+
+    def propose(self, token_ids, n: int) -> list[int]:
+        for position in range(len(self.contents), len(token_ids)):
+            self.contents.append(toy_kv(self.contents[-1] if position else 0, token_ids[position], position))
+        contents, drafts = list(self.contents), []
+        for _ in range(self.rng.randint(0, n)):
+            right = toy_next(contents)
+            contents.append(toy_kv(contents[-1], right, len(contents)))
+            drafts.append(self.rng.randrange(10 * VOCAB) if self.rng.random() < self.error_rate else right)
+        return drafts
 
 
 def toy_seconds(shape) -> float:
@@ -99,9 +119,10 @@ def right_answer(wanted: Request, limit_tokens: int) -> tuple[list[int], FinishR
 class Referee:
     """Drives one world and checks every rule after every call."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, speculate: str = "off") -> None:
         self.world = make_world(seed)
         world = self.world
+        world.config = replace(world.config, speculate=speculate)
         self.core = EngineCore(world.config, world.blocks, model_revision="toy", predict_s=toy_seconds, seed=seed)
         self.recorder = Recorder(self.core)
         self.executor = ToyExecutor(world.blocks.n_blocks, world.blocks.block_tokens)
@@ -111,6 +132,7 @@ class Referee:
         self.finishes: dict[tuple[str, int], FinishEvent] = {}
         self.cut: set[str] = set()  # requests that the referee itself ended early
         self.n_mixed = 0
+        self.n_drafted = 0
 
     def run(self) -> None:
         limit_steps = 60 + 6 * self.world.work_tokens
@@ -144,6 +166,7 @@ class Referee:
             self.recorder.reset_prefix_cache()
         waiting_before = {seq.seq_id for seq in self.core._scheduler.waiting}
         best = min((seq.key for seq in self.core._scheduler.decoding), default=None)
+        better = min((seq.key for seq in self.core._scheduler.prefilling), default=None)
         plan, events = self.recorder.begin_step(now_s)
         self.take(events)
         self.core.check()
@@ -151,8 +174,9 @@ class Referee:
             assert not self.core.has_work, "open requests, yet nothing planned"
             return
         self.check_plan(plan)
+        self.check_drafts(plan)
         self.check_line(plan, waiting_before, preempted=any(isinstance(event, PreemptEvent) for event in events))
-        if best is not None:
+        if best is not None and (better is None or best < better):
             assert best[1] in {chunk.seq_id for chunk in plan.chunks}, "the first in rank was passed over"
         result = self.executor.execute(plan)
         if rng.random() < 0.02:
@@ -194,6 +218,20 @@ class Referee:
             if config.stall_budget_s is not None and toy_seconds(plan.shape) > config.stall_budget_s:
                 assert is_least, "more than the smallest chunk over the stall budget"
 
+    def check_drafts(self, plan) -> None:
+        """Rows only ever go where nobody else reads: into blocks of one table that are not in the prefix index."""
+        pool = self.core.pool
+        for chunk in plan.chunks:
+            self.n_drafted += len(chunk.draft_token_ids)
+            seq = self.core._in_flight[chunk.seq_id]
+            if not chunk.draft_token_ids:
+                continue
+            assert seq.output_tokens + len(chunk.draft_token_ids) < seq.max_output_tokens
+            for position in range(chunk.start_pos, chunk.end_pos):
+                block_id = seq.block_ids[position // pool.block_tokens]
+                assert pool.references(block_id) == 1, "a draft is written where others read"
+                assert pool._entries[block_id] is None, "a draft is written into an indexed block"
+
     def check_line(self, plan, waiting_before: set[int], *, preempted: bool) -> None:
         """Nobody is admitted past someone of better rank, and nobody in a step that took blocks from the running."""
         aging_s = self.world.config.aging_s
@@ -234,6 +272,7 @@ class Referee:
         if self.texts.get((request_id, 0)):
             assert usage.remaining_tokens == 0
         assert usage.cached_tokens < usage.prompt_tokens
+        assert 0 <= usage.accepted_tokens <= min(usage.drafted_tokens, usage.output_tokens)
         assert usage.output_tokens == sum(len(self.texts.get((request_id, i), [])) for i in range(wanted.sampling.n))
         if timings.ttft_s is not None:
             assert timings.queue_s + timings.prefill_s == pytest.approx(timings.ttft_s, abs=1e-9)
@@ -258,4 +297,49 @@ def test_every_rule_holds_in_random_worlds(shard):
         seen["cut"] += len(referee.cut)
         if seed % 10 == 0:
             assert replay(referee.recorder.lines(), predict_s=toy_seconds) == []
+    assert min(seen.values()) > 0, f"these worlds no longer reach every corner: {seen}"
+
+
+def run_speculating(seed: int, monkeypatch) -> Referee:
+    """The same world with a drafter: every rule holds, and nothing it proposes reaches an answer."""
+    rng = random.Random(seed)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "DRAFTERS", {"lookup": lambda: KnowingDrafter(rng)})
+        patch.setattr("diptych.control.speculation._FIRST_RATE", rng.choice((0.5, 0.9, 1.0)))
+        referee = Referee(seed, speculate="lookup")
+        if rng.random() < 0.2:
+            referee.core._scheduler.predict_s = None
+        try:
+            referee.run()
+        except Exception as error:
+            raise AssertionError(f"world {seed}: {error!r}") from error
+    return referee
+
+
+def test_speculation_changes_no_answer_in_random_worlds(monkeypatch):
+    """Whatever a drafter proposes: the text is the one-by-one answer, blocks balance, budgets hold, nobody starves."""
+    check_speculating(range(200), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(10))
+def test_speculation_changes_no_answer_in_ten_thousand_worlds(shard, monkeypatch):
+    """The same for many more."""
+    check_speculating(range(shard, 10_000, 10), monkeypatch)
+
+
+def check_speculating(seeds, monkeypatch) -> None:
+    seen = {"preemptions": 0, "hits": 0, "mixed": 0, "cut": 0, "drafted": 0, "accepted": 0, "rejected": 0}
+    for seed in seeds:
+        referee = run_speculating(seed, monkeypatch)
+        stats = referee.core.stats()
+        usages = [record.usage() for record in referee.book.records.values()]
+        accepted = sum(usage.accepted_tokens for usage in usages)
+        seen["preemptions"] += stats.preemptions
+        seen["hits"] += stats.prefix_hits_tokens
+        seen["mixed"] += referee.n_mixed
+        seen["cut"] += len(referee.cut)
+        seen["drafted"] += referee.n_drafted
+        seen["accepted"] += accepted
+        seen["rejected"] += sum(usage.drafted_tokens for usage in usages) - accepted
     assert min(seen.values()) > 0, f"these worlds no longer reach every corner: {seen}"

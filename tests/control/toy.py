@@ -72,8 +72,14 @@ class ToyExecutor:
             self.kv[block_id][position % self.block_tokens] = toy_kv(previous, token_id, position)
         if not chunk.samples:
             return ChunkResult(seq_id=chunk.seq_id)
+        drafts = chunk.draft_token_ids
         contents = [self._read(table, position) for position in range(chunk.end_pos)]
-        return ChunkResult(seq_id=chunk.seq_id, token_ids=(toy_next(contents),))
+        drawn = [toy_next(contents[: chunk.end_pos - len(drafts)])]
+        for k, draft in enumerate(drafts):
+            if drawn[-1] != draft:
+                break
+            drawn.append(toy_next(contents[: chunk.end_pos - len(drafts) + k + 1]))
+        return ChunkResult(seq_id=chunk.seq_id, token_ids=tuple(drawn))
 
     def _read(self, table: list[int], position: int) -> int:
         value = self.kv[table[position // self.block_tokens]][position % self.block_tokens]

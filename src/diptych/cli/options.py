@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.ground.config import BACKENDS, KV_FORMATS, WEIGHT_FORMATS, EngineConfig
+from diptych.ground.config import BACKENDS, KV_FORMATS, SPECULATE, WEIGHT_FORMATS, EngineConfig
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
@@ -37,6 +37,9 @@ MaxContext = Annotated[int | None, typer.Option("--max-context-tokens", help=CON
 KvMemory = Annotated[int | None, typer.Option("--kv-memory-bytes", help=CONFIG["kv_memory_bytes"].what)]
 StallBudget = Annotated[float | None, typer.Option("--stall-budget-ms", help=CONFIG["stall_budget_s"].what)]
 MaxRunning = Annotated[int | None, typer.Option(help=CONFIG["max_running_sequences"].what)]
+Speculate = Annotated[
+    str, typer.Option(help=f"guess tokens ahead and verify them, same answer: {' | '.join(SPECULATE)}")
+]
 MaxStepTokens = Annotated[int, typer.Option(help=CONFIG["max_step_tokens"].what)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help=SAMPLING["max_tokens"].what)]
 Temperature = Annotated[float, typer.Option(help=SAMPLING["temperature"].what)]

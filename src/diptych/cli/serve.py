@@ -51,6 +51,7 @@ def serve(
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     stall_budget_ms: options.StallBudget = None,
     max_running_sequences: options.MaxRunning = None,
+    speculate: options.Speculate = "off",
     max_step_tokens: options.MaxStepTokens = 2048,
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
@@ -90,7 +91,7 @@ def serve(
     engine = engine_config(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
         max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, stall_budget_ms=stall_budget_ms,
-        max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
+        max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens, speculate=speculate,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

@@ -21,6 +21,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from diptych.compute.penalty import Penalty, has_penalty
 from diptych.compute.structured import GrammarCompiler, GrammarState
 from diptych.ground.errors import BadSampling, EngineError, InternalError, SequenceError
 from diptych.ground.request import SamplingParams
@@ -135,7 +136,7 @@ class _SequenceState:
         self.n_prompt = len(start.prompt_token_ids)
         self.output_ids: list[int] = []
         self.grammar = grammar
-        self.penalty = _Penalty(start.prompt_token_ids, params) if _has_penalty(params) else None
+        self.penalty = Penalty(start.prompt_token_ids, params) if has_penalty(params) else None
         self.bias: tuple[np.ndarray, np.ndarray] | None = None
         if params.logit_bias:
             ids, values = list(params.logit_bias), list(params.logit_bias.values())
@@ -161,49 +162,6 @@ class _SequenceState:
             self.grammar.advance(token_id)
 
 
-class _Penalty:
-    """Repetition, presence and frequency penalty of one sequence: sparse, O(distinct tokens) per draw."""
-
-    def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        self._params = params
-        prompt = dict.fromkeys(prompt_ids) if params.repetition_penalty != 1.0 else {}
-        self._slots: dict[int, int] = {token_id: slot for slot, token_id in enumerate(prompt)}
-        capacity = max(64, 2 * len(self._slots))
-        self._ids = np.zeros(capacity, dtype=np.int64)
-        self._ids[: len(prompt)] = list(prompt)
-        self._counts = np.zeros(capacity, dtype=np.float32)  # in the output
-        self._n_prompt_slots = len(prompt)
-
-    def add(self, token_id: int) -> None:
-        slot = self._slots.setdefault(token_id, len(self._slots))
-        if slot == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-        self._ids[slot] = token_id
-        self._counts[slot] += 1.0
-
-    def forget(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            self._counts[self._slots[token_id]] -= 1.0
-
-    def apply(self, row_V: np.ndarray) -> None:
-        """Change `row_V` (fp32) in place."""
-        n = len(self._slots)
-        if not n:
-            return
-        params = self._params
-        counts, ids = self._counts[:n], self._ids[:n]
-        values = row_V[ids]
-        if params.repetition_penalty != 1.0:
-            seen = counts > 0
-            seen[: self._n_prompt_slots] = True  # a prompt token stays seen whatever was rolled back
-            factor = np.float32(params.repetition_penalty)
-            values = np.where(seen, np.where(values < 0, values * factor, values / factor), values)
-        values -= np.float32(params.frequency_penalty) * counts
-        values -= np.float32(params.presence_penalty) * (counts > 0)
-        row_V[ids] = values
-
-
 class _Scratch:
     """Room for one row, reused for every draw: fresh megabytes cost more in page faults than the arithmetic does."""
 
@@ -223,13 +181,9 @@ class _Scratch:
         return self.doubles_V
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-
-
 def _is_plain(params: SamplingParams) -> bool:
     """Whether the token is the arg-max of the raw logits and nothing else is wanted."""
-    changes = _has_penalty(params) or params.logit_bias or params.min_tokens or params.structured is not None
+    changes = has_penalty(params) or params.logit_bias or params.min_tokens or params.structured is not None
     return params.is_greedy and not changes and params.logprobs is None
 
 
@@ -285,27 +239,43 @@ class Sampler:
         """One token per row of `logits_RV` [R,V] fp32 (read only), or why that row's sequence cannot go on.
 
         positions: the absolute position each token will stand at (prompt tokens + output tokens before it). A position
-        already drawn before is drawn again, and everything after it is forgotten: this is how speculation rolls back.
+        already drawn before is drawn again, and everything after it is forgotten.
+        """
+        drawn = self.verify(logits_RV, seq_ids, positions, [None] * len(seq_ids))
+        return [token for token in drawn if token is not None]
+
+    def verify(
+        self, logits_RV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int], drafts: Sequence[int | None]
+    ) -> list[SampledToken | EngineError | None]:
+        """As `sample`, where a sequence may have several rows, one behind the other at positions in order.
+
+        drafts: for each row the token that the sequence's next row stands behind, None for its last. The first row whose token
+        is another ends its sequence's run, as do an error and a complete grammar: the rows behind it give None and change
+        nothing, so penalties, counts and grammars only ever stand behind tokens that hold.
         """
         states = self._states
         rows = [states.get(seq_id) for seq_id in seq_ids] if states else ()
         if not any(rows):
-            return self._best(logits_RV)
+            return _runs(self._best(logits_RV), drafts)
         plain = [i for i, state in enumerate(rows) if state is None]
         drawn: list[SampledToken | EngineError | None] = [None] * len(seq_ids)
         if plain:
             # numpy copies on this thread; torch would wait for threads of its own, behind those of the kernels
             plain_RV = torch.from_numpy(logits_RV.numpy()[plain]) if self._is_cpu else logits_RV[plain]
-            for i, token in zip(plain, self._best(plain_RV), strict=True):
+            run = _runs(self._best(plain_RV), [drafts[i] for i in plain])
+            for i, token in zip(plain, run, strict=True):
                 drawn[i] = token
         others = [i for i, state in enumerate(rows) if state is not None]
         # one copy to the CPU for all rows that need more than an arg-max; none where the logits are there already
         values_RV = _on_cpu(logits_RV if len(others) == len(rows) or self._is_cpu else logits_RV[others])
         places = {i: i if len(values_RV) == len(rows) else place for place, i in enumerate(others)}
         weighed = self._weigh_rows(values_RV, rows, places, positions)
+        over: int | None = None  # the sequence whose run has ended: what else it has here stands behind a wrong token
         for i, place in places.items():
             state = rows[i]
             assert state is not None
+            if seq_ids[i] == over:
+                continue
             try:
                 drawn[i] = self._sample_row(values_RV[place], state, positions[i], weighed.get(i))
             except EngineError as error:
@@ -314,7 +284,8 @@ class Sampler:
                 # one sequence's options met a bug of ours; its neighbours must not pay for it
                 logger.error("draw failed seq_id=%d", seq_ids[i], exc_info=error)
                 drawn[i] = SequenceError(f"no token could be drawn: {type(error).__name__}: {error}")
-        return [token for token in drawn if token is not None]
+            over = None if drafts[i] is None or _holds(drawn[i], drafts[i]) else seq_ids[i]
+        return drawn
 
     def _weigh_rows(
         self,
@@ -385,6 +356,23 @@ class Sampler:
             _token_logprobs(_on_cpu(logits_V), token_id, top, self._scratch)
             for logits_V, token_id in zip(logits_CV, token_ids, strict=True)
         ]
+
+
+def _holds(drawn: SampledToken | EngineError | None, draft: int | None) -> bool:
+    """Whether the row behind this one stands on the token that was drawn here."""
+    return isinstance(drawn, SampledToken) and drawn.token_id == draft and not drawn.is_complete
+
+
+def _runs(
+    drawn: Sequence[SampledToken | EngineError], drafts: Sequence[int | None]
+) -> list[SampledToken | EngineError | None]:
+    """What was drawn, without the rows that stand behind a wrong draft."""
+    kept: list[SampledToken | EngineError | None] = []
+    is_over = False
+    for token, draft in zip(drawn, drafts, strict=True):
+        kept.append(None if is_over else token)
+        is_over = draft is not None and (is_over or not _holds(token, draft))
+    return kept
 
 
 def _bans_end(state: _SequenceState, n_output: int) -> bool:

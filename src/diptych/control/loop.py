@@ -21,8 +21,16 @@ from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
-from diptych.ground.events import ArrivalEvent, Event, FinishEvent, PromptLogprobsEvent, StepEndEvent, TokenEvent
-from diptych.ground.phase import FinishReason, Status
+from diptych.ground.events import (
+    ArrivalEvent,
+    DraftEvent,
+    Event,
+    FinishEvent,
+    PromptLogprobsEvent,
+    StepEndEvent,
+    TokenEvent,
+)
+from diptych.ground.phase import FinishReason, Phase, Status
 from diptych.ground.request import Request
 from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
 
@@ -153,12 +161,19 @@ class EngineCore:
         self._is_torn = False
         return events
 
-    def finish(self, request_id: str, index: int, now_s: float, *, reason: FinishReason) -> list[Event]:
-        """End one choice from outside (a stop string was seen). Unknown or finished: no events."""
+    def finish(
+        self, request_id: str, index: int, now_s: float, *, reason: FinishReason, output_tokens: int | None = None
+    ) -> list[Event]:
+        """End one choice from outside (a stop string was seen). Unknown or finished: no events.
+
+        output_tokens: how many of its tokens count, where the end was not in the last that a step gave (None: all).
+        """
         self._is_torn = True
         events: list[Event] = []
         for seq in self._requests.get(request_id, ()):
             if seq.index == index and seq.status is not Status.FINISHED:
+                if output_tokens is not None:
+                    del seq.token_ids[seq.prompt_tokens + output_tokens :]
                 events.append(self._end(seq, now_s, reason))
         self._forget_if_over(request_id)
         self._is_torn = False
@@ -356,6 +371,9 @@ class EngineCore:
             self._scheduler.register_computed(seq)
             self._fork_children(seq)
             self._scheduler.start_decode(seq)
+        elif seq.speculation is not None:
+            seq.speculation.learn(result.token_ids)
+        n_drafted = len(chunk.token_ids) - 1 if chunk.phase is Phase.DECODE else 0
         for k, token_id in enumerate(result.token_ids):
             seq.token_ids.append(token_id)
             events.append(
@@ -372,12 +390,18 @@ class EngineCore:
             is_last = k == n_accepted
             reason, stop_token_id = self._stop(seq, token_id, is_complete=is_last and result.is_complete)
             if reason is not None:
-                seq.computed_tokens = min(seq.computed_tokens, seq.known_tokens)  # drafts behind the stop
+                seq.computed_tokens = min(seq.computed_tokens, seq.known_tokens - 1)  # drafts behind the stop
                 self._scheduler.register_computed(seq)
+                if n_drafted:
+                    kept = min(k + 1, n_accepted)
+                    events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, kept))
                 events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
                 self._forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
+        if n_drafted:
+            self._scheduler.take_back_drafts(seq)
+            events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))
         return events
 
     def _prompt_logprobs(self, seq: Sequence, chunk: Chunk, result: ChunkResult, now_s: float) -> list[Event]:

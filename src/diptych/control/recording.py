@@ -113,10 +113,12 @@ class Recorder:
         self._write("cancel", request_id, now_s, reason=reason)
         return self.core.cancel(request_id, now_s, reason=reason)
 
-    def finish(self, request_id: str, index: int, now_s: float, *, reason: FinishReason) -> list[Event]:
+    def finish(
+        self, request_id: str, index: int, now_s: float, *, reason: FinishReason, output_tokens: int | None = None
+    ) -> list[Event]:
         """As EngineCore.finish."""
-        self._write("finish", request_id, index, now_s, reason=reason)
-        return self.core.finish(request_id, index, now_s, reason=reason)
+        self._write("finish", request_id, index, now_s, reason=reason, output_tokens=output_tokens)
+        return self.core.finish(request_id, index, now_s, reason=reason, output_tokens=output_tokens)
 
     def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
         """As EngineCore.abort_step."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
 from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
 from diptych.control.sequence import Sequence
+from diptych.control.speculation import DRAFTERS, MOST_DRAFTS, MOST_ROWS, UNPRICED_ROWS, Speculation, choose_depths
 from diptych.ground.config import SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
@@ -64,6 +65,7 @@ class Scheduler:
         self.max_running = min(config.max_running_sequences or config.max_step_tokens, config.max_step_tokens)
         self._model_revision = model_revision
         self._promised_blocks = 0
+        self._new_drafter = None if config.speculate == "off" else DRAFTERS[config.speculate]
 
     @property
     def n_running(self) -> int:
@@ -148,6 +150,8 @@ class Scheduler:
         self.planned = {}
         self._plan_decodes(draft)
         self._plan_prefills(draft)
+        if self._new_drafter is not None and draft.decode_request_ids:
+            self._add_drafts(draft)
         if not draft.chunks:
             return None, draft.preempted
         plan = StepPlan(
@@ -192,6 +196,60 @@ class Scheduler:
         if shapes:
             draft.left_tokens -= len(shapes)
             draft.shape = StepShape(shapes)
+
+    def _add_drafts(self, draft: StepDraft) -> None:
+        """Lengthen decode chunks by guesses, out of the rows and blocks that everybody else has left."""
+        n_decodes = len(draft.decode_request_ids)
+        n_free = self.pool.available_blocks - self._promised_blocks
+        guesses: list[list[int]] = []
+        chances: list[list[float]] = []
+        most = min(MOST_DRAFTS, 1 + MOST_ROWS // n_decodes)
+        for chunk in draft.chunks[:n_decodes]:
+            seq = self.planned[chunk.seq_id]
+            if seq.speculation is None:
+                assert self._new_drafter is not None
+                seq.speculation = Speculation(self._new_drafter())
+            guess = seq.speculation.propose(seq.token_ids)
+            room = (len(seq.block_ids) + max(0, n_free)) * self.pool.block_tokens - chunk.end_pos
+            n = min(most, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
+            guesses.append(guess)
+            chances.append(seq.speculation.chances(max(0, n)))
+        if not any(chances):
+            return
+        predict_s = self.predict_s
+        rows = draft.left_tokens if predict_s else min(draft.left_tokens, UNPRICED_ROWS - draft.shape.n_tokens)
+        depths = choose_depths(
+            chances,
+            n_sure=n_decodes,
+            most_rows=min(rows, MOST_ROWS),
+            price_s=None if predict_s is None else lambda depths: predict_s(_lengthened(draft.shape, depths)),
+            limit_s=self.config.stall_budget_s,
+        )
+        depths = [self._send_drafts(draft, i, guesses[i][:depth]) if depth else 0 for i, depth in enumerate(depths)]
+        draft.shape = _lengthened(draft.shape, depths)
+        draft.left_tokens -= sum(depths)
+
+    def _send_drafts(self, draft: StepDraft, i: int, guess: list[int]) -> int:
+        """Put a guess behind chunk `i`, as far as blocks go; answers its length. Others' drafts may have taken blocks."""
+        chunk = draft.chunks[i]
+        seq = self.planned[chunk.seq_id]
+        n_free = max(0, self.pool.available_blocks - self._promised_blocks)
+        del guess[max(0, (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos) :]
+        n_new = self.pool.blocks_for(chunk.end_pos + len(guess)) - len(seq.block_ids)
+        if n_new > 0:
+            seq.block_ids.extend(self.pool.take(n_new))
+            seq.table_sent = len(seq.block_ids)
+        draft.chunks[i] = chunk._replace(
+            token_ids=(*chunk.token_ids, *guess), new_block_ids=tuple(seq.block_ids[chunk.first_new_block :])
+        )
+        return len(guess)
+
+    def take_back_drafts(self, seq: Sequence) -> None:
+        """After a step with drafts: blocks behind what is computed go back, as if they had never been taken."""
+        n_kept = self.pool.blocks_for(seq.computed_tokens)
+        while len(seq.block_ids) > n_kept:
+            self.pool.drop(seq.block_ids.pop())
+        seq.table_sent = min(seq.table_sent, n_kept)
 
     def _make_room(self, seq: Sequence, draft: StepDraft) -> bool:
         """Preempt until the next token of this decoding sequence finds a block; False when it had to go itself."""
@@ -445,3 +503,12 @@ class Scheduler:
     def _promise(self, seq: Sequence, n_blocks: int) -> None:
         self._promised_blocks += n_blocks - seq.promised_blocks
         seq.promised_blocks = n_blocks
+
+
+def _lengthened(shape: StepShape, depths: list[int]) -> StepShape:
+    """A step's shape with so many drafts behind each of its decode chunks, which are its first."""
+    shapes = shape.shapes
+    n_decodes = len(depths)
+    longer = [one._replace(new_tokens=1 + depth) for one, depth in zip(shapes[:n_decodes], depths, strict=True)]
+    decodes = StepShape(longer)
+    return decodes if len(shapes) == n_decodes else StepShape(shapes[n_decodes:], decodes)

@@ -10,6 +10,7 @@ chunk moves computed forward. The newest known token never has KV, so computed_t
 
 from __future__ import annotations
 
+from diptych.control.speculation import Speculation
 from diptych.ground.errors import IllegalMove
 from diptych.ground.phase import MOVES, FinishReason, Status
 from diptych.ground.request import Request
@@ -39,6 +40,7 @@ class Sequence:
         "seed",
         "seq_id",
         "serials",
+        "speculation",
         "status",
         "stop_ids",
         "table_sent",
@@ -69,6 +71,7 @@ class Sequence:
         self.promised_blocks = 0  # blocks its remaining prefill will still take
         self.digests: list[bytes] = []  # chain of the full blocks of token_ids, as far as needed until now
         self.serials: list[int | None] = []  # prefix-index entry of each computed full block
+        self.speculation: Speculation | None = None  # from its first decode step on, where the engine speculates
         self.has_started = False  # its SequenceStart was sent
         self.has_forked = False
         self.is_in_flight = False

@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from diptych.compute.structured import CompiledGrammar, GrammarCompiler
@@ -22,6 +22,7 @@ from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, RequestError
 from diptych.ground.events import (
     ArrivalEvent,
+    DraftEvent,
     Event,
     FinishEvent,
     PromptLogprobsEvent,
@@ -96,6 +97,40 @@ class OpenRequest:
         return all(choice.is_finished for choice in self.choices)
 
 
+class _Steps:
+    """Events as if every token had come alone: what a step gave behind a stop string was never said.
+
+    A step of a sequence that speculates gives several tokens, and only their text tells which is its last.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._n_handed: dict[tuple[str, int], int] = {}
+
+    def keep(self, event: Event, open_requests: Mapping[str, OpenRequest]) -> Event | None:
+        """`event` as it counts; None where it stands behind a stop string. Ask before the next event is dealt with."""
+        if isinstance(event, TokenEvent | DraftEvent | FinishEvent) and event.request_id in open_requests:
+            kept = self._of_choice(event, open_requests[event.request_id].choices[event.index])
+            if kept is None:
+                return None
+            event = kept
+        self.events.append(event)
+        return event
+
+    def _of_choice(self, event: TokenEvent | DraftEvent | FinishEvent, choice: Choice) -> Event | None:
+        key = event.request_id, event.index
+        if isinstance(event, TokenEvent):
+            if choice.stop_string is not None:
+                return None
+            self._n_handed[key] = self._n_handed.get(key, 0) + 1
+        elif isinstance(event, DraftEvent):
+            return event._replace(accepted_tokens=min(event.accepted_tokens, self._n_handed.get(key, 0)))
+        elif choice.stop_string is not None and event.output_tokens > len(choice.token_ids):
+            n_tokens = len(choice.token_ids)
+            return replace(event, reason=FinishReason.STOP, output_tokens=n_tokens, stop_token_id=None)
+        return event
+
+
 class Engine:
     """Joins control, executor and text. Not thread-safe: `submit`, `abort` and `step` are called by one thread."""
 
@@ -120,6 +155,7 @@ class Engine:
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
         self.book = EventBook()  # of every open request, and of every step
+        self._speculates = core.config.speculate != "off"
         self._listeners: list[Callable[[list[Event]], None]] = []
         self.stepper = Stepper(core, executor, clock, fold=self._publish, observe=observe)
 
@@ -220,8 +256,17 @@ class Engine:
         """Fold events into records, turn tokens into text, tell listeners; stop strings may end choices on the way."""
         finishes = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
         added: list[Event] = []
-        self.book.fold(events)
+        fold = self.book.fold
+        steps = _Steps() if self._speculates else None
+        if steps is None:
+            fold(events)
         for event in events:
+            if steps is not None:
+                kept = steps.keep(event, self._open)
+                if kept is None:
+                    continue
+                event = kept
+                fold((event,))
             if isinstance(event, StepBeginEvent | StepEndEvent):
                 continue
             opened = self._open.get(event.request_id)
@@ -235,6 +280,8 @@ class Engine:
                 opened.prompt_logprobs += event.entries
             elif isinstance(event, ArrivalEvent):
                 opened.record = self.book.records[event.request_id]
+        if steps is not None:
+            events = steps.events
         for listener in tuple(self._listeners):
             listener(events)
         if added:
@@ -255,7 +302,13 @@ class Engine:
             choice.stop_string = delta.stop_string
         self._emit(opened, event, delta.text)
         if delta.is_stopped and finish is None:
-            return self.core.finish(event.request_id, event.index, event.at_s, reason=FinishReason.STOP)
+            return self.core.finish(
+                event.request_id,
+                event.index,
+                event.at_s,
+                reason=FinishReason.STOP,
+                output_tokens=len(choice.token_ids),
+            )
         return []
 
     def _emit(self, opened: OpenRequest, event: TokenEvent, text: str) -> None:

@@ -7,7 +7,8 @@ likeliest token asks for no logits (`Want.BEST`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from math import isfinite
 
 import numpy as np
@@ -111,7 +112,7 @@ class ModelExecutor:
             starts.append(len(token_ids))
             ends.append(chunk.end_pos)
             table_rows.append(self._rows[chunk.seq_id])
-            if self._wants_prompt_logprobs(chunk):
+            if chunk.phase is Phase.DECODE or self._wants_prompt_logprobs(chunk):
                 logits_rows += range(starts[-2], starts[-1])
             elif chunk.samples:
                 logits_rows.append(starts[-1] - 1)
@@ -141,9 +142,11 @@ class ModelExecutor:
         sampling_rows: list[int] = []
         seq_ids: list[int] = []
         positions: list[int] = []
+        drafts: list[int | None] = []
         prompt_logprobs: dict[int, tuple[TokenLogprobs | None, ...]] = {}
         row = 0
         for chunk in plan.chunks:
+            drafted = chunk.draft_token_ids
             if self._wants_prompt_logprobs(chunk):
                 n_rows = len(chunk.token_ids)
                 try:
@@ -151,37 +154,42 @@ class ModelExecutor:
                 except EngineError as error:
                     self._failed[chunk.seq_id] = error
             else:
-                n_rows = 1 if chunk.samples else 0
+                n_rows = 1 + len(drafted) if chunk.samples else 0
             row += n_rows
             if chunk.samples and chunk.seq_id not in self._failed:
-                sampling_rows.append(row - 1)
-                seq_ids.append(chunk.seq_id)
-                positions.append(chunk.end_pos)
+                n_drawn = 1 + len(drafted)
+                sampling_rows += range(row - n_drawn, row)
+                seq_ids += [chunk.seq_id] * n_drawn
+                positions += range(chunk.end_pos - len(drafted), chunk.end_pos + 1)
+                drafts += (*drafted, None)
         if len(sampling_rows) != len(logits_RV):
             logits_RV = logits_RV[sampling_rows]
-        drawn: dict[int, SampledToken] = {}
-        tokens = self._sampler.sample(logits_RV, seq_ids, positions) if seq_ids else []
+        drawn: dict[int, list[SampledToken]] = {}
+        late: dict[int, EngineError] = {}  # of rows behind drafts that hold: what the sequence's next step ends with
+        tokens = self._sampler.verify(logits_RV, seq_ids, positions, drafts) if seq_ids else []
         for seq_id, token in zip(seq_ids, tokens, strict=True):
-            if isinstance(token, EngineError):
-                self._failed[seq_id] = token
-            else:
-                drawn[seq_id] = token
-        return tuple(
-            self._result(chunk.seq_id, drawn.get(chunk.seq_id), prompt_logprobs.get(chunk.seq_id, ()))
+            if isinstance(token, SampledToken):
+                drawn.setdefault(seq_id, []).append(token)
+            elif token is not None:
+                (late if seq_id in drawn else self._failed)[seq_id] = token
+        results = tuple(
+            self._result(chunk.seq_id, drawn.get(chunk.seq_id, []), prompt_logprobs.get(chunk.seq_id, ()))
             for chunk in plan.chunks
         )
+        self._failed.update(late)
+        return results
 
     def _result(
-        self, seq_id: int, token: SampledToken | None, prompt_logprobs: tuple[TokenLogprobs | None, ...]
+        self, seq_id: int, tokens: list[SampledToken], prompt_logprobs: tuple[TokenLogprobs | None, ...]
     ) -> ChunkResult:
         if seq_id in self._failed:
             return ChunkResult(seq_id=seq_id, error=self._failed[seq_id])
         return ChunkResult(
             seq_id=seq_id,
-            token_ids=() if token is None else (token.token_id,),
-            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
+            token_ids=tuple([token.token_id for token in tokens]),
+            logprobs=tuple([token.logprobs for token in tokens if token.logprobs is not None]),
             prompt_logprobs=prompt_logprobs,
-            is_complete=token is not None and token.is_complete,
+            is_complete=bool(tokens) and tokens[-1].is_complete,
         )
 
     def _take_best(self, plan: StepPlan, best: Best) -> tuple[ChunkResult, ...]:
@@ -195,6 +203,8 @@ class ModelExecutor:
                 token_ids = (token_id,)
                 if not isfinite(logit):
                     self._failed.setdefault(seq_id, not_finite(logit))
+                if len(chunk.token_ids) > 1 and chunk.draft_token_ids:
+                    token_ids = _run(token_id, chunk.draft_token_ids, rows)
             error = self._failed.get(seq_id)
             if error is None:
                 results.append(ChunkResult(seq_id=seq_id, token_ids=token_ids))
@@ -210,3 +220,17 @@ class ModelExecutor:
         judged = list(prompt[chunk.start_pos + 1 : chunk.end_pos + 1])
         entries = self._sampler.prompt_logprobs(logits_CV[: len(judged)], judged, top) if judged else []
         return (None, *entries) if chunk.start_pos == 0 else tuple(entries)
+
+
+def _run(token_id: int, drafts: tuple[int, ...], rows: Iterator[tuple[int, float]]) -> tuple[int, ...]:
+    """The likeliest tokens of a chunk's rows as far as the drafts hold; takes a row for every draft.
+
+    A row without a number ends the run too: the next step finds it again as its first, and fails.
+    """
+    run = [token_id]
+    behind = tuple(islice(rows, len(drafts)))
+    for draft, (next_id, logit) in zip(drafts, behind, strict=True):
+        if run[-1] != draft or not isfinite(logit):
+            break
+        run.append(next_id)
+    return tuple(run)

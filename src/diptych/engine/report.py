@@ -6,7 +6,7 @@ Built from events alone (`PhaseObserver` listens) and the cost model; no clock o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.calibrated import CalibratedModel
@@ -63,6 +63,7 @@ class PhaseReport:
     first_token_s: float
     itl_p50_s: float | None
     itl_p99_s: float | None
+    tokens_per_decode_step: float | None  # more than one per sequence where drafts held
     usage: Usage
     unpredicted: str | None = None
 
@@ -100,6 +101,11 @@ class PhaseReport:
         lines.append(
             f"  prompt {usage.prompt_tokens} tokens = {usage.computed_tokens} computed + {usage.cached_tokens} cached"
         )
+        if usage.drafted_tokens and self.tokens_per_decode_step is not None:
+            lines.append(
+                f"  speculation {self.tokens_per_decode_step:.2f} tokens per decode step: {usage.accepted_tokens} of "
+                f"{usage.drafted_tokens} drafts accepted"
+            )
         return "\n".join(lines)
 
 
@@ -128,6 +134,11 @@ def phase_report(
     decode_steps = [step for step in observer.steps if step.shape.phase is Phase.DECODE]
     first_token_s = prefill_steps[-1].time_s - prefill_steps[-1].device_s if prefill_steps else 0.0
     itl = timings.itl_s
+    rejected = usage.drafted_tokens - usage.accepted_tokens
+    decode = _phase_row(Phase.DECODE, decode_steps, view, ceilings, predictor) if decode_steps else None
+    if decode is not None and rejected:  # rows that were computed and handed out nothing
+        n_tokens = decode.tokens - rejected
+        decode = replace(decode, tokens=n_tokens, tokens_per_s=n_tokens / decode.time_s)
     return PhaseReport(
         model=loaded.name,
         backend=loaded.model.backend_name,
@@ -136,13 +147,14 @@ def phase_report(
         threads=loaded.model.threads,
         ceilings=ceilings,
         prefill=_phase_row(Phase.PREFILL, prefill_steps, view, ceilings, predictor),
-        decode=_phase_row(Phase.DECODE, decode_steps, view, ceilings, predictor) if decode_steps else None,
+        decode=decode,
         load_s=loaded.load_s if is_cold else None,
         queue_s=timings.queue_s,
         prefill_s=max(0.0, timings.prefill_s - first_token_s),
         first_token_s=first_token_s,
         itl_p50_s=percentile(itl, 50.0),
         itl_p99_s=percentile(itl, 99.0),
+        tokens_per_decode_step=None if decode is None else decode.tokens / len(decode_steps),
         usage=usage,
         unpredicted=profile_gap(loaded.model),
     )

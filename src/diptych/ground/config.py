@@ -22,6 +22,7 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
+SPECULATE = ("off", "lookup")
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
@@ -61,7 +62,8 @@ class SchedulerConfig:
     max_step_tokens: token budget of a step. max_running_sequences: None: what KV memory and the time of a step allow (the
     engine settles it, see `engine.places`). stall_budget_s: a step that holds running decodes may not be predicted to
     last longer than this (None: no limit). max_waiting_tokens: admission bound over prompt + max_tokens of all waiting
-    requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves.
+    requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves. speculate: who
+    guesses tokens ahead (`control.speculation`); it changes speed and no answer.
     """
 
     max_step_tokens: int = 2048
@@ -71,6 +73,7 @@ class SchedulerConfig:
     max_context_tokens: int = 4096
     aging_s: float = 2.0
     enable_prefix_cache: bool = True
+    speculate: str = "off"
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
@@ -78,6 +81,7 @@ class SchedulerConfig:
         at_least("max_context_tokens", self.max_context_tokens, 2)  # settled here: the model's own is known
         _take(self, "max_context_tokens")
         exactly(bool, "enable_prefix_cache", self.enable_prefix_cache, ConfigError)
+        one_of("speculate", self.speculate, SPECULATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,6 +96,17 @@ class TokenEvent(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class DraftEvent(NamedTuple):
+    """A step verified `drafted_tokens` guesses at a sequence's next tokens; `accepted_tokens` of them were handed out."""
+
+    request_id: str
+    index: int  # type: ignore[assignment]  # in place of tuple.index
+    at_s: float
+    step_id: int
+    drafted_tokens: int
+    accepted_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobsEvent:
     """Log-probabilities of prompt tokens [start, start + len(entries))."""
@@ -129,6 +140,7 @@ Event = (
     | StepEndEvent
     | PreemptEvent
     | TokenEvent
+    | DraftEvent
     | PromptLogprobsEvent
     | FinishEvent
 )
@@ -149,6 +161,8 @@ class Usage:
     remaining_tokens: int = 0
     recomputed_tokens: int = 0  # had again after preemption, computed or found cached; never counted as cached
     reasoning_tokens: int = 0
+    drafted_tokens: int = 0  # guessed ahead and verified; accepted ones are output tokens, the others were rejected
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

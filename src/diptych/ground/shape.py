@@ -19,7 +19,8 @@ from diptych.ground.phase import Phase
 class ChunkShape(NamedTuple):
     """`count` sequences that each compute `new_tokens` tokens from position `start_pos` on.
 
-    samples: whether the last row of each gets logits. A named tuple: the scheduler makes one per chunk and step.
+    samples: whether logits are wanted: of the last row of a prefill chunk, of all rows of a decode chunk (its token and its
+    drafts). A named tuple: the scheduler makes one per chunk and step.
     """
 
     phase: Phase
@@ -91,7 +92,7 @@ class StepShape:
             sequences += count
             tokens = new_tokens * count
             if samples:
-                logits += count
+                logits += tokens if phase is Phase.DECODE else count
             if phase is Phase.DECODE:
                 decode += tokens
                 context += count * (start_pos + new_tokens)

@@ -37,7 +37,8 @@ class Chunk(NamedTuple):
     new_block_ids replace the sequence's block table from index `first_new_block` on: usually an append; index 0 starts
     the table anew (first chunk, or after preemption); a copied-on-write block is written over its old entry.
     samples: whether the last token's logits are wanted and a token drawn from them. False for all chunks of a prompt but
-    the last.
+    the last. A decode chunk is the newest known token and drafts behind it, guesses at what comes next: every row gets
+    logits, and row i draws what draft i has to equal.
     A named tuple, as a step makes one per sequence: a quarter of a frozen dataclass's time.
     """
 
@@ -53,6 +54,11 @@ class Chunk(NamedTuple):
     def end_pos(self) -> int:
         """One past the last position; also the context length after this chunk."""
         return self.start_pos + len(self.token_ids)
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        """Guesses to verify; none in a prefill chunk."""
+        return self.token_ids[1:] if self.phase is Phase.DECODE else ()
 
     @property
     def shape(self) -> ChunkShape:
@@ -112,7 +118,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkResult:
-    """What one chunk gave. `token_ids` is empty for a chunk that does not sample.
+    """What one chunk gave. `token_ids` is empty for a chunk that does not sample; behind k drafts it has 1 to k + 1: the
+    drafts that hold, and the token drawn behind them.
 
     `is_complete`: the sequence's grammar can accept nothing more, so it must stop after these tokens.
     `prompt_logprobs` has one entry per prompt token that this chunk's rows judge, as often as they are computed: positions

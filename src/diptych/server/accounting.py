@@ -76,6 +76,7 @@ class Accountant:
     def usage(self, accounts: Sequence[Account]) -> dict[str, Any]:
         """OpenAI's usage, summed over the prompts of one body."""
         prompt = sum(one.usage.prompt_tokens for one in accounts)
+        accepted = sum(one.usage.accepted_tokens for one in accounts)
         output = sum(one.usage.output_tokens for one in accounts)
         return {
             "prompt_tokens": prompt,
@@ -84,8 +85,8 @@ class Accountant:
             "prompt_tokens_details": {"cached_tokens": sum(one.usage.cached_tokens for one in accounts)},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(one.reasoning_tokens for one in accounts),
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(one.usage.drafted_tokens for one in accounts) - accepted,
             },
         }
 
@@ -101,6 +102,7 @@ class Accountant:
             "cache_n": usage.cached_tokens,
             **_rates("prompt", usage.computed_tokens, timings.prefill_s),
             **_rates("predicted", usage.output_tokens, timings.decode_s),
+            **_drafts([usage]),
             "diptych": {
                 "queue_ms": _ms(timings.queue_s),
                 "prefill_ms": _ms(timings.prefill_s),
@@ -187,6 +189,7 @@ def _together(accounts: Sequence[Account], each: Sequence[dict[str, Any]]) -> di
         "cache_n": sum(one.usage.cached_tokens for one in accounts),
         **_rates("prompt", sum(one.usage.computed_tokens for one in accounts), first_s - queue_s),
         **_rates("predicted", sum(one.usage.output_tokens for one in accounts), end_s - first_s),
+        **_drafts([one.usage for one in accounts]),
         "diptych": {
             "queue_ms": _ms(queue_s),
             "prefill_ms": _ms(first_s - queue_s),
@@ -241,6 +244,12 @@ def _thinking(account: Account) -> dict[str, Any]:
         "answer_ms": _ms(timings.decode_s - thinking_s),
         "ttft_visible_ms": _ms(visible_s),
     }
+
+
+def _drafts(usages: Sequence[Usage]) -> dict[str, int]:
+    """llama.cpp's counts of speculation, where there was any."""
+    drafted = sum(usage.drafted_tokens for usage in usages)
+    return {"draft_n": drafted, "draft_n_accepted": sum(one.accepted_tokens for one in usages)} if drafted else {}
 
 
 def _rates(name: str, tokens: int, seconds: float) -> dict[str, Any]:

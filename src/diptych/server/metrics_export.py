@@ -173,11 +173,18 @@ class MetricsCollector(Collector):
             success.add_metric([*labels.values(), reason], number)
         yield success
         yield _counter("vllm:num_preemptions", "sequences that lost their blocks", telemetry.preemptions, labels)
-        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            yield _counter(f"vllm:spec_decode_{name}", "speculative decoding (none runs)", 0, labels)
-        yield CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "speculative decoding", labels=[*labels, "position"]
+        for name, text, number in (
+            ("num_drafts", "chunks that carried drafts", telemetry.drafts),
+            ("num_draft_tokens", "tokens guessed ahead and verified", telemetry.drafted_tokens),
+            ("num_accepted_tokens", "guessed tokens that held", sum(telemetry.accepted_by_depth)),
+        ):
+            yield _counter(f"vllm:spec_decode_{name}", text, number, labels)
+        by_depth = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "that held, by depth", labels=[*labels, "position"]
         )
+        for depth, number in enumerate(telemetry.accepted_by_depth):
+            by_depth.add_metric([*labels.values(), str(depth)], number)
+        yield by_depth
 
     def _vllm_distributions(self) -> Iterator[Metric]:
         telemetry, requests, labels = self._telemetry, self._telemetry.requests, self._labels()

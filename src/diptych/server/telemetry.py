@@ -15,6 +15,7 @@ from typing import Any
 
 from diptych.ground.events import (
     ArrivalEvent,
+    DraftEvent,
     Event,
     FinishEvent,
     PreemptEvent,
@@ -95,6 +96,9 @@ class Telemetry:
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.request_longest_tokens = LiveHistogram(TOKEN_EDGES)
         self.preemptions = 0
+        self.drafts = 0  # decode chunks that carried guesses
+        self.drafted_tokens = 0
+        self.accepted_by_depth: list[int] = []
         self.steps = 0
         self.step_device_s = 0.0
         self.step_host_s = 0.0
@@ -125,6 +129,7 @@ class Telemetry:
             StepBeginEvent: self._on_step_begin,
             PreemptEvent: self._on_preempt,
             TokenEvent: self._on_token,
+            DraftEvent: self._on_draft,
         }
 
     def on_events(self, events: list[Event]) -> None:
@@ -215,6 +220,14 @@ class Telemetry:
             self.itl_s.add(event.at_s - record.choices[event.index].token_times_s[event.position - 1])
         elif event.index == record.first_index:
             self.ttft_s.add(event.at_s - record.arrival_s)
+
+    def _on_draft(self, event: DraftEvent) -> None:
+        self.drafts += 1
+        self.drafted_tokens += event.drafted_tokens
+        counts = self.accepted_by_depth
+        counts += [0] * (event.accepted_tokens - len(counts))
+        for depth in range(event.accepted_tokens):
+            counts[depth] += 1
 
     def _close(self, request_id: str) -> None:
         record = self.records.get(request_id)
