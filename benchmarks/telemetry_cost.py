@@ -17,19 +17,22 @@ from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.events import Event, StepEndEvent
 from diptych.lab.http_cost import offline_tokens_per_s
-from diptych.server.state import Timelines
+from diptych.metrics import EventBook
 from diptych.server.telemetry import Telemetry
+from diptych.server.timelines import Timelines
 
 CLOCK = MonotonicClock()
 NEW_TOKENS, PROMPT_TOKENS, VOCAB = 64, 128, 4000
 
 
 def replay_s(batches: list[list[Event]]) -> float:
-    """Seconds to fold the events, with the timelines that a server keeps."""
-    telemetry = Telemetry()
+    """Seconds to fold the events into the engine's book and count them, with the timelines that a server keeps."""
+    book = EventBook()
+    telemetry = Telemetry(book)
     Timelines(telemetry, kept=256)
     begin_s = CLOCK.now_s()
     for batch in batches:
+        book.fold(batch)
         telemetry.on_events(batch)
     return CLOCK.now_s() - begin_s
 

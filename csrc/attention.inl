@@ -8,7 +8,9 @@
 namespace diptych {
 namespace DIPTYCH_ISA {
 
-#if defined(DIPTYCH_AVX512)
+#if defined(DIPTYCH_ATTENTION_TILES)
+constexpr int kRows = 16;
+#elif defined(DIPTYCH_AVX512)
 constexpr int kRows = 8;  // by 3 vectors, fewer rows by 4: at most 28 accumulators of 32 registers
 #if defined(__AVX512BF16__)
 constexpr int kMostWideRows = 7;
@@ -26,7 +28,7 @@ constexpr float kLog2e = 1.44269504088896f;
 
 // Scratch of one thread, carved from one 64-byte aligned buffer.
 struct Scratch {
-  uint16_t* queries;       // [rows, d]
+  uint16_t* queries;       // [rows and kRows to spare, query_stride(d)], zero behind d
   int32_t* positions;      // [rows]
   float* state_max;        // [rows] in units of log2
   float* state_sum;        // [rows]
@@ -38,6 +40,8 @@ struct Scratch {
   float* key_scales;       // [256]
   float* value_scales;     // [256]
 };
+
+DIPTYCH_INLINE int64_t query_stride(int64_t d);
 
 DIPTYCH_INLINE int64_t most_rows(const AttentionShape& shape) {
   int64_t group = shape.n_heads / shape.n_kv_heads;
@@ -54,7 +58,7 @@ DIPTYCH_INLINE T* carve(uint8_t*& at, int64_t n) {
 DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
   const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
   Scratch s;
-  s.queries = carve<uint16_t>(at, rows * d);
+  s.queries = carve<uint16_t>(at, (rows + kRows) * query_stride(d));
   s.positions = carve<int32_t>(at, rows);
   s.state_max = carve<float>(at, rows);
   s.state_sum = carve<float>(at, rows);
@@ -91,7 +95,14 @@ struct SequenceView {
   int64_t last_key;  // no row of the task sees past it
 };
 
+#if defined(DIPTYCH_ATTENTION_TILES)
+#include "attention_tiles.inl"
+#else
 // ---- the two products, register tiles of R rows by Z vectors ----
+
+DIPTYCH_INLINE int64_t query_stride(int64_t d) { return d; }
+DIPTYCH_INLINE void begin_products() {}
+DIPTYCH_INLINE void end_products() {}
 
 // One pair of inputs: acc[r][z] += x[r] * y[z], x(r) and y(z) where they lie. Without a dot instruction the even inputs come first, then
 // the odd: y is read twice, since both its halves beside the sums would not fit the registers.
@@ -228,6 +239,15 @@ static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>};
 #else
 static const ScoreRows kScoreRows[] = {score_rows<1>};
 static const WeighRows kWeighRows[] = {weigh_rows<1>};
+#endif
+
+DIPTYCH_INLINE void score(int64_t n, const uint16_t* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
+  kScoreRows[n - 1](q, d, tile, seen, fetches, scores);
+}
+DIPTYCH_INLINE void weigh(int64_t n, const uint16_t* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
+                          const float* keep, const float* take, float* out, int64_t out_stride) {
+  kWeighRows[n - 1](weights, tile, seen, dv, fetches, keep, take, out, out_stride);
+}
 #endif
 
 // ---- softmax of a few rows over one tile ----
@@ -413,7 +433,7 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
     if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
     const bool fetches = r0 == 0 && !is_int8;
-    if (seen.end > seen.first) kScoreRows[n - 1](scratch.queries + r0 * d, d, tile, seen, fetches, scratch.scores);
+    if (seen.end > seen.first) score(n, scratch.queries + r0 * query_stride(d), d, tile, seen, fetches, scratch.scores);
     // Pass by pass over all rows, so that the reductions of one row hide behind those of the others.
     const float unit = (call.shape.has_softcap ? 1.0f : call.shape.scale) * kLog2e;
     F32 lanes[kRows];
@@ -431,11 +451,11 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     for (int64_t r = 0; r < n; ++r) sum[r] = horizontal_sum(lanes[r]);
     if (partial) {
       float* out = partial + r0 * (dv + 2);
-      kWeighRows[n - 1](scratch.weights, tile, seen, dv, fetches, nullptr, nullptr, out + 2, dv + 2);
+      weigh(n, scratch.weights, tile, seen, dv, fetches, nullptr, nullptr, out + 2, dv + 2);
       for (int64_t r = 0; r < n; ++r) out[r * (dv + 2)] = most[r], out[r * (dv + 2) + 1] = sum[r];
     } else {
       join(scratch.state_max + r0, scratch.state_sum + r0, most, sum, n, keeps, takes);
-      kWeighRows[n - 1](scratch.weights, tile, seen, dv, fetches, keeps, takes, scratch.state_values + r0 * dv, dv);
+      weigh(n, scratch.weights, tile, seen, dv, fetches, keeps, takes, scratch.state_values + r0 * dv, dv);
     }
   }
 }
@@ -453,17 +473,22 @@ DIPTYCH_INLINE int64_t first_key(const AttentionCall& call, const AttentionTask&
 static void attention(const AttentionCall& call, const AttentionTask& task, const AttentionTask* following, uint8_t* memory) {
   const Scratch scratch = carve_scratch(call.shape, memory);
   const TaskRows rows = rows_of(call, task);
-  const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
+  const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim(), stride = query_stride(d);
   for (int64_t r = 0; r < rows.n; r += rows.group) {  // a token's heads of the group lie side by side
     const int64_t token = rows.token + r / rows.group;
-    std::memcpy(scratch.queries + r * d, call.q + (token * call.shape.n_heads + rows.head) * d, static_cast<size_t>(rows.group * d) * 2);
-    for (int64_t g = 0; g < rows.group; ++g) scratch.positions[r + g] = call.positions[token];
+    for (int64_t g = 0; g < rows.group; ++g) {
+      uint16_t* query = scratch.queries + (r + g) * stride;
+      std::memcpy(query, call.q + (token * call.shape.n_heads + rows.head + g) * d, static_cast<size_t>(d) * 2);
+      std::memset(query + d, 0, static_cast<size_t>(stride - d) * 2);
+      scratch.positions[r + g] = call.positions[token];
+    }
   }
   for (int64_t r = 0; r < rows.n; ++r) scratch.state_max[r] = -__builtin_inff(), scratch.state_sum[r] = 0.0f;
   std::memset(scratch.state_values, 0, static_cast<size_t>(rows.n * dv) * 4);
   const SequenceView view = view_of(call, task);
   const SequenceView following_view = following != nullptr ? view_of(call, *following) : view;
   const int64_t low = first_key(call, task);
+  begin_products();
   for (int64_t t = task.tile_begin; t < task.tile_end; ++t) {
     Tile tile;
     tile.start = t * kTileTokens;
@@ -487,6 +512,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);
     run_tile(call, rows, tile, scratch, partial);
   }
+  end_products();
   if (task.is_split) return;
   for (int64_t r = 0, token = rows.token; r < rows.n; ++token)
     for (int64_t g = 0; g < rows.group; ++g, ++r)
@@ -520,6 +546,15 @@ static void attention_combine(const AttentionCall& call, const AttentionTask& ta
                 state_sum[r]);
   }
 }
+
+static int64_t attention_scratch_bytes(const AttentionShape& shape) {
+  const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
+  const int64_t floats = 2 * rows + rows * dv + kRows * kTileTokens + 2 * kTileTokens;
+  const int64_t halves = (rows + kRows) * query_stride(d) + kRows * kTileTokens + kTileTokens * (d + dv);
+  return (floats * 4 + halves * 2 + 10 * 64 + 4095) / 4096 * 4096;
+}
+
+extern const AttentionKernels kAttention = {attention, attention_combine, attention_scratch_bytes};
 
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

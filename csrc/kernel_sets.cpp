@@ -20,7 +20,7 @@ const KernelSet kSets[] = {
 #if defined(DIPTYCH_AMX)
     {"amx", kAvx512Needs | kTileNeeds, {},
      {&amx::kBf16Tiles, &amx::kInt8Tiles, &amx::kInt4Tiles},
-     &avx512::kLinear, &avx512::kAttention, &avx512::kStep, &amx::kCeilings},
+     &avx512::kLinear, &amx::kAttention, &avx512::kStep, &amx::kCeilings},
 #endif
     {"avx512", kAvx512Needs, {Capability::full_rate_bf16},
      {&avx512::kBf16Tiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles},
@@ -38,7 +38,7 @@ const KernelSet kSets[] = {
 #if defined(__x86_64__)
     {"amx_twin", kAvx512Needs, {},
      {&amx_twin::kBf16Tiles, &amx_twin::kInt8Tiles, &amx_twin::kInt4Tiles},
-     &avx512::kLinear, &avx512::kAttention, &avx512::kStep, nullptr},
+     &avx512::kLinear, &amx_twin::kAttention, &avx512::kStep, nullptr},
 #endif
 };
 

@@ -45,8 +45,8 @@ const KernelSet& kernel_set(const std::string& name);
   extern const StepKernels kStep;                                 \
   extern const CeilingLoops kCeilings;                            \
   }
-DIPTYCH_DECLARE_PARTS(amx)       // tiles of rows and ceilings; the rest is avx512's
-DIPTYCH_DECLARE_PARTS(amx_twin)  // tiles
+DIPTYCH_DECLARE_PARTS(amx)         // tiles, attention and ceilings; the rest is avx512's
+DIPTYCH_DECLARE_PARTS(amx_twin)    // tiles and attention
 DIPTYCH_DECLARE_PARTS(avx512)      // without int8 and int4 tiles, which are avx512_fma's
 DIPTYCH_DECLARE_PARTS(avx512_fma)
 DIPTYCH_DECLARE_PARTS(avx2)

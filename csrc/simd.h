@@ -1,6 +1,6 @@
 // Sixteen fp32 lanes on every instruction set: one zmm, two ymm, or a plain array.
 //
-// Included only by the kernels_<set>.cpp translation units, each compiled with its own flags and DIPTYCH_ISA set to
+// Included only by the kernels_<set>.cpp and attention_<set>.cpp translation units, each compiled with its own flags and DIPTYCH_ISA set to
 // avx512, avx2 or scalar. Everything is in that set's own namespace and force-inlined, so that the linker can never
 // pick a wide version for a narrow machine. Horizontal sums are one fixed tree.
 #pragma once

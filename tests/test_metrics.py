@@ -187,17 +187,18 @@ def test_an_open_request_is_timed_up_to_now():
     assert log.record.timings().e2e_s == 4.0
 
 
-def test_step_totals_by_phase():
-    """A mixed step is not divided between the phases."""
+def test_every_step_is_told_with_what_it_held():
+    """Phase reports, telemetry and the live page read steps here; nobody folds them a second time."""
     log = Log()
+    steps = []
+    log.book.on_step.append(steps.append)
     log.arrive(0.0)
     log.step(0.0, 2.0, (PREFILL, 10, 0, {}), tokens=[(0, 0)])
-    log.step(2.0, 3.0, (DECODE, 1, 10, {}), tokens=[(0, 1)])
     log.step(3.0, 7.0, (DECODE, 1, 11, {}), (PREFILL, 4, 0, {"request_id": "x"}), tokens=[(0, 2)])
-    totals = log.book.totals
-    assert (totals.prefill_only_s, totals.decode_only_s, totals.mixed_s) == (2.0, 1.0, 4.0)
-    assert (totals.n_steps, totals.prefill_tokens, totals.decode_tokens) == (3, 14, 2)
-    assert (totals.device_s, totals.host_s) == (1.5, 0.75)
+    assert [step.time_s for step in steps] == [2.0, 4.0]
+    assert [(step.shape.prefill_tokens, step.shape.decode_tokens) for step in steps] == [(10, 0), (4, 1)]
+    assert [step.prefills for step in steps] == [[("r", 10, 0)], [("x", 4, 0)]]
+    assert log.book.device_s == sum(step.device_s for step in steps) == 1.0
 
 
 def test_a_taken_record_is_gone_and_late_events_are_harmless():

@@ -173,8 +173,8 @@ int main_(int argc, char** argv) {
   if (set.tiles[0]->matrix == nullptr) return std::fprintf(stderr, "%s has no matrix tiles\n", set.name), 1;
   ThreadPool pool(options.threads);
   std::printf("%s, %d threads: read %.1f GB/s, bf16 %.2f TOP/s, int8 %.2f TOP/s\n", set.name, pool.size(),
-              1e-9 * measure_read_bytes_per_s(*set.ceilings, pool, 256 << 20, 5), 1e-12 * measure_bf16_ops_per_s(*set.ceilings, pool, 5),
-              1e-12 * measure_int8_ops_per_s(*set.ceilings, pool, 5));
+              1e-9 * measure_read_bytes_per_s(pool, 256 << 20, 5), 1e-12 * measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 5),
+              1e-12 * measure_ops_per_s(&CeilingLoops::int8_burst, pool, 5));
   for (const std::string& name : options.formats) {
     std::printf("\n%s\n", name.c_str());
     const Format format = name == "bf16" ? Format::bf16 : name == "int8" ? Format::int8 : Format::int4;

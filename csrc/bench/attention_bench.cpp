@@ -99,10 +99,9 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
 int main(int argc, char** argv) {
   using namespace diptych;
   ThreadPool pool(argc > 1 ? std::atoi(argv[1]) : 0);
-  const CeilingLoops& ceilings = *kernel_sets().front()->ceilings;
   for (KvFormat format : {KvFormat::bf16, KvFormat::int8})
     for (const Case& c : kCases)
       if ((argc < 3 || std::strstr(c.name, argv[2])) && (argc < 4 || (argv[3][0] == 'b') == (format == KvFormat::bf16)))
-        run_case(pool, c, format, measure_read_bytes_per_s(ceilings, pool, int64_t{128} << 20, 3), measure_bf16_ops_per_s(ceilings, pool, 3));
+        run_case(pool, c, format, measure_read_bytes_per_s(pool, int64_t{128} << 20, 3), measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 3));
   return 0;
 }

@@ -1,10 +1,12 @@
-// The AMX kernels against their twin, bit for bit, on random linear layers:
+// The AMX kernels against their twin, bit for bit, on random linear layers and random attention:
 //   amx_check [seconds [seed]]
 // On a processor without AMX its instructions are emulated. Exit 1 on a difference.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -16,9 +18,26 @@
 namespace diptych {
 namespace {
 
-class Round {
+class Draws {
  public:
-  explicit Round(uint64_t seed) : random_(seed) {
+  explicit Draws(uint64_t seed) : random_(seed) {}
+
+ protected:
+  int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_); }
+  std::vector<float> floats(int64_t count) {
+    std::vector<float> out(count);
+    std::normal_distribution<float> draw;
+    for (float& value : out) value = draw(random_);
+    return out;
+  }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+class LinearRound : Draws {
+ public:
+  explicit LinearRound(uint64_t seed) : Draws(seed) {
     shape_.format = static_cast<Format>(pick(0, 2));
     shape_.n = 2 * pick(1, 100), shape_.k = pick(0, 4) == 0 ? pick(1000, 3000) : pick(1, 300);
     shape_.group = 32 << pick(0, 2), shape_.gated = pick(0, 1), shape_.has_bias = pick(0, 1);
@@ -67,15 +86,6 @@ class Round {
   }
 
  private:
-  int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_); }
-  std::vector<float> floats(int64_t count) {
-    std::vector<float> out(count);
-    std::normal_distribution<float> draw;
-    for (float& value : out) value = draw(random_);
-    return out;
-  }
-
-  std::mt19937_64 random_;
   MatrixBlocking blocking_;
   bool has_other_shape_ = false;
   LinearShape shape_;
@@ -84,6 +94,66 @@ class Round {
   std::vector<int32_t> row_ids_;
   std::vector<float> w_, bias_, x_;
 };
+
+// The last tokens of one sequence, a task for each kv head, its tiles joined as they come or split and combined.
+class AttentionRound : Draws {
+ public:
+  explicit AttentionRound(uint64_t seed) : Draws(seed) {
+    const int64_t dims[] = {2, 16, 24, 64, 80, 128}, groups[] = {1, 3, 7, 8, 20};
+    shape_.n_kv_heads = pick(1, 2), shape_.n_heads = shape_.n_kv_heads * groups[pick(0, 4)], shape_.head_dim = dims[pick(0, 5)];
+    shape_.scale = 0.3f, shape_.has_softcap = pick(0, 3) == 0, shape_.softcap = 3.0f;
+    if (pick(0, 1)) shape_.window = pick(1, 300);
+    n_ = pick(1, 600), tokens_ = std::min<int64_t>(n_, pick(1, std::max<int64_t>(1, kTaskRows * shape_.n_kv_heads / shape_.n_heads)));
+    is_split_ = pick(0, 1);
+    KvShape kv;
+    kv.n_layers = 1, kv.block_tokens = 16 * pick(1, 4), kv.n_blocks = (n_ + kv.block_tokens - 1) / kv.block_tokens;
+    kv.n_kv_heads = shape_.n_kv_heads, kv.head_dim = shape_.head_dim, kv.format = static_cast<KvFormat>(pick(0, 1));
+    for (int64_t i = kv.n_blocks; i > 0; --i) table_.push_back(static_cast<int32_t>(i - 1));
+    for (int64_t i = 0; i < tokens_; ++i) positions_.push_back(static_cast<int32_t>(n_ - tokens_ + i));
+    const int64_t written = n_ + n_ % 2, width = written * kv.n_kv_heads * kv.head_dim;  // in a step the odd neighbour would be zero
+    kv_.reset(new KvCache(kv));
+    std::memset(kv_->layer(0).data, 0xff, static_cast<size_t>(kv_->bytes()));  // NaN where nothing is written
+    kv_->write(0, table_.data(), written, floats(width).data(), floats(width).data());
+    for (float value : floats(tokens_ * shape_.n_heads * shape_.head_dim)) {
+      uint32_t bits;
+      std::memcpy(&bits, &value, 4);
+      q_.push_back(static_cast<uint16_t>(bits >> 16));
+    }
+  }
+
+  std::vector<float> run(const KernelSet& set) const {
+    const int64_t group = shape_.n_heads / shape_.n_kv_heads, rows = tokens_ * group, dv = kv_->shape().value_dim();
+    const int64_t low = std::max<int64_t>(0, n_ - tokens_ - std::min(shape_.window, n_) + 1);
+    const auto first = static_cast<int32_t>(low / kTileTokens), end = static_cast<int32_t>((n_ - 1) / kTileTokens + 1);
+    std::vector<float> out(tokens_ * shape_.n_heads * shape_.head_dim), partials((end - first) * rows * (dv + 2));
+    AttentionCall call;
+    call.shape = shape_, call.kv = kv_->layer(0), call.q = q_.data(), call.positions = positions_.data();
+    call.block_table = table_.data(), call.table_width = static_cast<int64_t>(table_.size());
+    call.out_f32 = out.data(), call.out_stride = shape_.n_heads * shape_.head_dim, call.partials = partials.data();
+    PageBuffer scratch(set.attention->scratch_bytes(shape_));
+    for (int32_t head = 0; head < shape_.n_kv_heads; ++head) {
+      const AttentionTask task{0, head, 0, static_cast<int32_t>(tokens_), first, end, is_split_, 0, first};
+      set.attention->run(call, task, nullptr, scratch.data());
+      if (is_split_) set.attention->combine(call, task, 0, rows, scratch.data());
+    }
+    return out;
+  }
+
+  void print() const {
+    std::printf("attention of %lld tokens over %lld, %lld heads, %lld kv heads of %lld\n", static_cast<long long>(tokens_), static_cast<long long>(n_),
+                static_cast<long long>(shape_.n_heads), static_cast<long long>(shape_.n_kv_heads), static_cast<long long>(shape_.head_dim));
+  }
+
+ private:
+  AttentionShape shape_;
+  int64_t n_ = 0, tokens_ = 0;
+  bool is_split_ = false;
+  std::unique_ptr<KvCache> kv_;
+  std::vector<int32_t> table_, positions_;
+  std::vector<uint16_t> q_;
+};
+
+bool is_equal(const std::vector<float>& a, const std::vector<float>& b) { return std::memcmp(a.data(), b.data(), a.size() * 4) == 0; }
 
 }  // namespace
 }  // namespace diptych
@@ -96,21 +166,24 @@ int main(int argc, char** argv) {
   const KernelSet& twin_set = kernel_set("amx_twin");
   KernelSet amx_set = twin_set;
   amx_set.tiles[0] = &amx::kBf16Tiles, amx_set.tiles[1] = &amx::kInt8Tiles, amx_set.tiles[2] = &amx::kInt4Tiles;
+  amx_set.attention = &amx::kAttention;
   const bool is_real = std::strcmp(kernel_sets().front()->name, "amx") == 0;
   if (!is_real) emulate_amx();
   const auto begin = steady_clock::now();
   uint64_t seed = first;
   for (; std::chrono::duration<double>(steady_clock::now() - begin).count() < seconds; ++seed) {
-    const Round round(seed);
-    const std::vector<float> twin = round.run(twin_set);
-    auto is_equal = [&](const std::vector<float>& other) { return std::memcmp(twin.data(), other.data(), twin.size() * 4) == 0; };
-    if (is_equal(round.run(amx_set)) && is_equal(round.run_otherwise(amx_set, amx::kWideShapes)) &&
-        is_equal(round.run_otherwise(twin_set, amx_twin::kWideShapes)))
-      continue;
-    std::printf("bits differ with seed %llu: ", static_cast<unsigned long long>(seed));
-    round.print();
+    const LinearRound linear(seed);
+    const AttentionRound attention(seed);
+    const std::vector<float> twin = linear.run(twin_set), attended = attention.run(twin_set);
+    const bool is_linear_right = is_equal(twin, linear.run(amx_set)) && is_equal(twin, linear.run_otherwise(amx_set, amx::kWideShapes)) &&
+                                 is_equal(twin, linear.run_otherwise(twin_set, amx_twin::kWideShapes));
+    bool is_attention_right = is_equal(attended, attention.run(amx_set));
+    for (const float value : attended) is_attention_right = is_attention_right && value - value == 0.0f;
+    if (is_linear_right && is_attention_right) continue;
+    std::printf("bits differ, or are of no number, with seed %llu: ", static_cast<unsigned long long>(seed));
+    is_linear_right ? attention.print() : linear.print();
     return 1;
   }
-  std::printf("%llu random layers without a differing bit, AMX %s\n", static_cast<unsigned long long>(seed - first), is_real ? "of this processor" : "emulated");
+  std::printf("%llu rounds without a differing bit, AMX %s\n", static_cast<unsigned long long>(seed - first), is_real ? "of this processor" : "emulated");
   return 0;
 }

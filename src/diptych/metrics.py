@@ -27,12 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from diptych.ground.events import (
     ArrivalEvent,
     Event,
+    FinishEvent,
     PreemptEvent,
-    PromptLogprobsEvent,
     ScheduledEvent,
     StepBeginEvent,
     StepEndEvent,
@@ -145,7 +146,39 @@ def percentile(values: Sequence[float], q: float) -> float | None:
 
 
 @dataclass(slots=True)
-class _Choice:
+class StepNote:
+    """One step as its requests saw it. prefills: (request id, tokens, cached tokens) of every prefill chunk in it.
+
+    Without the shape: the records of many requests are kept, and each would keep every chunk of its steps.
+    """
+
+    step_id: int
+    begin_s: float
+    predicted_s: float | None
+    prefill_tokens: int
+    decode_tokens: int
+    prefills: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+class ChunkNote(NamedTuple):
+    """Prompt tokens [start, end) of choice 0 were planned in `step`; is_recompute: after a preemption."""
+
+    step: StepNote
+    start: int
+    end: int
+    is_recompute: bool
+
+
+class SharedStep(NamedTuple):
+    """A decode step in which other requests' prefill ran: `others_share` of its tokens. It ended at end_s."""
+
+    step: StepNote
+    end_s: float
+    others_share: float
+
+
+@dataclass(slots=True)
+class ChoiceRecord:
     """What one choice of a request did so far."""
 
     token_times_s: list[float] = field(default_factory=list)
@@ -167,11 +200,14 @@ class RequestRecord:
     cached_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
-    n_preemptions: int = 0
-    _choices: dict[int, _Choice] = field(default_factory=dict)
+    preempted_s: list[float] = field(default_factory=list)
+    choices: dict[int, ChoiceRecord] = field(default_factory=dict)  # those that have a token or an end
+    first_index: int | None = None  # the choice that had the first token
+    chunks: list[ChunkNote] = field(default_factory=list)
+    shared_steps: list[SharedStep] = field(default_factory=list)
+    decode_predicted_s: float = 0.0  # what was expected of its decode steps, others' work included
     _own_prefill: tuple[int, int] = (-1, 0)  # (step, prefill tokens of this request in it)
     _calm_steps_s: list[float] = field(default_factory=list)
-    _shared_steps: list[tuple[float, float]] = field(default_factory=list)  # (step time, others' prefill share)
     _last_decode_step: int = -1
 
     @property
@@ -182,64 +218,87 @@ class RequestRecord:
     @property
     def n_finished(self) -> int:
         """Choices that have ended."""
-        return sum(1 for choice in self._choices.values() if choice.end_s is not None)
+        # list() of a dict's values is one C call, so the engine's thread cannot change it half-way for a reader
+        return sum(1 for choice in list(self.choices.values()) if choice.end_s is not None)
+
+    @property
+    def end_s(self) -> float | None:
+        """When the last choice ended; None while one is open."""
+        return max(choice.end_s or 0.0 for choice in self.choices.values()) if self.is_over else None
+
+    @property
+    def n_preemptions(self) -> int:
+        """How often a choice lost its blocks."""
+        return len(self.preempted_s)
 
     @property
     def reasons(self) -> tuple[FinishReason | None, ...]:
         """Why each choice ended, None while it is open."""
-        return tuple(self._choices[i].reason if i in self._choices else None for i in range(self.n))
+        return tuple(self.choices[i].reason if i in self.choices else None for i in range(self.n))
 
     @property
     def output_tokens(self) -> int:
         """Tokens handed out over all choices."""
-        return sum(len(choice.token_times_s) for choice in self._choices.values())
+        return sum(len(choice.token_times_s) for choice in self.choices.values())
 
     def token_times_s(self, index: int = 0) -> tuple[float, ...]:
         """When each token of a choice was handed out."""
-        choice = self._choices.get(index)
+        choice = self.choices.get(index)
         return () if choice is None else tuple(choice.token_times_s)
 
-    def fold(self, event: Event, step: StepBeginEvent | None = None) -> None:
+    def prompt_part(self, event: ScheduledEvent) -> int:
+        """Prompt tokens in a chunk: after a preemption it may go on into output tokens, which are not prompt."""
+        return max(0, min(event.chunk_tokens, self.prompt_tokens - event.context_tokens))
+
+    def fold(self, event: Event, step: StepNote | None = None) -> None:
         """Take in one event of this request; `step` is the step in flight or just ending."""
-        if isinstance(event, PromptLogprobsEvent | ArrivalEvent | StepBeginEvent | StepEndEvent):
+        if isinstance(event, TokenEvent):
+            self._fold_token(event, step)
+        elif isinstance(event, ScheduledEvent):
+            self._fold_scheduled(event, step)
+        elif isinstance(event, PreemptEvent):
+            self.preempted_s.append(event.at_s)
+        elif isinstance(event, FinishEvent):
+            choice = self.choices.setdefault(event.index, ChoiceRecord())
+            choice.end_s, choice.reason = event.at_s, event.reason
+        else:
             return
         self.last_event_s = max(self.last_event_s, event.at_s)
-        if isinstance(event, ScheduledEvent):
-            self._fold_scheduled(event)
-        elif isinstance(event, TokenEvent):
-            self._fold_token(event, step)
-        elif isinstance(event, PreemptEvent):
-            self.n_preemptions += 1
-        else:
-            choice = self._choices.setdefault(event.index, _Choice())
-            choice.end_s, choice.reason = event.at_s, event.reason
 
-    def _fold_scheduled(self, event: ScheduledEvent) -> None:
+    def _fold_scheduled(self, event: ScheduledEvent, step: StepNote | None) -> None:
         if self.first_scheduled_s is None:
             self.first_scheduled_s = event.at_s
         before = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
         self._own_prefill = (event.step_id, before + event.chunk_tokens)
+        prompt_part = self.prompt_part(event)
         if event.is_recompute:
             self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
         elif event.index == 0:
-            # After a preemption the chunk may go on into output tokens; those are not prompt.
-            self.computed_tokens += max(0, min(event.chunk_tokens, self.prompt_tokens - event.context_tokens))
+            self.computed_tokens += prompt_part
             self.cached_tokens += event.cached_tokens
+        if event.index == 0 and prompt_part and step is not None:
+            start = event.context_tokens
+            self.chunks.append(ChunkNote(step, start, start + prompt_part, event.is_recompute))
 
-    def _fold_token(self, event: TokenEvent, step: StepBeginEvent | None) -> None:
+    def _fold_token(self, event: TokenEvent, step: StepNote | None) -> None:
         if self.first_token_s is None:
-            self.first_token_s = event.at_s
-        self._choices.setdefault(event.index, _Choice()).token_times_s.append(event.at_s)
+            self.first_token_s, self.first_index = event.at_s, event.index
+        choice = self.choices.get(event.index)
+        if choice is None:
+            choice = self.choices[event.index] = ChoiceRecord()
+        choice.token_times_s.append(event.at_s)
         is_new_step = step is not None and step.step_id == event.step_id != self._last_decode_step
         if event.position == 0 or step is None or not is_new_step:
             return
         self._last_decode_step = event.step_id
+        self.decode_predicted_s += step.predicted_s or 0.0
         own = self._own_prefill[1] if self._own_prefill[0] == event.step_id else 0
         others = step.prefill_tokens - own
         if others > 0:
-            self._shared_steps.append((event.at_s - step.at_s, others / (step.prefill_tokens + step.decode_tokens)))
+            share = others / (step.prefill_tokens + step.decode_tokens)
+            self.shared_steps.append(SharedStep(step, event.at_s, share))
         elif own == 0:
-            self._calm_steps_s.append(event.at_s - step.at_s)
+            self._calm_steps_s.append(event.at_s - step.begin_s)
 
     def usage(self, *, reasoning_tokens: int = 0) -> Usage:
         """Tokens by source so far. reasoning_tokens is what the text side counted; events do not tell."""
@@ -260,7 +319,7 @@ class RequestRecord:
         token_s = end_s if self.first_token_s is None else self.first_token_s
         gaps = [
             later - earlier
-            for choice in self._choices.values()
+            for choice in self.choices.values()
             for earlier, later in zip(choice.token_times_s, choice.token_times_s[1:], strict=False)
         ]
         return Timings(
@@ -291,33 +350,19 @@ class RequestRecord:
         )
 
     def _end_s(self, now_s: float | None) -> float:
-        if self.is_over:
-            return max(choice.end_s or 0.0 for choice in self._choices.values())
+        if self.end_s is not None:
+            return self.end_s
         return self.last_event_s if now_s is None else now_s
 
     def _stall_s(self) -> float:
         calm_s = percentile(self._calm_steps_s, 50.0)
+        times = [(shared.end_s - shared.step.begin_s, shared.others_share) for shared in self.shared_steps]
         if calm_s is None:
-            return sum(duration_s * share for duration_s, share in self._shared_steps)
-        return sum(max(0.0, duration_s - calm_s) for duration_s, _ in self._shared_steps)
+            return sum(time_s * share for time_s, share in times)
+        return sum(max(0.0, time_s - calm_s) for time_s, _ in times)
 
 
-@dataclass(slots=True)
-class PhaseTotals:
-    """Tokens and time of all steps by what they held; a step with both is `mixed` and not divided."""
-
-    n_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_only_s: float = 0.0
-    decode_only_s: float = 0.0
-    mixed_s: float = 0.0
-    device_s: float = 0.0
-    host_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One step that ended. What it held is its shape; device_s and host_s are the executor's."""
 
     step_id: int
@@ -325,6 +370,8 @@ class StepRecord:
     end_s: float
     shape: StepShape
     predicted_s: float | None
+    prefills: list[tuple[str, int, int]]  # (request id, tokens, cached tokens) of every prefill chunk
+    decode_request_ids: tuple[str, ...]
     device_s: float
     host_s: float
 
@@ -335,22 +382,26 @@ class StepRecord:
 
 
 class EventBook:
-    """Folds the event log of an engine into one record per request and totals per phase. Owns both.
+    """Folds the event log of an engine into one record per request and, for `on_step`, one per step.
 
-    on_step: called with every step that ends.
+    on_step: those that are called with every step that ends. Nobody in it: no StepRecord is made.
     """
 
     def __init__(self, *, on_step: Callable[[StepRecord], object] | None = None) -> None:
         self.records: dict[str, RequestRecord] = {}
-        self.totals = PhaseTotals()
-        self._on_step = on_step
-        self._step: StepBeginEvent | None = None
+        self.device_s = 0.0  # the executor's, over all steps
+        self.on_step = [] if on_step is None else [on_step]
+        self._begin: StepBeginEvent | None = None
+        self._step: StepNote | None = None
 
     def fold(self, events: Iterable[Event]) -> None:
         """Take in events in the order in which control gave them."""
         for event in events:
             if isinstance(event, StepBeginEvent):
-                self._step = event
+                self._begin = event
+                self._step = StepNote(
+                    event.step_id, event.at_s, event.predicted_s, event.prefill_tokens, event.decode_tokens
+                )
             elif isinstance(event, StepEndEvent):
                 self._end_step(event)
             elif isinstance(event, ArrivalEvent):
@@ -361,41 +412,36 @@ class EventBook:
                     n=event.n,
                     last_event_s=event.at_s,
                 )
-            elif event.request_id in self.records:
-                self.records[event.request_id].fold(event, self._step)
+            else:
+                if isinstance(event, ScheduledEvent) and self._step is not None:
+                    self._step.prefills.append((event.request_id, event.chunk_tokens, event.cached_tokens))
+                record = self.records.get(event.request_id)
+                if record is not None:
+                    record.fold(event, self._step)
 
     def take(self, request_id: str) -> RequestRecord | None:
         """Remove a record and hand it over (a server would grow for ever otherwise); None when unknown."""
         return self.records.pop(request_id, None)
 
     def _end_step(self, event: StepEndEvent) -> None:
-        step, totals = self._step, self.totals
-        if step is None or step.step_id != event.step_id:
+        begin, step = self._begin, self._step
+        if begin is None or step is None or begin.step_id != event.step_id:
             return  # the log began in the middle of this step
-        duration_s = event.at_s - step.at_s
-        if self._on_step is not None:
-            self._on_step(
-                StepRecord(
-                    step_id=step.step_id,
-                    begin_s=step.at_s,
-                    end_s=event.at_s,
-                    shape=step.shape,
-                    predicted_s=step.predicted_s,
-                    device_s=event.device_s,
-                    host_s=event.host_s,
-                )
+        self.device_s += event.device_s
+        if self.on_step:
+            record = StepRecord(
+                step_id=begin.step_id,
+                begin_s=begin.at_s,
+                end_s=event.at_s,
+                shape=begin.shape,
+                predicted_s=begin.predicted_s,
+                prefills=step.prefills,
+                decode_request_ids=begin.decode_request_ids,
+                device_s=event.device_s,
+                host_s=event.host_s,
             )
-        totals.n_steps += 1
-        totals.prefill_tokens += step.prefill_tokens
-        totals.decode_tokens += step.decode_tokens
-        totals.device_s += event.device_s
-        totals.host_s += event.host_s
-        if step.decode_tokens == 0:
-            totals.prefill_only_s += duration_s
-        elif step.prefill_tokens == 0:
-            totals.decode_only_s += duration_s
-        else:
-            totals.mixed_s += duration_s
+            for tell in tuple(self.on_step):
+                tell(record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from diptych.cost.held_out import check, hold_back
 from diptych.cost.rows import read_rows, read_service_rows
 from diptych.cost.setup import setup_of
 from diptych.cost.tables import data_text, device_spec
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 
 # Medians asked for by the issue, on rows not used for that device's fit.
 DECODE_LIMIT = 0.08
@@ -61,7 +61,7 @@ def test_surely_meets_holds_for_the_running_services():
 
 def test_mixtures_are_modelled_by_dtype_and_stack_or_said_to_be_unmeasured():
     """One share of the peak stood for every dtype and stack: Mixtral came out at 38.8 ms by one and 498 by another."""
-    work = Workload.prefill(batch=1, new_tokens=2048)
+    work = StepShape.prefill(batch=1, new_tokens=2048)
     times = []
     for stack in ("tensorrt-llm-2024", "tensorrt-llm", "vllm", "llama.cpp-cuda"):
         setup = setup_of("mixtral-8x7b", "h100-80gb-sxm", weights="fp8", tp=2, stack=stack)

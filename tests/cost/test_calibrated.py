@@ -18,8 +18,8 @@ from diptych.cost.roofline import roofline
 from diptych.cost.rows import PublishedRow
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, model_spec, quant_spec
-from diptych.cost.workload import Workload
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec
 from diptych.ground.step import Chunk, StepPlan
 
@@ -84,7 +84,7 @@ def test_a_shape_that_was_put_together_costs_what_it_holds(model):
 
 
 @pytest.mark.parametrize(
-    "work", [Workload.prefill(batch=1, new_tokens=4096), Workload.decode(batch=4, context_tokens=900)]
+    "work", [StepShape.prefill(batch=1, new_tokens=4096), StepShape.decode(batch=4, context_tokens=900)]
 )
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x7b", "deepseek-v3", "gemma-2-9b"])
 def test_perfect_constants_give_the_roofline(model, work):
@@ -110,8 +110,8 @@ def test_pnorm_lies_between_maximum_and_sum(a, b, p):
 def test_mixed_step_is_cheaper_than_its_two_halves():
     """One GEMM over all rows: decode rows ride along on the prompt's weight pass (aiconfigurator #1150)."""
     model_of_time = predictor("llama-3.1-8b", constants=Constants(layer_s=5e-5))
-    prompt = Workload.prefill(batch=1, new_tokens=256)
-    decode = Workload.decode(batch=8, context_tokens=1000)
+    prompt = StepShape.prefill(batch=1, new_tokens=256)
+    decode = StepShape.decode(batch=8, context_tokens=1000)
     both = model_of_time.predict(prompt.plus(decode)).total_s
     apart = model_of_time.predict(prompt).total_s + model_of_time.predict(decode).total_s
     assert both < 0.75 * apart
@@ -120,7 +120,7 @@ def test_mixed_step_is_cheaper_than_its_two_halves():
 def test_decode_slope_over_context_is_kv_bytes_over_bandwidth():
     """The lab reads the achieved KV bandwidth off this line."""
     model_of_time = predictor("llama-3.1-8b", constants=replace(PERFECT, kv_eb=0.5))
-    times = [model_of_time.predict(Workload.decode(batch=2, context_tokens=t)).total_s for t in (1000, 2000, 3000)]
+    times = [model_of_time.predict(StepShape.decode(batch=2, context_tokens=t)).total_s for t in (1000, 2000, 3000)]
     slope = (times[1] - times[0]) / 1000
     assert slope == pytest.approx(2 * 131_072 / (0.5 * 2.039e12), rel=1e-6)
     assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=1e-9)
@@ -137,13 +137,13 @@ def test_parts_add_up_to_the_total_and_the_interval_holds_it():
             calibration=calibration_for(device, stack=stack),
             tp=4,
         )
-        for work in (Workload.prefill(batch=1, new_tokens=700), Workload.decode(batch=8, context_tokens=700)):
+        for work in (StepShape.prefill(batch=1, new_tokens=700), StepShape.decode(batch=8, context_tokens=700)):
             step = model_of_time.predict(work)
             assert sum(step.parts_s.values()) == pytest.approx(step.total_s)
             assert step.low_s < step.total_s < step.high_s
 
 
-def row(model: str, work: Workload, measured_s: float, *, tp: int = 1, quant: str = "bf16") -> PublishedRow:
+def row(model: str, work: StepShape, measured_s: float, *, tp: int = 1, quant: str = "bf16") -> PublishedRow:
     phase = Phase.DECODE if work.shapes[0].is_decode else Phase.PREFILL
     return PublishedRow(
         stack="made", device="a100-80gb-sxm", model=model, quant=quant, tp=tp, phase=phase, work=work,
@@ -157,7 +157,7 @@ def test_fit_recovers_the_constants_that_made_the_data():
         layer_s=60e-6, allreduce_s=9e-6, p=3.0, eb=MappingProxyType({"other": 0.8, "bf16": 0.7, "int8": 0.55})
     )
     blank = [
-        row(model, Workload.decode(batch=1, context_tokens=300), 1.0, tp=tp, quant=quant)
+        row(model, StepShape.decode(batch=1, context_tokens=300), 1.0, tp=tp, quant=quant)
         for model in ("llama-2-7b", "llama-3.1-8b", "llama-2-70b", "qwen3-0.6b")
         for tp in (1, 2, 4)
         for quant in ("bf16", "int8")
@@ -185,7 +185,7 @@ def test_fit_recovers_the_constants_that_made_the_data():
 def test_fit_reproduces_distserve_lines():
     """Oracle: step times generated from DistServe's published constants are fitted within a tenth."""
     prefill = [(n, 18.10 + 0.10191 * n + 7.12e-6 * n * n) for n in (64, 256, 512, 1024, 2048)]
-    rows = [row("opt-13b", Workload.prefill(batch=1, new_tokens=n), ms / 1e3) for n, ms in prefill]
+    rows = [row("opt-13b", StepShape.prefill(batch=1, new_tokens=n), ms / 1e3) for n, ms in prefill]
     form = StackForm(
         stack="made",
         phase=Phase.PREFILL,
@@ -213,14 +213,14 @@ def test_residuals_are_quantiles_of_measured_over_predicted():
 
 def test_an_unknown_device_borrows_constants_with_a_wider_interval():
     """Predictions outside the measured rows must look less certain than inside."""
-    work = Workload.decode(batch=1, context_tokens=100)
+    work = StepShape.decode(batch=1, context_tokens=100)
 
     def spread(device: str, weights: str = "bf16", batch: int = 1, model: str = "llama-2-7b", tp: int = 1) -> float:
         hardware = device_spec(device)
         found = calibration_for(hardware)
         assert ("fitted on this device" if device == "a100-80gb-sxm" else "carried over") in found.source
         one = CalibratedModel(model_spec(model), hardware, quant_spec(weights), calibration=found, tp=tp)
-        cost = one.predict(Workload.decode(batch=batch, context_tokens=100) if batch > 1 else work)
+        cost = one.predict(StepShape.decode(batch=batch, context_tokens=100) if batch > 1 else work)
         return cost.high_s / cost.low_s
 
     near = spread("a100-80gb-sxm")
@@ -234,7 +234,7 @@ def test_fp8_weights_on_a_device_without_fp8_are_unpacked():
     """An A100 reads fp8 weights no faster than int8 ones, since both must be converted."""
     device = device_spec("a100-80gb-sxm")
     found = calibration_for(device)
-    work = Workload.decode(batch=1, context_tokens=100)
+    work = StepShape.decode(batch=1, context_tokens=100)
     times = [
         CalibratedModel(model_spec("llama-2-7b"), device, quant_spec(name), calibration=found).predict(work).total_s
         for name in ("fp8", "int8")
@@ -244,4 +244,4 @@ def test_fp8_weights_on_a_device_without_fp8_are_unpacked():
 
 def test_first_token_of_a_one_token_prompt_counts_as_prefill():
     """A prompt of one token starts at position 0: it has no cache and is not a decode step."""
-    assert Workload.prefill(batch=1, new_tokens=1).phase is Phase.PREFILL
+    assert StepShape.prefill(batch=1, new_tokens=1).phase is Phase.PREFILL

@@ -15,9 +15,9 @@ from diptych.cost.components import (
 )
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.tables import model_spec, quant_spec
-from diptych.cost.workload import ChunkShape, Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec
 from diptych.ground.step import Chunk, StepPlan
 
@@ -25,11 +25,11 @@ KV = KVSpec()
 
 
 def prefill(name: str, tokens: int = 2048):
-    return cost_of(model_spec(name), Workload.prefill(batch=1, new_tokens=tokens), quant=BF16, kv=KV)
+    return cost_of(model_spec(name), StepShape.prefill(batch=1, new_tokens=tokens), quant=BF16, kv=KV)
 
 
 def decode(name: str, context: int = 2048, batch: int = 1):
-    return cost_of(model_spec(name), Workload.decode(batch=batch, context_tokens=context), quant=BF16, kv=KV)
+    return cost_of(model_spec(name), StepShape.decode(batch=batch, context_tokens=context), quant=BF16, kv=KV)
 
 
 def attention_flops(cost) -> float:
@@ -148,11 +148,11 @@ def test_pairs_equal_counting_them(start, new, window):
 def test_chunking_a_prompt_leaves_its_flops_unchanged(parts, name):
     """Chunked prefill costs no FLOPs (only weight passes and KV reads); a wrong pair count would show here."""
     model = model_spec(name)
-    whole = cost_of(model, Workload.prefill(batch=1, new_tokens=sum(parts), samples=False), quant=BF16, kv=KV)
+    whole = cost_of(model, StepShape.prefill(batch=1, new_tokens=sum(parts), samples=False), quant=BF16, kv=KV)
     start, flops = 0, 0.0
     for part in parts:
         shape = ChunkShape(phase=Phase.PREFILL, new_tokens=part, start_pos=start, samples=False)
-        flops += cost_of(model, Workload(shapes=(shape,)), quant=BF16, kv=KV).flops
+        flops += cost_of(model, StepShape(shapes=(shape,)), quant=BF16, kv=KV).flops
         start += part
     assert flops == pytest.approx(whole.flops, rel=1e-12)
 
@@ -188,7 +188,7 @@ def test_head_runs_only_on_rows_that_sample():
 def test_shards_add_up_to_the_whole(name, tp):
     """Matrix FLOPs and KV of t devices equal one device's; only norms and the router are repeated."""
     model = model_spec(name)
-    work = Workload.decode(batch=4, context_tokens=512)
+    work = StepShape.decode(batch=4, context_tokens=512)
     one = cost_of(model, work, quant=BF16, kv=KV)
     shard = cost_of(model, work, quant=BF16, kv=KV, tp=tp)
     repeated = one.component("router").flops
@@ -202,7 +202,7 @@ def test_shards_add_up_to_the_whole(name, tp):
 def test_an_uneven_split_is_refused_with_the_number():
     """Qwen2.5-0.5B has 14 heads: TP 4 is not possible and must be said, not rounded."""
     with pytest.raises(ConfigError, match=r"14 query heads.*4 devices"):
-        cost_of(model_spec("qwen2.5-0.5b"), Workload.decode(batch=1, context_tokens=8), quant=BF16, kv=KV, tp=4)
+        cost_of(model_spec("qwen2.5-0.5b"), StepShape.decode(batch=1, context_tokens=8), quant=BF16, kv=KV, tp=4)
 
 
 def test_layers_and_totals_agree():
@@ -217,7 +217,7 @@ def test_layers_and_totals_agree():
 
 def test_quantised_weights_shrink_weight_bytes_only():
     """int4 in groups of 32 is 0.625 bytes per parameter; KV traffic does not change."""
-    model, work = model_spec("llama-2-7b"), Workload.decode(batch=1, context_tokens=105)
+    model, work = model_spec("llama-2-7b"), StepShape.decode(batch=1, context_tokens=105)
     plain = cost_of(model, work, quant=BF16, kv=KV)
     small = cost_of(model, work, quant=quant_spec("int4"), kv=KV)
     assert small.weight_bytes / plain.weight_bytes == pytest.approx(0.625 / 2, rel=1e-3)

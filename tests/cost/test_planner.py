@@ -11,15 +11,15 @@ from diptych.cost.components import kv_bytes_of_context
 from diptych.cost.memory import capacity_of
 from diptych.cost.planner import Question, compute_bound_batch, make_plan, quadratic_prompt_tokens
 from diptych.cost.setup import find_model, setup_of
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
-from diptych.ground.specs import Bound
+from diptych.ground.shape import StepShape
+from diptych.ground.specs import Bottleneck
 
 
 def test_a_plan_answers_for_both_phases():
     """Prefill waits for arithmetic, decode for memory, and the prediction is slower than the bound."""
     plan = make_plan(setup_of("llama-3.1-8b", "a100-80gb-sxm"), Question())
-    assert (plan.prefill.bound, plan.decode.bound) == (Bound.COMPUTE, Bound.MEMORY)
+    assert (plan.prefill.bound, plan.decode.bound) == (Bottleneck.COMPUTE, Bottleneck.MEMORY)
     for report in (plan.prefill, plan.decode):
         assert report.bound_s < report.low_s < report.predicted_s < report.high_s
         assert sum(line.share for line in report.components) == pytest.approx(1.0)
@@ -109,7 +109,7 @@ def test_verify_step_reads_each_cache_once():
     """k + 1 rows of one sequence share its KV: a verify step at a long context is far from k + 1 decode steps."""
     setup = setup_of("llama-2-7b", "a100-80gb-sxm")
     entry = speculation(setup, Question(prompt_tokens=3000, draft_tokens=7))
-    plain_s = setup.model_of_time().predict(Workload.decode(batch=1, context_tokens=3128)).total_s
+    plain_s = setup.model_of_time().predict(StepShape.decode(batch=1, context_tokens=3128)).total_s
     assert entry.verify_s < 1.15 * plain_s
 
 

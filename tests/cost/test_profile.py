@@ -10,9 +10,9 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile, profile_path, read_profile
 from diptych.cost.setup import setup_of
 from diptych.cost.tables import model_spec, quant_spec
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 from diptych.ground.specs import Flag
 from diptych.ground.step import Chunk, StepPlan
 
@@ -57,7 +57,7 @@ def test_profile_predicts_a_plan():
 def test_weights_that_fit_the_cache_are_read_from_it():
     """A 10M model decodes from the last-level cache, twice as fast as the memory allows: predicting it from there is wrong."""
     cache = {"bytes": 3e8, "bytes_per_s": 2e11, "eb": {"bf16": 0.5, "int8": 0.4, "int4": 0.3}}
-    step = Workload.decode(batch=1, context_tokens=2)
+    step = StepShape.decode(batch=1, context_tokens=2)
 
     def seconds(name: str, profile: dict) -> float:
         return CalibratedModel.from_profile(profile, model_spec(name), quant_spec("bf16")).predict(step).total_s
@@ -72,7 +72,7 @@ def test_weights_that_fit_the_cache_are_read_from_it():
 def test_a_step_holds_the_hosts_time_once():
     """Kernels are timed without the scheduler, served tokens with it; counting it twice would double a small model's step."""
     with_host = PROFILE | {"host": {"step_s": 3e-4, "sequence_s": 1e-5}}
-    model, quant, work = model_spec("smollm2-135m"), quant_spec("bf16"), Workload.decode(batch=4, context_tokens=64)
+    model, quant, work = model_spec("smollm2-135m"), quant_spec("bf16"), StepShape.decode(batch=4, context_tokens=64)
     plain, hosted = (CalibratedModel.from_profile(profile, model, quant) for profile in (PROFILE, with_host))
     assert hosted.predict(work).total_s - plain.predict(work).total_s == pytest.approx(3e-4 + 4e-5)
     assert hosted.calibration.host.time_s(4) == pytest.approx(3e-4 + 4e-5)

@@ -7,14 +7,14 @@ import pytest
 from diptych.cost.components import BF16, cost_of
 from diptych.cost.roofline import balance, compute_dtype, link_rate, ring_bytes, roofline
 from diptych.cost.tables import device_spec, model_spec, quant_spec
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
-from diptych.ground.specs import Bound, KVSpec
+from diptych.ground.shape import StepShape
+from diptych.ground.specs import Bottleneck, KVSpec
 
 KV = KVSpec()
 
 
-def bound(model: str, device: str, work: Workload, *, weights: str = "bf16", tp: int = 1):
+def bound(model: str, device: str, work: StepShape, *, weights: str = "bf16", tp: int = 1):
     quant = quant_spec(weights)
     return roofline(cost_of(model_spec(model), work, quant=quant, kv=KV, tp=tp), device_spec(device), quant)
 
@@ -24,7 +24,7 @@ def bound(model: str, device: str, work: Workload, *, weights: str = "bf16", tp:
 )
 def test_scaling_book_example(batch, step_ms):
     """Llama-2-13B on 8 x v5e at 8192 tokens; the book rounds to 13e9 parameters, 6.7 GB and 8.2e11 B/s, hence 1 %."""
-    step = bound("llama-2-13b", "tpu-v5e", Workload.decode(batch=batch, context_tokens=8192), tp=8)
+    step = bound("llama-2-13b", "tpu-v5e", StepShape.decode(batch=batch, context_tokens=8192), tp=8)
     assert (step.total_s - step.link_s) * 1e3 == pytest.approx(step_ms, rel=0.01)
 
 
@@ -38,9 +38,9 @@ def test_scaling_book_example(batch, step_ms):
 )
 def test_prefill_bounds_equal_the_published_naive_ones(device, model, weights, tp, prompt, naive_ms):
     """The reference's D.2 and D.3 columns, computed independently of this code."""
-    step = bound(model, device, Workload.prefill(batch=1, new_tokens=prompt), weights=weights, tp=tp)
+    step = bound(model, device, StepShape.prefill(batch=1, new_tokens=prompt), weights=weights, tp=tp)
     assert (step.total_s - step.link_s) * 1e3 == pytest.approx(naive_ms, rel=5e-3)
-    assert step.bound is Bound.COMPUTE
+    assert step.bound is Bottleneck.COMPUTE
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_prefill_bounds_equal_the_published_naive_ones(device, model, weights, t
 )
 def test_decode_bounds_equal_the_published_naive_ones(device, weights, naive_ms):
     """gpt-fast's Llama-2-7B rows: bytes over bandwidth in three weight formats."""
-    step = bound("llama-2-7b", device, Workload.decode(batch=1, context_tokens=105), weights=weights)
+    step = bound("llama-2-7b", device, StepShape.decode(batch=1, context_tokens=105), weights=weights)
     assert step.total_s * 1e3 == pytest.approx(naive_ms, rel=3e-3)
-    assert step.bound is Bound.MEMORY
+    assert step.bound is Bottleneck.MEMORY
     assert step.is_bound
 
 
@@ -90,12 +90,12 @@ def test_distserve_step_times_respect_the_bound_with_plausible_slopes():
     """Their linear model against our formulas: 80 % of the peak per prompt token, 64 % of bandwidth per KV token."""
     a100 = device_spec("a100-80gb-sxm")
     for tokens in (64, 256, 1024, 2048):
-        step = bound("opt-13b", a100.name, Workload.prefill(batch=1, new_tokens=tokens))
+        step = bound("opt-13b", a100.name, StepShape.prefill(batch=1, new_tokens=tokens))
         assert step.total_s * 1e3 < distserve_prefill_ms(tokens)
     for batch in (1, 16, 64, 128):
-        step = bound("opt-13b", a100.name, Workload.decode(batch=batch, context_tokens=512))
+        step = bound("opt-13b", a100.name, StepShape.decode(batch=batch, context_tokens=512))
         assert step.total_s * 1e3 < distserve_decode_ms(512, batch)
-    token = cost_of(model_spec("opt-13b"), Workload.prefill(batch=1, new_tokens=1000), quant=BF16, kv=KV)
+    token = cost_of(model_spec("opt-13b"), StepShape.prefill(batch=1, new_tokens=1000), quant=BF16, kv=KV)
     per_token_ms = token.flops / 1000 / a100.flops_per_s["bf16"] * 1e3
     assert per_token_ms / 0.10191 == pytest.approx(0.80, abs=0.02)
     kv_token_ms = 819_200 / a100.memory_bytes_per_s * 1e3

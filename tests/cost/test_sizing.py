@@ -8,9 +8,9 @@ import pytest
 
 from diptych.cost.calibration import Residual
 from diptych.cost.setup import setup_of
-from diptych.cost.sizing import Ask, End, Verdict, judge, parse_ask, size, steady_state
-from diptych.cost.workload import Workload
+from diptych.cost.sizing import Ask, End, Judgement, judge, parse_ask, size, steady_state
 from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
 
 ASK = Ask(ttft_s=0.5, tpot_s=0.05, requests_per_s=3.0, input_tokens=1500, output_tokens=200)
 
@@ -57,7 +57,7 @@ def test_steady_state_satisfies_its_own_equations():
     load = steady_state(predictor, ASK, end=End.MIDDLE)
     assert load.prefill_share == pytest.approx(3.0 * load.prefill_s)
     assert load.batch == pytest.approx(3.0 * 200 * load.tpot_s, rel=0.01)
-    step_s = predictor.predict(Workload.decode(batch=round(load.batch), context_tokens=1600)).total_s
+    step_s = predictor.predict(StepShape.decode(batch=round(load.batch), context_tokens=1600)).total_s
     assert load.tpot_s * (1 - load.prefill_share) == pytest.approx(step_s, rel=0.03)
     assert load.wait_s == pytest.approx(load.prefill_share * load.prefill_s / (2 * (1 - load.prefill_share)))
 
@@ -75,8 +75,8 @@ def test_verdict_is_refused_when_the_interval_straddles_the_limit():
     tight = replace(ASK, ttft_s=load.ttft_s * 1.1)
     narrow = judge(with_spread(setup, -0.02, 0.02), tight, prices={})
     wide = judge(with_spread(setup, -0.3, 0.4), tight, prices={})
-    assert [(c.verdict, c.instances) for c in narrow] == [(Verdict.MEETS, 1)]
-    assert wide[0].verdict is Verdict.UNDECIDED
+    assert [(c.verdict, c.instances) for c in narrow] == [(Judgement.MEETS, 1)]
+    assert wide[0].verdict is Judgement.UNDECIDED
     assert "slow end of the interval" in wide[0].reason
 
 
@@ -110,7 +110,7 @@ def test_what_cannot_work_says_why():
     long = judge(setup_of("llama-2-7b", "a100-80gb-sxm"), replace(ASK, input_tokens=5000), prices={})[0]
     assert "context of 4096" in long.reason
     slow = judge(setup_of("llama-3.1-8b", "m2-max-38"), ASK, prices={})[0]
-    assert slow.verdict is Verdict.MISSES
+    assert slow.verdict is Judgement.MISSES
     assert "TTFT" in slow.reason
     poor = size([setup_of("llama-3.1-8b", "h100-80gb-sxm")], ASK, prices={}, budget_usd_per_hour=1.0)
     assert poor.best is None

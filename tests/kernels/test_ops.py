@@ -35,7 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BEST = next(iter(cpu.instruction_sets()), "")
 
 
-@pytest.fixture(params=["avx512", "avx512_fma", "avx2", "scalar"])
+@pytest.fixture(params=["amx", "amx_twin", "avx512", "avx512_fma", "avx2", "scalar"])
 def isa(request: pytest.FixtureRequest) -> str:
     if request.param not in cpu.instruction_sets():
         pytest.skip(f"this CPU cannot run {request.param}")
@@ -128,7 +128,7 @@ def native_cache(shape: EdgeShape, n_blocks: int, kv_format: str) -> tuple[Any, 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str, Any], kv_format: str) -> None:
     """Paging, raggedness, windows and groups meet at the edges of blocks, tiles and vectors."""
-    shapes = (*EDGE_SHAPES, *WIDE_SHAPES) if isa == "avx512" else (*EDGE_SHAPES[-3:], *WIDE_SHAPES[:3])
+    shapes = (*EDGE_SHAPES, *WIDE_SHAPES) if "avx512" in isa or "amx" in isa else (*EDGE_SHAPES[-3:], *WIDE_SHAPES[:3])
     for shape in shapes:
         batch, n_blocks = make_batch(shape)
         heads = shape.n_heads + 2 * shape.n_kv_heads

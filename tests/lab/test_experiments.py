@@ -15,11 +15,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from diptych.cost.profile import load_profile, read_profile
-from diptych.cost.workload import Workload
 from diptych.engine.load import bundled_dir, load
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
 from diptych.lab import calibrate as calibration
 from diptych.lab import rounds as rounds_module
 from diptych.lab.calibrate import cache_level
@@ -119,7 +119,7 @@ def test_a_sweep_can_be_measured_in_parts_and_noisy_results_again(stage: Stage, 
 
 def test_every_kind_of_operation_belongs_to_one_part_of_a_step(stage: Stage) -> None:
     """The roofline's points per component are worth nothing if an operation is counted twice or not at all."""
-    parts = StepParts(stage.probe(64), Workload.prefill(batch=1, new_tokens=32))
+    parts = StepParts(stage.probe(64), StepShape.prefill(batch=1, new_tokens=32))
     parts.total()
     kinds = [*REST, *(kind for _, kinds, _ in PARTS for kind in kinds)]
     assert sorted(kinds) == sorted(stage.model.program.nanoseconds())

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from diptych.cli.bench_serve import app
 from diptych.lab.http_client import HttpClient
-from diptych.lab.load import LoadConfig, Outcome, bodies, carries_output, run_load, summarize
+from diptych.lab.load import LoadConfig, SentRequest, bodies, carries_output, run_load, summarize
 from server_process import ServerProcess
 
 
@@ -28,8 +28,8 @@ def test_bodies_depend_on_the_seed_only() -> None:
     )
 
 
-def outcome(number: int, *, due_s: float, events: list[float], error: str | None = None) -> Outcome:
-    done = Outcome(number=number, due_s=due_s, sent_s=due_s + 0.5, event_s=events, error=error)
+def outcome(number: int, *, due_s: float, events: list[float], error: str | None = None) -> SentRequest:
+    done = SentRequest(number=number, due_s=due_s, sent_s=due_s + 0.5, event_s=events, error=error)
     done.end_s, done.output_tokens = (events[-1] if events else due_s + 1.0), len(events)
     return done
 

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from diptych.control.loop import CoreStats
 from diptych.ground.events import (
     ArrivalEvent,
+    Event,
     FinishEvent,
     PreemptEvent,
     ScheduledEvent,
@@ -18,9 +19,10 @@ from diptych.ground.events import (
 )
 from diptych.ground.phase import FinishReason
 from diptych.ground.shape import StepShape
+from diptych.metrics import EventBook, RequestRecord
 from diptych.server.admission import Outlook
 from diptych.server.metrics_export import MetricsCollector, ServedModel, exposition
-from diptych.server.telemetry import Distribution, RequestLog, Telemetry
+from diptych.server.telemetry import LiveHistogram, Telemetry
 
 GOLDEN = Path(__file__).with_name("metrics.golden.txt")
 MODEL = ServedModel(
@@ -52,7 +54,12 @@ OUTLOOK = Outlook(wait_s=0.02, bound_s=0.05, is_overloaded=False)
 
 def told() -> Telemetry:
     """One request of 40 tokens, 32 of them cached: prefilled in step 0, one token more in step 1, then finished."""
-    telemetry = Telemetry()
+    book = EventBook()
+    telemetry = Telemetry(book)
+
+    def tell(*events: Event) -> None:
+        book.fold(events)
+        telemetry.on_events(list(events))
 
     def scheduled(step_id: int, at_s: float, tokens: int, cached: int, context: int) -> ScheduledEvent:
         return ScheduledEvent(
@@ -68,17 +75,17 @@ def told() -> Telemetry:
     def token(step_id: int, at_s: float, position: int) -> TokenEvent:
         return TokenEvent(request_id="a", index=0, at_s=at_s, token_id=7, position=position, step_id=step_id)
 
-    telemetry.on_events([ArrivalEvent(request_id="a", at_s=10.0, prompt_tokens=40, n=1)])
+    tell(ArrivalEvent(request_id="a", at_s=10.0, prompt_tokens=40, n=1))
     prompt = StepShape.prefill(batch=1, new_tokens=8, cached_tokens=32)
-    telemetry.on_events([StepBeginEvent(step_id=0, at_s=10.5, shape=prompt, predicted_s=0.2)])
-    telemetry.on_events([scheduled(0, 10.5, 8, 32, 32), token(0, 10.75, 0)])
-    telemetry.on_events([StepEndEvent(step_id=0, at_s=10.75, device_s=0.2, host_s=0.05)])
-    telemetry.on_events([PreemptEvent(request_id="a", index=0, at_s=10.8, computed_tokens=40)])
+    tell(StepBeginEvent(step_id=0, at_s=10.5, shape=prompt, predicted_s=0.2))
+    tell(scheduled(0, 10.5, 8, 32, 32), token(0, 10.75, 0))
+    tell(StepEndEvent(step_id=0, at_s=10.75, device_s=0.2, host_s=0.05))
+    tell(PreemptEvent(request_id="a", index=0, at_s=10.8, computed_tokens=40))
     mixed = StepShape.prefill(batch=1, new_tokens=4).plus(StepShape.decode(batch=1, context_tokens=41))
-    telemetry.on_events([StepBeginEvent(step_id=1, at_s=11.0, shape=mixed)])
-    telemetry.on_events([token(1, 11.25, 1)])
+    tell(StepBeginEvent(step_id=1, at_s=11.0, shape=mixed))
+    tell(token(1, 11.25, 1))
     finish = FinishEvent(request_id="a", index=0, at_s=11.25, reason=FinishReason.STOP, output_tokens=2)
-    telemetry.on_events([finish, StepEndEvent(step_id=1, at_s=11.25, device_s=0.2, host_s=0.05)])
+    tell(finish, StepEndEvent(step_id=1, at_s=11.25, device_s=0.2, host_s=0.05))
     usage = Usage(prompt_tokens=40, cached_tokens=32, computed_tokens=8, output_tokens=2)
     timings = Timings(
         queue_s=0.5,
@@ -133,22 +140,28 @@ def test_time_to_first_token_starts_at_arrival() -> None:
     assert telemetry.itl_s.total == 0.5
 
 
-def test_a_finished_log_is_handed_over_and_not_kept() -> None:
+def test_a_finished_record_is_handed_over_and_not_kept() -> None:
     """The telemetry of a server that runs for months must not grow with every request."""
-    telemetry = Telemetry()
-    logs: list[RequestLog] = []
-    telemetry.on_log.append(logs.append)
-    telemetry.on_events([ArrivalEvent(request_id="a", at_s=0.0, prompt_tokens=4, n=2)])
+    book = EventBook()
+    telemetry = Telemetry(book)
+
+    def tell(*events: Event) -> None:
+        book.fold(events)
+        telemetry.on_events(list(events))
+
+    records: list[RequestRecord] = []
+    telemetry.on_record.append(records.append)
+    tell(ArrivalEvent(request_id="a", at_s=0.0, prompt_tokens=4, n=2))
     for index in (0, 1):
-        assert set(telemetry.logs) == {"a"}
+        assert set(telemetry.records) == {"a"}
         finish = FinishEvent(request_id="a", index=index, at_s=1.0, reason=FinishReason.ABORT, output_tokens=0)
-        telemetry.on_events([finish])
-    assert telemetry.logs == {}
-    assert [log.end_s for log in logs] == [1.0]
+        tell(finish)
+    assert telemetry.records == {}
+    assert [record.end_s for record in records] == [1.0]
 
 
 def test_a_value_on_an_edge_counts_below_it() -> None:
-    distribution = Distribution((1.0, 2.0))
+    distribution = LiveHistogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
         distribution.add(value)
     assert distribution.counts == [2, 2, 1]

@@ -16,7 +16,7 @@ from diptych.cli import options
 from diptych.cli.options import check_writable
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
-from diptych.lab.load import DEFINITIONS, LoadConfig, Outcome, run_load, summarize
+from diptych.lab.load import DEFINITIONS, LoadConfig, SentRequest, run_load, summarize
 from diptych.lab.load_picture import draw
 
 app = typer.Typer(add_completion=False)
@@ -97,14 +97,14 @@ def _span(name: str, text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
-def _run(config: LoadConfig, *, is_quiet: bool) -> list[Outcome]:
+def _run(config: LoadConfig, *, is_quiet: bool) -> list[SentRequest]:
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=is_quiet) as progress:
         bar = progress.add_task("requests", total=config.requests)
         return asyncio.run(run_load(config, on_done=lambda outcome: progress.advance(bar)))
 
 
-def _row(one: Outcome) -> dict[str, Any]:
+def _row(one: SentRequest) -> dict[str, Any]:
     return {
         "number": one.number, "due_s": one.due_s, "sent_s": one.sent_s, "end_s": one.end_s, "event_s": one.event_s,
         "prompt_tokens": one.prompt_tokens, "output_tokens": one.output_tokens, "cached_tokens": one.cached_tokens,

@@ -13,12 +13,12 @@ import typer
 from diptych.cli import options
 from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
-from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, load, local_predictor
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Segment
+from diptych.ground.shape import StepShape
 from diptych.insight.explanation import Explanation, Part, explain, volatile_spot
 from diptych.insight.segments import cover
 from diptych.server.door import parse
@@ -124,7 +124,7 @@ def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -
     def prefill_s(n_tokens: int) -> float:
         if n_tokens == 0:
             return 0.0
-        work = Workload.prefill(batch=1, new_tokens=n_tokens)
+        work = StepShape.prefill(batch=1, new_tokens=n_tokens)
         if predictor is not None:
             return predictor.predict(work).total_s
         assert ceilings is not None

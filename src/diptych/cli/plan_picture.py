@@ -14,8 +14,8 @@ from matplotlib.ticker import PercentFormatter
 
 from diptych.cost.planner import Plan
 from diptych.cost.roofline import peak_flops_per_s
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
 from diptych.lab.style import DECODE, GREY, PARTS, PREFILL, log_axis
 
 
@@ -94,7 +94,7 @@ def _batches(axis: Axes, plan: Plan) -> None:
     batches = [2**i for i in range(11) if 2**i <= max(most, 1)]
     if 1 < most < 1024 and most != batches[-1]:
         batches.append(most)
-    costs = [predictor.predict(Workload.decode(batch=batch, context_tokens=context)) for batch in batches]
+    costs = [predictor.predict(StepShape.decode(batch=batch, context_tokens=context)) for batch in batches]
     axis.plot(
         batches, [cost.total_s * 1e3 for cost in costs], color=DECODE, marker="o", ms=3, label="ms per output token"
     )

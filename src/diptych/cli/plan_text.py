@@ -12,7 +12,7 @@ from rich.table import Table
 
 from diptych.cost.advice import ChunkAdvice, PoolAdvice, Speculation, WhatIf
 from diptych.cost.parameters import parameter_count
-from diptych.cost.planner import ComponentLine, PhaseReport, Plan
+from diptych.cost.planner import ComponentLine, PhasePlan, Plan
 from diptych.cost.sizing import Answer, Candidate, Load
 from diptych.cost.stacks import stack_names
 from diptych.cost.tables import device_names, device_spec, model_names, model_spec
@@ -116,7 +116,7 @@ def _billions(count: int) -> str:
 def _phases(console: Console, plan: Plan) -> None:
     table = _table("one step of each phase; FLOP and bytes of one device", "", "prefill", "decode")
     reports = (plan.prefill, plan.decode)
-    lines: tuple[tuple[str, Callable[[PhaseReport], str]], ...] = (
+    lines: tuple[tuple[str, Callable[[PhasePlan], str]], ...] = (
         ("work", _work),
         ("FLOP", lambda report: amount(report.flops)),
         (
@@ -144,7 +144,7 @@ def _phases(console: Console, plan: Plan) -> None:
     )
 
 
-def _work(report: PhaseReport) -> str:
+def _work(report: PhasePlan) -> str:
     if report.phase is Phase.DECODE:
         return f"{report.batch} x context {report.context_tokens}"
     cached = report.context_tokens - report.new_tokens
@@ -368,7 +368,7 @@ def show_comparison(plans: Iterable[Plan]) -> None:
         console.print(f"note{owners}: {note}")
 
 
-def _spread(report: PhaseReport) -> str:
+def _spread(report: PhasePlan) -> str:
     scale, unit = (1.0, "s") if report.predicted_s >= 1.0 else (1e3, "ms")
     low, middle, high = (f"{value * scale:.3g}" for value in (report.low_s, report.predicted_s, report.high_s))
     return f"[bold]{middle} {unit}[/bold] ({low}-{high})"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
+from diptych.compute.ops.cpu_kernels import is_available, measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.runner import Model
 from diptych.ground.clock import MonotonicClock
 
@@ -22,7 +22,9 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """Best of several tries. flops_per_s is for the dtype in which the model's linear layers multiply."""
+    """Best of several tries. flops_per_s is for the dtype in which the model's linear layers multiply, by the best instruction
+    that the machine has for it, whichever the model uses.
+    """
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -35,17 +37,22 @@ def compute_dtype(weights_format: str) -> str:
     return "int8" if weights_format in ("int8", "int4") else weights_format
 
 
+def is_measured_natively(model: Model) -> bool:
+    """Whether the kernels' own loops can say what the device allows: on a CPU that they were built for, also for torch."""
+    return model.device.type == "cpu" and is_available()[0]
+
+
 def machine_ceilings(model: Model) -> Ceilings:
     """Both ceilings of the device the model runs on, with as many threads as it uses; takes some tenths of a second."""
     dtype = compute_dtype(model.weights_format)
-    if model.backend_name == "cpu":
+    if is_measured_natively(model):
         return Ceilings(
             read_bytes_per_s=read_ceiling(model),
             flops_per_s=measure_ops_per_s(dtype, model.placement),
             compute_dtype=dtype,
             threads=model.threads,
         )
-    return Ceilings(
+    return Ceilings(  # a GPU, or a CPU without the kernels: what torch reaches
         read_bytes_per_s=_torch_read_bytes_per_s(model.device),
         flops_per_s=_torch_flops_per_s(model.device, TORCH_DTYPES[dtype]),
         compute_dtype=dtype,
@@ -55,7 +62,7 @@ def machine_ceilings(model: Model) -> Ceilings:
 
 def read_ceiling(model: Model) -> float:
     """Only the bandwidth, quickly: for use just before and after a measured point."""
-    if model.backend_name == "cpu":
+    if is_measured_natively(model):
         return measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
     return _torch_read_bytes_per_s(model.device)
 

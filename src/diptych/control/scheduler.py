@@ -156,7 +156,6 @@ class Scheduler:
             copies=tuple(draft.copies),
             starts=tuple(draft.starts),
             ended_seq_ids=ended_seq_ids,
-            planned_at_s=now_s,
             known_shape=draft.shape,
         )
         begin = StepBeginEvent(

@@ -21,8 +21,8 @@ from diptych.cost.roofline import roofline
 from diptych.cost.rows import PublishedRow, ServiceRow
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, model_spec, quant_spec
-from diptych.cost.workload import Workload
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec
 
 
@@ -158,8 +158,8 @@ def _service(row: ServiceRow) -> ServiceError:
         model_spec(row.model), hardware, quant_spec(row.quant), calibration=calibration, tp=row.tp
     )
     context = row.input_tokens + row.output_tokens // 2
-    prefill = predictor.predict(Workload.prefill(batch=1, new_tokens=row.input_tokens))
-    decode = predictor.predict(Workload.decode(batch=row.batch, context_tokens=context))
+    prefill = predictor.predict(StepShape.prefill(batch=1, new_tokens=row.input_tokens))
+    decode = predictor.predict(StepShape.decode(batch=row.batch, context_tokens=context))
 
     def value(prefill_s: float, decode_s: float) -> float:
         tpot_s = decode_s + row.batch / row.output_tokens * prefill_s

@@ -14,9 +14,9 @@ from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, prefill_work_of
 from diptych.cost.setup import Setup
 from diptych.cost.tables import kv_spec, quant_spec
-from diptych.cost.workload import ChunkShape, Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
 
 # 400 Gb/s Ethernet or InfiniBand: how the KV of a finished prefill usually travels between machines.
 NETWORK_BYTES_PER_S = 50e9
@@ -119,7 +119,7 @@ def _what_if(change: str, setup: Setup | ConfigError, question: Question) -> Wha
     capacity = capacity_of(setup, context_tokens=context, batch=question.batch)
     predictor = setup.model_of_time()
     ttft_s = predictor.predict(prefill_work_of(question)).total_s
-    tpot_s = predictor.predict(Workload.decode(batch=question.batch, context_tokens=context)).total_s
+    tpot_s = predictor.predict(StepShape.decode(batch=question.batch, context_tokens=context)).total_s
     obstacle = None
     if not capacity.is_fitting:
         need = "the weights alone do not fit" if not capacity.free_kv_bytes else f"only {capacity.max_batch} fit"
@@ -139,10 +139,10 @@ def speculation(setup: Setup, question: Question) -> Speculation:
     """Speculative decoding: one verify step checks k + 1 rows per sequence; drafting costs a share of a decode step."""
     context, batch = question.decode_context_tokens, question.batch
     predictor = setup.model_of_time()
-    plain_s = predictor.predict(Workload.decode(batch=batch, context_tokens=context)).total_s
+    plain_s = predictor.predict(StepShape.decode(batch=batch, context_tokens=context)).total_s
     rows = question.draft_tokens + 1
     # A verify step has the launches of a decode step (one graph) and the arithmetic of k + 1 rows per sequence.
-    verify = Workload.decode(batch=batch * rows, context_tokens=context + 1)
+    verify = StepShape.decode(batch=batch * rows, context_tokens=context + 1)
     repeated_s = _shared_kv_s(setup, context, batch, rows) + batch * (rows - 1) * setup.calibration.decode.sequence_s
     verify_s = predictor.predict(verify).total_s - repeated_s
     draft_s = question.draft_tokens * question.draft_cost * plain_s
@@ -164,7 +164,7 @@ def _shared_kv_s(setup: Setup, context: int, batch: int, rows: int) -> float:
     predictor = setup.model_of_time()
 
     def attention_s(count: int) -> float:
-        return predictor.predict(Workload.decode(batch=count, context_tokens=context + 1)).parts_s["attention"]
+        return predictor.predict(StepShape.decode(batch=count, context_tokens=context + 1)).parts_s["attention"]
 
     return attention_s(batch * rows) - attention_s(batch)
 
@@ -175,14 +175,14 @@ def chunk_for(setup: Setup, question: Question) -> ChunkAdvice:
     Judged at the last chunk of the prompt, which sees the longest cache.
     """
     predictor = setup.model_of_time()
-    decode = Workload.decode(batch=question.batch, context_tokens=question.decode_context_tokens)
+    decode = StepShape.decode(batch=question.batch, context_tokens=question.decode_context_tokens)
     prompt = question.prompt_tokens - question.cached_tokens
 
     def step_s(chunk: int) -> float:
         shape = ChunkShape(
             phase=Phase.PREFILL, new_tokens=chunk, start_pos=question.prompt_tokens - chunk, samples=True
         )
-        return predictor.predict(decode.plus(Workload(shapes=(shape,)))).total_s
+        return predictor.predict(decode.plus(StepShape(shapes=(shape,)))).total_s
 
     low, high = 0, prompt
     while low < high:
@@ -204,14 +204,14 @@ def chunk_for(setup: Setup, question: Question) -> ChunkAdvice:
     )
 
 
-def _chunked_ttft_s(setup: Setup, question: Question, decode: Workload, chunk: int) -> float:
+def _chunked_ttft_s(setup: Setup, question: Question, decode: StepShape, chunk: int) -> float:
     predictor = setup.model_of_time()
     total_s, start = 0.0, question.cached_tokens
     while start < question.prompt_tokens:
         size = min(chunk, question.prompt_tokens - start)
         is_last = start + size == question.prompt_tokens
         shape = ChunkShape(phase=Phase.PREFILL, new_tokens=size, start_pos=start, samples=is_last)
-        total_s += predictor.predict(decode.plus(Workload(shapes=(shape,)))).total_s
+        total_s += predictor.predict(decode.plus(StepShape(shapes=(shape,)))).total_s
         start += size
     return total_s
 
@@ -226,7 +226,7 @@ def pools_for(setup: Setup, question: Question) -> PoolAdvice:
     prefill_s = predictor.predict(prefill_work_of(one)).total_s
     context = question.decode_context_tokens
     batch = max(question.batch, 1)
-    decode_s = predictor.predict(Workload.decode(batch=batch, context_tokens=context)).total_s
+    decode_s = predictor.predict(StepShape.decode(batch=batch, context_tokens=context)).total_s
     per_request_s = question.output_tokens * decode_s / batch
     tax_s = batch / question.output_tokens * prefill_s
     tax_share = tax_s / (decode_s + tax_s)

@@ -10,7 +10,7 @@ machine (`CalibratedModel.from_profile`). One step with several chunks is one GE
 >>> from diptych.cost.stacks import calibration_for
 >>> device, quant = device_spec("a100-80gb-sxm"), quant_spec("bf16")
 >>> predictor = CalibratedModel(model_spec("llama-2-7b"), device, quant, calibration=calibration_for(device))
->>> predictor.predict(Workload.decode(batch=1, context_tokens=105)).total_s < 0.012
+>>> predictor.predict(StepShape.decode(batch=1, context_tokens=105)).total_s < 0.012
 True
 """
 
@@ -27,7 +27,6 @@ from diptych.cost.components import ATTENTION, cost_of, expected_experts, kv_tok
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
-from diptych.cost.workload import Workload
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost
@@ -60,7 +59,7 @@ class _Units:
 
 @lru_cache(maxsize=256)
 def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units:
-    unit = cost_of(model, Workload.decode(batch=1, context_tokens=1), quant=quant, kv=kv, tp=tp)
+    unit = cost_of(model, StepShape.decode(batch=1, context_tokens=1), quant=quant, kv=kv, tp=tp)
     head, experts = unit.component("head"), unit.component("experts")
     body = [part for part in unit.components if part.name not in (*ATTENTION, "head", "experts", "embedding")]
     windows: dict[int | None, int] = {}
@@ -151,14 +150,14 @@ class CalibratedModel:
         dtype = compute_dtype(self.hardware, self.quant.compute)
         return gaps_of(coverage, self.model, self.hardware, self.quant.name, dtype=dtype, tp=self.tp)
 
-    def gaps(self, work: Workload) -> tuple[Gap, ...]:
+    def gaps(self, work: StepShape) -> tuple[Gap, ...]:
         """Where this step leaves the rows behind the constants of its phase; empty: nowhere, or measured locally."""
         is_decode = work.phase is Phase.DECODE
         coverage = self.calibration.decode_coverage if is_decode else self.calibration.prefill_coverage
         found = self._reach[is_decode]
         return found if coverage is None else found + load_gaps(coverage, batch=work.n_sequences, tokens=_longest(work))
 
-    def _interval(self, work: Workload, *, is_decode: bool) -> tuple[float, float]:
+    def _interval(self, work: StepShape, *, is_decode: bool) -> tuple[float, float]:
         """(low, high) factors of the 80 % interval: wider with every gap between the step and the rows."""
         calibration = self.calibration
         coverage = calibration.decode_coverage if is_decode else calibration.prefill_coverage
@@ -228,7 +227,7 @@ class CalibratedModel:
             launch_p=c.launch_p,
         )
 
-    def predict(self, work: Workload) -> StepCost:
+    def predict(self, work: StepShape) -> StepCost:
         """The predicted time of a step with its parts and its interval."""
         is_decode = work.phase is Phase.DECODE
         terms = self._decode if is_decode else self._prefill
@@ -269,7 +268,7 @@ class CalibratedModel:
             ),
         )
 
-    def _linear(self, terms: _Terms, work: Workload) -> _LinearTime:
+    def _linear(self, terms: _Terms, work: StepShape) -> _LinearTime:
         rows = work.n_tokens
         experts_s = self._experts(rows) * terms.expert_s
         compute_s = rows * terms.row_s + work.prefill_start_tokens * terms.cached_row_s
@@ -399,5 +398,5 @@ def _read_as(weights: str, *, is_unpacked: bool) -> str:
     return "int8" if is_unpacked and weights == "fp8" else weights
 
 
-def _longest(work: Workload) -> int:
+def _longest(work: StepShape) -> int:
     return max(shape.end_pos for shape in work.shapes)

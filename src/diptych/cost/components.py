@@ -4,7 +4,7 @@ Symbols as in the code: N rows of the step, R rows with logits, t tensor-paralle
 All figures are of ONE of the t devices. Matrix FLOPs and vector FLOPs (softmax, norms, rotary) are kept apart.
 
 >>> from diptych.cost.tables import model_spec
->>> step = cost_of(model_spec("llama-3.1-8b"), Workload.decode(batch=1, context_tokens=2048), quant=BF16, kv=KVSpec())
+>>> step = cost_of(model_spec("llama-3.1-8b"), StepShape.decode(batch=1, context_tokens=2048), quant=BF16, kv=KVSpec())
 >>> round(step.flops / 1e9, 3), round(step.bytes / 1e9, 3)
 (16.083, 15.278)
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.spec import MlaSpec, ModelSpec, MoeSpec, QkNorm
 
@@ -178,7 +178,7 @@ def kv_bytes_of_context(model: ModelSpec, kv: KVSpec, context_tokens: int, *, tp
     return tokens * kv_tokens_factor(model, tp) * kv.bytes_per_element
 
 
-def cost_of(model: ModelSpec, work: Workload, *, quant: QuantSpec, kv: KVSpec, tp: int = 1) -> PhaseCost:
+def cost_of(model: ModelSpec, work: StepShape, *, quant: QuantSpec, kv: KVSpec, tp: int = 1) -> PhaseCost:
     """Every component of one step. `tp` must divide the query heads."""
     check_tp(model, tp)
     sizes = _Sizes(model, work, quant, kv, tp)
@@ -216,7 +216,7 @@ def check_tp(model: ModelSpec, tp: int) -> None:
 class _Sizes:
     """The numbers that all component formulas share."""
 
-    def __init__(self, model: ModelSpec, work: Workload, quant: QuantSpec, kv: KVSpec, tp: int) -> None:
+    def __init__(self, model: ModelSpec, work: StepShape, quant: QuantSpec, kv: KVSpec, tp: int) -> None:
         self.model = model
         self.work = work
         self.quant = quant

@@ -17,10 +17,10 @@ from diptych.cost.memory import Capacity, capacity_of
 from diptych.cost.parameters import active_parameter_count, linear_parameter_count, parameter_count
 from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
-from diptych.ground.specs import Bound, StepCost
+from diptych.ground.shape import StepShape
+from diptych.ground.specs import Bottleneck, StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +73,13 @@ class ComponentLine:
     bytes: float
     activation_bytes: float
     intensity: float | None
-    bound: Bound
+    bound: Bottleneck
     bound_s: float
     share: float  # of the plain roofline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseReport:
+class PhasePlan:
     """One phase: what it does, what binds it, how long it takes. Times are of one step; figures of one device."""
 
     phase: Phase
@@ -93,7 +93,7 @@ class PhaseReport:
     activation_bytes: float
     intensity: float
     balance: float
-    bound: Bound
+    bound: Bottleneck
     bound_s: float
     predicted_s: float
     low_s: float
@@ -127,8 +127,8 @@ class Plan:
     active_parameters: int
     kv_bytes_per_token: float
     compute_dtype: str
-    prefill: PhaseReport
-    decode: PhaseReport
+    prefill: PhasePlan
+    decode: PhasePlan
     weights_s: float  # decode: reading weights
     kv_s: float  # decode: reading the cache
     compute_bound_batch: float | None
@@ -144,9 +144,9 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     context = question.decode_context_tokens
     _check_context(setup, max(question.prompt_tokens, context))
     prefill_work = prefill_work_of(question)
-    decode_work = Workload.decode(batch=question.batch, context_tokens=context)
-    prefill = phase_report(setup, prefill_work)
-    decode = phase_report(setup, decode_work)
+    decode_work = StepShape.decode(batch=question.batch, context_tokens=context)
+    prefill = phase_plan(setup, prefill_work)
+    decode = phase_plan(setup, decode_work)
     calibrated = setup.model_of_time().predict(decode_work)
     return Plan(
         setup=setup,
@@ -168,13 +168,13 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     )
 
 
-def prefill_work_of(question: Question) -> Workload:
+def prefill_work_of(question: Question) -> StepShape:
     """The prompts of the question as one step."""
     new_tokens = question.prompt_tokens - question.cached_tokens
-    return Workload.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
+    return StepShape.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
 
 
-def phase_report(setup: Setup, work: Workload) -> PhaseReport:
+def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
     """One phase in numbers."""
     cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
     bound = roofline(cost, setup.hardware, setup.quant)
@@ -182,7 +182,7 @@ def phase_report(setup: Setup, work: Workload) -> PhaseReport:
     predicted = predictor.predict(work)
     shape = work.shapes[0]
     is_decode = shape.is_decode
-    return PhaseReport(
+    return PhasePlan(
         phase=Phase.DECODE if is_decode else Phase.PREFILL,
         batch=work.n_sequences,
         new_tokens=shape.new_tokens,
@@ -224,7 +224,7 @@ def component_lines(setup: Setup, cost: PhaseCost, bound: StepCost) -> tuple[Com
                 bytes=part.bytes,
                 activation_bytes=part.activation_bytes,
                 intensity=part.intensity,
-                bound=Bound.COMPUTE if is_compute else Bound.MEMORY,
+                bound=Bottleneck.COMPUTE if is_compute else Bottleneck.MEMORY,
                 bound_s=bound.parts_s[part.name],
                 share=bound.parts_s[part.name] / bound.total_s,
             )
@@ -237,7 +237,9 @@ def compute_bound_batch(setup: Setup) -> float | None:
 
     Dense models: F w / (2 M). Mixtures: more, because experts are read for few rows each. None: beyond 65,536.
     """
-    unit = cost_of(setup.model, Workload.decode(batch=1, context_tokens=1), quant=setup.quant, kv=setup.kv, tp=setup.tp)
+    unit = cost_of(
+        setup.model, StepShape.decode(batch=1, context_tokens=1), quant=setup.quant, kv=setup.kv, tp=setup.tp
+    )
     parts = [unit.component(name) for name in ("qkv", "o", "mlp", "router", "experts", "shared_experts")]
     row_s = sum(part.flops for part in parts) / peak_flops_per_s(setup.hardware, setup.quant.compute)
     bandwidth = setup.hardware.memory_bytes_per_s
@@ -266,7 +268,7 @@ def compute_bound_batch(setup: Setup) -> float | None:
 def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> float:
     """Sequences at which a decode step reads as many KV bytes as weight bytes."""
     rows = max(batch, 1) if setup.model.moe is not None else 1
-    work = Workload.decode(batch=rows, context_tokens=context_tokens)
+    work = StepShape.decode(batch=rows, context_tokens=context_tokens)
     cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
     return cost.weight_bytes / (cost.total("kv_read_bytes") / rows)
 
@@ -279,10 +281,10 @@ def quadratic_prompt_tokens(setup: Setup) -> float:
     return linear_parameter_count(model) / (model.n_layers * model.n_heads * width)
 
 
-def sensitivity_of(setup: Setup, prefill: Workload, decode: Workload) -> Sensitivity:
+def sensitivity_of(setup: Setup, prefill: StepShape, decode: StepShape) -> Sensitivity:
     """Elasticities by finite differences of one percent."""
 
-    def change(work: Workload, faster: Setup) -> float:
+    def change(work: StepShape, faster: Setup) -> float:
         return (faster.model_of_time().predict(work).total_s / setup.model_of_time().predict(work).total_s - 1.0) * 100
 
     hardware = setup.hardware

@@ -1,6 +1,6 @@
 """The measured profile of a machine: the JSON that `diptych lab calibrate` writes and the planner and engine read.
 
-    {"schema": 1, "device": "...", "kind": "cpu", "backend": "cpu", "date": "2026-01-31",
+    {"schema": 1, "device": "...", "kind": "cpu", "backend": "cpu", "kernels": "avx512", "date": "2026-01-31",
      "provenance": "diptych lab calibrate ...",
      "memory_bytes_per_s": 4.7e10, "memory_bytes": 1.6e10, "flops_per_s": {"fp32": ..., "bf16": ..., "int8": ...},
      "t0_s": 1e-4, "layer_s": 2e-5, "sequence_s": 5e-6, "p": 3.0,
@@ -12,7 +12,8 @@
 
 Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
 t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the sampler around them; a predicted step has
-both. Another backend than `backend` takes no times from it. `host` and `cache` may be absent; `cache` holds for models
+both. Another backend or kernel set than `backend` and `kernels` takes no times
+from it. `host` and `cache` may be absent; `cache` holds for models
 whose weights all fit in its bytes.
 """
 

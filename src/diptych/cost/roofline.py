@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from diptych.cost.components import ATTENTION, PhaseCost
 from diptych.ground.errors import ConfigError
-from diptych.ground.specs import Bound, HardwareSpec, QuantSpec, StepCost
+from diptych.ground.specs import Bottleneck, HardwareSpec, QuantSpec, StepCost
 
 # When a device lacks a dtype, weights are stored in it all the same but multiplied in the next wider one it has.
 _WIDER = {"fp4": "fp8", "fp8": "bf16", "int8": "bf16", "bf16": "fp32"}
@@ -86,10 +86,10 @@ def roofline(cost: PhaseCost, hardware: HardwareSpec, quant: QuantSpec) -> StepC
     )
 
 
-def longest(*, compute_s: float, memory_s: float, link_s: float, host_s: float) -> Bound:
+def longest(*, compute_s: float, memory_s: float, link_s: float, host_s: float) -> Bottleneck:
     """Which of the four a step waits for most."""
     if compute_s >= max(memory_s, link_s, host_s):
-        return Bound.COMPUTE
+        return Bottleneck.COMPUTE
     if memory_s >= max(link_s, host_s):
-        return Bound.MEMORY
-    return Bound.LINK if link_s >= host_s else Bound.LAUNCH
+        return Bottleneck.MEMORY
+    return Bottleneck.LINK if link_s >= host_s else Bottleneck.LAUNCH

@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass
 
 from diptych.cost.tables import device_spec, model_spec
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import QUANT_ALIASES, QUANTS
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 
 REQUIRED = ("system", "hardware", "model", "precision", "tp", "batch", "prompt", "gen", "phase", "value", "unit")
 
@@ -59,7 +59,7 @@ class PublishedRow:
     quant: str
     tp: int
     phase: Phase
-    work: Workload
+    work: StepShape
     measured_s: float
     source: str
 
@@ -167,9 +167,9 @@ def _row(entry: dict[str, str]) -> PublishedRow | None:
     if measured_s is None or tokens == 0:
         return None
     if phase is Phase.PREFILL:
-        work = Workload.prefill(batch=batch, new_tokens=prompt)
+        work = StepShape.prefill(batch=batch, new_tokens=prompt)
     else:
-        work = Workload.decode(batch=batch, context_tokens=max(prompt + generated // 2, 2))
+        work = StepShape.decode(batch=batch, context_tokens=max(prompt + generated // 2, 2))
     return PublishedRow(
         stack=stack,
         device=device,

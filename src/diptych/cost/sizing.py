@@ -18,9 +18,9 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.memory import capacity_of
 from diptych.cost.roofline import compute_dtype
 from diptych.cost.setup import Setup
-from diptych.cost.workload import Workload
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 from diptych.ground.specs import Flag, StepCost
 
 TRIED_TP = (1, 2, 4, 8)
@@ -31,7 +31,7 @@ MAX_ROUNDS = 40
 TAIL_WAITS = 3.0  # 95th percentile of an exponential tail, in mean waits
 
 
-class Verdict(Enum):
+class Judgement(Enum):
     """Whether a setup meets the limits."""
 
     MEETS = "meets"
@@ -82,7 +82,7 @@ class Candidate:
     instances: int
     devices: int
     usd_per_hour: float | None
-    verdict: Verdict
+    verdict: Judgement
     reason: str
     low: Load | None
     middle: Load | None
@@ -169,10 +169,10 @@ def size(
     candidates = [candidate for setup in setups for candidate in judge(setup, ask, prices=prices)]
     if budget_usd_per_hour is not None:
         candidates = [_within(candidate, budget_usd_per_hour) for candidate in candidates]
-    meeting = sorted((c for c in candidates if c.verdict is Verdict.MEETS), key=lambda c: c.rank)
+    meeting = sorted((c for c in candidates if c.verdict is Judgement.MEETS), key=lambda c: c.rank)
     best = meeting[0] if meeting else None
     plain = [c for c in meeting if c.setup.quant.weight_bytes >= 2.0]
-    undecided = sorted((c for c in candidates if c.verdict is Verdict.UNDECIDED), key=lambda c: c.rank)
+    undecided = sorted((c for c in candidates if c.verdict is Judgement.UNDECIDED), key=lambda c: c.rank)
     if best is not None:
         undecided = [c for c in undecided if c.rank < best.rank]
     return Answer(
@@ -180,16 +180,16 @@ def size(
         best=best,
         best_unquantised=plain[0] if plain and plain[0] is not best else None,
         undecided=tuple(undecided[:5]),
-        rejected=tuple(c for c in candidates if c.verdict is Verdict.MISSES),
+        rejected=tuple(c for c in candidates if c.verdict is Judgement.MISSES),
         unmeasured=unmeasured(best or (undecided[0] if undecided else None), ask, prices),
     )
 
 
 def _within(candidate: Candidate, budget: float) -> Candidate:
     price = candidate.usd_per_hour
-    if price is None or price <= budget or candidate.verdict is Verdict.MISSES:
+    if price is None or price <= budget or candidate.verdict is Judgement.MISSES:
         return candidate
-    return replace(candidate, verdict=Verdict.MISSES, reason=f"costs {price:.2f} USD/h; the budget is {budget:.2f}")
+    return replace(candidate, verdict=Judgement.MISSES, reason=f"costs {price:.2f} USD/h; the budget is {budget:.2f}")
 
 
 def judge(setup: Setup, ask: Ask, *, prices: Mapping[str, float]) -> list[Candidate]:
@@ -222,7 +222,7 @@ def judge(setup: Setup, ask: Ask, *, prices: Mapping[str, float]) -> list[Candid
 
 def _least_instances(predictor: CalibratedModel, ask: Ask) -> int:
     """What the prefills alone need."""
-    prefill_s = predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)).total_s
+    prefill_s = predictor.predict(StepShape.prefill(batch=1, new_tokens=ask.input_tokens)).total_s
     return max(math.ceil(ask.requests_per_s * prefill_s / MAX_LOAD), 1)
 
 
@@ -261,18 +261,18 @@ def _evaluate(
     share = _share(ask, instances)
     low, middle, high = (steady_state(predictor, share, end=end) for end in End)
     if _meets(high, ask, max_batch):
-        verdict = Verdict.MEETS
+        verdict = Judgement.MEETS
     elif _meets(low, ask, max_batch):
-        verdict = Verdict.UNDECIDED
+        verdict = Judgement.UNDECIDED
     else:
-        verdict = Verdict.MISSES
+        verdict = Judgement.MISSES
     return Candidate(
         setup=setup,
         instances=instances,
         devices=instances * setup.tp,
         usd_per_hour=_price(setup, instances, prices),
         verdict=verdict,
-        reason=_reason(verdict, high if verdict is not Verdict.MISSES else low, ask, max_batch),
+        reason=_reason(verdict, high if verdict is not Judgement.MISSES else low, ask, max_batch),
         low=low,
         middle=middle,
         high=high,
@@ -290,9 +290,9 @@ def steady_state(predictor: CalibratedModel, ask: Ask, *, end: End) -> Load | No
     context = ask.input_tokens + ask.output_tokens // 2
 
     def decode_s(batch: int) -> float:
-        return end.of(predictor.predict(Workload.decode(batch=batch, context_tokens=context)))
+        return end.of(predictor.predict(StepShape.decode(batch=batch, context_tokens=context)))
 
-    prefill_s = end.of(predictor.predict(Workload.prefill(batch=1, new_tokens=ask.input_tokens)))
+    prefill_s = end.of(predictor.predict(StepShape.prefill(batch=1, new_tokens=ask.input_tokens)))
     share = ask.requests_per_s * prefill_s
     if share > MAX_LOAD:
         return None
@@ -343,10 +343,10 @@ def _peak_batch(load: Load) -> float:
     return load.batch + 2.0 * math.sqrt(load.batch)
 
 
-def _reason(verdict: Verdict, load: Load | None, ask: Ask, max_batch: int) -> str:
-    if verdict is Verdict.MEETS:
+def _reason(verdict: Judgement, load: Load | None, ask: Ask, max_batch: int) -> str:
+    if verdict is Judgement.MEETS:
         return "the whole interval is inside both limits"
-    end = "slow" if verdict is Verdict.UNDECIDED else "fast"
+    end = "slow" if verdict is Judgement.UNDECIDED else "fast"
     if load is None:
         return f"prefills or decodes cannot keep up at the {end} end of the interval"
     if load.ttft_s > ask.ttft_s:
@@ -366,7 +366,7 @@ def _rejected(setup: Setup, prices: Mapping[str, float], reason: str) -> Candida
         instances=1,
         devices=setup.tp,
         usd_per_hour=_price(setup, 1, prices),
-        verdict=Verdict.MISSES,
+        verdict=Judgement.MISSES,
         reason=reason,
         low=None,
         middle=None,
@@ -383,8 +383,8 @@ def distance_of(candidate: Candidate, ask: Ask) -> tuple[str, ...]:
     context = ask.input_tokens + ask.output_tokens // 2
     predictor = candidate.setup.model_of_time()
     steps = (
-        (Phase.PREFILL, Workload.prefill(batch=1, new_tokens=ask.input_tokens)),
-        (Phase.DECODE, Workload.decode(batch=max(round(load.batch), 1), context_tokens=context)),
+        (Phase.PREFILL, StepShape.prefill(batch=1, new_tokens=ask.input_tokens)),
+        (Phase.DECODE, StepShape.decode(batch=max(round(load.batch), 1), context_tokens=context)),
     )
     return tuple(f"{phase.value}, {gap.axis}: {gap.text}" for phase, work in steps for gap in predictor.gaps(work))
 

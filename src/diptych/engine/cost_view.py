@@ -8,8 +8,8 @@ from __future__ import annotations
 from diptych.compute.runner import Model
 from diptych.cost.components import PhaseCost, cost_of
 from diptych.cost.tables import kv_spec
-from diptych.cost.workload import Workload
 from diptych.ground.formats import engine_quant
+from diptych.ground.shape import StepShape
 
 
 class CostView:
@@ -20,11 +20,11 @@ class CostView:
         self.quant = engine_quant(model.weights_format, model.head_format)
         self.kv = kv_spec(model.kv_format)
 
-    def cost(self, work: Workload) -> PhaseCost:
+    def cost(self, work: StepShape) -> PhaseCost:
         """Components of one step."""
         return cost_of(self.spec, work, quant=self.quant, kv=self.kv)
 
-    def bound_s(self, work: Workload, read_bytes_per_s: float, flops_per_s: float) -> float:
+    def bound_s(self, work: StepShape, read_bytes_per_s: float, flops_per_s: float) -> float:
         """What the two ceilings allow for one step: the longer of bytes over bandwidth and operations over peak.
 
         flops_per_s is of the linear layers' dtype. It errs on the side of a shorter time: with int8 weights, attention

@@ -32,7 +32,7 @@ from diptych.ground.events import (
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.step import Executor, TokenLogprobs
-from diptych.metrics import EventBook, PhaseTotals, RequestRecord
+from diptych.metrics import EventBook, RequestRecord
 from diptych.stepper import Observe, Stepper
 
 logger = logging.getLogger("diptych.engine")
@@ -119,7 +119,7 @@ class Engine:
         self.back_memory = back_memory
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
-        self._book = EventBook()
+        self.book = EventBook()  # of every open request, and of every step
         self._listeners: list[Callable[[list[Event]], None]] = []
         self.stepper = Stepper(core, executor, clock, fold=self._publish, observe=observe)
 
@@ -127,11 +127,6 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a step would do something."""
         return self.core.has_work
-
-    @property
-    def totals(self) -> PhaseTotals:
-        """Tokens and seconds of each phase since the start."""
-        return self._book.totals
 
     @property
     def n_open(self) -> int:
@@ -206,7 +201,7 @@ class Engine:
 
     def _forget(self, request_id: str) -> None:
         self._open.pop(request_id, None)
-        self._book.take(request_id)
+        self.book.take(request_id)
 
     def step(self) -> bool:
         """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails.
@@ -225,7 +220,7 @@ class Engine:
         """Fold events into records, turn tokens into text, tell listeners; stop strings may end choices on the way."""
         finishes = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
         added: list[Event] = []
-        self._book.fold(events)
+        self.book.fold(events)
         for event in events:
             if isinstance(event, StepBeginEvent | StepEndEvent):
                 continue
@@ -239,7 +234,7 @@ class Engine:
             elif isinstance(event, PromptLogprobsEvent):
                 opened.prompt_logprobs += event.entries
             elif isinstance(event, ArrivalEvent):
-                opened.record = self._book.records[event.request_id]
+                opened.record = self.book.records[event.request_id]
         for listener in tuple(self._listeners):
             listener(events)
         if added:

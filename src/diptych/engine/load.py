@@ -19,7 +19,6 @@ from diptych.control.loop import EngineCore
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.step_time import StepTimeModel
-from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
@@ -30,6 +29,7 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
+from diptych.ground.shape import StepShape
 from diptych.models.named import SHAPES
 
 logger = logging.getLogger("diptych.engine")
@@ -180,16 +180,26 @@ def _blocks(n_tokens: int, block_tokens: int) -> int:
     return -(-n_tokens // block_tokens)
 
 
-def local_predictor(model: Model) -> CalibratedModel | None:
-    """Step times predicted from this machine's measured profile.
+def profile_gap(model: Model) -> str | None:
+    """Why this machine's measured profile says nothing of the model's step times; None where it does."""
+    if model.device.type != "cpu":
+        return "only CPUs are measured"
+    if not profile_path().exists():
+        return "this machine was never measured (diptych lab calibrate)"
+    profile = load_profile()
+    measured, own = profile.get("backend", model.backend_name), model.backend_name
+    if measured == own:
+        measured, own = profile.get("kernels", model.instruction_set), model.instruction_set
+    if measured == own:
+        return None
+    return f"this machine was measured with {measured}, not with {own} (diptych lab calibrate)"
 
-    None when it was never measured, or not with the model's backend on a CPU: the times of other kernels say nothing.
-    """
-    if not profile_path().exists() or model.device.type != "cpu":
+
+def local_predictor(model: Model) -> CalibratedModel | None:
+    """Step times predicted from this machine's measured profile; None where `profile_gap` says why not."""
+    if profile_gap(model) is not None:
         return None
     profile = load_profile()
-    if profile.get("backend", model.backend_name) != model.backend_name:
-        return None
     view = CostView(model)
     return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
 
@@ -200,7 +210,7 @@ def default_places(pool_tokens: int, context_tokens: int, calibrated: Calibrated
         return places(pool_tokens, context_tokens, None)
 
     def predict_s(sequences: int, tokens: int) -> float:
-        return calibrated.predict(Workload.decode(batch=sequences, context_tokens=tokens)).total_s
+        return calibrated.predict(StepShape.decode(batch=sequences, context_tokens=tokens)).total_s
 
     return places(pool_tokens, context_tokens, predict_s)
 

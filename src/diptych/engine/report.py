@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.calibrated import CalibratedModel
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, local_predictor
+from diptych.engine.load import LoadedModel, local_predictor, profile_gap
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
 from diptych.metrics import EventBook, StepRecord, percentile
@@ -44,10 +44,14 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """What `diptych generate` prints after the text. load_s is None where nobody waited for the model to load."""
+    """What `diptych generate` prints after the text. load_s is None where nobody waited for the model to load.
+
+    kernels: the kernel set, or what torch runs on. unpredicted: why there is no prediction, where there is none.
+    """
 
     model: str
     backend: str
+    kernels: str
     weights: str
     threads: int
     ceilings: Ceilings
@@ -60,6 +64,7 @@ class PhaseReport:
     itl_p50_s: float | None
     itl_p99_s: float | None
     usage: Usage
+    unpredicted: str | None = None
 
     def as_json(self) -> dict[str, object]:
         """Plain dicts."""
@@ -74,7 +79,8 @@ class PhaseReport:
     def table(self) -> str:
         """A few aligned lines for a terminal."""
         head = (
-            f"phase report · {self.model} · {self.backend} backend, {self.weights} weights, {self.threads} threads · "
+            f"phase report · {self.model} · {self.backend} backend ({self.kernels}), {self.weights} weights, "
+            f"{self.threads} threads · "
             f"ceilings {self.ceilings.read_bytes_per_s / 1e9:.1f} GB/s, {self.ceilings.flops_per_s / 1e9:.0f} Gop/s"
         )
         lines = [head, f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}"]
@@ -89,8 +95,8 @@ class PhaseReport:
         if self.itl_p50_s is not None and self.itl_p99_s is not None:
             lines.append(f"  between tokens p50 {_ms(self.itl_p50_s)}, p99 {_ms(self.itl_p99_s)}")
         usage = self.usage
-        if self.prefill.predicted_s is None:
-            lines.append("  no prediction: this machine was never measured (diptych lab calibrate)")
+        if self.unpredicted is not None:
+            lines.append(f"  no prediction: {self.unpredicted}")
         lines.append(
             f"  prompt {usage.prompt_tokens} tokens = {usage.computed_tokens} computed + {usage.cached_tokens} cached"
         )
@@ -125,6 +131,7 @@ def phase_report(
     return PhaseReport(
         model=loaded.name,
         backend=loaded.model.backend_name,
+        kernels=loaded.model.instruction_set,
         weights=loaded.model.weights_format,
         threads=loaded.model.threads,
         ceilings=ceilings,
@@ -137,6 +144,7 @@ def phase_report(
         itl_p50_s=percentile(itl, 50.0),
         itl_p99_s=percentile(itl, 99.0),
         usage=usage,
+        unpredicted=profile_gap(loaded.model),
     )
 
 

@@ -23,7 +23,7 @@ class Flag(Enum):
     UNVERIFIED = "unverified"  # from memory, second hand, or computed from clocks
 
 
-class Bound(Enum):
+class Bottleneck(Enum):
     """What a step waits for most."""
 
     COMPUTE = "compute"
@@ -119,6 +119,6 @@ class StepCost:
     total_s: float
     low_s: float
     high_s: float
-    bound: Bound
+    bound: Bottleneck
     is_bound: bool
     parts_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))

@@ -82,7 +82,6 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     starts: tuple[SequenceStart, ...] = ()
     ended_seq_ids: tuple[int, ...] = ()
-    planned_at_s: float = 0.0
     known_shape: InitVar[StepShape | None] = None
     shape: StepShape = field(init=False, repr=False, compare=False)
 

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from diptych.compute.ceilings import Ceilings, machine_ceilings, read_ceiling
 from diptych.compute.runner import Model
 from diptych.control.loop import EngineCore
-from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.load import make_machinery
@@ -25,6 +24,7 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.events import Event
 from diptych.ground.phase import Phase
 from diptych.ground.request import Request, SamplingParams
+from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook
 from diptych.stepper import Stepper
 
@@ -158,10 +158,10 @@ class StaticBench:
             # memory changes speed within seconds on shared machines, so each run has a ceiling of its own
             run.read_bytes_per_s = 0.5 * (around[-2] + around[-1])
             runs.append(run)
-        prefill = Workload.prefill(batch=batch, new_tokens=length)
+        prefill = StepShape.prefill(batch=batch, new_tokens=length)
         points = [self._phase_point(Phase.PREFILL, length, batch, 1, runs, [prefill], ceilings)]
         if new_tokens > 1:
-            decode = [Workload.decode(batch=batch, context_tokens=length + i) for i in range(1, new_tokens)]
+            decode = [StepShape.decode(batch=batch, context_tokens=length + i) for i in range(1, new_tokens)]
             points.append(self._phase_point(Phase.DECODE, length, batch, new_tokens, runs, decode, ceilings))
         gc.collect()  # the pool of this point goes before the next one's comes
         return points
@@ -173,7 +173,7 @@ class StaticBench:
         batch: int,
         new_tokens: int,
         runs: list[_Run],
-        work: list[Workload],
+        work: list[StepShape],
         ceilings: Ceilings,
     ) -> PhasePoint:
         is_prefill = phase is Phase.PREFILL
@@ -239,6 +239,6 @@ class _StaticBatch:
             prefill_s=prefill_end_s - begin_s,
             decode_s=max(end_s - prefill_end_s, 1e-9),
             decode_tokens=sum(at_s > prefill_end_s for times_s in times for at_s in times_s),
-            device_s=book.totals.device_s,
+            device_s=book.device_s,
             total_s=end_s - begin_s,
         )

@@ -23,17 +23,17 @@ import psutil
 
 from diptych import __version__
 from diptych.compute.ceilings import Ceilings, machine_ceilings
-from diptych.compute.ops.cpu_kernels import measure_read_bytes_per_s
+from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.fit import residual_of
 from diptych.cost.profile import SCHEMA, profile_path
-from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 from diptych.lab.drive import Engines
 from diptych.lab.fingerprint import fingerprint
 from diptych.lab.probe import StepProbe
@@ -77,15 +77,15 @@ EMPTY_MODEL: dict[str, Any] = PROBE_MODEL | {
 }
 
 
-def _rows(n: int, start: int = 0) -> Workload:
-    return Workload.prefill(batch=1, new_tokens=n, cached_tokens=start)
+def _rows(n: int, start: int = 0) -> StepShape:
+    return StepShape.prefill(batch=1, new_tokens=n, cached_tokens=start)
 
 
-DECODE_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in
+DECODE_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in
                 ((1, 64), (1, 2048), (1, 8000), (4, 256), (8, 1024), (16, 256), (32, 256))]  # fmt: skip
 PREFILL_STEPS = [_rows(n) for n in (8, 32, 64, 128, 256, 512, 1024, 2048)] + [_rows(256, 1792), _rows(512, 6144)]
-EMPTY_STEPS = [Workload.decode(batch=1, context_tokens=16), Workload.decode(batch=16, context_tokens=16)]
-SMALL_STEPS = [Workload.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
+EMPTY_STEPS = [StepShape.decode(batch=1, context_tokens=16), StepShape.decode(batch=16, context_tokens=16)]
+SMALL_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
 CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
 CACHED = 1.3  # times the memory's rate from which on a size counts as held by a cache; a shared one is no faster
 BUDGET_S = 4.0  # of rounds for each model, so that all of it takes less than a minute
@@ -93,11 +93,11 @@ FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TimedStep:
     """One timed step of one model."""
 
     view: CostView
-    work: Workload
+    work: StepShape
     measured: Estimate
 
     @property
@@ -114,18 +114,19 @@ def calibrate(
     effort: for each of the models timed; without it five rounds or BUDGET_S.
     """
     effort = effort or Effort(budget_s=BUDGET_S)
-    samples: list[Sample] = []
+    samples: list[TimedStep] = []
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
     host: dict[str, float] = {}
-    backend = ""
+    backend = kernels = ""
+    placement = Placement(threads=1)
     for weights in ("bf16", "int8", "int4", "fp32"):
         config = replace(compute, weights=weights)
         if backend and weights not in FORMATS[backend]:
             continue
         progress(f"measuring {weights}")
         model = random_model(PROBE_MODEL, config, seed=0)
-        backend = model.backend_name
+        backend, kernels, placement = model.backend_name, model.instruction_set, model.placement
         ceilings[weights] = machine_ceilings(model)
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement, ceilings[weights].read_bytes_per_s)
@@ -141,7 +142,7 @@ def calibrate(
             host = _host(empty, effort)
             empty.close()
     progress("fitting")
-    profile = _profile(ceilings, backend)
+    profile = _profile(ceilings, backend, kernels=kernels, placement=placement)
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
     profile = _fit(profile, samples) | {"host": host}
@@ -152,12 +153,12 @@ def calibrate(
     return profile
 
 
-def _sample(model: Model, steps: Sequence[Workload], effort: Effort) -> list[Sample]:
+def _sample(model: Model, steps: Sequence[StepShape], effort: Effort) -> list[TimedStep]:
     longest = max(sum((s.start_pos + s.new_tokens + 32) * s.count for s in work.shapes) for work in steps)
     probe, view = StepProbe(model, max_tokens=longest), CostView(model)
     # in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others
     rounds = measure([probe.sampler(work) for work in steps], effort)
-    return [Sample(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+    return [TimedStep(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
 
 
 def _host(model: Model, effort: Effort) -> dict[str, float]:
@@ -199,10 +200,11 @@ def cache_level(rates: Mapping[int, float], memory_bytes_per_s: float) -> dict[s
     return {"bytes": float(held[-1] * 2**20), "bytes_per_s": statistics.median(level)}
 
 
-def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
+def _profile(ceilings: dict[str, Ceilings], backend: str, *, kernels: str, placement: Placement) -> dict[str, Any]:
     """The profile before fitting: measured ceilings, and starting values for everything else."""
     rates = {one.compute_dtype: one.flops_per_s for one in ceilings.values()}
-    rates.setdefault("fp32", rates["bf16"] / 2)  # peaks the engine never uses on this backend; the planner wants one
+    if "fp32" not in rates:  # a peak that the engine never uses on this backend; the planner wants one
+        rates["fp32"] = measure_ops_per_s("fp32", placement)
     residual = {"low": 0.0, "high": 0.0, "median_error": 0.0, "rows": 0}
     info = fingerprint()
     return {
@@ -210,6 +212,7 @@ def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
         "device": info["cpu"],
         "kind": "cpu",
         "backend": backend,
+        "kernels": kernels,
         "date": datetime.fromtimestamp(wall_time_s(), UTC).date().isoformat(),
         "provenance": f"diptych {__version__} lab calibrate, {backend} backend",
         "memory_bytes_per_s": max(one.read_bytes_per_s for one in ceilings.values()),
@@ -226,7 +229,7 @@ def _profile(ceilings: dict[str, Ceilings], backend: str) -> dict[str, Any]:
     }
 
 
-def _fit(profile: dict[str, Any], samples: Sequence[Sample]) -> dict[str, Any]:
+def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any]:
     """Damped Gauss-Newton on log ratios, with a weak pull to the start so that an unseen constant stays put."""
     places = _places(profile)
     start = np.log([table[key] for table, key in _cells(profile, places)])
@@ -276,6 +279,6 @@ def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[t
     return cells
 
 
-def _predicted_s(profile: dict[str, Any], sample: Sample) -> float:
+def _predicted_s(profile: dict[str, Any], sample: TimedStep) -> float:
     view = sample.view
     return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv).predict(sample.work).total_s

@@ -47,7 +47,7 @@ class Driver:
     @property
     def device_s(self) -> float:
         """Seconds inside the kernels, over all steps."""
-        return self.book.totals.device_s
+        return self.book.device_s
 
     def prompt(self, n_tokens: int) -> tuple[int, ...]:
         """Random token ids, new with every call."""

@@ -18,10 +18,10 @@ from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile
-from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, local_predictor, size_pool
 from diptych.ground.config import EngineConfig
+from diptych.ground.shape import StepShape
 from diptych.lab.drive import Engines
 from diptych.lab.fingerprint import last_level_cache_bytes
 from diptych.lab.probe import StepProbe, prompt_works
@@ -258,7 +258,7 @@ class Stage:
         """Time points in turns, as long as this run's effort says."""
         return measure(samplers, self.effort, progress=self.progress)
 
-    def predicted_s(self, work: Workload, model: Model | None = None) -> float | None:
+    def predicted_s(self, work: StepShape, model: Model | None = None) -> float | None:
         """What the calibrated model of this machine says of a step's kernels; None when it was never calibrated."""
         predictor = self.predictor if model is None else local_predictor(model)
         return None if predictor is None else _kernels_s(predictor, work)
@@ -274,7 +274,7 @@ class Stage:
         if self.predictor is None:
             return None
         first_s = sum(self.predictor.predict(work).total_s for work in prompt_works(prompt_tokens))
-        steps = [Workload.decode(batch=1, context_tokens=prompt_tokens + 1 + i) for i in range(new_tokens - 1)]
+        steps = [StepShape.decode(batch=1, context_tokens=prompt_tokens + 1 + i) for i in range(new_tokens - 1)]
         return first_s, sum(self.predictor.predict(work).total_s for work in steps)
 
     def other(self, *, changes: dict[str, Any] | None = None, weights: str | None = None) -> Model:
@@ -290,7 +290,7 @@ class Stage:
         return fitting
 
 
-def _kernels_s(predictor: CalibratedModel, work: Workload) -> float:
+def _kernels_s(predictor: CalibratedModel, work: StepShape) -> float:
     return predictor.predict(work).total_s - predictor.calibration.host.time_s(work.n_sequences)
 
 

@@ -82,7 +82,7 @@ class LoadConfig:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class SentRequest:
     """One request as the client saw it; times are seconds since the run began."""
 
     number: int
@@ -151,9 +151,9 @@ def bodies(config: LoadConfig) -> list[dict[str, Any]]:
 
 
 async def run_load(
-    config: LoadConfig, *, clock: Clock | None = None, on_done: Callable[[Outcome], None] | None = None
-) -> list[Outcome]:
-    """Send everything and return one Outcome per request, in order. Never raises for a failed request."""
+    config: LoadConfig, *, clock: Clock | None = None, on_done: Callable[[SentRequest], None] | None = None
+) -> list[SentRequest]:
+    """Send everything and return one SentRequest per request, in order. Never raises for a failed request."""
     clock = clock or MonotonicClock()
     client = HttpClient(config.url, api_key=config.api_key)
     sender = _Sender(client, config, clock)
@@ -176,8 +176,8 @@ class _Sender:
         self._path = "/v1/chat/completions" if config.endpoint == "chat" else "/v1/completions"
 
     async def open_loop(
-        self, made: Sequence[dict[str, Any]], due: Sequence[float], on_done: Callable[[Outcome], None] | None
-    ) -> list[Outcome]:
+        self, made: Sequence[dict[str, Any]], due: Sequence[float], on_done: Callable[[SentRequest], None] | None
+    ) -> list[SentRequest]:
         """Send each request when it is due, whatever became of the others."""
         self._begin_s = self._clock.now_s()
         tasks = []
@@ -189,13 +189,13 @@ class _Sender:
         return list(await asyncio.gather(*tasks))
 
     async def closed_loop(
-        self, made: Sequence[dict[str, Any]], concurrency: int, on_done: Callable[[Outcome], None] | None
-    ) -> list[Outcome]:
+        self, made: Sequence[dict[str, Any]], concurrency: int, on_done: Callable[[SentRequest], None] | None
+    ) -> list[SentRequest]:
         """Keep `concurrency` requests in flight; the next is due when one ends."""
         self._begin_s = self._clock.now_s()
         queue = iter(enumerate(made))
 
-        async def worker() -> list[Outcome]:
+        async def worker() -> list[SentRequest]:
             return [await self._send(number, body, self._now_s(), on_done) for number, body in queue]
 
         groups = await asyncio.gather(*(worker() for _ in range(min(concurrency, len(made)))))
@@ -205,9 +205,9 @@ class _Sender:
         return self._clock.now_s() - self._begin_s
 
     async def _send(
-        self, number: int, body: dict[str, Any], due_s: float, on_done: Callable[[Outcome], None] | None
-    ) -> Outcome:
-        outcome = Outcome(number=number, due_s=due_s, sent_s=self._now_s())
+        self, number: int, body: dict[str, Any], due_s: float, on_done: Callable[[SentRequest], None] | None
+    ) -> SentRequest:
+        outcome = SentRequest(number=number, due_s=due_s, sent_s=self._now_s())
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 await self._read_answer(outcome, body)
@@ -220,7 +220,7 @@ class _Sender:
             on_done(outcome)
         return outcome
 
-    async def _read_answer(self, outcome: Outcome, body: dict[str, Any]) -> None:
+    async def _read_answer(self, outcome: SentRequest, body: dict[str, Any]) -> None:
         async with aclosing(self._client.events(self._path, body)) as events:
             async for data in events:
                 now_s = self._now_s()
@@ -250,7 +250,7 @@ def carries_output(chunk: dict[str, Any]) -> bool:
     return False
 
 
-def _note_usage(outcome: Outcome, chunk: dict[str, Any]) -> None:
+def _note_usage(outcome: SentRequest, chunk: dict[str, Any]) -> None:
     usage = chunk["usage"]
     outcome.prompt_tokens = usage.get("prompt_tokens") or 0
     outcome.output_tokens = usage.get("completion_tokens") or 0
@@ -267,7 +267,7 @@ def _spread(found: Distribution | None) -> dict[str, float | None]:
     return {name: None if found is None else getattr(found, name) for name in ("p50", "p95", "p99", "mean")}
 
 
-def summarize(config: LoadConfig, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summarize(config: LoadConfig, outcomes: Sequence[SentRequest]) -> dict[str, Any]:
     """Everything the run says, as one JSON object. Latencies are those of answered requests; failures are counted."""
     limits = Limits(ttft_s=config.ttft_objective_s, tpot_s=config.tpot_objective_s)
     total = metrics.summarize([one.sample for one in outcomes], limits=limits)

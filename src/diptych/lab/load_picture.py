@@ -9,13 +9,13 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diptych.lab.load import Outcome
+from diptych.lab.load import SentRequest
 from diptych.lab.style import DECODE, FAILED, PREFILL, log_axis
 
 WAIT, STREAM = PREFILL, DECODE
 
 
-def draw(outcomes: Sequence[Outcome], summary: dict[str, Any], path: Path) -> None:
+def draw(outcomes: Sequence[SentRequest], summary: dict[str, Any], path: Path) -> None:
     """Write a PNG or SVG (by the suffix of `path`)."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     (runs, rate), (first, between) = figure.subplots(2, 2)
@@ -33,7 +33,7 @@ def draw(outcomes: Sequence[Outcome], summary: dict[str, Any], path: Path) -> No
     figure.savefig(path, dpi=110)
 
 
-def _draw_runs(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+def _draw_runs(axes: Axes, outcomes: Sequence[SentRequest]) -> None:
     for one in outcomes:
         if one.error is not None:
             axes.plot([one.due_s], [one.number], marker="x", color=FAILED, markersize=4)
@@ -44,7 +44,7 @@ def _draw_runs(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     axes.set(title="each request: due to first token, then decode", xlabel="s", ylabel="request")
 
 
-def _draw_rate(axes: Axes, outcomes: Sequence[Outcome], wall_s: float) -> None:
+def _draw_rate(axes: Axes, outcomes: Sequence[SentRequest], wall_s: float) -> None:
     moments = [moment for one in outcomes for moment in one.event_s]
     if moments and wall_s > 0:
         bins = max(10, min(60, int(wall_s)))  # narrower ones would show single steps of a large batch

@@ -14,20 +14,20 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.cpu_model import CpuModel
 from diptych.compute.runner import Model
-from diptych.cost.workload import ChunkShape, Workload
 from diptych.ground.errors import CapacityError, ConfigError
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.lab.rounds import Sampler, burst
 
 CHUNK_TOKENS = 2048  # a prompt is read in chunks of at most this many tokens, as the engine does
 
 
-def prompt_works(n_tokens: int) -> list[Workload]:
+def prompt_works(n_tokens: int) -> list[StepShape]:
     """The steps in which the engine reads a prompt."""
     works = []
     for start in range(0, n_tokens, CHUNK_TOKENS):
         size = min(CHUNK_TOKENS, n_tokens - start)
         is_last = start + size == n_tokens
-        works.append(Workload.prefill(batch=1, new_tokens=size, cached_tokens=start, samples=is_last))
+        works.append(StepShape.prefill(batch=1, new_tokens=size, cached_tokens=start, samples=is_last))
     return works
 
 
@@ -40,12 +40,12 @@ class StepProbe:
         # each sequence may waste part of a block; 64 sequences are more than any experiment runs
         self._kv = model.make_kv(-(-max_tokens // block_tokens) + 64, block_tokens)
 
-    def step(self, work: Workload) -> Callable[[], torch.Tensor]:
+    def step(self, work: StepShape) -> Callable[[], torch.Tensor]:
         """A function that runs this step once. Raises CapacityError when the pool is too small for its contexts."""
         batch = self._batch([shape for shape in work.shapes for _ in range(shape.count)])
         return lambda: self.model.forward(batch, self._kv)
 
-    def sampler(self, work: Workload) -> Sampler:
+    def sampler(self, work: StepShape) -> Sampler:
         """Seconds of one forward step, logits included."""
         return burst(self._synced(self.step(work)))
 
@@ -94,7 +94,7 @@ class StepParts:
     Sample the whole step with `total`; right after it, `part(...)` gives the share of the kinds named.
     """
 
-    def __init__(self, probe: StepProbe, work: Workload) -> None:
+    def __init__(self, probe: StepProbe, work: StepShape) -> None:
         if not isinstance(probe.model, CpuModel):
             raise ConfigError("the time of a step's parts is counted by the cpu backend only")
         self._program = probe.model.program

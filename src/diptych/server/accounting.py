@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.compute.ceilings import Ceilings
-from diptych.cost.workload import Workload
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import RequestHandle
-from diptych.ground.errors import EngineError
 from diptych.ground.events import Timings, Usage
 from diptych.ground.request import Request
+from diptych.ground.shape import StepShape
 from diptych.insight.segments import ChunkTime, TokenWork, segment_costs
-from diptych.server.telemetry import RequestLog
-from diptych.server.timelines import Timelines
+from diptych.metrics import RequestRecord
 
 
 @dataclass(slots=True)
@@ -38,7 +36,7 @@ class Account:
     request: Request
     usage: Usage
     timings: Timings
-    log: RequestLog
+    record: RequestRecord
     thinking: Sequence[Thinking] = field(default_factory=tuple)
 
     @property
@@ -53,13 +51,11 @@ class Accountant:
     def __init__(
         self,
         *,
-        timelines: Timelines,
         work: TokenWork,
         view: CostView | None,
         ceilings: Ceilings | None,
         cold_start_s: float,
     ) -> None:
-        self._timelines = timelines
         self._work = work
         self._view = view
         self._ceilings = ceilings
@@ -69,14 +65,11 @@ class Accountant:
     def account(self, handle: RequestHandle, thinking: Sequence[Thinking] = ()) -> Account:
         """The account of a request whose last delta has arrived."""
         record = handle.record()
-        logs = self._timelines.find(handle.request_id)
-        if not logs:
-            raise EngineError(f"no log of request {handle.request_id!r} was kept")
         return Account(
             request=handle.request,
             usage=record.usage(),
             timings=record.timings(),
-            log=logs[0],
+            record=record,
             thinking=tuple(thinking),
         )
 
@@ -128,14 +121,14 @@ class Accountant:
 
     def _predicted(self, account: Account) -> dict[str, float | None]:
         """What the scheduler expected of the steps this request took part in, others' work included."""
-        first_s = min((times[0] for times in account.log.token_s.values()), default=None)
+        record, first_s = account.record, account.record.first_token_s
         expected = [
-            chunk.step.predicted_s for chunk in account.log.chunks if first_s is None or chunk.step.begin_s < first_s
+            chunk.step.predicted_s for chunk in record.chunks if first_s is None or chunk.step.begin_s < first_s
         ]
         is_known = bool(expected) and all(value is not None for value in expected)
         return {
             "prefill_ms": _ms(sum(value or 0.0 for value in expected)) if is_known else None,
-            "decode_ms": _ms(account.log.decode_predicted_s) if is_known else None,
+            "decode_ms": _ms(record.decode_predicted_s) if is_known else None,
         }
 
     def _roofline(self, account: Account) -> dict[str, Any]:
@@ -145,12 +138,12 @@ class Accountant:
         usage, bytes_per_s, flops_per_s = account.usage, self._ceilings.read_bytes_per_s, self._ceilings.flops_per_s
         prefill_s = decode_s = memory_s = compute_s = 0.0
         if usage.computed_tokens > 0:
-            prompt = Workload.prefill(batch=1, new_tokens=usage.computed_tokens, cached_tokens=usage.cached_tokens)
+            prompt = StepShape.prefill(batch=1, new_tokens=usage.computed_tokens, cached_tokens=usage.cached_tokens)
             prefill_s = self._view.bound_s(prompt, bytes_per_s, flops_per_s)
-        n_steps = max((len(times) - 1 for times in account.log.token_s.values()), default=0)
+        n_steps = max((len(one.token_times_s) - 1 for one in account.record.choices.values()), default=0)
         if n_steps > 0:
             middle = usage.prompt_tokens + n_steps // 2 + 1
-            work = Workload.decode(batch=account.request.sampling.n, context_tokens=middle)
+            work = StepShape.decode(batch=account.request.sampling.n, context_tokens=middle)
             decode_s = n_steps * self._view.bound_s(work, bytes_per_s, flops_per_s)
             cost = self._view.cost(work)
             memory_s, compute_s = n_steps * cost.bytes / bytes_per_s, n_steps * cost.flops / flops_per_s
@@ -165,7 +158,7 @@ class Accountant:
         request = account.request
         costs = segment_costs(
             request.segments,
-            chunk_times(account.log, account.timings),
+            chunk_times(account.record, account.timings),
             n_tokens=len(request.prompt_token_ids),
             cached_tokens=account.usage.cached_tokens,
             work=self._work,
@@ -217,14 +210,14 @@ def running_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     return {"usage": {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}}
 
 
-def chunk_times(log: RequestLog, timings: Timings) -> list[ChunkTime]:
+def chunk_times(record: RequestRecord, timings: Timings) -> list[ChunkTime]:
     """Measured prefill time by chunk: from the moment a chunk was planned to the next one's, the last to the first token.
 
     The intervals lie end to end, so they add up to `prefill_s`; what a chunk waited for is charged to the chunk.
     """
-    begin_s = log.arrival_s + timings.queue_s
+    begin_s = record.arrival_s + timings.queue_s
     end_s = begin_s + timings.prefill_s
-    chunks = [chunk for chunk in log.chunks if chunk.step.begin_s < end_s]
+    chunks = [chunk for chunk in record.chunks if chunk.step.begin_s < end_s]
     starts = [begin_s, *(chunk.step.begin_s for chunk in chunks[1:])]
     ends = [*starts[1:], end_s]
     return [
@@ -236,11 +229,11 @@ def chunk_times(log: RequestLog, timings: Timings) -> list[ChunkTime]:
 def _thinking(account: Account) -> dict[str, Any]:
     """Reasoning apart from the answer; both parts of decode add up to it."""
     timings = account.timings
-    first_s = None if timings.ttft_s is None else account.log.arrival_s + timings.ttft_s
+    first_s = None if timings.ttft_s is None else account.record.arrival_s + timings.ttft_s
     ends = [one.end_s for one in account.thinking if one.end_s is not None]
     thinking_s = max(0.0, max(ends) - first_s) if ends and first_s is not None else 0.0
     visible = [one.visible_s for one in account.thinking if one.visible_s is not None]
-    visible_s = min(visible) - account.log.arrival_s if visible else timings.ttft_s if not account.thinking else None
+    visible_s = min(visible) - account.record.arrival_s if visible else timings.ttft_s if not account.thinking else None
     return {
         "thinking_n": account.reasoning_tokens,
         "thinking_ms": _ms(thinking_s),

@@ -40,7 +40,7 @@ from diptych.server.schema import (
 from diptych.server.sites import site_middleware
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
-from diptych.server.telemetry import Distribution
+from diptych.server.telemetry import LiveHistogram
 from diptych.server.timelines import timelines_json
 
 logger = logging.getLogger("diptych.server")
@@ -100,7 +100,7 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
-async def watch_loop(lag_s: Distribution) -> None:
+async def watch_loop(lag_s: LiveHistogram) -> None:
     """Note how late timers fire, for ever. What holds the event loop or the interpreter holds every stream."""
     now_s = asyncio.get_running_loop().time
     while True:
@@ -274,7 +274,7 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
     @app.delete("/v1/requests/{request_id}", responses=responses(404))
     async def abort(request_id: str) -> dict[str, Any]:
         """End an open request; its reader gets finish_reason "abort"."""
-        still_open = [log for log in state.timelines.find(request_id) if log.request_id in state.telemetry.logs]
+        still_open = [one for one in state.timelines.find(request_id) if one.request_id in state.telemetry.records]
         if not still_open:
             raise ApiError(404, f"no request {request_id[:100]!r} is open", code="not_found")
         for log in still_open:

@@ -49,9 +49,9 @@ class Desk:
         telemetry, now_s = self.telemetry, self.now_s()
         # in this order: a request that the engine takes in between is missed for once, and not counted twice
         counts, unread_tokens = self.engine.stats(), telemetry.unread_tokens
-        entering = [tokens for name, tokens in self.admission.entering.items() if name not in telemetry.logs]
+        entering = [tokens for name, tokens in self.admission.entering.items() if name not in telemetry.records]
         # list() of a dict's values is one C call, so the engine's thread cannot change it half-way
-        oldest = next((log for log in list(telemetry.logs.values()) if not log.chunks), None)
+        oldest = next((one for one in list(telemetry.records.values()) if not one.chunks), None)
         return Backlog(
             unread_tokens=unread_tokens + sum(entering),
             step_left_s=max(0.0, (telemetry.step_end_s or now_s) - now_s),

@@ -11,13 +11,14 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from diptych.compute.ceilings import Ceilings
-from diptych.ground.events import Event, FinishEvent, PreemptEvent, ScheduledEvent, StepBeginEvent, StepEndEvent
+from diptych.ground.events import Event, FinishEvent, PreemptEvent
 from diptych.insight.segments import TokenWork
+from diptych.metrics import RequestRecord, StepRecord
 from diptych.server.desk import Desk
 from diptych.server.errors import ApiError
 from diptych.server.metrics_export import ServedModel
 from diptych.server.sse import event as sse_event
-from diptych.server.telemetry import Distribution, RequestLog
+from diptych.server.telemetry import LiveHistogram
 
 FRAME_S = 0.25
 MAX_FRAME_STEPS = 48  # drawn steps of a frame; the rest are counted in its totals
@@ -48,7 +49,6 @@ class LiveFeed:
         self._machine = ceilings
         self._watchers: set[asyncio.Queue[bytes | None]] = set()
         self._frame = Frame()
-        self._step: dict[str, Any] | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self._is_closed = False
 
@@ -61,6 +61,7 @@ class LiveFeed:
         if self._unsubscribe is None:
             self._frame = Frame()
             self._unsubscribe = self._desk.engine.subscribe(self._on_events)
+            self._desk.engine.engine.book.on_step.append(self._on_step)
             self._desk.spawn(self._tick())
         try:
             yield sse_event(self._hello())
@@ -87,6 +88,7 @@ class LiveFeed:
                     queue.put_nowait(encoded)
         if self._unsubscribe is not None:
             self._unsubscribe()
+            self._desk.engine.engine.book.on_step.remove(self._on_step)
             self._unsubscribe = None
 
     def _hello(self) -> dict[str, Any]:
@@ -155,61 +157,51 @@ class LiveFeed:
         }
 
     def _open_requests(self) -> list[dict[str, Any]]:
-        logs = list(self._desk.telemetry.logs.values())
+        records = list(self._desk.telemetry.records.values())
         return [
-            {"id": log.request_id, "arrival_s": log.arrival_s, "preemptions": len(log.preempted_s)} | _counts(log)
-            for log in logs[:MAX_LISTED_REQUESTS]
+            {"id": one.request_id, "arrival_s": one.arrival_s, "preemptions": one.n_preemptions} | _counts(one)
+            for one in records[:MAX_LISTED_REQUESTS]
         ]
 
     def _final_counts(self, request_id: str) -> dict[str, int]:
-        """Of a request that has just ended: its log is kept for a while."""
-        return next((_counts(log) for log in self._desk.timelines.find(request_id)), {})
+        """Of a request that has just ended: its record is kept for a while."""
+        return next((_counts(one) for one in self._desk.timelines.find(request_id)), {})
 
     def _on_events(self, events: list[Event]) -> None:
         frame = self._frame
         for event in events:
-            if isinstance(event, ScheduledEvent):
-                self._note_chunk(event)
-            elif isinstance(event, StepBeginEvent):
-                self._step = {
-                    "t": event.at_s,
-                    "p": event.prefill_tokens,
-                    "d": event.decode_tokens,
-                    "chunks": [],
-                    "seqs": list(event.decode_request_ids),
-                }
-            elif isinstance(event, StepEndEvent):
-                self._note_step(frame, event)
-            elif isinstance(event, PreemptEvent):
+            if isinstance(event, PreemptEvent):
                 frame.preempted.append(event.request_id)
             elif isinstance(event, FinishEvent):
                 frame.finished.append({"id": event.request_id, "at_s": event.at_s, "reason": event.reason.value})
 
-    def _note_chunk(self, event: ScheduledEvent) -> None:
-        if self._step is not None:
-            self._step["chunks"].append([event.request_id, event.chunk_tokens, event.cached_tokens])
-
-    def _note_step(self, frame: Frame, event: StepEndEvent) -> None:
-        step, self._step = self._step, None
-        if step is None:
-            return
-        step["s"] = event.at_s - step["t"]
+    def _on_step(self, step: StepRecord) -> None:
+        frame, shape = self._frame, step.shape
         frame.n_steps += 1
-        frame.prefill_tokens += step["p"]
-        frame.decode_tokens += step["d"]
-        frame.busy_s += step["s"]
+        frame.prefill_tokens += shape.prefill_tokens
+        frame.decode_tokens += shape.decode_tokens
+        frame.busy_s += step.time_s
         # steps with prefill are the story; plain decode steps are drawn while there is room
-        if len(frame.steps) < (MAX_FRAME_STEPS if not step["p"] else 2 * MAX_FRAME_STEPS):
-            frame.steps.append(step)
+        if len(frame.steps) < (MAX_FRAME_STEPS if not shape.prefill_tokens else 2 * MAX_FRAME_STEPS):
+            frame.steps.append(
+                {
+                    "t": step.begin_s,
+                    "s": step.time_s,
+                    "p": shape.prefill_tokens,
+                    "d": shape.decode_tokens,
+                    "chunks": step.prefills,
+                    "seqs": step.decode_request_ids,
+                }
+            )
 
 
-def _counts(log: RequestLog) -> dict[str, int]:
+def _counts(record: RequestRecord) -> dict[str, int]:
     return {
-        "prompt_tokens": log.prompt_tokens,
-        "computed_to": log.chunks[-1].end if log.chunks else 0,
-        "output_tokens": sum(len(times) for times in list(log.token_s.values())),
+        "prompt_tokens": record.prompt_tokens,
+        "computed_to": record.chunks[-1].end if record.chunks else 0,
+        "output_tokens": sum(len(one.token_times_s) for one in list(record.choices.values())),
     }
 
 
-def _distribution(distribution: Distribution) -> dict[str, Any]:
+def _distribution(distribution: LiveHistogram) -> dict[str, Any]:
     return {"edges": distribution.edges, "counts": distribution.counts, "sum": distribution.total}

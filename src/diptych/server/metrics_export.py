@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from diptych.control.loop import CoreStats
 from diptych.server.admission import Outlook
-from diptych.server.telemetry import Distribution, Telemetry
+from diptych.server.telemetry import LiveHistogram, Telemetry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,13 +229,13 @@ def _counter(name: str, text: str, value: float, labels: dict[str, str] | None =
     return family
 
 
-def _histogram(name: str, text: str, distribution: Distribution, labels: dict[str, str] | None = None) -> Metric:
+def _histogram(name: str, text: str, distribution: LiveHistogram, labels: dict[str, str] | None = None) -> Metric:
     family = HistogramMetricFamily(name, text, labels=list(labels or {}))
     family.add_metric(list((labels or {}).values()), *_buckets(distribution))
     return family
 
 
-def _buckets(distribution: Distribution) -> tuple[list[tuple[str, float]], float]:
+def _buckets(distribution: LiveHistogram) -> tuple[list[tuple[str, float]], float]:
     """Cumulative counts by upper edge, and the sum, as prometheus-client wants them."""
     edges = [*(str(edge) for edge in distribution.edges), "+Inf"]
     return list(zip(edges, accumulate(distribution.counts), strict=True)), distribution.total

@@ -114,7 +114,7 @@ class _Process:
         desk.is_leaving = True
         deadline_s = clock_s() + LAST_BYTES_S
         while self._state.admission.n_open > 0 and clock_s() < deadline_s:
-            for request_id in list(self._state.telemetry.logs):
+            for request_id in list(self._state.telemetry.records):
                 self._engine.abort(request_id)
             await asyncio.sleep(POLL_S)
         self._leave()

@@ -38,7 +38,7 @@ class ServerState:
         self.model = served_model(engine, config)
         self.workers = Workers()
         self.bodies = BodyReader(self.workers, BodyLimits.of_context(self.counted_tokens, config.max_body_bytes))
-        self.telemetry = Telemetry()
+        self.telemetry = Telemetry(engine.engine.book)
         self.timelines = Timelines(self.telemetry, kept=config.kept_timelines)
         self.collector = MetricsCollector(
             self.telemetry, self.model, is_vllm_compatible=config.metrics_compat == "vllm"
@@ -55,7 +55,6 @@ class ServerState:
             desk=self.desk,
             workers=self.workers,
             accountant=Accountant(
-                timelines=self.timelines,
                 work=work,
                 view=cost_view(engine),
                 ceilings=ceilings,

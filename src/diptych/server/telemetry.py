@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.ground.events import (
@@ -21,12 +20,12 @@ from diptych.ground.events import (
     PreemptEvent,
     ScheduledEvent,
     StepBeginEvent,
-    StepEndEvent,
     Timings,
     TokenEvent,
     Usage,
 )
 from diptych.ground.phase import FinishReason
+from diptych.metrics import EventBook, RequestRecord, StepRecord
 
 # vLLM's edges, with finer ones below, because a small model on a CPU answers within a millisecond
 TTFT_EDGES_S = (
@@ -48,7 +47,7 @@ TOKEN_EDGES = (
 )  # fmt: skip
 
 
-class Distribution:
+class LiveHistogram:
     """A histogram: counts between fixed edges, their number and their sum."""
 
     __slots__ = ("counts", "edges", "total")
@@ -75,58 +74,15 @@ class Distribution:
         return self.total / n_values if n_values else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class StepNote:
-    """One step as its sequences saw it. prefills: (request id, tokens) of every prefill chunk in it."""
-
-    step_id: int
-    begin_s: float
-    predicted_s: float | None
-    prefill_tokens: int
-    decode_tokens: int
-    prefills: list[tuple[str, int]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkNote:
-    """Prompt tokens [start, end) of choice 0 were planned in `step`; is_recompute: after a preemption."""
-
-    step: StepNote
-    start: int
-    end: int
-    is_recompute: bool
-
-
-@dataclass(slots=True)
-class RequestLog:
-    """What happened to one open request, for its segments and its timeline. Written on the engine's thread."""
-
-    request_id: str
-    arrival_s: float
-    prompt_tokens: int
-    open_choices: int
-    chunks: list[ChunkNote] = field(default_factory=list)
-    token_s: dict[int, list[float]] = field(default_factory=dict)
-    preempted_s: list[float] = field(default_factory=list)
-    shared_steps: list[tuple[StepNote, float]] = field(default_factory=list)  # decode beside others' prefill, its end
-    decode_predicted_s: float = 0.0
-    last_step_id: int = -1
-    end_s: float | None = None
-    planned_tokens: int = 0  # of the prompt: cached, or in a step at least once
-    reasons: set[FinishReason] = field(default_factory=set)
-
-    @property
-    def outcome(self) -> str:
-        """What its client got, once it is over."""
-        if FinishReason.ERROR in self.reasons:
-            return "failed"
-        return "aborted" if FinishReason.ABORT in self.reasons else "finished"
-
-
 class Telemetry:
-    """Everything counted since the server started, and the log of every open request."""
+    """Everything counted since the server started, and the record of every open request.
 
-    def __init__(self) -> None:
+    book: the engine's, which has folded a batch of events before `on_events` gets it.
+    """
+
+    def __init__(self, book: EventBook) -> None:
+        self._book = book
+        book.on_step.append(self._on_step)
         # written on the engine's thread
         self.output_tokens = 0
         self.cached_tokens = 0
@@ -137,48 +93,53 @@ class Telemetry:
         self.requests_taken = 0
         self.outcomes = {"finished": 0, "aborted": 0, "failed": 0}
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
-        self.request_longest_tokens = Distribution(TOKEN_EDGES)
+        self.request_longest_tokens = LiveHistogram(TOKEN_EDGES)
         self.preemptions = 0
         self.steps = 0
         self.step_device_s = 0.0
         self.step_host_s = 0.0
-        self.step_tokens = Distribution(STEP_TOKEN_EDGES)
-        self.step_s = {kind: Distribution(ITL_EDGES_S) for kind in ("prefill", "decode", "mixed")}
-        self.ttft_s = Distribution(TTFT_EDGES_S)
-        self.itl_s = Distribution(ITL_EDGES_S)
+        self.step_tokens = LiveHistogram(STEP_TOKEN_EDGES)
+        self.step_s = {kind: LiveHistogram(ITL_EDGES_S) for kind in ("prefill", "decode", "mixed")}
+        self.ttft_s = LiveHistogram(TTFT_EDGES_S)
+        self.itl_s = LiveHistogram(ITL_EDGES_S)
         self.unread_tokens = 0  # of open requests' prompts: not cached and not yet in any step
         self.step_end_s: float | None = None  # when the running step should end
-        self.logs: dict[str, RequestLog] = {}
-        self.on_log: list[Callable[[RequestLog], None]] = []  # called on the engine's thread with each finished log
-        self._step = StepNote(-1, 0.0, None, 0, 0)
+        self.records: dict[str, RequestRecord] = {}
+        self.on_record: list[
+            Callable[[RequestRecord], None]
+        ] = []  # called on the engine's thread with each that is over
         # written on the event loop
         self.refused: dict[str, int] = {}
         self.requests = {
-            name: Distribution(REQUEST_EDGES_S)
+            name: LiveHistogram(REQUEST_EDGES_S)
             for name in ("e2e", "queue", "prefill", "decode", "inference", "tpot", "stall")
         }
-        self.request_prompt_tokens = Distribution(TOKEN_EDGES)
-        self.request_output_tokens = Distribution(TOKEN_EDGES)
-        self.request_max_tokens = Distribution(TOKEN_EDGES)
+        self.request_prompt_tokens = LiveHistogram(TOKEN_EDGES)
+        self.request_output_tokens = LiveHistogram(TOKEN_EDGES)
+        self.request_max_tokens = LiveHistogram(TOKEN_EDGES)
         self.reasoning_tokens = 0
-        self.loop_lag_s = Distribution(LAG_EDGES_S)
+        self.loop_lag_s = LiveHistogram(LAG_EDGES_S)
         self._handlers: dict[type, Callable[[Any], None]] = {
             ArrivalEvent: self._on_arrival,
             ScheduledEvent: self._on_scheduled,
             StepBeginEvent: self._on_step_begin,
-            StepEndEvent: self._on_step_end,
             PreemptEvent: self._on_preempt,
             TokenEvent: self._on_token,
-            FinishEvent: self._on_finish,
         }
 
     def on_events(self, events: list[Event]) -> None:
-        """Fold one batch. Called on the engine's thread, about a microsecond per event."""
+        """Count one batch. Called on the engine's thread, less than a microsecond per event."""
         handlers = self._handlers
+        ended: list[str] = []
         for event in events:
             handler = handlers.get(type(event))
             if handler is not None:
                 handler(event)
+            elif isinstance(event, FinishEvent):
+                self.finished[event.reason.value] += 1
+                ended.append(event.request_id)
+        for request_id in ended:  # last: the records are ahead of the events, and one batch may end several choices
+            self._close(request_id)
 
     def on_finished(
         self,
@@ -211,82 +172,66 @@ class Telemetry:
         self.refused[str(status)] = self.refused.get(str(status), 0) + 1
 
     def _on_arrival(self, event: ArrivalEvent) -> None:
-        self.logs[event.request_id] = RequestLog(event.request_id, event.at_s, event.prompt_tokens, event.n)
+        record = self._book.records.get(event.request_id)
+        if record is not None:
+            self.records[event.request_id] = record
         self.requests_taken += 1
         self.prompt_tokens += event.prompt_tokens
         self.unread_tokens += event.prompt_tokens
 
     def _on_scheduled(self, event: ScheduledEvent) -> None:
-        step = self._step
-        step.prefills.append((event.request_id, event.chunk_tokens))
-        log = self.logs.get(event.request_id)
-        if log is not None and event.index == 0:
-            end = min(event.context_tokens + event.chunk_tokens, log.prompt_tokens)
-            if end > event.context_tokens:
-                self.unread_tokens -= max(0, end - log.planned_tokens)
-                log.planned_tokens = max(end, log.planned_tokens)
-                log.chunks.append(ChunkNote(step, event.context_tokens, end, event.is_recompute))
         if event.is_recompute:
             self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
-        elif event.index == 0 and log is not None:
-            # after a preemption a chunk may go on into output tokens; those are not prompt
-            self.computed_tokens += max(0, min(event.chunk_tokens, log.prompt_tokens - event.context_tokens))
+            return
+        record = self.records.get(event.request_id)
+        if record is not None and event.index == 0:
+            computed_tokens = record.prompt_part(event)
+            self.computed_tokens += computed_tokens
             self.cached_tokens += event.cached_tokens
+            self.unread_tokens -= computed_tokens + event.cached_tokens
 
     def _on_step_begin(self, event: StepBeginEvent) -> None:
         self.steps += 1
-        self._step = StepNote(event.step_id, event.at_s, event.predicted_s, event.prefill_tokens, event.decode_tokens)
-        self.step_tokens.add(event.prefill_tokens + event.decode_tokens)
+        self.step_tokens.add(event.shape.n_tokens)
         self.step_end_s = None if event.predicted_s is None else event.at_s + event.predicted_s
 
-    def _on_step_end(self, event: StepEndEvent) -> None:
-        step = self._step
+    def _on_step(self, step: StepRecord) -> None:
         self.step_end_s = None
-        self.step_device_s += event.device_s
-        self.step_host_s += event.host_s
-        kind = "decode" if not step.prefill_tokens else "mixed" if step.decode_tokens else "prefill"
-        self.step_s[kind].add(event.at_s - step.begin_s)
+        self.step_device_s += step.device_s
+        self.step_host_s += step.host_s
+        shape = step.shape
+        kind = "decode" if not shape.prefill_tokens else "mixed" if shape.decode_tokens else "prefill"
+        self.step_s[kind].add(step.time_s)
 
     def _on_preempt(self, event: PreemptEvent) -> None:
         self.preemptions += 1
-        log = self.logs.get(event.request_id)
-        if log is not None:
-            log.preempted_s.append(event.at_s)
 
     def _on_token(self, event: TokenEvent) -> None:
         self.output_tokens += 1
-        log = self.logs.get(event.request_id)
-        if log is None:
+        record = self.records.get(event.request_id)
+        if record is None:
             return
-        times_s = log.token_s.get(event.index)
-        if times_s is None:
-            if not log.token_s:
-                self.ttft_s.add(event.at_s - log.arrival_s)
-            log.token_s[event.index] = [event.at_s]
-            return
-        self.itl_s.add(event.at_s - times_s[-1])
-        times_s.append(event.at_s)
-        step = self._step
-        if step.step_id != log.last_step_id:
-            log.last_step_id = step.step_id
-            log.decode_predicted_s += step.predicted_s or 0.0
-            if step.prefill_tokens:
-                log.shared_steps.append((step, event.at_s))
+        if event.position > 0:
+            self.itl_s.add(event.at_s - record.choices[event.index].token_times_s[event.position - 1])
+        elif event.index == record.first_index:
+            self.ttft_s.add(event.at_s - record.arrival_s)
 
-    def _on_finish(self, event: FinishEvent) -> None:
-        self.finished[event.reason.value] += 1
-        log = self.logs.get(event.request_id)
-        if log is None:
+    def _close(self, request_id: str) -> None:
+        record = self.records.get(request_id)
+        if record is None or not record.is_over:
             return
-        log.open_choices -= 1
-        log.end_s = event.at_s
-        log.reasons.add(event.reason)
-        if log.open_choices == 0:
-            del self.logs[event.request_id]
-            unread_tokens = log.prompt_tokens - log.planned_tokens
-            self.unread_tokens -= unread_tokens
-            self.dropped_tokens += unread_tokens
-            self.outcomes[log.outcome] += 1
-            self.request_longest_tokens.add(max((len(times) for times in log.token_s.values()), default=0))
-            for listener in self.on_log:
-                listener(log)
+        del self.records[request_id]
+        unread_tokens = record.usage().remaining_tokens
+        self.unread_tokens -= unread_tokens
+        self.dropped_tokens += unread_tokens
+        self.outcomes[_outcome(record.reasons)] += 1
+        self.request_longest_tokens.add(max(len(choice.token_times_s) for choice in record.choices.values()))
+        for listener in self.on_record:
+            listener(record)
+
+
+def _outcome(reasons: Sequence[FinishReason | None]) -> str:
+    """What its client got."""
+    if FinishReason.ERROR in reasons:
+        return "failed"
+    return "aborted" if FinishReason.ABORT in reasons else "finished"

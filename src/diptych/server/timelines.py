@@ -1,4 +1,4 @@
-"""The logs of open and recent requests, found by the id in the answer or the client's own, and their JSON."""
+"""The records of open and recent requests, found by the id in the answer or the client's own, and their JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from diptych.server.telemetry import RequestLog, Telemetry
+from diptych.metrics import RequestRecord
+from diptych.server.telemetry import Telemetry
 
 # open answers still need their logs when others finish, so a few more than asked for are kept
 SPARE_LOGS = 1024
@@ -15,18 +16,18 @@ KEPT_GROUPS = 1024
 
 
 class Timelines:
-    """The logs of the last requests. `keep` runs on the engine's thread, the rest on the event loop."""
+    """The records of the last requests. `keep` runs on the engine's thread, the rest on the event loop."""
 
     def __init__(self, telemetry: Telemetry, *, kept: int) -> None:
         self._telemetry = telemetry
         self._kept = kept
-        self._finished: OrderedDict[str, RequestLog] = OrderedDict()
+        self._finished: OrderedDict[str, RequestRecord] = OrderedDict()
         self._groups: OrderedDict[str, tuple[str, ...]] = OrderedDict()
-        telemetry.on_log.append(self.keep)
+        telemetry.on_record.append(self.keep)
 
-    def keep(self, log: RequestLog) -> None:
-        """Add a finished request's log and forget the oldest."""
-        self._finished[log.request_id] = log
+    def keep(self, record: RequestRecord) -> None:
+        """Add the record of a request that is over and forget the oldest."""
+        self._finished[record.request_id] = record
         while len(self._finished) > self._kept + SPARE_LOGS:
             self._finished.popitem(last=False)
 
@@ -38,21 +39,21 @@ class Timelines:
         while len(self._groups) > KEPT_GROUPS:
             self._groups.popitem(last=False)
 
-    def find(self, name: str) -> list[RequestLog]:
-        """The logs behind an answer's id or the client's own: one per prompt, none for an unknown id."""
+    def find(self, name: str) -> list[RequestRecord]:
+        """The records behind an answer's id or the client's own: one per prompt, none for an unknown id."""
         for known in (name, f"chatcmpl-{name}", f"cmpl-{name}"):
-            logs = [log for one in self._groups.get(known, (known,)) if (log := self._of(one)) is not None]
-            if logs:
-                return logs
+            records = [found for one in self._groups.get(known, (known,)) if (found := self._of(one)) is not None]
+            if records:
+                return records
         return []
 
-    def _of(self, request_id: str) -> RequestLog | None:
-        return self._telemetry.logs.get(request_id) or self._finished.get(request_id)
+    def _of(self, request_id: str) -> RequestRecord | None:
+        return self._telemetry.records.get(request_id) or self._finished.get(request_id)
 
 
-def timelines_json(name: str, logs: Sequence[RequestLog], *, now_s: float) -> dict[str, Any]:
+def timelines_json(name: str, records: Sequence[RequestRecord], *, now_s: float) -> dict[str, Any]:
     """The timeline of an answer: of its one request, or of each of its prompts under `prompts`."""
-    each = [timeline_json(log, now_s=now_s) for log in logs]
+    each = [timeline_json(record, now_s=now_s) for record in records]
     if len(each) == 1:
         return each[0]
     return {
@@ -64,20 +65,22 @@ def timelines_json(name: str, logs: Sequence[RequestLog], *, now_s: float) -> di
     }
 
 
-def timeline_json(log: RequestLog, *, now_s: float) -> dict[str, Any]:
+def timeline_json(record: RequestRecord, *, now_s: float) -> dict[str, Any]:
     """A request's life in the order it happened; times in milliseconds since it arrived."""
 
     def ms(at_s: float) -> float:
-        return round((at_s - log.arrival_s) * 1e3, 3)
+        return round((at_s - record.arrival_s) * 1e3, 3)
 
-    tokens = {str(index): [ms(at_s) for at_s in times] for index, times in sorted(log.token_s.items())}
+    choices = sorted(record.choices.items(), key=lambda item: item[0])
+    tokens = {str(index): [ms(at_s) for at_s in one.token_times_s] for index, one in choices if one.token_times_s}
+    end_s = record.end_s
     return {
-        "id": log.request_id,
+        "id": record.request_id,
         "object": "request.timeline",
-        "is_finished": log.end_s is not None,
-        "prompt_tokens": log.prompt_tokens,
+        "is_finished": end_s is not None,
+        "prompt_tokens": record.prompt_tokens,
         "age_ms": ms(now_s),
-        "end_ms": None if log.end_s is None else ms(log.end_s),
+        "end_ms": None if end_s is None else ms(end_s),
         "prefill_chunks": [
             {
                 "step": chunk.step.step_id,
@@ -88,18 +91,18 @@ def timeline_json(log: RequestLog, *, now_s: float) -> dict[str, Any]:
                 "step_prefill_tokens": chunk.step.prefill_tokens,
                 "step_decode_tokens": chunk.step.decode_tokens,
             }
-            for chunk in log.chunks
+            for chunk in record.chunks
         ],
         "tokens_ms": tokens,
-        "preempted_ms": [ms(at_s) for at_s in log.preempted_s],
+        "preempted_ms": [ms(at_s) for at_s in record.preempted_s],
         "shared_steps": [
             {
                 "step": step.step_id,
                 "at_ms": ms(step.begin_s),
                 "duration_ms": round((end_s - step.begin_s) * 1e3, 3),
                 "prefill_tokens": step.prefill_tokens,
-                "caused_by": [name for name, _ in step.prefills if name != log.request_id],
+                "caused_by": [name for name, *_ in step.prefills if name != record.request_id],
             }
-            for step, end_s in log.shared_steps
+            for step, end_s, _ in record.shared_steps
         ],
     }

@@ -48,7 +48,6 @@ def test_eos_ids_come_from_every_place(tmp_path):
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 3, "text_config": {"eos_token_id": 0}}))
     tokenizer = Tokenizer.from_dir(folder)
     assert tokenizer.eos_token_ids == (0, 5, 3, 2)
-    assert tokenizer.eos_token == "<|im_end|>"
 
 
 def test_tokens_known_only_to_the_config_are_added(tmp_path):

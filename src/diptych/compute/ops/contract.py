@@ -24,7 +24,9 @@ import torch
 
 from diptych.models.spec import Activation, QkNorm
 
-Handle = Any  # an activation or a weight of one backend
+# An activation or a weight of one backend. Any, because each op takes its own kind on each backend (a norm a vector, a
+# product a projection): a protocol generic over all of them would have seven parameters, and the walk needs none.
+Handle = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

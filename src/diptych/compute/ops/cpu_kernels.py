@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from importlib.util import find_spec
 
@@ -18,6 +19,8 @@ try:
 except ImportError as error:
     _cpu = None
     IMPORT_FAILURE = str(error)
+
+logger = logging.getLogger("diptych.compute")
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -60,6 +63,8 @@ def choose_instruction_set(name: str) -> str:
             f"instruction_set is {name!r}; this machine runs {', '.join(known)}",
             hint=hint,
         )
+    if name != known[0]:
+        logger.warning("kernels use %s; this processor also has %s, which is faster", name, known[0])
     return name
 
 

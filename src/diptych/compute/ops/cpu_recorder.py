@@ -25,7 +25,7 @@ CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"
 
 
 @dataclass(slots=True)
-class Residual:
+class ResidualStream:
     """The residual stream's buffer; version counts the writes, so that a late reader of an old value is caught."""
 
     buffer: int
@@ -39,7 +39,7 @@ class Value:
 
     kind: str
     width: int
-    source: Residual | None = None
+    source: ResidualStream | None = None
     source_version: int = 0
     buffer: int | None = None  # fp32, where it lies already
     emit_rows: Callable[[int], None] | None = None
@@ -60,17 +60,17 @@ class CpuOps:
         self._buffers: dict[tuple[Any, ...], int] = {}
         self._owner: dict[int, Value] = {}
 
-    def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> Residual:
+    def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
         if isinstance(table, LinearHandle):
             width, record = table.n_inputs, self.program.embed_tied
         else:
             width, record = table.width, self.program.embed
-        x = Residual(self._f32("residual", width), width)
+        x = ResidualStream(self._f32("residual", width), width)
         record(table.index, x.buffer, scale)
         return x
 
-    def rms_norm(self, x: Residual | Value, weight: VectorHandle, *, eps: float) -> Value:
+    def rms_norm(self, x: ResidualStream | Value, weight: VectorHandle, *, eps: float) -> Value:
         """Recorded by its consumer: a projection takes it as rows, `add` fuses it."""
         if isinstance(x, Value):
             buffer = self._materialised(x)
@@ -82,7 +82,7 @@ class CpuOps:
         value.emit_rows = lambda rows: program.norm(buffer, weight.index, eps, rows)
         return value
 
-    def linear(self, h: Value | Residual, weight: LinearHandle) -> Value:
+    def linear(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
         """y in an fp32 buffer."""
         h = self._as_value(h)
         category = CATEGORIES[h.kind]
@@ -90,7 +90,7 @@ class CpuOps:
         self.program.linear(category=category, weight=weight.index, rows=self._rows(h, weight), out=out)
         return Value("projection", weight.n_outputs, buffer=out)
 
-    def linear_gate(self, h: Value | Residual, weight: LinearHandle) -> Value:
+    def linear_gate(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
         assert weight.activation is not None
         rows = self._rows(self._as_value(h), weight)
@@ -101,14 +101,14 @@ class CpuOps:
         value.emit_bf16 = value.emit_rows = lambda out: program.linear(out=out, store="bf16", **settings)
         return value
 
-    def linear_add(self, h: Value, weight: LinearHandle, x: Residual) -> Residual:
+    def linear_add(self, h: Value, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
         """x += h W^T + b in the product's epilogue."""
         category = CATEGORIES[h.kind]
         rows = self._rows(h, weight)
         self.program.linear(category=category, weight=weight.index, rows=rows, out=x.buffer, store="add_f32")
         return self._written(x)
 
-    def add(self, x: Residual, y: Value) -> Residual:
+    def add(self, x: ResidualStream, y: Value) -> ResidualStream:
         """x += y, with y's norm fused where it is one."""
         if y.kind == "norm":
             assert y.norm is not None
@@ -144,7 +144,7 @@ class CpuOps:
         value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
 
-    def experts_add(self, h: Value | Residual, experts: ExpertsHandle, x: Residual) -> Residual:
+    def experts_add(self, h: Value | ResidualStream, experts: ExpertsHandle, x: ResidualStream) -> ResidualStream:
         """x += the mixture, summed per token in ascending order of expert."""
         h = self._as_value(h)
         spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
@@ -172,7 +172,9 @@ class CpuOps:
         self.program.add(out, x.buffer)
         return self._written(x)
 
-    def head(self, x: Residual, norm: VectorHandle, weight: LinearHandle, *, eps: float, softcap: float | None) -> None:
+    def head(
+        self, x: ResidualStream, norm: VectorHandle, weight: LinearHandle, *, eps: float, softcap: float | None
+    ) -> None:
         """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
         rows = self._rows_buffer("head", x.width, weight)
         self.program.head(
@@ -217,7 +219,7 @@ class CpuOps:
         self._owner[rows] = h
         return rows
 
-    def _as_value(self, h: Value | Residual) -> Value:
+    def _as_value(self, h: Value | ResidualStream) -> Value:
         """The residual stream itself as an input (families without a norm before the projection)."""
         if isinstance(h, Value):
             return h
@@ -231,6 +233,6 @@ class CpuOps:
             h.emit_f32(h.buffer)
         return h.buffer
 
-    def _written(self, x: Residual) -> Residual:
+    def _written(self, x: ResidualStream) -> ResidualStream:
         x.version += 1
         return x

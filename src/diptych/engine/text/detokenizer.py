@@ -5,7 +5,7 @@ Owns the bytes and characters that are not yet safe to hand out. The concatenate
 
 >>> stream = TextStream(tokenizer, ("END",))  # doctest: +SKIP
 >>> stream.push(123)  # doctest: +SKIP
-TextDelta(text=' the', is_stopped=False, stop_string=None, tokens_used=1)
+TextDelta(text=' the', is_stopped=False, stop_string=None)
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from diptych.engine.text.tokenizer import PieceKind, Tokenizer, fallback_byte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """New text. `tokens_used`: pushed tokens whose text is all out with this delta and was not before.
-
-    Once `is_stopped`, the stream takes no more tokens; `stop_string` is the one that was found.
-    """
+    """New text. Once `is_stopped`, the stream takes no more tokens; `stop_string` is the one that was found."""
 
     text: str
     is_stopped: bool
     stop_string: str | None = None
-    tokens_used: int = 0
 
 
 class TextStream:
@@ -53,13 +49,11 @@ class TextStream:
         self._include_stop = include_stop
         self._tokens_before_stop = min_tokens
         self._held = ""  # decoded, but may be the beginning of a stop string
-        self._pending_tokens = 0
         self._is_stopped = False
 
     def push(self, token_id: int) -> TextDelta:
         """Add one token; returns the text that became certain (often, but not always, this token's)."""
         assert not self._is_stopped, "push after the stream stopped"
-        self._pending_tokens += 1
         self._tokens_before_stop -= 1
         text = "" if token_id in self._hidden_ids else self._decoder.push(token_id)
         return self._advance(text, is_last=False)
@@ -74,7 +68,7 @@ class TextStream:
 
     def _advance(self, text: str, *, is_last: bool) -> TextDelta:
         if self._stop is None:
-            return self._delta(text, has_held=self._decoder.has_pending and not is_last)
+            return TextDelta(text=text, is_stopped=False)
         begin = len(self._held)  # characters of `window` the finder has already seen
         window = self._held + text
         found = self._stop.feed(text)
@@ -86,16 +80,10 @@ class TextStream:
             out = window[: end if self._include_stop else end - len(stop_string)]
             self._is_stopped = True
             self._held = ""
-            return self._delta(out, has_held=False, stop_string=stop_string)
+            return TextDelta(text=out, is_stopped=True, stop_string=stop_string)
         keep = 0 if is_last else self._stop.partial
         self._held = window[len(window) - keep :]
-        has_held = bool(self._held) or (self._decoder.has_pending and not is_last)
-        return self._delta(window[: len(window) - keep], has_held=has_held)
-
-    def _delta(self, text: str, *, has_held: bool, stop_string: str | None = None) -> TextDelta:
-        tokens = 0 if has_held else self._pending_tokens
-        self._pending_tokens -= tokens
-        return TextDelta(text=text, is_stopped=stop_string is not None, stop_string=stop_string, tokens_used=tokens)
+        return TextDelta(text=window[: len(window) - keep], is_stopped=False)
 
 
 class StopFinder:
@@ -147,11 +135,6 @@ def _failure_table(text: str) -> list[int]:
 class _Decoder(Protocol):
     """Ids to text, holding back what is not yet certain."""
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether some pushed token's text is not out yet."""
-        ...
-
     def push(self, token_id: int) -> str:
         """Text that became certain with this token."""
         ...
@@ -167,10 +150,6 @@ class _ByteLevelDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._utf8.getstate()[0])
 
     def push(self, token_id: int) -> str:
         return self._utf8.decode(self._token_bytes(token_id))
@@ -189,10 +168,6 @@ class _SentencePieceDecoder:
         self._tokenizer = tokenizer
         self._run = bytearray()
         self._spaces_to_strip = stripped_spaces
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._run)
 
     def push(self, token_id: int) -> str:
         token = self._tokenizer.token(token_id)
@@ -238,10 +213,6 @@ class _WindowDecoder:
         self._decode = tokenizer.decode
         self._ids: list[int] = _some_word(tokenizer) if follows_text else []
         self._read = len(self._ids)  # ids[:read] are out as text; ids[read:] are not
-
-    @property
-    def has_pending(self) -> bool:
-        return self._read < len(self._ids)
 
     def push(self, token_id: int) -> str:
         if self._tokenizer.token(token_id) is None:

@@ -106,11 +106,6 @@ class Tokenizer:
         return token_text(self._config.get("bos_token"))
 
     @property
-    def eos_token(self) -> str | None:
-        """The text of the end-of-text token as tokenizer_config.json names it, or None."""
-        return token_text(self._config.get("eos_token"))
-
-    @property
     def special_tokens_map(self) -> dict[str, str]:
         """Named special tokens (bos_token, eos_token, ...) as chat templates see them."""
         named = {name: token_text(self._config.get(name)) for name in _NAMED_SPECIAL_TOKENS}

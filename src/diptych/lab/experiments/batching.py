@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from diptych.cost.workload import Workload
+from diptych.ground.shape import StepShape
 from diptych.lab.drive import Driver
 from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, quantity
 
@@ -20,8 +20,8 @@ SLOTS = 8
 
 def _batch_size(stage: Stage) -> Outcome:
     probe = stage.probe(max(BATCHES) * (CONTEXT + 32))
-    works = [("decode", b, Workload.decode(batch=b, context_tokens=CONTEXT)) for b in BATCHES]
-    works += [("prefill", b, Workload.prefill(batch=b, new_tokens=PROMPT)) for b in BATCHES]
+    works = [("decode", b, StepShape.decode(batch=b, context_tokens=CONTEXT)) for b in BATCHES]
+    works += [("prefill", b, StepShape.prefill(batch=b, new_tokens=PROMPT)) for b in BATCHES]
     rounds = stage.measure([probe.sampler(work) for _, _, work in works])
     m = len(BATCHES)
     points: list[Point] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from diptych.cost.workload import Workload
+from diptych.ground.shape import StepShape
 from diptych.lab.drive import Driver
 from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, polynomial
 
@@ -65,7 +65,7 @@ def _prefill_length(stage: Stage) -> Outcome:
 
 def _equal_work_tokens(stage: Stage) -> float:
     """Prompt length at which attention's FLOPs equal those of the linear layers."""
-    long = stage.view.cost(Workload.prefill(batch=1, new_tokens=4096))
+    long = stage.view.cost(StepShape.prefill(batch=1, new_tokens=4096))
     attention = long.component("scores").flops + long.component("values").flops
     linear = long.flops - attention - long.component("head").flops
     return 4096 * linear / attention
@@ -74,7 +74,7 @@ def _equal_work_tokens(stage: Stage) -> float:
 def _decode_position(stage: Stage) -> Outcome:
     positions = stage.lengths(POSITIONS)
     probe = stage.probe(max(positions))
-    works = [Workload.decode(batch=1, context_tokens=n) for n in positions]
+    works = [StepShape.decode(batch=1, context_tokens=n) for n in positions]
     rounds = stage.measure([probe.sampler(work) for work in works])
     points = [
         point("decode", n, rounds.point(i), stage.predicted_s(work))
@@ -83,7 +83,7 @@ def _decode_position(stage: Stage) -> Outcome:
     ones_2N = np.array([np.ones(len(positions)), positions])
     intercept, slope = rounds.each(lambda t: polynomial(positions, t, 1))
     close = rounds.of(lambda t: _closeness(polynomial(positions, t, 1) @ ones_2N, t))
-    one, far = (stage.view.cost(Workload.decode(batch=1, context_tokens=n)) for n in (1, 1001))
+    one, far = (stage.view.cost(StepShape.decode(batch=1, context_tokens=n)) for n in (1, 1001))
     kv_bytes_per_token = (far.kv_bytes - one.kv_bytes) / 1000
     ceiling = stage.ceilings.read_bytes_per_s
     notes = [
@@ -182,7 +182,7 @@ class _Request:
 def _kv_cache(stage: Stage) -> Outcome:
     lengths = stage.lengths((16, 64, 256, 1024, 2048))
     probe = stage.probe(max(lengths))
-    works = [Workload.decode(batch=1, context_tokens=n) for n in lengths]
+    works = [StepShape.decode(batch=1, context_tokens=n) for n in lengths]
     rounds = stage.measure([probe.sampler(work) for work in works] + [probe.prompt_sampler(n) for n in lengths])
     points: list[Point] = []
     m = len(lengths)

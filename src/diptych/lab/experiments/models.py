@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from diptych.cost.parameters import parameter_count
-from diptych.cost.workload import Workload
+from diptych.ground.shape import StepShape
 from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, quantity
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Sampler
@@ -23,9 +23,9 @@ def _head_sharing(stage: Stage) -> Outcome:
     rows = min(PREFILL_ROWS, context)
     group = next((k for k in (heads // 4, heads // 3, heads // 2) if k > 1 and heads % k == 0), 1)
     works = (
-        Workload.decode(batch=1, context_tokens=16),
-        Workload.decode(batch=1, context_tokens=context),
-        Workload.prefill(batch=1, new_tokens=rows),
+        StepShape.decode(batch=1, context_tokens=16),
+        StepShape.decode(batch=1, context_tokens=context),
+        StepShape.prefill(batch=1, new_tokens=rows),
     )
     variants = {"MHA": heads, "GQA": group, "MQA": 1}
     samplers: list[Sampler] = []
@@ -89,7 +89,7 @@ def _balanced_ffn(spec: ModelSpec, kv_heads: int) -> dict[str, int]:
 def _weight_formats(stage: Stage) -> Outcome:
     formats = ("bf16", "int8", "int4") if stage.model.backend_name == "cpu" else ("fp32", "bf16")
     context = min(256, stage.longest_tokens)
-    works = (Workload.decode(batch=1, context_tokens=context), Workload.prefill(batch=1, new_tokens=context))
+    works = (StepShape.decode(batch=1, context_tokens=context), StepShape.prefill(batch=1, new_tokens=context))
     samplers: list[Sampler] = []
     predicted: list[float | None] = []
     bytes_of: list[int] = []

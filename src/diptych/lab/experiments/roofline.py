@@ -10,7 +10,7 @@ import numpy as np
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.cost.components import PhaseCost
-from diptych.cost.workload import Workload
+from diptych.ground.shape import StepShape
 from diptych.lab.experiment import ROOF, Check, Experiment, Outcome, Roof, Stage, conclude, quantity
 from diptych.lab.probe import StepParts
 from diptych.lab.rounds import Estimate, Rounds, Sampler
@@ -101,12 +101,12 @@ class _Picture:
         self.rest: dict[str, tuple[int, int]] = {}  # series: columns of norms etc. and of the whole step
         self._probe = stage.probe(max(BATCHES) * (CONTEXT + 32))
 
-    def add(self, series: str, label: str, work: Workload) -> None:
+    def add(self, series: str, label: str, work: StepShape) -> None:
         """A whole step."""
         cost = self._stage.view.cost(work)
         self._dot(series, label, cost.flops, cost.bytes, self._probe.sampler(work))
 
-    def add_in_parts(self, series: str, label: str, work: Workload) -> None:
+    def add_in_parts(self, series: str, label: str, work: StepShape) -> None:
         """A whole step, and the parts that its backend can time."""
         if self._stage.model.backend_name != "cpu":
             self.add(series, label, work)
@@ -184,12 +184,12 @@ def _checks(rounds: Rounds, ridge: Estimate, decode: _Dot, prefill: _Dot) -> lis
 def _roofline(stage: Stage) -> Outcome:
     context, rows = min(CONTEXT, stage.longest_tokens), min(PREFILL_ROWS, stage.longest_tokens)
     picture = _Picture(stage)
-    picture.add_in_parts("decode", "batch 1", Workload.decode(batch=1, context_tokens=context))
+    picture.add_in_parts("decode", "batch 1", StepShape.decode(batch=1, context_tokens=context))
     for batch in BATCHES:
-        picture.add("decode", f"batch {batch}", Workload.decode(batch=batch, context_tokens=context))
+        picture.add("decode", f"batch {batch}", StepShape.decode(batch=batch, context_tokens=context))
     for n in (16, 128):
-        picture.add("prefill", f"{n} tokens", Workload.prefill(batch=1, new_tokens=n))
-    picture.add_in_parts("prefill", f"{rows} tokens", Workload.prefill(batch=1, new_tokens=rows))
+        picture.add("prefill", f"{n} tokens", StepShape.prefill(batch=1, new_tokens=n))
+    picture.add_in_parts("prefill", f"{rows} tokens", StepShape.prefill(batch=1, new_tokens=rows))
     rounds = stage.measure(picture.samplers)
     shares = rounds.each(lambda t: np.array([dot.least_s(t) / t[dot.column] for dot in picture.dots]))
     roofs = rounds.each(lambda t: np.array([dot.flops / dot.least_s(t) for dot in picture.dots]))

@@ -1,0 +1,114 @@
+// The two products of attention on matrix tiles (amx_tiles.h), 16 rows at a time: the cache's layout is that of the tiles. A group of
+// 16 keys is one tile for each 32 dimensions, and the values of a group are eight pairs of tokens, half a tile: then no product spans
+// two blocks, and which groups a row sees changes no bit of the others. Rows that a task does not have are computed and left.
+
+constexpr int64_t kTileDims = 32;
+DIPTYCH_INLINE int64_t query_stride(int64_t d) { return (d + kTileDims - 1) / kTileDims * kTileDims; }
+
+// 0 to 3: sums. 4: queries, 5: keys. 6: weights of one group, 7: its values.
+DIPTYCH_INLINE void begin_products() {
+  TileConfig config;
+  for (int tile = 0; tile < kTileRegisters; ++tile) config.rows[tile] = kTileRows, config.row_bytes[tile] = kTileRowBytes;
+  config.row_bytes[6] = kGroupTokens * 2;
+  config.rows[7] = kGroupTokens / 2;
+  tile_configure(config);
+}
+DIPTYCH_INLINE void end_products() { tile_release(); }
+
+template <class Function, int... kI>
+DIPTYCH_INLINE void each(std::integer_sequence<int, kI...>, Function&& function) {
+  (function(std::integral_constant<int, kI>{}), ...);
+}
+template <int kCount, class Function>
+DIPTYCH_INLINE void each(Function&& function) {
+  each(std::make_integer_sequence<int, kCount>{}, function);
+}
+
+template <int Z>
+static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, const char* const* next, float* out) {
+  const int64_t stride = query_stride(d) * 2, whole = d / kTileDims, rest = d % kTileDims / 2;  // of rows of pairs
+  each<Z>([](auto z) { tile_zero<z>(); });
+  for (int64_t step = 0; step < whole; ++step) {
+    tile_load<4>(q + step * kTileDims, stride);
+    each<Z>([&](auto z) {
+      tile_load<5>(keys[z] + step * kTileBytes / 2, kTileRowBytes);
+      dot_bf16<z, 4, 5>();
+      if (next)
+        for (int64_t line = 0; line < kTileRows; ++line) __builtin_prefetch(next[z] + step * kTileBytes + line * 64, 0, 2);
+    });
+  }
+  if (rest != 0) {
+    tile_load<4>(q + whole * kTileDims, stride);
+    each<Z>([&](auto z) {
+      alignas(64) uint8_t padded[kTileBytes] = {};
+      std::memcpy(padded, keys[z] + whole * kTileBytes / 2, static_cast<size_t>(rest * kTileRowBytes));
+      tile_load<5>(padded, kTileRowBytes);
+      dot_bf16<z, 4, 5>();
+    });
+  }
+  each<Z>([&](auto z) { tile_store<z>(out + z * 16, kTileTokens * 4); });
+}
+
+// The rows' scores of the groups seen; rows beyond the n asked for are written too.
+DIPTYCH_INLINE void score(int64_t, const uint16_t* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
+  for (int64_t g = seen.first; g < seen.end; g += 4) {
+    const char* const* next = fetches ? tile.next_keys + g : nullptr;
+    switch (seen.end - g) {
+      case 1: score_columns<1>(q, d, tile.keys + g, next, scores + g * 16); break;
+      case 2: score_columns<2>(q, d, tile.keys + g, next, scores + g * 16); break;
+      case 3: score_columns<3>(q, d, tile.keys + g, next, scores + g * 16); break;
+      default: score_columns<4>(q, d, tile.keys + g, next, scores + g * 16);
+    }
+  }
+}
+
+// fresh [16, 64]: weights V of Z vectors of dimensions.
+template <int Z>
+static void weigh_columns(const uint16_t* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv, bool fetches, float* fresh) {
+  each<Z>([](auto z) { tile_zero<z>(); });
+  for (int64_t g = seen.first; g < seen.end; ++g) {
+    const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
+    const uint16_t* v = tile.values[g] + column * 2;
+    if (pairs == 8) {
+      tile_load<6>(weights + g * 16, kTileTokens * 2);
+    } else {  // tokens behind the last are another owner's: their values and scales are perhaps no numbers
+      alignas(64) uint16_t padded[kRows * 16] = {};
+      for (int64_t r = 0; r < kRows; ++r) std::memcpy(padded + r * 16, weights + r * kTileTokens + g * 16, static_cast<size_t>(pairs * 4));
+      tile_load<6>(padded, 16 * 2);
+    }
+    each<Z>([&](auto z) {
+      if (pairs == 8) {
+        tile_load<7>(v + z * 32, dv * 4);
+      } else {
+        alignas(64) uint8_t padded[8 * kTileRowBytes] = {};
+        for (int64_t p = 0; p < pairs; ++p) std::memcpy(padded + p * kTileRowBytes, v + z * 32 + p * dv * 2, kTileRowBytes);
+        tile_load<7>(padded, kTileRowBytes);
+      }
+      dot_bf16<z, 6, 7>();
+      if (fetches)
+        for (int64_t p = 0; p < pairs; ++p) __builtin_prefetch(tile.next_values[g] + column * 4 + z * 64 + p * dv * 4, 0, 2);
+    });
+  }
+  each<Z>([&](auto z) { tile_store<z>(fresh + z * 16, 64 * 4); });
+}
+
+// values [n, dv] = old * keep + (weights V) * take; without `keep` the fresh product is stored as it is.
+DIPTYCH_INLINE void weigh(int64_t n, const uint16_t* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
+                          const float* keep, const float* take, float* out, int64_t out_stride) {
+  alignas(64) float fresh[kRows * 64];
+  for (int64_t column = 0; column < dv; column += 64) {
+    const int64_t vectors = dv - column < 64 ? (dv - column) / 16 : 4;
+    switch (vectors) {
+      case 1: weigh_columns<1>(weights, tile, seen, column, dv, fetches, fresh); break;
+      case 2: weigh_columns<2>(weights, tile, seen, column, dv, fetches, fresh); break;
+      case 3: weigh_columns<3>(weights, tile, seen, column, dv, fetches, fresh); break;
+      default: weigh_columns<4>(weights, tile, seen, column, dv, fetches, fresh);
+    }
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t z = 0; z < vectors; ++z) {
+        float* at = out + r * out_stride + column + z * 16;
+        const F32 product = load(fresh + r * 64 + z * 16);
+        store(at, keep ? fma(load(at), set1(keep[r]), mul(product, set1(take[r]))) : product);
+      }
+  }
+}
