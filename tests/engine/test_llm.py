@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +150,20 @@ def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
     assert done.text == whole[: whole.index(stop)]
     kept = llm.generate(PROMPTS[0], replace(GREEDY, stop=(stop,), include_stop_str_in_output=True))[0].choices[0]
     assert kept.text == whole[: whole.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize("min_tokens", [1, 7, 24])
+def test_no_stop_string_ends_the_text_before_min_tokens(llm: LLM, min_tokens: int) -> None:
+    """min_tokens used to hold for EOS and stop ids alone: a stop string ended the text after two tokens of twenty."""
+    whole = llm.generate(PROMPTS[0], GREEDY)[0].choices[0]
+    stop = next(char for char in whole.text if not char.isspace())
+    done = llm.generate(PROMPTS[0], replace(GREEDY, stop=(stop,), min_tokens=min_tokens))[0].choices[0]
+    assert len(done.token_ids) > min(min_tokens, GREEDY.max_tokens - 1)
+    assert whole.text.startswith(done.text)
+    early = llm.loaded.tokenizer.decode(list(whole.token_ids[:min_tokens]))
+    assert done.text.startswith(early)
+    if done.finish_reason is FinishReason.STOP:
+        assert done.text == whole.text[: whole.text.index(stop, len(early))]
 
 
 def test_stop_token_is_reported_and_not_in_the_text(llm: LLM) -> None:
@@ -347,6 +362,28 @@ def test_broken_callback_leaves_nothing_behind(llm: LLM) -> None:
     assert llm.engine.n_open == 0
     assert llm.generate(PROMPTS[0], GREEDY)[0].usage.output_tokens == GREEDY.max_tokens
     assert llm.engine.stats().blocks_in_use == 0
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    """Two threads in one `LLM` used to fail each other's requests with "the step before has not ended"."""
+    alone = texts(llm.generate(PROMPTS, GREEDY))
+    with ThreadPoolExecutor(4) as pool:
+        crowd = list(pool.map(lambda _: texts(llm.generate(PROMPTS, GREEDY)), range(8)))
+    assert crowd == [alone] * 8
+    assert llm.engine.stats().blocks_in_use == 0
+
+
+def test_a_callback_may_ask_the_same_engine(llm: LLM) -> None:
+    """It runs within a call, on its thread: it must not wait for that call to end."""
+    inner: list[str] = []
+
+    def ask(_: int, delta: OutputDelta) -> None:
+        if not inner:
+            inner.append("")
+            inner[0] = texts(llm.generate(PROMPTS[1], GREEDY))[0]
+
+    outer = texts(llm.generate(PROMPTS[0], GREEDY, on_delta=ask))
+    assert [*outer, *inner] == texts(llm.generate(PROMPTS[:2], GREEDY))
 
 
 def test_a_profile_of_other_kernels_predicts_nothing(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

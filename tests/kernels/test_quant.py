@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from worlds import alone, prompt
 
 from checkpoints import make_checkpoint
@@ -97,6 +98,23 @@ def test_a_flipped_bit_in_any_tensor_is_an_error(packed: Path, tmp_path: Path) -
         data[at] ^= 0x10
     path.write_bytes(data)
     load_model(tmp_path / "damaged", CONFIG).close()
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_not_rounded_to_one(tmp_path: Path, weights: str, value: float) -> None:
+    """A NaN in the file became a level of the int8 grid: the model answered, with other words and without a complaint."""
+    folder = make_checkpoint("qwen3", tmp_path / "damaged", dtype=torch.bfloat16)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name][0, 0] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=f"{re.escape(name)} has a weight that is not finite"):
+        load_model(folder, ComputeConfig(backend="cpu", threads=1, weights=weights))
+    with pytest.raises(LoadError, match="not finite"):
+        save_quantised(folder, tmp_path / "packed", weights=weights, threads=1)
+    assert not (tmp_path / "packed").exists()
 
 
 def test_a_full_disk_leaves_nothing_behind(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

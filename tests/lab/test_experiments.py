@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from diptych.cost.profile import load_profile, read_profile
@@ -23,10 +24,11 @@ from diptych.ground.shape import StepShape
 from diptych.lab import calibrate as calibration
 from diptych.lab import rounds as rounds_module
 from diptych.lab.calibrate import cache_level
-from diptych.lab.experiment import Check, Experiment, Outcome, Stage, Verdict, conclude, point, polynomial
+from diptych.lab.experiment import Check, Experiment, Outcome, Stage, Verdict, conclude, point, polynomial, quantity
 from diptych.lab.experiments import EXPERIMENTS
 from diptych.lab.experiments.roofline import PARTS, REST
 from diptych.lab.probe import StepParts
+from diptych.lab.report import picture
 from diptych.lab.rounds import Effort, Estimate, Rounds, measure
 from diptych.lab.session import LabRun, choose
 from diptych.lab.style import DECODE, PREFILL, colours_of, log_axis
@@ -231,8 +233,41 @@ def test_a_phase_has_one_colour_in_every_picture() -> None:
         "prefill step": PREFILL,
         "TTFT of the long prompt": PREFILL,
     }
+    assert colours_of(["with the cache", "recomputing everything"]) == {
+        "with the cache": DECODE,
+        "recomputing everything": PREFILL,
+    }
     page = files("diptych.server").joinpath("page", "page.css").read_text("utf-8")
     assert f"--prefill: {PREFILL}; --decode: {DECODE};" in page
+
+
+def test_a_long_first_sample_counts_where_the_effort_says_so() -> None:
+    """`lab --quick` read a prompt of 10,000 tokens three times for two rounds; the first one was thrown away."""
+    for long_s, long_samples in ((None, 3), (0.5, 2)):
+        taken: list[float] = []
+
+        def take(seconds: float, taken: list[float] = taken) -> float:
+            taken.append(seconds)
+            return seconds
+
+        effort = Effort(rounds=2, budget_s=0.0, long_s=long_s)
+        measured = measure([lambda: take(0.01), lambda: take(2.0)], effort)
+        assert measured.times_RN.tolist() == [[0.01, 2.0]] * 2
+        assert (taken.count(0.01), taken.count(2.0)) == (3, long_samples)
+
+
+def test_a_request_is_a_bar_of_its_phases_in_time() -> None:
+    """The picture of short and long prompts was two crossing lines on logarithmic axes; a reader asks where the time went."""
+    experiment = choose(["phase-shares"])[0]
+    steady = Rounds(np.array([[2.0, 98.0, 9000.0, 1000.0]] * 5))
+    series = [("prefill", 10), ("decode", 10), ("prefill", 10_000), ("decode", 10_000)]
+    points = [quantity(name, x, steady.point(i), "ms", label="200 new") for i, (name, x) in enumerate(series)]
+    figure = picture(experiment, Outcome(points=tuple(points), verdict=Verdict.HOLDS, finding="x"))
+    short, long = figure.axes
+    assert [bar.get_width() for bar in short.patches] == [2.0, 98.0]
+    assert [bar.get_x() for bar in long.patches] == [0.0, 9.0]  # in seconds
+    assert [to_hex(bar.get_facecolor()) for bar in long.patches] == [PREFILL, DECODE]
+    assert short.get_title(loc="left") == "10 prompt tokens, 200 new: prefill 2 ms = 2%, decode 98 ms = 98%"
 
 
 def test_axes_have_plain_numbers() -> None:

@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from diptych.server.door import parse
 from diptych.server.errors import ApiError
-from diptych.server.fields import NO_EFFECT, REFUSED, ignored_header
+from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, Refusal, ignored_header
 from diptych.server.schema import ChatBody, CompletionBody
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
@@ -80,6 +80,49 @@ def test_a_value_that_asks_for_nothing_is_taken(name: str) -> None:
     """Clients send every field of their form, with its default."""
     for value in (None, *REFUSED[name].harmless):
         parse(httpx.Request("POST", "http://x", json={**CHAT, name: value}).content, ChatBody)
+
+
+@pytest.mark.parametrize(
+    ("body_type", "body", "other", "elsewhere"),
+    [(CompletionBody, TEXT, ChatBody, OF_CHATS), (ChatBody, CHAT, CompletionBody, OF_PROMPTS)],
+)
+def test_what_one_route_honours_the_other_refuses(
+    body_type: type, body: dict, other: type, elsewhere: dict[str, Refusal]
+) -> None:
+    """Tools sent to /v1/completions, and best_of sent to a chat, were taken for unknown and dropped."""
+    assert set(other.model_fields) - set(body_type.model_fields) == elsewhere.keys()
+    for name, refusal in elsewhere.items():
+        for value in (None, *refusal.harmless):
+            parse(httpx.Request("POST", "http://x", json={**body, name: value}).content, body_type)
+        with pytest.raises(ApiError, match=f"{name} is not supported") as caught:
+            parse(httpx.Request("POST", "http://x", json={**body, name: "x"}).content, body_type)
+        assert caught.value.param == name
+
+
+def test_both_names_of_the_limit_hold_on_both_routes(http: httpx.Client) -> None:
+    """/v1/completions dropped max_completion_tokens, and wrote 16 tokens."""
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        for fields in ({"max_completion_tokens": 2}, {"max_tokens": None, "max_completion_tokens": 2}):
+            answer = http.post(path, json={**body, "ignore_eos": True, **fields})
+            assert answer.json()["usage"]["completion_tokens"] == 2, answer.text
+        refused = http.post(path, json={**body, "best_of": 2})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "best_of")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/apply-template"])
+def test_documents_that_the_template_would_drop_are_refused(http: httpx.Client, path: str) -> None:
+    """The bundled model's template prints none, so the answer came from a prompt without them."""
+    answer = http.post(path, json={"messages": CHAT["messages"], "documents": [{"text": "The sky is green."}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "documents"
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "add_generation_prompt", "continue_final_message"])
+def test_the_requests_own_fields_are_no_template_variables(http: httpx.Client, name: str) -> None:
+    """As chat_template_kwargs they were overwritten without a word."""
+    answer = http.post("/v1/chat/completions", json={**CHAT, "chat_template_kwargs": {name: False}})
+    assert answer.status_code == 400
+    assert f"chat_template_kwargs has '{name}'" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", NO_EFFECT)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from diptych.cli.doctor import app as doctor
 from server_process import ServerProcess
 
 CHROMIUM = next(
@@ -90,6 +92,10 @@ def test_a_person_sees_requests_and_tries_a_prompt(
         wait(page.locator("#requests tbody tr").first).to_be_visible(timeout=60_000)
         wait(page.locator("#ttft")).to_contain_text("s", timeout=60_000)
         assert page.inner_text("#try-answer").strip()
+        written = page.evaluate("[...document.querySelectorAll('#try-report tbody tr')][1].cells[1].textContent")
+        cells = page.locator("#requests tbody tr").first.locator("td")
+        wait(cells.nth(1)).to_have_text("stop", timeout=60_000)
+        assert cells.nth(4).inner_text() == written  # the final count, not what a frame had last seen
         report = page.inner_text("#try-report")
         for word in ("prefill", "decode", "system", "new message", "queue"):
             assert word in report
@@ -99,6 +105,10 @@ def test_a_person_sees_requests_and_tries_a_prompt(
         drawn += ".getImageData(0, 0, c.width, c.height).data; return d.some((value, i) => i % 4 === 3 && value > 0); }"
         for canvas in ("timeline", "rates", "ttft-chart", "itl-chart"):
             assert page.evaluate(drawn, canvas), canvas
+        tables = (
+            "[...document.querySelectorAll('td, th')].every(c => c.getBoundingClientRect().right <= window.innerWidth)"
+        )
+        assert page.evaluate(tables), "a column of a table is cut off"
         page.click("#theme")
         assert page.evaluate("document.documentElement.dataset.theme") != theme
         page.click("#theme")
@@ -108,3 +118,29 @@ def test_a_person_sees_requests_and_tries_a_prompt(
         assert [url for url in foreign if not url.startswith("data:")] == []
     finally:
         context.close()
+
+
+@pytest.mark.browser
+@needs_browser
+def test_refusals_are_seen_on_the_page_and_by_the_doctor(browser: object) -> None:
+    """An overloaded server that refuses looked healthy: short waits, no errors, and a sum that mixed in bad requests."""
+    wait = pytest.importorskip("playwright.sync_api").expect
+    with ServerProcess("--max-open-requests", "1", "--kv-memory-bytes", "33554432") as server:
+        client = server.client()
+        assert client.post("/v1/completions", json={"prompt": "hello", "temperature": -1}).status_code == 400
+        context = browser.new_context(viewport={"width": 390, "height": 900})  # type: ignore[attr-defined]
+        page = context.new_page()
+        page.goto(f"{server.url}/")
+        wait(page.locator("#totals")).to_contain_text("refused (503)0", timeout=60_000)
+        body = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            parts = stream.iter_raw()  # closes the stream when it is dropped
+            next(parts)
+            assert server.client().post("/v1/completions", json={"prompt": "hello"}).status_code == 503
+        wait(page.locator("#totals")).to_contain_text("refused (503)1", timeout=60_000)
+        wait(page.locator("#totals")).to_contain_text("bad requests (4xx)1", timeout=60_000)
+        wait(page.locator("#waiting-note")).to_contain_text("1 refused (503)")
+        context.close()
+        told = CliRunner().invoke(doctor, ["--url", server.url]).output
+        assert "refusals: overload" in told
+        assert "1 requests were refused (503)" in told

@@ -80,6 +80,8 @@ def test_oversize_bodies_headers_and_broken_requests_are_refused(server: ServerP
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert http.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    packed = http.post("/v1/completions", json=PROMPT, headers={"content-encoding": "gzip"})
+    assert (packed.status_code, packed.json()["error"]["code"]) == (415, "invalid_content_encoding")
     assert http.get("/nothing/here").json()["error"]["message"].startswith("there is no")
     wrong_verb = http.get("/v1/completions")
     assert (wrong_verb.status_code, wrong_verb.headers["allow"]) == (405, "POST")
@@ -296,6 +298,11 @@ def test_clients_that_send_or_read_too_slowly_are_cut_off(server: ServerProcess,
     started_s = CLOCK.now_s()
     headers = socket.create_connection((server.host, server.port), timeout=120)
     headers.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+    # the clock used to run for the first headers of a connection alone: later ones could stay half sent for ever
+    later = socket.create_connection((server.host, server.port), timeout=120)
+    later.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert later.recv(4096).startswith(b"HTTP/1.1 200")
+    later.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
     body = socket.create_connection((server.host, server.port), timeout=120)
     body.sendall(post(b'{"prompt":', length=500))
     reader = socket.create_connection((server.host, server.port), timeout=120)
@@ -304,10 +311,11 @@ def test_clients_that_send_or_read_too_slowly_are_cut_off(server: ServerProcess,
     reader.sendall(post(json.dumps(stream).encode()))
     assert http.post("/v1/completions", json=PROMPT).status_code == 200
     assert headers.recv(100) == b""
+    assert later.recv(100) == b""
     assert CLOCK.now_s() - started_s > 25
     assert body.recv(100).startswith(b"HTTP/1.1 408")
     server.wait_idle(120)  # the stream's blocks are back although its socket is still open
-    for connection in (headers, body, reader):
+    for connection in (headers, later, body, reader):
         connection.close()
 
 

@@ -16,7 +16,8 @@ from diptych.insight.diagnosis import Diagnosis, Scrape, diagnose, read_scrape
 
 app = typer.Typer(add_completion=False)
 SHOWN = (
-    ("requests", "", "requests seen"),
+    ("requests", "", "requests answered"),
+    ("refused", "", "requests refused (503)"),
     ("ttft_s.p50", "s", "time to first token, p50"),
     ("ttft_s.p99", "s", "time to first token, p99"),
     ("queue_s.mean", "s", "queue, mean"),
@@ -31,6 +32,7 @@ SHOWN = (
     ("kv_usage", "%", "KV cache in use"),
     ("preemptions", "", "preemptions"),
 )
+ABOUT = (("ttft", "time to first token"), ("tokens_per_s", "tokens per second"), ("refusals", "refusals"))
 
 
 @app.command()
@@ -80,14 +82,14 @@ def fetch(url: str, key: str | None) -> Scrape:
 def text_of(diagnosis: Diagnosis) -> str:
     """A few lines for a person."""
     numbers = diagnosis.numbers
-    if not numbers["requests"]:
+    if not numbers["requests"] and not numbers["refused"]:
         return "no request was answered in this time, so there is nothing to judge"
     lines = ["numbers"]
     for name, unit, label in SHOWN:
         value = numbers.get(name)
         if value is not None:
             lines.append(f"  {label:<30}{_shown(value, unit):>12}")
-    for about, title in (("ttft", "time to first token"), ("tokens_per_s", "tokens per second")):
+    for about, title in ABOUT:
         found = [one for one in diagnosis.findings if one.about == about]
         lines.append(f"{title}: {'nothing stands out' if not found else ', then '.join(one.cause for one in found)}")
         for one in found:

@@ -15,6 +15,7 @@ from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
 from diptych.engine.load import LoadedModel, bundled_dir, load
+from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.lab.calibrate import BUDGET_S
@@ -30,7 +31,7 @@ from diptych.models.named import SHAPES
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 MOST_ANSWER_TOKENS = 256  # written after the longest prompt
 BUNDLED_SHAPE = "bundled"  # for --shape: the bundled model's, with random weights and as many positions as asked for
-QUICK_EFFORT = Effort(rounds=2, budget_s=2.0, settled=0.05)
+QUICK_EFFORT = Effort(rounds=2, budget_s=1.0, settled=0.05, long_s=0.5)
 COLOUR = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.WITHHELD: "yellow"}
 
 
@@ -47,7 +48,7 @@ def lab(
         bool,
         typer.Option(
             "--quick",
-            help="five experiments in under 40 s, prompts up to 10,000 tokens; without a model on the bundled one's shape",
+            help="six experiments in under 40 s, prompts up to 10,000 tokens; without a model on the bundled one's shape",
         ),
     ] = False,
     show_list: Annotated[bool, typer.Option("--list", help="name the experiments and their claims")] = False,
@@ -77,6 +78,8 @@ def lab(
     if quick and model == "bundled" and shape is None:
         shape = BUNDLED_SHAPE  # the trained model ends at 4,096 positions
     config = engine_config(backend=backend, weights=weights, kv=kv, threads=threads, numa=numa)
+    clock = MonotonicClock()
+    begin_s = clock.now_s()
     with console.status("") as status:
         effort = QUICK_EFFORT if quick else Effort(rounds=repeat, budget_s=budget)
         stage = _stage(model, shape, config, longest_tokens, effort, status.update)
@@ -98,7 +101,7 @@ def lab(
             f"{', '.join(run.kept)}; another --out measures them anew",
             soft_wrap=True,
         )
-    console.print(f"report: {page}")
+    console.print(f"report: {page} ({clock.now_s() - begin_s:.0f} s)")
 
 
 @app.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.compute.balance import HEAD_SHARE, NORM_SHARE, balance_gated, balance_norm, balance_values
 from diptych.compute.ops.contract import (
     AttentionSpec,
     ExpertParts,
@@ -19,6 +20,7 @@ from diptych.compute.ops.contract import (
     Ops,
     Role,
     Split,
+    WeightTensor,
 )
 from diptych.compute.rope import frequencies
 from diptych.compute.weights import SlicedTensor, Source
@@ -71,15 +73,20 @@ def load_decoder(source: Source, loader: Loader, spec: ModelSpec) -> DecoderWeig
     prefix = prefix_of(source, spec)
     table = source.tensor(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden)
     role = Role(sites=(("head", spec.vocab_size),), split=Split.OUTPUTS)
+    norm: WeightTensor = source.tensor(f"{prefix}norm.weight", spec.hidden)
+    output = table if spec.is_tied else source.tensor(head_name(source, prefix), spec.vocab_size, spec.hidden)
+    if loader.is_balancing:
+        norm, (parts,) = balance_norm(
+            norm, (LinearParts(weights=(output,)),), offset=spec.norm_offset, share=HEAD_SHARE
+        )
+        (output,) = parts.weights
     # the largest tensor comes first, while little else is held beside its pages in the file
-    if spec.is_tied:
-        head = loader.head(table, role=role)
-    else:
-        head = loader.head(source.tensor(head_name(source, prefix), spec.vocab_size, spec.hidden), role=role)
+    head = loader.head(output, role=role)
     embedding = loader.table(table, head=head if spec.is_tied else None)
     layers = tuple(_Layer(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
-    norm = loader.vector(source.tensor(f"{prefix}norm.weight", spec.hidden), offset=spec.norm_offset)
-    return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
+    return DecoderWeights(
+        embedding=embedding, layers=layers, norm=loader.vector(norm, offset=spec.norm_offset), head=head
+    )
 
 
 def prefix_of(source: Source, spec: ModelSpec) -> str:
@@ -113,26 +120,44 @@ class _Layer:
 
     def load(self) -> LayerWeights:
         """All of them: a dense MLP first, a mixture last."""
-        mlp, attention, root = self.parts.mlp, self.parts.attention, f"{self.prefix}self_attn."
-        dense = self._mlp(mlp) if isinstance(mlp, MlpSpec) else {}
+        mlp = self.parts.mlp
+        input_norm, post_attention, pre_mlp, post_mlp = (
+            self._norm_tensor(name) for name in NORM_NAMES[self.parts.norms]
+        )
+        dense: dict[str, Handle] = {}
+        if isinstance(mlp, MlpSpec):
+            pre_mlp, dense = self._mlp(mlp, pre_mlp)
+        input_norm, handles = self._heads(input_norm)
+        norms = {"input_norm": input_norm, "post_attention_norm": post_attention, "post_mlp_norm": post_mlp}
+        mixture: dict[str, Handle] = {}
+        handles |= {name: self._norm(tensor) for name, tensor in norms.items()}
+        if isinstance(mlp, MoeSpec):
+            pre_mlp, mixture = self._experts(mlp, pre_mlp)
+        return LayerWeights(pre_mlp_norm=self._norm(pre_mlp), **handles, **dense, **mixture)
+
+    def _heads(self, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
+        """Attention and its projections, and the norm that they read."""
+        attention, root = self.parts.attention, f"{self.prefix}self_attn."
         q, kv = attention.n_heads * attention.head_dim, attention.n_kv_heads * attention.head_dim
         qkv = self._linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
         o = self._linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
-        handles = {
+        if self.loader.is_balancing:
+            norm, (qkv,) = self._balance_norm(norm, (qkv,))
+            qkv, o = balance_values(qkv, o, attention)
+        return norm, {
             "attention": self._attention(root),
             "qkv": self.loader.linear(qkv, role=self._role(Split.OUTPUTS, q=q, k=kv, v=kv)),
             "o": self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
         }
-        before, after, before_mlp, after_mlp = (self._norm(name) for name in NORM_NAMES[self.parts.norms])
-        mixture = {"experts": self._experts(mlp)} if isinstance(mlp, MoeSpec) else {}
-        return LayerWeights(
-            input_norm=before,
-            post_attention_norm=after,
-            pre_mlp_norm=before_mlp,
-            post_mlp_norm=after_mlp,
-            **handles,
-            **dense,
-            **mixture,
+
+    def _balance_norm(
+        self, norm: WeightTensor | None, readers: tuple[LinearParts, ...]
+    ) -> tuple[WeightTensor | None, tuple[LinearParts, ...]]:
+        """Nothing to share where the projections read the residual stream itself."""
+        return (
+            (norm, readers)
+            if norm is None
+            else balance_norm(norm, readers, offset=self.spec.norm_offset, share=NORM_SHARE)
         )
 
     def _role(self, split: Split, **outputs: int) -> Role:
@@ -173,30 +198,36 @@ class _Layer:
             norm_offset=self.spec.norm_offset,
         )
 
-    def _norm(self, name: str | None) -> Handle | None:
+    def _norm_tensor(self, name: str | None) -> WeightTensor | None:
         """A norm over the residual width."""
-        if name is None:
-            return None
-        tensor = self.source.tensor(f"{self.prefix}{name}.weight", self.spec.hidden)
-        return self.loader.vector(tensor, offset=self.spec.norm_offset)
+        return None if name is None else self.source.tensor(f"{self.prefix}{name}.weight", self.spec.hidden)
 
-    def _mlp(self, mlp: MlpSpec) -> dict[str, Handle]:
+    def _norm(self, tensor: WeightTensor | None) -> Handle | None:
+        return None if tensor is None else self.loader.vector(tensor, offset=self.spec.norm_offset)
+
+    def _mlp(self, mlp: MlpSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
+        """A dense MLP, and the norm that it reads."""
         root, hidden = f"{self.prefix}{self.names.mlp[0]}", self.spec.hidden
         gate_up = self._linear(root, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden, has_bias=mlp.has_bias)
         down = self._linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
-        return {
-            "gate_up": self.loader.gated(
-                gate_up, mlp.activation, role=self._role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
-            ),
+        if self.loader.is_balancing:
+            norm, (gate_up,) = self._balance_norm(norm, (gate_up,))
+            gate_up, down = balance_gated(gate_up, down)
+        role = self._role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
+        return norm, {
+            "gate_up": self.loader.gated(gate_up, mlp.activation, role=role),
             "down": self.loader.linear(down, role=self._role(Split.INPUTS, down=hidden)),
         }
 
-    def _experts(self, moe: MoeSpec) -> Handle:
-        """A router and its experts, one tensor per expert and projection, or all experts stacked in one tensor each."""
+    def _experts(self, moe: MoeSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
+        """A router and its experts, and the norm that all of them read.
+
+        One tensor per expert and projection, or all experts stacked in one tensor each.
+        """
         roots = [f"{self.prefix}{root}" for root in self.names.mlp]
         root = next((root for root in roots if self.source.has(f"{root}gate.weight")), roots[0])
         n, ffn, hidden = moe.n_experts, moe.expert_ffn, self.spec.hidden
-        router = self.source.tensor(f"{root}gate.weight", n, hidden)
+        router: WeightTensor = self.source.tensor(f"{root}gate.weight", n, hidden)
         if self.source.has(f"{root}{STACKED[0]}"):
             gate_up = self.source.tensor(f"{root}{STACKED[0]}", n, 2 * ffn, hidden)
             down = self.source.tensor(f"{root}{STACKED[1]}", n, hidden, ffn)
@@ -216,6 +247,12 @@ class _Layer:
                 )
                 for e in range(n)
             )
+        if self.loader.is_balancing:
+            readers = (LinearParts(weights=(router,)), *(expert.gate_up for expert in experts))
+            norm, (picking, *scaled) = self._balance_norm(norm, readers)
+            (router,) = picking.weights
+            pairs = (balance_gated(gate_up, expert.down) for gate_up, expert in zip(scaled, experts, strict=True))
+            experts = tuple(ExpertParts(gate_up=gate_up, down=down) for gate_up, down in pairs)
         mixture = ExpertsSpec(
             n_experts=n,
             experts_per_token=moe.experts_per_token,
@@ -224,7 +261,7 @@ class _Layer:
             activation=moe.activation,
         )
         role = self._role(Split.OUTPUTS, gate=ffn, up=ffn, down=hidden)
-        return self.loader.experts(mixture, router=router, experts=experts, role=role)
+        return norm, {"experts": self.loader.experts(mixture, router=router, experts=experts, role=role)}
 
 
 def run_decoder(ops: Ops, spec: ModelSpec, weights: DecoderWeights) -> Handle:

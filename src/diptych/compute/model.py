@@ -150,7 +150,8 @@ class Model(ABC):
 
         LOGITS: [R, V] fp32 on `device`, valid until the next forward; to be drawn from by `argmax` and `weigh`.
         BEST: of each row the likeliest token, for steps that want nothing else; a backend may get by without logits.
-        HIDDEN: [R, D] fp32 on `device`, the final norm's output, of which the head makes the logits.
+        HIDDEN: [R, D] fp32 on `device`, the final norm's output, of which the head makes the logits. Where the head is
+        int8 its channels are those of the balanced norm (`compute.balance`), each the checkpoint's over a constant.
         """
 
     def warm_up(self, kv: KVStore) -> None:

@@ -32,7 +32,8 @@ from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 
 METHOD = "diptych"
-PACKED_LAYOUT = 2  # raised when the packed form of csrc/pack.cpp changes
+# raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 3: balanced (compute.balance)
+PACKED_LAYOUT = 3
 PREFIX = "packed:"
 CHECKSUMS = "xxh3_64"  # in the file's metadata: tensor name -> XXH3-64 of its bytes
 ALIGNMENT = 64
@@ -72,6 +73,8 @@ class PackedTensor:
 
 class QuantisedCheckpoint(Checkpoint):
     """A folder that `save_quantised` wrote. Plain tensors as in any checkpoint, packed ones handed to the loader."""
+
+    is_balanceable = False  # done before it was packed
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

@@ -66,7 +66,12 @@ def resolve_model_dir(name: str | Path) -> Path:
 
 
 class Source(Protocol):
-    """Where a model's weights come from: a checkpoint, one that was packed before, or random numbers."""
+    """Where a model's weights come from: a checkpoint, one that was packed before, or random numbers.
+
+    is_balanceable: whether its numbers may be read and scaled (`compute.balance`) before they are packed.
+    """
+
+    is_balanceable: bool
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -141,6 +146,8 @@ class Checkpoint:
     Loading holds the pages of one tensor, not of the file: those of tensors read before go back to the page cache, from
     where they return should anyone read them again.
     """
+
+    is_balanceable = True
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -340,6 +347,8 @@ class RandomTensor:
 
 class RandomSource:
     """A checkpoint that is not there: every tensor exists, in bf16, as a pure function of (seed, name)."""
+
+    is_balanceable = False  # even already, and a backend may make numbers of its own
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -82,6 +82,7 @@ class OpenRequest:
                     sampling.stop,
                     sampling.include_stop_str_in_output,
                     follows_text=follows_text,
+                    min_tokens=sampling.min_tokens,
                 )
             )
             for _ in range(sampling.n)

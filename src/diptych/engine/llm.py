@@ -63,7 +63,7 @@ class Completion:
 
 
 class LLM:
-    """An engine for programs: give it prompts, wait for completions. One thread at a time.
+    """An engine for programs: give it prompts, wait for completions. Several threads take turns, call by call.
 
     >>> LLM("bundled", weights="int8", max_context_tokens=8192)  # doctest: +SKIP
     """
@@ -82,6 +82,7 @@ class LLM:
         """
         self.loaded, self.config = opened(model, config, settings, progress)
         self.engine = make_engine(self.loaded, self.config)
+        self._turns = threading.RLock()  # re-entrant, as on_delta may ask this engine something too
 
     @classmethod
     def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> LLM:
@@ -113,10 +114,19 @@ class LLM:
         if len(settings) != len(asked):
             raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
         arrival_s = self.engine.clock.now_s()
-        requests = [
-            self.engine.make_request(prompt, params, arrival_s=arrival_s)  # type: ignore[arg-type]
-            for prompt, params in zip(asked, settings, strict=True)
-        ]
+        with self._turns:
+            requests = [
+                self.engine.make_request(prompt, params, arrival_s=arrival_s)  # type: ignore[arg-type]
+                for prompt, params in zip(asked, settings, strict=True)
+            ]
+            return self._run(requests, on_delta, is_cancelled)
+
+    def _run(
+        self,
+        requests: Sequence[Request],
+        on_delta: Callable[[int, OutputDelta], None] | None,
+        is_cancelled: Callable[[], bool] | None,
+    ) -> list[Completion]:
         deltas: list[list[OutputDelta]] = [[] for _ in requests]
         opened: list[OpenRequest] = []
         try:

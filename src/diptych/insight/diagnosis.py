@@ -35,8 +35,9 @@ NUMBERS = {
     "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
     "load_s": ("diptych_model_load_seconds",),
     "weight_bytes": ("diptych_model_weight_bytes",),
+    "refused": ("diptych_requests_refused_total{status=503}",),
 }
-COUNTED = ("preemptions", "prompt_tokens_total", "output_tokens_total", "prefix_queries", "prefix_hits")
+COUNTED = ("refused", "preemptions", "prompt_tokens_total", "output_tokens_total", "prefix_queries", "prefix_hits")
 
 QUEUE_SHARE = 0.5  # of TTFT, beyond which queueing is the cause
 SLOW_TTFT_S, SLOW_TPOT_S = 1.0, 0.1  # what people notice: a second to begin, ten words a second
@@ -109,7 +110,7 @@ class Scrape:
 class Finding:
     """One cause, with its numbers and what to do about it. severity orders findings: 1 is the whole of the time."""
 
-    about: str  # ttft | tokens_per_s
+    about: str  # ttft | tokens_per_s | refusals
     cause: str
     severity: float
     evidence: str
@@ -144,7 +145,9 @@ def read_scrape(text: str) -> Scrape:
             elif family.type == "histogram" and sample.name.endswith("_sum"):
                 sums[name] = sums.get(name, 0.0) + sample.value
             elif family.type in ("gauge", "counter"):
-                values[sample.name] = values.get(sample.name, 0.0) + sample.value
+                status = sample.labels.get("status")
+                name = f"{sample.name}{{status={status}}}" if status else sample.name
+                values[name] = values.get(name, 0.0) + sample.value
     histograms = {
         name: Histogram(tuple(sorted(edges)), tuple(edges[edge] for edge in sorted(edges)), sums.get(name, 0.0))
         for name, edges in buckets.items()
@@ -164,6 +167,7 @@ def diagnose(scrape: Scrape) -> Diagnosis:
     numbers = key_numbers(scrape)
     rules: Iterable[Callable[[dict[str, float | None]], Finding | None]] = (
         _queueing, _prompt_length, _prefill_batching, _cold_start, _stalls, _decode_batching, _cache_pressure, _model_size,
+        _refusals,
     )  # fmt: skip
     findings = [finding for rule in rules if (finding := rule(numbers)) is not None]
     return Diagnosis(numbers=numbers, findings=sorted(findings, key=lambda one: -one.severity))
@@ -336,6 +340,21 @@ def _model_size(n: dict[str, float | None]) -> Finding | None:
         severity=0.6,
         evidence=f"a token takes {_s(tpot)}{few}, so it is not the batch{reads}",
         advice="a smaller or more quantised model (--weights int8, int4), or faster memory; `diptych plan` tells the limit",
+    )
+
+
+def _refusals(n: dict[str, float | None]) -> Finding | None:
+    refused, answered = n["refused"] or 0.0, n["requests"] or 0.0
+    if refused <= 0:
+        return None
+    return Finding(
+        about="refusals",
+        cause="overload",
+        severity=refused / (refused + answered),
+        evidence=f"{refused:.0f} requests were refused (503) while {answered:.0f} had a first token: the line was longer than "
+        "the server lets it grow",
+        advice="add capacity, shorten prompts and answers, or let requests wait longer (--max-queue-s, --max-waiting-tokens); "
+        "clients should wait as long as Retry-After says",
     )
 
 

@@ -179,7 +179,10 @@ def cannot(reason: str) -> Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A named claim and the function that tests it. predicts: what `Point.predicted` holds, for the reader."""
+    """A named claim and the function that tests it. predicts: what `Point.predicted` holds, for the reader.
+
+    is_timeline: each x is a request, whose series follow one another in time.
+    """
 
     name: str
     title: str
@@ -189,6 +192,7 @@ class Experiment:
     run: Callable[[Stage], Outcome]
     is_log_x: bool = False
     is_log_y: bool = False
+    is_timeline: bool = False
     predicts: str = "predicted"
 
 

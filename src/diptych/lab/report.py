@@ -14,9 +14,10 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from diptych.lab.experiment import ROOF, Experiment, Outcome, Point, Roof, Verdict, outcome_json
-from diptych.lab.style import GREY, colours_of, label_dots, log_axis
+from diptych.lab.style import GREY, colours_of, label_dots, linear_axis, log_axis, plain
 
 matplotlib.use("Agg")
 
@@ -34,12 +35,15 @@ body{{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;paddin
 section{{border-top:1px solid var(--line);padding:1rem 0}} img{{max-width:100%;background:#fff;border-radius:6px}}
 table{{border-collapse:collapse;font-size:.85rem;display:block;overflow-x:auto}}
 td,th{{padding:.15rem .7rem;text-align:right;border-bottom:1px solid var(--line)}}
-td:first-child,th:first-child{{text-align:left}} .claim{{font-style:italic}} .note,li{{color:var(--soft);font-size:.9rem}}
+td:first-child,th:first-child,.facts td,.verdicts :is(td,th){{text-align:left}}
+.claim{{font-style:italic}} .note,li{{color:var(--soft);font-size:.9rem}}
 .verdict{{display:inline-block;padding:.1rem .6rem;border-radius:1rem;color:#fff;font-size:.85rem;white-space:nowrap}}
-@media(max-width:40rem){{.verdicts tr{{display:grid;padding:.4rem 0;border-bottom:1px solid var(--line)}}
+.picture{{overflow-x:auto}}
+@media(max-width:40rem){{.picture img{{max-width:none;height:19rem}}
+.verdicts tr{{display:grid;padding:.4rem 0;border-bottom:1px solid var(--line)}}
 .verdicts td{{border:0;text-align:left;padding:.1rem 0}} .verdicts tr:first-child{{display:none}}}}
 .holds{{background:#15803d}} .fails{{background:#b91c1c}} .withheld{{background:#6b7280}}
-</style><h1>{title}</h1><p>{intro}</p><table>{facts}</table>
+</style><h1>{title}</h1><p>{intro}</p><table class="facts">{facts}</table>
 <h2>Verdicts</h2><table class="verdicts">{summary}</table>{sections}</html>
 """
 COLUMNS = ("experiment", "series", "x", "x_name", "measured", "low", "high", "predicted", "unit", "spread", "rounds")
@@ -99,18 +103,19 @@ def _summary(results: Sequence[tuple[Experiment, Outcome]]) -> str:
 def _section(experiment: Experiment, outcome: Outcome) -> str:
     lines = [*(f"checked: {check}" for check in outcome.checks), *outcome.notes]
     notes = "".join(f"<li>{html.escape(line)}" for line in lines)
-    picture = table = ""
+    plot = table = ""
     if outcome.points:
         encoded = base64.b64encode(picture_png(experiment, outcome)).decode()
-        picture = f'<img alt="{html.escape(experiment.title)}" src="data:image/png;base64,{encoded}">'
+        image = f'<img alt="{html.escape(experiment.title)}" src="data:image/png;base64,{encoded}">'
+        plot = f'<div class="picture">{image}</div>'
         agreement = " · ".join(filter(None, (prediction_text(experiment, outcome), outcome.noise)))
-        picture += f'<p class="note">{html.escape(agreement)}</p>'
+        plot += f'<p class="note">{html.escape(agreement)}</p>'
         table = f"<details><summary>the points</summary>{_table(experiment, outcome)}</details>"
     return (
         f'<section id="{experiment.name}"><h2>{html.escape(experiment.title)}</h2>'
         f'<p class="claim">Claim: {html.escape(experiment.claim)}.</p>'
         f'<p><span class="verdict {outcome.verdict.value}">{WORDS[outcome.verdict]}</span> {html.escape(outcome.finding)}.</p>'
-        f"{picture}<ul>{notes}</ul>{table}</section>"
+        f"{plot}<ul>{notes}</ul>{table}</section>"
     )
 
 
@@ -139,9 +144,19 @@ def _table(experiment: Experiment, outcome: Outcome) -> str:
 
 
 def picture_png(experiment: Experiment, outcome: Outcome) -> bytes:
-    """One experiment's plot, a panel per unit: dots with their interval are measured, what is dashed or hollow predicted."""
+    """One experiment's plot."""
+    buffer = io.BytesIO()
+    picture(experiment, outcome).savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def picture(experiment: Experiment, outcome: Outcome) -> Figure:
+    """A panel per unit, or per request: what has an interval is measured, what is dashed or hollow predicted."""
     units = list(dict.fromkeys(p.unit for p in outcome.points))
     figure = Figure(figsize=(8 if len(units) == 1 else 12, 4.4), dpi=110, layout="constrained")
+    if experiment.is_timeline:
+        _timelines(figure, experiment, outcome.points)
+        return figure
     for number, unit in enumerate(units):
         axes = figure.add_subplot(1, len(units), number + 1)
         own = [p for p in outcome.points if p.unit == unit]
@@ -155,14 +170,53 @@ def picture_png(experiment: Experiment, outcome: Outcome) -> bytes:
             log_axis(axes.yaxis)
         else:
             axes.set_ylim(bottom=0)
+            linear_axis(axes.yaxis)
         axes.set_xlabel(experiment.x_label)
         axes.set_ylabel(f"{experiment.y_label}, {unit}" if len(units) == 1 and experiment.y_label else unit)
         axes.grid(visible=True, alpha=0.25)
         if len(axes.get_legend_handles_labels()[0]) > 1:
             axes.legend(fontsize=8)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return figure
+
+
+def _timelines(figure: Figure, experiment: Experiment, points: Sequence[Point]) -> None:
+    """A bar of time for each request, phase after phase, each on an axis of its own: what one waits for, and how long."""
+    requests = list(dict.fromkeys(p.x for p in points))
+    colours = colours_of(p.series for p in points)
+    for number, x in enumerate(requests):
+        axes = figure.add_subplot(len(requests), 1, number + 1)
+        own = [p for p in points if p.x == x]
+        total = sum(p.measured for p in own)
+        unit, scale = ("s", 1e-3) if total >= 1000 else ("ms", 1.0)
+        end = predicted_end = 0.0
+        for p in own:
+            length = scale * p.measured
+            axes.barh(0, length, left=end, height=0.6, color=colours[p.series], label=p.series)
+            end += length
+            predicted_end += scale * (p.predicted or 0.0)
+            if p.predicted is not None:
+                mark = f"end of the phase, {experiment.predicts}" if p is own[-1] else None
+                axes.plot(predicted_end, 0, "D", color="black", markerfacecolor="white", markersize=7, label=mark)
+        parts = ", ".join(f"{p.series} {_milliseconds(p.measured)} = {_share(p.measured / total)}" for p in own)
+        axes.set_title(f"{x:,g} {experiment.x_label}, {own[0].label}: {parts}", fontsize=10, loc="left")
+        axes.set_yticks([])
+        axes.set_xlim(0, 1.03 * max(end, predicted_end))
+        axes.set_ylim(-0.5, 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        linear_axis(axes.xaxis)
+        axes.grid(visible=True, axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.set_xlabel(f"{unit} {experiment.y_label}")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=9)
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value / 1000:.3g} s" if value >= 1000 else f"{value:.3g} ms"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}" if 0.01 <= value <= 0.99 else f"{value:.1%}"
 
 
 def _curves(axes: Axes, experiment: Experiment, points: Sequence[Point]) -> None:
@@ -184,6 +238,8 @@ def _curves(axes: Axes, experiment: Experiment, points: Sequence[Point]) -> None
         xs = sorted({p.x for p in points})
         is_doubling = all(x == int(x) and int(x) & (int(x) - 1) == 0 for x in xs)
         log_axis(axes.xaxis, xs if is_doubling else ())
+    else:
+        linear_axis(axes.xaxis)
 
 
 def _under_roof(axes: Axes, points: Sequence[Point], roofs: Sequence[Roof]) -> None:
@@ -215,10 +271,22 @@ def _under_roof(axes: Axes, points: Sequence[Point], roofs: Sequence[Roof]) -> N
 def _bars(axes: Axes, experiment: Experiment, outcome: Outcome, points: Sequence[Point]) -> None:
     xs = [p.x for p in points]
     ranges = [[p.measured - p.low for p in points], [p.high - p.measured for p in points]]
-    colours = list(colours_of(p.series for p in points).values())
-    axes.bar(xs, [p.measured for p in points], yerr=ranges, width=0.5, color=colours[0], capsize=3, label="measured")
+    # a time that is one phase's has its colour
+    colour = next(iter(colours_of(f"{p.series} {experiment.y_label}" for p in points).values()))
+    ys = [p.measured for p in points]
+    if experiment.is_log_y:  # a bar's length says nothing on a logarithmic axis
+        axes.errorbar(xs, ys, yerr=ranges, fmt="o", markersize=9, color=colour, capsize=3, label="measured")
+        axes.set_xlim(-0.5, len(outcome.x_names) - 0.5)
+    else:
+        axes.bar(xs, ys, yerr=ranges, width=0.5, color=colour, capsize=3, label="measured")
+    axes.margins(y=0.15)
+    for p in points:
+        text = _milliseconds(p.measured) if p.unit == "ms" else plain(float(f"{p.measured:.3g}"))
+        axes.annotate(
+            text, (p.x, p.high), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9
+        )
     predicted = [(p.x, p.predicted) for p in points if p.predicted is not None]
     if predicted:
-        xs_predicted, ys = zip(*predicted, strict=True)
-        axes.plot(xs_predicted, ys, "D", color="black", markerfacecolor="none", markersize=9, label=experiment.predicts)
+        xs, ys = (list(values) for values in zip(*predicted, strict=True))
+        axes.plot(xs, ys, "D", color="black", markerfacecolor="none", markersize=9, label=experiment.predicts)
     axes.set_xticks(range(len(outcome.x_names)), outcome.x_names)

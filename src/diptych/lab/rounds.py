@@ -95,11 +95,13 @@ class Effort:
     """How long to measure: at least `rounds` rounds, more until every median is settled or budget_s has gone by.
 
     For quiet rounds, when the first were disturbed, it goes on for twice budget_s.
+    long_s: a sample that takes longer warms itself up, so its first one counts (None: none does).
     """
 
     rounds: int = 5
     budget_s: float = 10.0
     settled: float = 0.015
+    long_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +157,13 @@ class Others:
 
 
 def measure(samplers: Sequence[Sampler], effort: Effort, *, progress: Callable[[str], None] | None = None) -> Rounds:
-    """Time the points in turns. Each is sampled once, uncounted, before the first round."""
+    """Time the points in turns. Each is sampled once before the first round, which counts only where it was long."""
     clock = MonotonicClock()
-    for take in samplers:
-        take()
     others = Others()
+    first = [take() for take in samplers]
+    ready = [seconds if effort.long_s is not None and seconds > effort.long_s else None for seconds in first]
+    if not any(ready):
+        others = Others()
     begin_s = clock.now_s()
     quiet: list[list[float]] = []
     disturbed: list[list[float]] = []
@@ -173,7 +177,8 @@ def measure(samplers: Sequence[Sampler], effort: Effort, *, progress: Callable[[
                 break
         if progress is not None:
             progress(f"round {n + 1}" + (f", {len(disturbed)} of them disturbed" if disturbed else ""))
-        row = [take() for take in samplers]
+        row = [take() if seconds is None else seconds for take, seconds in zip(samplers, ready, strict=True)]
+        ready = [None] * len(row)
         shares.append(others.share())
         (disturbed if shares[-1] > DISTURBED else quiet).append(row)
     is_disturbed = len(quiet) < min(effort.rounds, LEAST_QUIET)

@@ -22,6 +22,8 @@ PHASE_WORDS = (
     ("decode", DECODE),
     ("running stream", DECODE),
     ("tpot", DECODE),
+    ("with the cache", DECODE),  # a token from the cache is a decode step, one without it a prefill of all before it
+    ("recomputing", PREFILL),
 )
 PARTS = {"linear": "#64748b", "attention": "#a16207", "launch": "#cbd5e1", "link": "#0e7490"}  # of a step: no phase
 
@@ -57,6 +59,11 @@ def log_axis(axis: Axis, values: Sequence[float] = ()) -> None:
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2e3 else (1.0,), numticks=12))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
+    axis.set_major_formatter(FuncFormatter(plain))
+
+
+def linear_axis(axis: Axis) -> None:
+    """A linear axis with the same plain numbers."""
     axis.set_major_formatter(FuncFormatter(plain))
 
 

@@ -64,7 +64,7 @@ def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:
 
     has_tools = body.tool_choice != "none"
     kwargs = template_kwargs(body, generation.reader.template.source)
-    is_newer = body.max_completion_tokens is not None
+    max_tokens, limit_param = body.asked_tokens
     return TurnRequest(
         render=lambda limit_tokens: generation.reader.render(
             body, limit_tokens=limit_tokens, documents=body.documents, has_tools=has_tools, kwargs=kwargs
@@ -78,8 +78,8 @@ def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:
         ),
         structured=structured_spec(body),
         n=body.n or 1,
-        max_tokens=body.max_completion_tokens if is_newer else body.max_tokens,
-        limit_param="max_completion_tokens" if is_newer else "max_tokens",
+        max_tokens=max_tokens,
+        limit_param=limit_param,
         sampling=sampling,
     )
 

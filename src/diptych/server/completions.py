@@ -59,14 +59,14 @@ class CompletionAnswer:
         self._created = int(wall_time_s())
         self._echoes: list[str] = []
         # lm-eval asks for no output at all, only for the prompt's log-probabilities
-        self._is_prompt_only = body.max_tokens == 0 and bool(body.echo)
+        self._is_prompt_only = body.asked_tokens[0] == 0 and bool(body.echo)
         self.opened: list[OpenedRequest] = []
 
     async def start(self) -> None:
         """Tokenise, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
         body, generation = self._body, self._generation
         generation.check_model(body.model)
-        if body.max_tokens == 0 and not self._is_prompt_only:
+        if body.asked_tokens[0] == 0 and not self._is_prompt_only:
             raise ApiError(400, "max_tokens is 0; it must be at least 1 (0 only with echo)", param="max_tokens")
         n_choices = len(body.prompt) * (body.n or 1)
         if n_choices > MAX_PROMPTS * 4:
@@ -82,11 +82,12 @@ class CompletionAnswer:
                 for sent, ids in zip(body.prompt, prompts, strict=True)
             ]
         structured = structured_spec(body)
+        max_tokens, limit_param = body.asked_tokens
         sampling: list[SamplingParams] = [
             sampling_params(
                 body,
                 max_tokens=generation.output_limit(
-                    body.max_tokens, default=DEFAULT_MAX_TOKENS, prompt_tokens=len(ids), param="max_tokens"
+                    max_tokens, default=DEFAULT_MAX_TOKENS, prompt_tokens=len(ids), param=limit_param
                 ),
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,

@@ -56,25 +56,24 @@ class BoundedHeaders(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock for the first request's headers."""
         super().connection_made(transport)
-        self._deadline = asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self._too_slow)
+        self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
         super().connection_lost(exc)
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._stop_clock()
 
     def on_message_begin(self) -> None:
-        """A request starts: its headers count from zero."""
+        """A request starts, the first of its connection or a later one: its headers count from zero."""
         self._header_bytes, self._in_headers = 0, True
+        if self._deadline is None:
+            self._start_clock()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The headers are in: stop the clock, refuse too many bytes."""
         self._in_headers = False
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._stop_clock()
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEADER_BYTES:
             self._refuse()
             return
@@ -87,6 +86,14 @@ class BoundedHeaders(HttpToolsProtocol):
         super().data_received(data)
         if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
             self._refuse()
+
+    def _start_clock(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(HEADER_TIMEOUT_S, self._too_slow)
+
+    def _stop_clock(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _too_slow(self) -> None:
         if not self.transport.is_closing():
@@ -238,6 +245,13 @@ class BodyReader:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, f"content-type is {kind!r}; it must be 'application/json'", code="invalid_content_type")
+        packing = request.headers.get("content-encoding", "identity").strip().lower()
+        if packing not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"content-encoding is {packing[:100]!r}; bodies are read as they are",
+                code="invalid_content_encoding",
+            )
         announced = request.headers.get("content-length", "0")
         self.limits.check_sizes(int(announced) if announced.isdigit() else 0, 0)
         raw = bytearray()

@@ -85,6 +85,24 @@ REFUSED: Mapping[str, Refusal] = {
     "xtc_probability": Refusal(_SAMPLER, (0, 0.0)),
 }
 
+_CHATS = "it is of chats; /v1/chat/completions honours it"
+
+# honoured by one route alone; a test holds these to the two models
+OF_CHATS: Mapping[str, Refusal] = {
+    "messages": Refusal(_CHATS),
+    "top_logprobs": Refusal("send their number as logprobs", (0,)),
+    "tools": Refusal(_CHATS),
+    "tool_choice": Refusal(_CHATS, ("none", "auto")),
+    "parallel_tool_calls": Refusal(_CHATS, (False, True)),
+    "reasoning_effort": Refusal(_CHATS, ("none",)),
+    "verbosity": Refusal(_CHATS, ("medium",)),
+    "documents": Refusal(_CHATS),
+    "add_generation_prompt": Refusal(_CHATS, (False,)),
+    "continue_final_message": Refusal(_CHATS, (False,)),
+    "chat_template_kwargs": Refusal(_CHATS),
+}
+OF_PROMPTS: Mapping[str, Refusal] = {"prompt": Refusal("send messages, or the prompt to /v1/completions")}
+
 NO_EFFECT: Mapping[str, str] = {
     # OpenAI
     "metadata": "labels stored answers, and none is stored",
@@ -110,10 +128,10 @@ NO_EFFECT: Mapping[str, str] = {
 }
 
 
-def check_extra(extra: Mapping[str, Any]) -> Iterator[str]:
-    """The names of unknown fields. Raises ValueError (field, why) for the first one that is refused."""
+def check_extra(extra: Mapping[str, Any], elsewhere: Mapping[str, Refusal]) -> Iterator[str]:
+    """The names of unknown fields. Raises FieldRefused for the first one that is refused, here or on this route alone."""
     for name, value in extra.items():
-        refusal = REFUSED.get(name)
+        refusal = REFUSED.get(name) or elsewhere.get(name)
         if refusal is not None and not refusal.spares(value):
             raise FieldRefused(name, refusal.why)
         if refusal is None and name not in NO_EFFECT:

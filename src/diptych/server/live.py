@@ -152,7 +152,8 @@ class LiveFeed:
                 "cached_tokens": telemetry.cached_tokens,
                 "preemptions": telemetry.preemptions,
                 "finished": dict(telemetry.finished),
-                "refused": sum(telemetry.refused.values()),
+                "refused": telemetry.refused.get("503", 0),
+                "rejected": sum(n for status, n in telemetry.refused.items() if status.startswith("4")),
             },
         }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from diptych.engine.text.template import ChatTemplate, RenderedPrompt
 from diptych.engine.text.tokenizer import Tokenizer
+from diptych.ground.errors import TemplateError
 from diptych.server.door import Workers
 from diptych.server.schema import ChatBody, Message, Prompt, TemplateBody, TokenizeBody, Tool
 
@@ -70,8 +71,17 @@ class Reader:
     ) -> RenderedPrompt:
         """Run the chat template. Raises TemplateError, or PromptTooLong for far more than limit_tokens.
 
+        What the template would drop is refused.
+
         kwargs: variables of the template besides the body's own.
         """
+        for name, given in (("tools", body.tools if has_tools else None), ("documents", documents)):
+            if given and not self.template.names(name):
+                raise TemplateError(
+                    f"{name} has {len(given)} entries; the chat template of this model shows none of them",
+                    hint="write into a message what the model should know of them",
+                    param=name,
+                )
         continues = bool(body.continue_final_message)
         adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
         return await self._workers.run(

@@ -8,7 +8,8 @@ Every list stops at its first fault, so that a hostile body cannot make millions
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -33,7 +34,7 @@ from diptych.ground.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from diptych.server.fields import FieldRefused, check_extra
+from diptych.server.fields import OF_CHATS, OF_PROMPTS, FieldRefused, Refusal, check_extra
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
@@ -126,8 +127,15 @@ def _check_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
     return value
 
 
+# variables of the template that are fields of the request
+OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
 def _check_kwargs(value: dict[str, Any] | None) -> dict[str, Any] | None:
     if value is not None:
+        own = next((name for name in OWN_VARIABLES if name in value), None)
+        if own is not None:
+            raise ValueError(f"has {own!r}, which is a field of the request itself; send it as that")
         _within(value, max_bytes=MAX_KWARGS_BYTES, max_depth=MAX_KWARGS_DEPTH)
     return value
 
@@ -376,6 +384,7 @@ class GenerationBody(Body):
 
     model: str | None = Field(None, max_length=1024)
     max_tokens: Whole | None = _bounded("max_tokens", low=0)
+    max_completion_tokens: Whole | None = _bounded("max_tokens")
     temperature: float | None = _bounded("temperature")
     top_p: float | None = _bounded("top_p")
     top_k: Whole | None = _bounded("top_k", low=-1)
@@ -386,6 +395,8 @@ class GenerationBody(Body):
     logit_bias: LogitBias = None
     seed: Whole | None = None
     n: Whole | None = _bounded("n")
+    best_of: Whole | None = _bounded("n")
+    suffix: str | None = Field(None, max_length=0)
     stop: Stop = ()
     stop_token_ids: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], _StopAtFirst()] | None = Field(
         None, max_length=MAX_STOP_TOKEN_IDS
@@ -410,6 +421,7 @@ class GenerationBody(Body):
     user: User
     metadata: dict[str, Any] | None = None
     _ignored: tuple[str, ...] = PrivateAttr(())
+    _elsewhere: ClassVar[Mapping[str, Refusal]] = {}  # what the other route honours, and this one cannot
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
@@ -419,7 +431,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _without_extra(self) -> GenerationBody:
         try:
-            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}))
+            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}, self._elsewhere))
         except FieldRefused as error:
             raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
         self.__pydantic_extra__ = {}
@@ -435,31 +447,35 @@ class GenerationBody(Body):
     def _consistent(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise _conflict("stream_options", "stream_options is set; it is only allowed when stream is true")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise _conflict("best_of", f"best_of is {self.best_of}; it must equal n, which is {self.n or 1}")
         return self
+
+    @property
+    def asked_tokens(self) -> tuple[int | None, str]:
+        """The limit of an answer's tokens, and by which of its two names it was given."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens, "max_completion_tokens"
+        return self.max_tokens, "max_tokens"
 
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
+    _elsewhere = OF_CHATS
+
     prompt: Prompts
     logprobs: Whole | None = _bounded("logprobs")
     echo: bool | None = None
     add_special_tokens: bool | None = None
-    suffix: str | None = Field(None, max_length=0)
-    best_of: Whole | None = _bounded("n")
-
-    @model_validator(mode="after")
-    def _best_of_is_n(self) -> CompletionBody:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _conflict("best_of", f"best_of is {self.best_of}; it must equal n, which is {self.n or 1}")
-        return self
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
+    _elsewhere = OF_PROMPTS
+
     messages: Annotated[list[Message], _StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: Whole | None = _bounded("max_tokens")
     logprobs: bool | None = None
     top_logprobs: Whole | None = _bounded("logprobs")
     tools: Annotated[list[Tool], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)

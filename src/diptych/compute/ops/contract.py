@@ -145,7 +145,12 @@ class ExpertParts:
 
 
 class Loader(Protocol):
-    """Turns checkpoint tensors into a backend's weight handles, once: head and embedding, then the layers in order."""
+    """Turns checkpoint tensors into a backend's weight handles, once: head and embedding, then the layers in order.
+
+    is_balancing: the walk is to hand over the weights as `compute.balance` makes them, for a format that rows of int8 enter.
+    """
+
+    is_balancing: bool
 
     def table(self, tensor: WeightTensor, *, head: Handle | None) -> Handle:
         """The embedding [V, D], for `embed`; `head` is the handle of the same tensor where the head is tied to it."""

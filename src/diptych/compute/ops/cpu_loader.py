@@ -21,7 +21,7 @@ from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_ava
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
@@ -100,6 +100,7 @@ class CpuLoader:
         self.placement = choose_cpus(config.threads, config.numa, allowed_cpus())
         self.program = _cpu.Program(self.instruction_set, self.placement.threads, self.placement.cpus)
         self.source = source
+        self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
         self.specs: list[AttentionSpec] = []
@@ -199,6 +200,13 @@ class CpuLoader:
             index = self.program.add_random_linear(shape, seed & (2**63 - 1), (3.0 / k) ** 0.5)
         else:
             weights = [part.read().detach() for part in parts.weights]
+            if weights_format in ("int8", "int4"):  # rounding to a grid would make a number of it, and hide it
+                for part, values in zip(parts.weights, weights, strict=True):
+                    if not bool(torch.isfinite(values).all()):
+                        raise LoadError(
+                            f"tensor {part.name} has a weight that is not finite; {weights_format} cannot hold it",
+                            hint="the checkpoint is damaged; download it again",
+                        )
             bias = None
             if parts.biases:
                 bias = torch.cat([part.read().detach().to(torch.float32).reshape(-1) for part in parts.biases])

@@ -63,6 +63,8 @@ class TorchExperts:
 class TorchLoader:
     """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied."""
 
+    is_balancing = False
+
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device = device
         self._dtype = dtype

@@ -31,7 +31,7 @@ class TextStream:
     """The text of one sequence's output tokens.
 
     Hidden special tokens are not shown. `follows_text`: the output continues a prompt, so a tokenizer that strips the
-    first space of a text (Llama 2) must not strip it here.
+    first space of a text (Llama 2) must not strip it here. `min_tokens`: what the first so many tokens write ends no text.
     """
 
     def __init__(
@@ -41,17 +41,20 @@ class TextStream:
         include_stop: bool = False,
         *,
         follows_text: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._decoder = _decoder_for(tokenizer, follows_text)
         self._hidden_ids = tokenizer.hidden_token_ids
         self._stop = StopFinder(stop) if stop else None
         self._include_stop = include_stop
+        self._tokens_before_stop = min_tokens
         self._held = ""  # decoded, but may be the beginning of a stop string
         self._is_stopped = False
 
     def push(self, token_id: int) -> TextDelta:
         """Add one token; returns the text that became certain (often, but not always, this token's)."""
         assert not self._is_stopped, "push after the stream stopped"
+        self._tokens_before_stop -= 1
         text = "" if token_id in self._hidden_ids else self._decoder.push(token_id)
         return self._advance(text, is_last=False)
 
@@ -69,6 +72,9 @@ class TextStream:
         begin = len(self._held)  # characters of `window` the finder has already seen
         window = self._held + text
         found = self._stop.feed(text)
+        while found is not None and self._tokens_before_stop >= 0:  # too early: read past it
+            text = text[found[0] :]
+            found = self._stop.feed(text)
         if found is not None:
             end, stop_string = begin + found[0], found[1]
             out = window[: end if self._include_stop else end - len(stop_string)]

@@ -81,6 +81,10 @@ class ChatTemplate:
         """The jinja text used when no tools are given."""
         return self._sources.get("default") or next(iter(self._sources.values()))
 
+    def names(self, variable: str) -> bool:
+        """Whether any of the templates reads a variable of this name; what no template reads, no model sees."""
+        return any(variable in source for source in self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -28,4 +28,4 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     COLD_START,
 )
 # What `diptych lab --quick` runs: a request of 10 and of 10,000 tokens, and the claims that the rest builds on.
-QUICK: tuple[Experiment, ...] = (PHASE_SHARES, PREFILL_LENGTH, DECODE_POSITION, KV_CACHE, BATCH_SIZE)
+QUICK: tuple[Experiment, ...] = (PHASE_SHARES, PREFILL_LENGTH, DECODE_POSITION, KV_CACHE, BATCH_SIZE, ROOFLINE)

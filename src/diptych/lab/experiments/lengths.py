@@ -8,7 +8,7 @@ import numpy as np
 
 from diptych.ground.shape import StepShape
 from diptych.lab.drive import Driver
-from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, polynomial
+from diptych.lab.experiment import Check, Experiment, Outcome, Point, Stage, conclude, point, polynomial, quantity
 
 LENGTHS = (10, 30, 100, 300, 1000, 2000, 4000, 10_000)
 FIT_FROM = 100
@@ -132,8 +132,10 @@ def _phase_shares(stage: Stage) -> Outcome:
         if rehearsal is not None:
             request = _Request(rehearsal, n, new_tokens)
             prefill_s, decode_s = request.prefill_s(), request.decode_s()
-        points.append(point("prefill", n, rounds.point(2 * i), prefill_s))
-        points.append(point("decode", n, rounds.point(2 * i + 1), decode_s))
+        for j, (phase, predicted_s) in enumerate((("prefill", prefill_s), ("decode", decode_s))):
+            measured = rounds.point(2 * i + j)
+            label = f"{new_tokens} new"
+            points.append(quantity(phase, n, measured, "ms", scale=1e3, predicted=predicted_s, label=label))
         lines.append(f"{n:,} in / {new_tokens} out: decode is {shares[i].value:.0%} of the time")
     cut = [] if prompts[-1] == wanted[-1] else [f"the longest prompt is {prompts[-1]:,} tokens, not {wanted[-1]:,}"]
     return conclude(
@@ -152,7 +154,7 @@ def _phase_shares(stage: Stage) -> Outcome:
         ],
         rounds,
         finding="; ".join(lines),
-        notes=[*cut, *_cut(stage), "whole requests: scheduler, sampler and kernels"],
+        notes=[*cut, *_cut(stage), f"whole requests of {new_tokens} new tokens: scheduler, sampler and kernels"],
     )
 
 
@@ -230,10 +232,9 @@ PHASE_SHARES = Experiment(
     title="Short prompt, long answer; long prompt, short answer",
     claim="the shape of the request decides which phase one waits for: decode for a short prompt, prefill for a long one",
     x_label="prompt tokens",
-    y_label="time of the phase",
+    y_label="since the request came",
     run=_phase_shares,
-    is_log_x=True,
-    is_log_y=True,
+    is_timeline=True,
 )
 KV_CACHE = Experiment(
     name="kv-cache",

@@ -40,29 +40,43 @@ export function milliseconds(seconds) {
   return ms >= 100 ? `${ms.toFixed(0)} ms` : ms >= 10 ? `${ms.toFixed(1)} ms` : `${ms.toFixed(2)} ms`;
 }
 
+// as short as the number allows: 5 ms, 250 ms, 1.5 s
+export function duration(seconds) {
+  const value = Math.abs(seconds) >= 1 ? seconds : seconds * 1e3;
+  return `${Number(value.toPrecision(3))} ${Math.abs(seconds) >= 1 ? "s" : "ms"}`;
+}
+
+// 1, 2 or 5 times a power of ten, of which about `parts` fit into span
+function roundStep(span, parts) {
+  const least = span / parts;
+  const decade = 10 ** Math.floor(Math.log10(least));
+  return decade * [1, 2, 5, 10].find((times) => times * decade >= least * 0.999);
+}
+
 const LABELS = 86;
 
-// steps: [{t, s, p, d, chunks: [[id, tokens, cached]], seqs: [id]}] in order; lanes: request ids, newest first
-export function drawTimeline(canvas, { steps, lanes, now, span, pointer }) {
+// steps: [{t, s, p, d, chunks: [[id, tokens, cached]], seqs: [id]}] in order; lanes: request ids, newest first;
+// times are told from `origin` on: the left end, or now
+export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer }) {
   const { context, width, height } = begin(canvas);
   const colour = colours();
   const left = width < 480 ? 0 : LABELS;
   const top = 18;
-  const from = now - span;
   const x = (t) => left + ((t - from) / span) * (width - left);
   const rows = lanes.length + 1;
   const row = Math.min(22, Math.max(7, (height - top) / Math.max(rows, 8)));
   context.fillStyle = colour.quiet;
   context.strokeStyle = colour.grid;
-  for (let second = 0; second <= 5; second += 1) {
-    const place = left + ((width - left) * second) / 5;
+  const gap = roundStep(span, width < 480 ? 4 : 6);
+  for (let tick = Math.ceil((from - origin) / gap - 1e-6); origin + tick * gap <= from + span * 1.0001; tick += 1) {
+    const place = x(origin + tick * gap);
     context.beginPath();
     context.moveTo(place, top - 4);
     context.lineTo(place, height);
     context.stroke();
-    const text = second === 5 ? "now" : `-${short(span - (span * second) / 5)} s`;
-    context.textAlign = second === 5 ? "right" : "left";
-    context.fillText(text, place + (second === 5 ? -2 : 2), 11);
+    const isLast = width - place < 44;
+    context.textAlign = isLast ? "right" : "left";
+    context.fillText(tick === 0 ? (origin > from ? "now" : "0") : duration(tick * gap), place + (isLast ? -2 : 2), 11);
   }
   context.textAlign = "left";
   if (left > 0) {
@@ -169,6 +183,7 @@ export function drawDistribution(canvas, distribution, colourName) {
   const highest = Math.max(...counts);
   const bottom = height - 16;
   const wide = width / (to - from + 1);
+  let taken = 0;
   for (let place = from; place <= to; place += 1) {
     const tall = (counts[place] / highest) * (bottom - 14);
     const px = (place - from) * wide;
@@ -178,11 +193,13 @@ export function drawDistribution(canvas, distribution, colourName) {
     context.textAlign = "center";
     if (counts[place] > 0 && wide > 26) context.fillText(short(counts[place]), px + wide / 2, bottom - tall - 3);
     const edge = distribution.edges[place];
-    const every = Math.ceil(48 / wide);
-    if (edge !== undefined && (place - from) % every === 0) {
-      context.textAlign = "right";
-      context.fillText(milliseconds(edge), Math.min(width, px + wide + 6), height - 3);
-    }
+    if (edge === undefined) continue;
+    const text = duration(edge);
+    const half = context.measureText(text).width / 2;
+    const middle = Math.min(px + wide, width - half);
+    if (middle - half < taken) continue; // an edge without room stays unnamed
+    context.fillText(text, middle, height - 3);
+    taken = middle + half + 8;
   }
   context.textAlign = "left";
   context.strokeStyle = colour.line;

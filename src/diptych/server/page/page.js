@@ -4,9 +4,11 @@ import { setUpTry } from "./try.js";
 
 const KEEP_S = 32;
 const RATE_FRAMES = 240;
+const LEAST_RATE_FRAMES = 40;
+const PAUSE_S = 2; // without a step: what comes after is a new piece of work
 const MAX_LANES = 16;
 const el = (id) => document.getElementById(id);
-const state = { hello: null, frame: null, steps: [], seen: new Map(), finished: [], prefill: [], decode: [], span: 10, pointer: null, lastAt: null, elapsed: 0.25 };
+const state = { hello: null, frame: null, steps: [], seen: new Map(), finished: [], prefill: [], decode: [], span: null, pointer: null, refused: [], lastAt: null, elapsed: 0.25 };
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
@@ -36,6 +38,7 @@ function greet(hello) {
   state.hello = hello;
   state.steps = [];
   state.seen.clear();
+  state.refused = [];
   state.lastAt = null;
   el("model").textContent = `${hello.model} · ${short(hello.parameters)} parameters · ${hello.backend} backend · ${hello.weights} weights, ${hello.kv} KV · context ${hello.context_tokens} · loaded in ${milliseconds(hello.load_s)}`;
   setStatus("live", "live");
@@ -56,6 +59,8 @@ function take(frame) {
   }
   for (const request of frame.requests) if (!state.seen.has(request.id)) state.seen.set(request.id, request.arrival_s);
   for (const [id, at] of state.seen) if (at < oldest) state.seen.delete(id);
+  state.refused.push(frame.totals.refused);
+  state.refused.splice(0, Math.max(0, state.refused.length - 40));
   state.finished.push(...frame.finished);
   state.finished.splice(0, Math.max(0, state.finished.length - 12));
   state.prefill.push(frame.prefill_tokens / elapsed);
@@ -76,11 +81,11 @@ function redraw() {
   drawTiles(frame, hello);
   drawSteps();
   drawBlocks(frame);
-  const seconds = RATE_FRAMES / 4;
+  const capacity = Math.max(LEAST_RATE_FRAMES, state.prefill.length);
   drawRates(el("rates"), [
-    { colour: "prefill", values: state.prefill, capacity: RATE_FRAMES },
-    { colour: "decode", values: state.decode, capacity: RATE_FRAMES },
-  ], seconds);
+    { colour: "prefill", values: state.prefill, capacity },
+    { colour: "decode", values: state.decode, capacity },
+  ], Math.round(capacity / 4));
   drawDistribution(el("ttft-chart"), frame.ttft_s, "prefill");
   drawDistribution(el("itl-chart"), frame.itl_s, "decode");
   for (const [name, distribution] of [["ttft", frame.ttft_s], ["itl", frame.itl_s]]) {
@@ -99,7 +104,10 @@ function drawTiles(frame, hello) {
   el("running").textContent = frame.running;
   el("running-note").textContent = `of at most ${hello.max_running}`;
   el("waiting").textContent = frame.waiting;
-  el("waiting-note").textContent = frame.waiting_tokens > 0 ? `${short(frame.waiting_tokens)} tokens in line` : "in line";
+  const refused = frame.totals.refused - state.refused[0]; // of the last ten seconds
+  const line = frame.waiting_tokens > 0 ? `${short(frame.waiting_tokens)} tokens in line` : "in line";
+  el("waiting-note").textContent = refused > 0 ? `${line} · ${refused} refused (503)` : line;
+  el("waiting-note").className = refused > 0 ? "error" : "";
   el("prefill-rate").textContent = short(prefill);
   el("decode-rate").textContent = short(decode);
   const limits = hello.ceilings;
@@ -109,10 +117,23 @@ function drawTiles(frame, hello) {
   el("rate-text").textContent = `engine busy ${Math.round(busy * 100)} %`;
 }
 
+// what the timeline shows: the chosen seconds up to now, or the last piece of work from its first step to its last
+function shownTime() {
+  const now = state.frame.now_s;
+  if (state.span !== null) return { from: now - state.span, span: state.span, origin: now };
+  let first = state.steps.length - 1;
+  if (first < 0) return { from: now - 10, span: 10, origin: now };
+  const last = state.steps[first];
+  while (first > 0 && state.steps[first].t - state.steps[first - 1].t - state.steps[first - 1].s < PAUSE_S) first -= 1;
+  const from = state.steps[first].t;
+  const span = Math.max(0.01, last.t + last.s - from);
+  return { from, span: span * 1.02, origin: from };
+}
+
 function drawSteps() {
   const open = new Set(state.frame.requests.map((one) => one.id));
   const lanes = [...state.seen.entries()].sort((a, b) => (open.has(b[0]) - open.has(a[0])) || b[1] - a[1]).slice(0, MAX_LANES).map(([id]) => id);
-  const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, now: state.frame.now_s, span: state.span, pointer: state.pointer });
+  const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, ...shownTime(), pointer: state.pointer });
   if (pointed !== null) {
     const chunks = pointed.chunks.map(([id, tokens, cached]) => `${id.slice(-8)} ${tokens}${cached ? ` (+${cached} cached)` : ""}`);
     const parts = [`step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode`];
@@ -132,7 +153,8 @@ function drawBlocks(frame) {
   const rows = [
     ["prompt tokens", short(prompt)], ["from the cache", prompt ? `${Math.round((100 * totals.cached_tokens) / prompt)} %` : "-"],
     ["output tokens", short(totals.output_tokens)], ["preemptions", totals.preemptions],
-    ["finished", totals.finished.stop + totals.finished.length], ["aborted", totals.finished.abort], ["errors", totals.finished.error], ["refused", totals.refused],
+    ["finished", totals.finished.stop + totals.finished.length], ["aborted", totals.finished.abort], ["errors", totals.finished.error],
+    ["refused (503)", totals.refused], ["bad requests (4xx)", totals.rejected],
   ];
   el("totals").replaceChildren(...rows.map(([name, value]) => {
     const box = document.createElement("div");
@@ -153,6 +175,7 @@ function drawRequests(frame) {
     return [one.id, note, one.prompt_tokens, one.computed_to, one.output_tokens, milliseconds(Math.max(0, frame.now_s - one.arrival_s))];
   });
   for (const one of [...state.finished].reverse()) rows.push([one.id, one.reason, one.prompt_tokens ?? "", one.computed_to ?? "", one.output_tokens ?? "", `${milliseconds(Math.max(0, frame.now_s - one.at_s))} ago`]);
+  for (const row of rows) row[0] = row[0].replace(/^(chat)?cmpl-/, "");
   el("requests-empty").hidden = rows.length > 0;
   el("requests").tBodies[0].replaceChildren(...rows.slice(0, 40).map((cells) => {
     const line = document.createElement("tr");
@@ -165,7 +188,7 @@ function drawRequests(frame) {
   }));
 }
 
-el("window").addEventListener("change", (change) => { state.span = Number(change.target.value); redraw(); });
+el("window").addEventListener("change", (change) => { state.span = Number(change.target.value) || null; redraw(); });
 el("timeline").addEventListener("pointermove", (move) => { state.pointer = move.offsetX; if (state.frame) drawSteps(); });
 el("timeline").addEventListener("pointerleave", () => { state.pointer = null; });
 window.addEventListener("resize", redraw);

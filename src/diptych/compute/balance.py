@@ -1,0 +1,155 @@
+"""Weights in a form that rows of int8 suit: what two neighbours share is divided between them before they are packed.
+
+Activations are quantised per row (x ~ scale * q with scale = max |x| / 127), so one channel of large values takes the levels
+of all others. Between a norm and the projections that read it, between up and down, and between v and o, a channel may be
+divided by m on one side and multiplied by m on the other, and nothing changes in exact arithmetic (SmoothQuant's identity,
+arXiv 2211.10438). Here m comes from the weights alone:
+
+    log2 m = share * log2 |giver| - (1 - share) * log2 |taker|
+
+|giver| is a norm weight or a mean over a row, |taker| a mean over a column, both geometric: that mean alone splits into a
+factor of the row and one of the column. So a model and its exact reparametrisation come to the same form, whatever was done
+at the other sites. It needs no text, costs nothing when the model runs, and cannot see activations that are large where no
+weight says so.
+
+    norm, (gate_up,) = balance_norm(norm, (gate_up,), offset=0.0, share=NORM_SHARE)
+    gate_up, down = balance_gated(gate_up, down)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from diptych.compute.ops.contract import LinearParts, WeightTensor
+from diptych.models.spec import AttentionLayer
+
+# What of a channel's size stays in the weights; the rest goes to the activations. LAB.md, quality of the number formats.
+NORM_SHARE = 0.75
+HEAD_SHARE = 1.0  # the final norm and the head
+SHARE = 0.5  # up and down, v and o
+SAMPLES = 1024  # values that a mean is taken over; 256 give int4 5 % more divergence
+LARGEST_SHIFT = 24  # for a channel that one side ignores: the other side's numbers must not take levels from the rest
+
+
+class ScaledTensor:
+    """Another tensor times 2^rows down its first axis and 2^columns along its last, when it is read.
+
+    `offset` is what the model adds to the values: (values + offset) is scaled, and values so that it comes out are given.
+    A matrix in bf16 stays bf16, which loses nothing beside int8 and takes no more memory than its file; all else is fp32.
+    """
+
+    random_seed: int | None = None
+
+    def __init__(
+        self,
+        plain: WeightTensor,
+        *,
+        rows: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
+        offset: float = 0.0,
+    ) -> None:
+        self.name = plain.name
+        self.shape = plain.shape
+        is_matrix = len(plain.shape) == 2
+        self.dtype = torch.bfloat16 if is_matrix and plain.dtype == torch.bfloat16 else torch.float32
+        self.plain = plain
+        self.rows = rows
+        self.columns = columns
+        self._offset = offset
+
+    def read(self) -> torch.Tensor:
+        """The scaled values, a new tensor."""
+        values = self.plain.read().detach()
+        if self._offset:
+            values = values.to(torch.float32) + self._offset
+        scaled = torch.empty(self.shape, dtype=self.dtype)
+        if self.columns is not None:
+            values = torch.mul(values, self.columns.exp2(), out=scaled)  # in fp32, rounded once
+        if self.rows is not None:
+            factors = self.rows.exp2()
+            torch.mul(values, factors if values.ndim == 1 else factors[:, None], out=scaled)
+        return scaled.sub_(self._offset)
+
+
+def balance_norm(
+    norm: WeightTensor, readers: Sequence[LinearParts], *, offset: float, share: float
+) -> tuple[WeightTensor, tuple[LinearParts, ...]]:
+    """A norm and all projections that read it."""
+    weight = norm.read().detach().float() + offset
+    sizes = _mean_log2([part for reader in readers for part in reader.weights], axis=0)
+    shifts = _shifts(torch.where(weight == 0, torch.nan, weight.abs().log2()), sizes, share)
+    scaled = tuple(_scaled(reader, columns=shifts) for reader in readers)
+    return ScaledTensor(norm, rows=-shifts, offset=offset), scaled
+
+
+def balance_gated(gate_up: LinearParts, down: LinearParts) -> tuple[LinearParts, LinearParts]:
+    """gate and up (the latter's half of the rows), and down: act(gate) * up is linear in up."""
+    ffn = down.n_inputs
+    up = _mean_log2(gate_up.weights, axis=1)[ffn:]
+    shifts = _shifts(up, _mean_log2(down.weights, axis=0), SHARE)
+    return _scaled(gate_up, rows=torch.cat([torch.zeros(ffn), -shifts])), _scaled(down, columns=shifts)
+
+
+def balance_values(qkv: LinearParts, o: LinearParts, attention: AttentionLayer) -> tuple[LinearParts, LinearParts]:
+    """v (the last rows) and o: attention is linear in v. Query heads of a group share the channels of their v."""
+    n_kv, d = attention.n_kv_heads, attention.head_dim
+    group = attention.n_heads // n_kv
+    values = _mean_log2(qkv.weights, axis=1)[-n_kv * d :]
+    taken = _mean_log2(o.weights, axis=0).view(n_kv, group, d).nanmean(1).view(-1)
+    shifts = _shifts(values, taken, SHARE)
+    rows = torch.cat([torch.zeros(qkv.n_outputs - n_kv * d), -shifts])
+    columns = shifts.view(n_kv, 1, d).expand(n_kv, group, d).reshape(-1)
+    return _scaled(qkv, rows=rows), _scaled(o, columns=columns)
+
+
+def _shifts(giver: torch.Tensor, taker: torch.Tensor, share: float) -> torch.Tensor:
+    """log2 m. Where one side is all zero (NaN here), the other's numbers are made small."""
+    shifts = share * giver - (1.0 - share) * taker
+    shifts = torch.where(giver.isnan(), torch.full_like(shifts, -LARGEST_SHIFT), shifts)
+    return torch.where(taker.isnan(), torch.full_like(shifts, LARGEST_SHIFT), shifts)
+
+
+def _mean_log2(tensors: Sequence[WeightTensor], *, axis: int) -> torch.Tensor:
+    """Mean log2 |w| over `axis`, of a sample; of several tensors, over their rows together (axis 0) or one after another.
+
+    Zeros do not count; NaN where nothing does. Factors put on at other sites are left out: they move all means alike.
+    """
+    tensors = [tensor.plain if isinstance(tensor, ScaledTensor) else tensor for tensor in tensors]
+    if axis == 1:
+        return torch.cat([_log2(tensor.read().detach()[:, :SAMPLES]).nanmean(1) for tensor in tensors])
+    n = max(4, SAMPLES // len(tensors))
+    sampled = [tensor.read().detach()[:: max(1, tensor.shape[0] // n)][:n] for tensor in tensors]
+    return torch.cat([_log2(rows) for rows in sampled]).nanmean(0)
+
+
+def _log2(values: torch.Tensor) -> torch.Tensor:
+    sizes = values.to(torch.float32).abs().log2()
+    return sizes.masked_fill(sizes.isinf(), torch.nan)
+
+
+def _scaled(
+    parts: LinearParts, *, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
+) -> LinearParts:
+    """The projection with its rows (and biases) and columns scaled; a part that stays as it was is left alone."""
+    sizes = [part.shape[0] for part in parts.weights]
+    by_part = [None] * len(sizes) if rows is None else [own if own.any() else None for own in rows.split(sizes)]
+    weights = tuple(_tensor(part, own, columns) for part, own in zip(parts.weights, by_part, strict=True))
+    biases = tuple(_tensor(bias, own, None) for bias, own in zip(parts.biases, by_part, strict=False))
+    return replace(parts, weights=weights, biases=biases)
+
+
+def _tensor(tensor: WeightTensor, rows: torch.Tensor | None, columns: torch.Tensor | None) -> WeightTensor:
+    if rows is None and columns is None:
+        return tensor
+    if isinstance(tensor, ScaledTensor):  # other sites' factors come on top
+        rows, columns, tensor = _sum(tensor.rows, rows), _sum(tensor.columns, columns), tensor.plain
+    return ScaledTensor(tensor, rows=rows, columns=columns)
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -1,0 +1,136 @@
+"""int8 and int4 do not depend on how a model divides its channels' sizes between neighbours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+import diptych
+from checkpoints import make_checkpoint
+from diptych.compute.ops import cpu_kernels
+from diptych.compute.quant import save_quantised
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from stepping import Stepper
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not cpu_kernels.is_available()[0], reason=cpu_kernels.is_available()[1]),
+]
+BUNDLED = Path(diptych.__file__).parent / "bundled"
+PLANTED = 0.005  # of the channels
+# of the KL to fp32 where nothing was planted
+MOST = 1.5
+
+
+def reparametrised(source: Path, target: Path, *, factor: float) -> Path:
+    """The same function in other numbers, in fp32: a few channels times `factor` before, divided by it after, at every site.
+
+    Norms and what reads them (the head too), up and down, v and o.
+    """
+    shutil.copytree(source, target)
+    config = json.loads((source / "config.json").read_text())
+    tensors = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+    generator = torch.Generator().manual_seed(1)
+    hidden, d = config["hidden_size"], config["head_dim"]
+    n_kv = config["num_key_value_heads"]
+    group = config["num_attention_heads"] // n_kv
+
+    def plant(n: int) -> torch.Tensor:
+        factors = torch.ones(n)
+        factors[torch.randperm(n, generator=generator)[: max(1, round(PLANTED * n))]] = factor
+        return factors
+
+    def norm(name: str, readers: tuple[str, ...]) -> None:
+        factors = plant(hidden)
+        tensors[f"{name}.weight"] *= factors
+        for reader in readers:
+            tensors[f"{reader}.weight"] /= factors
+
+    for layer in range(config["num_hidden_layers"]):
+        at, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        norm(f"model.layers.{layer}.input_layernorm", tuple(f"{at}{part}_proj" for part in "qkv"))
+        norm(f"model.layers.{layer}.post_attention_layernorm", (f"{mlp}gate_proj", f"{mlp}up_proj"))
+        factors = plant(config["intermediate_size"])
+        tensors[f"{mlp}up_proj.weight"] *= factors[:, None]
+        tensors[f"{mlp}down_proj.weight"] /= factors
+        factors = plant(n_kv * d)
+        tensors[f"{at}v_proj.weight"] *= factors[:, None]
+        tensors[f"{at}o_proj.weight"] /= factors.view(n_kv, 1, d).expand(n_kv, group, d).reshape(-1)
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+    norm("model.norm", ("lm_head",))
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return target
+
+
+def logits_of(path: Path, token_ids: list[int], weights: str, backend: str = "cpu") -> torch.Tensor:
+    kv = "fp32" if weights == "fp32" else "bf16"
+    model = load_model(path, ComputeConfig(backend=backend, device="cpu", weights=weights, kv=kv, threads=1))
+    logits = Stepper(model).prefill("it", token_ids, chunk=None)
+    model.close()
+    return logits.double().log_softmax(-1)
+
+
+def divergence(reference: torch.Tensor, found: torch.Tensor) -> float:
+    return float((reference.exp() * (reference - found)).sum(-1).mean())
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], torch.Tensor, dict[float, Path]]:
+    """Tokens of held-out text, fp32's answer, and the model in its own numbers (factor 1) and others."""
+    directory = tmp_path_factory.mktemp("balance")
+    model = BUNDLED / "diptych-10m"
+    text = (BUNDLED / "heldout.txt").read_text(encoding="utf-8")[:4000]
+    token_ids = AutoTokenizer.from_pretrained(model)(text, add_special_tokens=False)["input_ids"][:384]
+    paths = {f: reparametrised(model, directory / str(int(f)), factor=f) for f in (64.0, 1000.0)}
+    return token_ids, logits_of(model, token_ids, "fp32", "torch"), {1.0: model, **paths}
+
+
+def test_planted_channels_change_nothing_in_exact_arithmetic(world) -> None:
+    """Else the other tests would compare two models."""
+    token_ids, reference, paths = world
+    for factor in (64.0, 1000.0):
+        assert divergence(reference, logits_of(paths[factor], token_ids, "fp32", "torch")) < 1e-8
+    assert divergence(reference, logits_of(paths[64.0], token_ids, "bf16")) < 3e-5
+
+
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.0011), ("int4", 0.0085)])
+def test_planted_channels_cost_no_quality(world, weights: str, most: float) -> None:
+    """Each row of activations has one scale: channels of 64 times the rest took KL from 0.0007 to 0.05 in int8, from
+    0.006 to 0.24 in int4; of 1,000 times, the model answered noise.
+    """
+    token_ids, reference, paths = world
+    plain = divergence(reference, logits_of(paths[1.0], token_ids, weights))
+    assert plain < most, "the model's own numbers must not pay for it"
+    for factor in (64.0, 1000.0):
+        assert divergence(reference, logits_of(paths[factor], token_ids, weights)) < MOST * plain
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"), [("qwen2", "int4"), *((f, "int8") for f in ("phi3", "gemma2", "olmo2", "mixtral"))]
+)
+def test_every_family_is_still_itself(family: str, weights: str, tmp_path: Path) -> None:
+    """Biases, stacked projections, 1 + w, norms after and experts: a factor put on one side alone gives another model.
+
+    Norms and values are planted where balancing has most to move; without quantising the answers would be equal.
+    """
+    path = make_checkpoint(family, tmp_path / "plain", dtype=torch.bfloat16)
+    tensors = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("v_proj.weight", "up_proj.weight")) and tensor.ndim == 2:
+            tensor[::7] *= 16
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    prompt = torch.randint(160, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    reference = logits_of(path, prompt, "fp32", "torch")
+    found = logits_of(path, prompt, weights)
+    relative = ((found - reference).norm() / reference.norm()).item()
+    assert relative < (0.25 if weights == "int4" else 0.1), relative
+    save_quantised(path, tmp_path / "packed", weights=weights, threads=1)
+    assert torch.equal(found, logits_of(tmp_path / "packed", prompt, "auto"))
