@@ -162,7 +162,7 @@ class _Rerun:
         if not self.n_missing:
             raise ConfigError(f"recorded nothing\nsimulated {plan}")
         place, known = self._recorded.plans[self._n_steps]
-        if replace(plan, planned_at_s=0.0) != replace(known, planned_at_s=0.0):
+        if plan != known:
             raise ConfigError(f"recorded {known}\nsimulated {plan}")
         result, begins_s = self._recorded.results[self._n_steps], self._recorded.begins_s
         self._n_steps += 1

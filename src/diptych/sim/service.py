@@ -187,14 +187,8 @@ def simulate(
 def _report(service: Service, tally: Tally, cluster: Cluster, usd_per_hour: float | None) -> Report:
     duration_s = max(0.0, tally.last_end_s - tally.first_arrival_s)
     per_s = 1.0 / duration_s if duration_s else 0.0
-    totals = [member.engine.book.totals for member in cluster.engines]
     stats = [member.engine.core.stats() for member in cluster.engines]
-    spent_s = {
-        "prefill": sum(one.prefill_only_s for one in totals),
-        "decode": sum(one.decode_only_s for one in totals),
-        "mixed": sum(one.mixed_s for one in totals),
-    }
-    step_s, all_s = sum(spent_s.values()), duration_s * service.n_engines
+    step_s, all_s = sum(tally.spent_s.values()), duration_s * service.n_engines
     tokens = tally.prompt_tokens + tally.output_tokens
     usd = None if usd_per_hour is None else usd_per_hour * duration_s / 3600.0
     return Report(
@@ -219,9 +213,9 @@ def _report(service: Service, tally: Tally, cluster: Cluster, usd_per_hour: floa
         itl_s=tally.itl_s.distribution(),
         queue_s=tally.queue_s.distribution(),
         e2e_s=tally.e2e_s.distribution(),
-        busy={name: s / all_s if all_s else 0.0 for name, s in spent_s.items()}
+        busy={name: s / all_s if all_s else 0.0 for name, s in tally.spent_s.items()}
         | {"idle": max(0.0, 1.0 - step_s / all_s) if all_s else 1.0},
-        n_steps=sum(one.n_steps for one in totals),
+        n_steps=tally.n_steps,
         sequences_per_step=tally.running_s / step_s if step_s else 0.0,
         kv_share=tally.kv_share_s / step_s if step_s else 0.0,
         kv_peak=tally.kv_peak,

@@ -21,6 +21,8 @@ class Tally:
         self.first_arrival_s, self.last_end_s = math.inf, 0.0
         self.kv_share_s = self.kv_peak = 0.0
         self.running_s = 0.0
+        self.n_steps = 0
+        self.spent_s = {"prefill": 0.0, "decode": 0.0, "mixed": 0.0}  # of all engines, by what a step held
         self.waiting_peak = 0
 
     def arrived(self, at_s: float) -> None:
@@ -33,6 +35,7 @@ class Tally:
     def stepped(self, step: StepRecord, *, kv_share: float, running: int, waiting: int) -> None:
         """A step ended. kv_share: of the engine's pool, held while it ran."""
         time_s = step.time_s
+        self.n_steps += 1
         self.kv_share_s += kv_share * time_s
         self.kv_peak = max(self.kv_peak, kv_share)
         self.running_s += step.shape.n_sequences * time_s
@@ -44,10 +47,13 @@ class Tally:
         stretch.output_tokens += step.shape.n_logits_rows
         if step.shape.decode_tokens == 0:
             stretch.prefill_s += time_s
+            self.spent_s["prefill"] += time_s
         elif step.shape.prefill_tokens == 0:
             stretch.decode_s += time_s
+            self.spent_s["decode"] += time_s
         else:
             stretch.mixed_s += time_s
+            self.spent_s["mixed"] += time_s
 
     def finished(self, record: RequestRecord) -> None:
         """A request is over."""
