@@ -22,7 +22,7 @@ def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     )  # type: ignore[call-overload,no-any-return]
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+@pytest.mark.skipif(not FULL.is_char_device(), reason="no /dev/full here")
 @pytest.mark.parametrize("arguments", [("--help",), PLAN, ("generate", "hi", "--max-tokens", "4", "-q")])
 def test_a_full_disk_is_said(arguments: tuple[str, ...]) -> None:
     """`diptych generate > /dev/full` ended in a traceback, and --help in "Exception ignored"."""

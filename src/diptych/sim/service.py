@@ -107,11 +107,11 @@ def _blocks(setup: Setup, kv_tokens: int | None, block_tokens: int) -> BlockConf
                 f"take {capacity.weight_bytes / 1e9:.4g} GB; at least one block of {block_tokens} tokens is needed",
                 hint="a larger device, a larger --tp or a smaller weight format",
             )
-    Bound(int, 1, 2**40, "tokens").take("KV tokens", kv_tokens, ConfigError)
+    Bound(int, 1, MAX_BLOCKS * block_tokens, "tokens").take("KV tokens", kv_tokens, ConfigError)
     n_blocks = kv_tokens // block_tokens
     if n_blocks < 1:
         raise ConfigError(f"the KV pool is {kv_tokens} tokens; it must be at least one block of {block_tokens} tokens")
-    return BlockConfig(n_blocks=min(n_blocks, MAX_BLOCKS), block_tokens=block_tokens)
+    return BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
