@@ -233,7 +233,7 @@ void tile_widened(const TileArgs& args) {
   const uint8_t* w = args.strip;
   const int64_t strip_bytes = args.strip_bytes;
   const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows == 1 ? Reach::none : kRows < kBalancedRows ? Reach::l1 : Reach::l2;
+  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows < kBalancedRows ? Reach::l1 : Reach::l2;
   Ahead<kStrips, kReach> ahead(args, args.units / kUnroll, args.units * kStepBytes);
   for (int64_t at = 0; at < args.units; at += kUnroll) {
     ahead.turn();
