@@ -47,7 +47,7 @@ const KernelSet& kernel_set(const std::string& name);
   }
 DIPTYCH_DECLARE_PARTS(amx)         // tiles, attention and ceilings; the rest is avx512's
 DIPTYCH_DECLARE_PARTS(amx_twin)    // tiles and attention
-DIPTYCH_DECLARE_PARTS(avx512)      // without int8 and int4 tiles, which are avx512_fma's
+DIPTYCH_DECLARE_PARTS(avx512)
 DIPTYCH_DECLARE_PARTS(avx512_fma)
 DIPTYCH_DECLARE_PARTS(avx2)
 DIPTYCH_DECLARE_PARTS(scalar)
