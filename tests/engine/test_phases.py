@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,16 @@ def test_bad_input_names_the_limit(phases: TwoPhase) -> None:
         phases.truncate(state, 0)
     with pytest.raises(CapacityError, match="KV blocks"):
         list(map(phases.fork, [state] * 10_000))
+
+
+def test_a_state_is_saved_to_files_only(phases: TwoPhase, tmp_path: Path) -> None:
+    """Files are renamed into place: saving to /dev/full as root replaced the device, and a folder ended in a raw error."""
+    state = phases.prefill(TOKENS)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for target in (pipe, tmp_path):
+        with pytest.raises(RequestError, match="no regular file"):
+            phases.save(state, target)
+    assert pipe.is_fifo()
+    with pytest.raises(RequestError, match="cannot write the state"):
+        phases.save(state, tmp_path / "no such folder" / "state.safetensors")

@@ -144,7 +144,13 @@ class TwoPhase:
             keys, values = self.kv.read(layer, state.block_ids, len(state.token_ids))
             tensors[f"layers.{layer}.keys"] = keys.detach().cpu().contiguous()
             tensors[f"layers.{layer}.values"] = values.detach().cpu().contiguous()
-        save_file(tensors, str(path), metadata={"format": FORMAT, "revision": self.model.revision})
+        # the file is renamed into place: a device of that name would be replaced
+        if Path(path).exists() and not Path(path).is_file():
+            raise RequestError(f"{path} is no regular file; a state is written to one", param="path")
+        try:
+            save_file(tensors, str(path), metadata={"format": FORMAT, "revision": self.model.revision})
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"cannot write the state to {path}: {error}", param="path") from error
 
     def load_state(self, path: Path | str) -> PhaseState:
         """Read what `save` wrote. Raises LoadError for a damaged file or one of another model."""
