@@ -11,8 +11,8 @@ from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
     ExpertParts,
-    ExpertsSpec,
     LinearParts,
+    Loader,
     Role,
     RopeSpec,
     WeightTensor,
@@ -23,6 +23,7 @@ from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS
+from diptych.models.spec import MoeSpec
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
@@ -75,13 +76,13 @@ class AttentionHandle:
 class ExpertsHandle:
     """A mixture's packed weights."""
 
-    spec: ExpertsSpec
+    spec: MoeSpec
     router: LinearHandle
     gate_up: tuple[LinearHandle, ...]
     down: tuple[LinearHandle, ...]
 
 
-class CpuLoader:
+class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
     """Packs a checkpoint's tensors into a native program. `formats`: weights in config.weights, the head and router as below.
 
     The head is kept in bf16 for bf16 weights and in int8 for int8 and int4: every token's probabilities pass through it,
@@ -154,12 +155,7 @@ class CpuLoader:
         return AttentionHandle(spec=spec, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
 
     def experts(
-        self,
-        spec: ExpertsSpec,
-        *,
-        router: WeightTensor,
-        experts: tuple[ExpertParts, ...],
-        role: Role | None = None,
+        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
     ) -> ExpertsHandle:
         """Each expert packed on its own; the router in bf16."""
         return ExpertsHandle(
