@@ -24,6 +24,7 @@ from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader,
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.sampler import Weighed
 from diptych.compute.weights import Source
+from diptych.ground.errors import UnsupportedModel
 from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model, refuse_unrun
@@ -96,6 +97,12 @@ def draw_blueprint(
     config = HfConfig(hf_config, path=path)
     refuse_unrun(config)
     spec = read_model(config, max_context_tokens, longrope=longrope)
+    caches = {(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in spec.layers}
+    if len(caches) > 1:
+        shapes = ", ".join(f"{n_kv_heads} x {head_dim}" for n_kv_heads, head_dim in sorted(caches))
+        raise UnsupportedModel(
+            f"the layers of {path} cache key-value heads of different shapes: {shapes}; one is supported"
+        )
     rope = spec.attention.rope
     if rope is not None and rope.divisors_name is not None:
         logger.info(

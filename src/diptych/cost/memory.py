@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context
 from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
+from diptych.models.spec import MlpSpec
 
 # The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.
 MEMORY_SHARE = 0.9
@@ -56,7 +57,11 @@ def activation_bytes_of(setup: Setup) -> float:
     """Buffers of the largest step: residual, normed input, projections, MLP, and logits of a few rows."""
     model = setup.model
     tokens = min(MAX_STEP_TOKENS, model.max_context_tokens or MAX_STEP_TOKENS)
-    width = 3 * model.hidden + 2 * max(model.ffn, model.n_heads * model.head_dim) / setup.tp
+    attention = max(layer.attention.n_heads * layer.attention.head_dim for layer, _ in model.layer_groups)
+    ffn = max(
+        layer.mlp.ffn if isinstance(layer.mlp, MlpSpec) else layer.mlp.expert_ffn for layer, _ in model.layer_groups
+    )
+    width = 3 * model.hidden + 2 * max(ffn, attention) / setup.tp
     return tokens * width * setup.quant.activation_bytes + 256 * model.vocab_size * LOGIT_BYTES / setup.tp
 
 

@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
 from diptych.cost.memory import Capacity, capacity_of
-from diptych.cost.parameters import active_parameter_count, linear_parameter_count, parameter_count
+from diptych.cost.parameters import (
+    active_parameter_count,
+    attention_flops_per_pair,
+    linear_parameter_count,
+    parameter_count,
+)
 from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
 from diptych.ground.errors import ConfigError
@@ -275,10 +280,7 @@ def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> fl
 
 def quadratic_prompt_tokens(setup: Setup) -> float:
     """Prompt length at which causal attention costs as many FLOPs as the linear layers (no windows): P / (L H h)."""
-    model = setup.model
-    mla = model.mla
-    width = float(model.head_dim) if mla is None else (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2.0
-    return linear_parameter_count(model) / (model.n_layers * model.n_heads * width)
+    return 4.0 * linear_parameter_count(setup.model) / attention_flops_per_pair(setup.model)
 
 
 def sensitivity_of(setup: Setup, prefill: StepShape, decode: StepShape) -> Sensitivity:

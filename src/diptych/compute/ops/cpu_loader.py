@@ -104,7 +104,6 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
-        self.specs: list[AttentionSpec] = []
         self._ropes: dict[RopeSpec, int] = {}
 
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
@@ -137,7 +136,6 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
-        self.specs.append(spec)
         shape = _cpu.AttentionShape(
             n_heads=spec.n_heads,
             n_kv_heads=spec.n_kv_heads,
