@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context
@@ -73,11 +74,4 @@ def _longest_context(setup: Setup, free_bytes: float) -> int:
 
     if fits(limit):
         return limit
-    low, high = 0, limit
-    while low < high - 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect_left(range(1, limit), True, key=lambda tokens: not fits(tokens))

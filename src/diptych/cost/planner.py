@@ -10,6 +10,7 @@ A `Setup` is everything that fixes the answer; `make_plan` computes the whole pa
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
@@ -258,16 +259,9 @@ def compute_bound_batch(setup: Setup) -> float | None:
         touched = expected_experts(moe.n_experts, moe.experts_per_token, rows, skew=moe.skew)
         return rows * row_s >= (dense + touched * per_expert) / bandwidth
 
-    if not is_compute_bound(65_536):
-        return None
-    low, high = 1, 65_536
-    while low < high:
-        middle = (low + high) // 2
-        if is_compute_bound(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return float(low)
+    rows = range(1, 65_537)
+    found = bisect_left(rows, True, key=is_compute_bound)
+    return None if found == len(rows) else float(rows[found])
 
 
 def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> float:
