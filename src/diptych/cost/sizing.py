@@ -249,13 +249,7 @@ def _is_hopeless(predictor: CalibratedModel, ask: Ask) -> bool:
 
 
 def _evaluate(
-    setup: Setup,
-    ask: Ask,
-    predictor: CalibratedModel,
-    *,
-    instances: int,
-    max_batch: int,
-    prices: Mapping[str, float],
+    setup: Setup, ask: Ask, predictor: CalibratedModel, *, instances: int, max_batch: int, prices: Mapping[str, float]
 ) -> Candidate:
     share = _share(ask, instances)
     low, middle, high = (steady_state(predictor, share, end=end) for end in End)

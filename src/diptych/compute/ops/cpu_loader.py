@@ -169,12 +169,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return self._pack(LinearParts(weights=(tensor,)), head_format, role=role)
 
     def _pack(
-        self,
-        parts: LinearParts,
-        weights_format: str,
-        *,
-        activation: Activation | None = None,
-        role: Role | None = None,
+        self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None, role: Role | None = None
     ) -> LinearHandle:
         n, k = parts.n_outputs, parts.n_inputs
         shape = _cpu.LinearShape(
