@@ -260,7 +260,7 @@ extern const Tiles kInt8Tiles = {
     DIPTYCH_TILE(tile_int8, 6),
 };
 #endif
-extern const Tiles kInt4Tiles = {{DIPTYCH_TILE(tile_int4, 1), DIPTYCH_TILE(tile_int4, 2), DIPTYCH_TILE(tile_int4, 3)}};
+extern const Tiles kInt4Tiles = {{DIPTYCH_TILE(tile_int4, 1), DIPTYCH_TILE(tile_int4, 2), DIPTYCH_TILE(tile_int4, 3)}, {}};
 #undef DIPTYCH_TILE
 extern const LinearKernels kLinear = {
     nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
