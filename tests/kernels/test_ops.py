@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import KERNEL_SETS
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
@@ -36,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BEST = next(iter(cpu.instruction_sets()), "")
 
 
-@pytest.fixture(params=["amx", "amx_twin", "avx512", "avx512_fma", "avx2", "scalar"])
+@pytest.fixture(params=KERNEL_SETS)
 def isa(request: pytest.FixtureRequest) -> str:
     if request.param not in cpu.instruction_sets():
         pytest.skip(f"this CPU cannot run {request.param}")
