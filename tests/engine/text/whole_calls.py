@@ -2,11 +2,12 @@
 
 from collections.abc import Collection
 
-from diptych.engine.text.tools import ToolCall, ToolCallParser, ToolFormat
+from diptych.engine.text.call_form import CallForm
+from diptych.engine.text.tools import ToolCall, ToolCallParser
 
 
 def parse_tool_calls(
-    text: str, tool_format: ToolFormat, *, tool_names: Collection[str] | None = None
+    text: str, tool_format: CallForm, *, tool_names: Collection[str] | None = None
 ) -> tuple[str, tuple[ToolCall, ...]]:
     """(content, calls)."""
     parser = ToolCallParser(tool_format, tool_names=tool_names)

@@ -72,6 +72,12 @@ class RenderedPiece:
     source: object
 
 
+class GivenList(list):
+    """A list that templates may not change."""
+
+    __slots__ = ()
+
+
 class Marked(dict):
     """A dict that templates see as a dict, and the sandbox as message / tool / document number so-and-so."""
 
@@ -80,6 +86,10 @@ class Marked(dict):
     def __init__(self, values: Mapping[str, Any], source: object) -> None:
         super().__init__(values)
         self._source = source
+
+
+def _given(value: Any) -> Any:
+    return GivenList(value) if type(value) is list else value
 
 
 def check_size(n_chars: int) -> None:
@@ -140,7 +150,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._local.run = run
         pieces: list[RenderedPiece] = []
         try:
-            for text in template.generate(**variables):
+            for text in template.generate(**{name: _given(value) for name, value in variables.items()}):
                 run.turn()
                 pieces.append(RenderedPiece(text, run.marks[-1][1] if run.marks else None))
         except TemplateError:
@@ -174,6 +184,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         _instrument(tree.body, level=0, marks_sources=True)
         return tree
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """A list that the template itself made may grow (Kimi collects ids in one); what it was given stays as it is."""
+        is_own_list = type(obj) is list and attr == "append"
+        return is_own_list or super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Every call from a template passes here."""

@@ -1,15 +1,11 @@
-"""Tool calls in the output text: found while it streams, and the grammar that forces them.
+"""Tool calls in the output text, found while it streams, in the form that the model's template teaches (`call_form`).
 
-Four formats: Hermes / Qwen (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, anywhere), Llama 3
-(the whole message is `{"name": ..., "parameters": {...}}`, several separated by `;`, after `<|python_tag|>` or not),
-Mistral (`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`) and newer Mistral (`[TOOL_CALLS]name[ARGS]{...}`, some with
-`[CALL_ID]id` before `[ARGS]`; each call has its own `[TOOL_CALLS]`). Both of Mistral's are read wherever one is expected.
+A call is one as soon as its name and the beginning of its arguments are there. From then on the arguments come out as the
+model writes them: JSON to the letter (cut off where the output is, and broken where the model broke it), arguments between
+tags as JSON made of them. What never gets so far stays content, to the last character.
 
-A call is one as soon as its name and the opening brace of its arguments are there. From then on the arguments come out as
-the model writes them, to the letter: cut off where the output is, and broken where the model broke them. What never gets
-so far stays content, to the last character.
-
->>> parser = ToolCallParser(ToolFormat.HERMES, new_id=lambda: "call_1")
+>>> from diptych.engine.text.call_form import HERMES
+>>> parser = ToolCallParser(HERMES, new_id=lambda: "call_1")
 >>> [call.arguments for call in parser.push('Let me look. <tool_call>{"name": "time", "arguments": {"ci').calls]
 ['', '{"ci']
 """
@@ -20,47 +16,27 @@ import json
 import re
 import string
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from random import SystemRandom
 from typing import Any
 
-from diptych.compute.json_schema import holdable
+from diptych.engine.text.argument_values import json_types_of, json_value
+from diptych.engine.text.call_form import (
+    ID, KEY, KIND, MISTRAL_TAG, NAME, PYTHON_TAG, CallForm, Fit, Match, Style, fit,
+)  # fmt: skip
 from diptych.engine.text.reasoning import partial_end
-from diptych.ground.errors import GrammarError, RequestError
-from diptych.ground.request import StructuredSpec
 
-HERMES_BEGIN, HERMES_END = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-MISTRAL_BEGIN, MISTRAL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-CALL_TAGS = (HERMES_BEGIN, HERMES_END, MISTRAL_BEGIN, MISTRAL_ID, MISTRAL_ARGS)
 _JSON_BLANKS = " \t\r\n"
 _JSON_PLAIN = frozenset(_JSON_BLANKS + ":,+-.0123456789truefalsnE")
-# a call up to the brace that opens its arguments, its keys in the order in which models write them
-_HEAD = re.compile(
-    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
+_STRING = r'"(?:[^"\\]|\\.)*"'
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"')
 _CALL_KEYS = ("name", "type", "id", "arguments", "parameters")
-# newer Mistral: a call behind its tag, up to the brace that opens its arguments
-_NAMED_HEAD = re.compile(r"\s{0,8}([\w.:/-]{1,128})\s{0,8}(?:\[CALL_ID\](\w{1,64}))?\[ARGS\]\s{0,8}(?=\{)")
-# what text that may become such a head still lacks is an end of one of these
-_NAMED_ENDS = ("x[ARGS]{", "[CALL_ID]x[ARGS]{")
-
-
-class ToolFormat(Enum):
-    """How a model writes a call."""
-
-    HERMES = "hermes"
-    LLAMA3 = "llama3"
-    MISTRAL = "mistral"
-    MISTRAL_NAMED = "mistral_named"
-
-    @property
-    def is_mistral(self) -> bool:
-        """Whether calls begin with `[TOOL_CALLS]`."""
-        return self in (ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED)
+_MAX_KEY_CHARS = 256
+# behind a string between quotes without escapes: the next argument, or the end of the call; and what may become one
+_GOES_ON = re.compile(r"\s*(?:,\s*[\w.-]+\s*=|\)\s*[,\]])")
+_MAY_GO_ON = re.compile(r"\s*(?:,\s*[\w.-]*\s*|\)\s*)?$")
+_STEP = Generator[None, None, Any]  # one reader's work: it yields where it needs more text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,276 +66,202 @@ class ToolDelta:
     calls: tuple[ToolCallDelta, ...] = ()
 
 
-def tool_format_of_template(source: str) -> ToolFormat | None:
-    """The format a chat template teaches its model, or None when it does not know tools."""
-    if HERMES_BEGIN in source:
-        return ToolFormat.HERMES
-    if MISTRAL_BEGIN in source:
-        return ToolFormat.MISTRAL_NAMED if MISTRAL_ARGS in source else ToolFormat.MISTRAL
-    if PYTHON_TAG in source or ("tools" in source and '"parameters": ' in source):
-        return ToolFormat.LLAMA3
-    return None
-
-
-def _id_maker(tool_format: ToolFormat) -> Callable[[], str]:
+def _id_maker(form: CallForm) -> Callable[[], str]:
     """Mistral's templates refuse ids other than nine letters and digits; everybody else reads OpenAI's form."""
-    if tool_format.is_mistral:
+    if form.trigger == MISTRAL_TAG:
         return lambda: "".join(SystemRandom().choices(string.ascii_letters + string.digits, k=9))
     return lambda: f"call_{uuid.uuid4().hex[:24]}"
 
 
-class _Place(Enum):
-    START = "start"  # Llama 3 only: nothing but blanks so far, so the message may be a call
-    CONTENT = "content"
-    HEAD = "head"  # inside what may be a call, before its arguments
-    ARGUMENTS = "arguments"
-    BROKEN = "broken"  # arguments that cannot become JSON any more
-    TAIL = "tail"  # behind the arguments, inside the call
-    AFTER = "after"  # behind a call
+class _Over(Exception):  # noqa: N818  (no error: the output has ended)
+    """The output is over where a reader needs more of it."""
 
 
 class ToolCallParser:
     """One output, piece by piece.
 
-    tool_names: the tools the request offers. In the Llama 3 format a JSON object is a call only if it names one of them
-    (None: any name), because a plain JSON answer looks alike.
+    tools: names and parameter schemas of what the request offers; the schemas tell text from numbers where the form writes
+    both alike. Where calls have no tag, a JSON object is a call only if it names one of the tools (None: any name), because
+    a plain JSON answer looks alike.
     """
 
     def __init__(
         self,
-        tool_format: ToolFormat,
+        form: CallForm,
         *,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
         tool_names: Collection[str] | None = None,
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        self._format = tool_format
-        self._names = None if tool_names is None else frozenset(tool_names)
-        self._new_id = new_id or _id_maker(tool_format)
-        self._begin = MISTRAL_BEGIN if tool_format.is_mistral else HERMES_BEGIN
-        self._place = _Place.START if tool_format is ToolFormat.LLAMA3 else _Place.CONTENT
-        self._held = ""
-        self._tag = ""  # what stands before the JSON of a possible call, should it turn out to be none
-        self._raw = ""  # that JSON, as far as it was read
-        self._json = JsonEnd()
-        self._is_list_open = False  # Mistral: inside the brackets around the calls
-        self._is_named = False  # newer Mistral: the name stands before the arguments, not in one object with them
+        self._form = form
+        self._schemas = dict(tools or {})
+        names = tool_names if tools is None else tools
+        self._names = None if names is None else frozenset(names)
+        self._new_id = new_id or _id_maker(form)
+        self._trigger = form.trigger
+        self._head = _object_head(form)
+        self._held = ""  # not read yet
+        self._tag = ""  # what stands before a possible call, should it turn out to be none
+        self._raw = ""  # its JSON, as far as it was read
+        self._is_after_call = False
+        self._is_list_open = False  # inside brackets around the calls
+        self._is_last = False
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
         self._ids: set[str] = set()
         self.n_calls = 0
+        self._reader = self._read()
+        next(self._reader)
 
     def push(self, text: str) -> ToolDelta:
         """Take new text."""
         self._held += text
-        return self._advance(is_last=False)
+        next(self._reader)
+        return self._delta()
 
     def finish(self) -> ToolDelta:
         """The output is over; what did not become a call comes back as content."""
-        delta = self._advance(is_last=True)
-        rest, self._tag, self._raw, self._held = self._tag + self._raw + self._held, "", "", ""
-        if self._place in (_Place.TAIL, _Place.AFTER):
-            rest = "" if not rest.strip() else rest
-        return ToolDelta(content=delta.content + rest, calls=delta.calls)
+        self._is_last = True
+        next(self._reader, None)
+        return self._delta()
 
-    def _advance(self, *, is_last: bool) -> ToolDelta:
-        content: list[str] = []
-        calls: list[ToolCallDelta] = []
-        moves = True
-        while moves and self._held:
-            match self._place:
-                case _Place.START:
-                    moves = self._at_start(is_last=is_last)
-                case _Place.CONTENT:
-                    moves = self._at_content(content, is_last=is_last)
-                case _Place.HEAD:
-                    moves = self._in_head(content, calls)
-                case _Place.ARGUMENTS:
-                    moves = self._in_arguments(calls)
-                case _Place.BROKEN:
-                    moves = self._in_broken(calls, is_last=is_last)
-                case _Place.TAIL:
-                    moves = self._in_tail()
-                case _Place.AFTER:
-                    moves = self._after_call(is_last=is_last)
-        return ToolDelta(content="".join(content), calls=_joined(calls))
+    def _delta(self) -> ToolDelta:
+        delta = ToolDelta(content="".join(self._content), calls=_joined(self._calls))
+        self._content, self._calls = [], []
+        return delta
 
-    def _at_start(self, *, is_last: bool) -> bool:
-        """Llama 3: a call begins with `{` or the python tag, and nothing may stand before it."""
-        text = self._held.lstrip()
+    # ---- the whole
+
+    def _read(self) -> _STEP:
+        yield
+        try:
+            if not self._trigger:
+                yield from self._bare()
+            while True:
+                yield from self._text_before_calls()
+                yield from self._section()
+        except _Over:
+            rest = self._tag + self._raw + self._held
+            self._tag = self._raw = self._held = ""
+            if rest.strip() or not self._is_after_call:
+                self._content.append(rest)
+
+    def _more(self) -> _STEP:
+        """Wait for more text."""
+        if self._is_last:
+            raise _Over
+        yield
+
+    def _bare(self) -> _STEP:
+        """Calls without a tag (Llama 3): nothing may stand before them, and nothing that is no call makes one later."""
+        while True:
+            text = self._held.lstrip()
+            if text.startswith(("{", PYTHON_TAG)):
+                break
+            if self._is_last or not PYTHON_TAG.startswith(text):
+                break
+            yield from self._more()
         if text.startswith(("{", PYTHON_TAG)):
-            self._begin_call(len(self._held) - len(text) + (0 if text.startswith("{") else len(PYTHON_TAG)))
-            return True
-        if not is_last and PYTHON_TAG.startswith(text):
-            return False
-        self._place = _Place.CONTENT
-        return True
+            n_before = len(self._held) - len(text) + (0 if text.startswith("{") else len(PYTHON_TAG))
+            self._tag, self._held = self._held[:n_before], self._held[n_before:]
+            yield from self._section()
+        while True:
+            self._take_content(len(self._held))
+            yield from self._more()
 
-    def _at_content(self, content: list[str], *, is_last: bool) -> bool:
-        at = -1 if self._format is ToolFormat.LLAMA3 else self._held.find(self._begin)
-        if at >= 0:
-            piece = self._held[:at].rstrip()
-            self._held = self._held[len(piece) :]
-            content.append(piece)
-            self._is_list_open = self._is_named = False
-            self._begin_call(at - len(piece) + len(self._begin))
-            return True
-        keep = 0 if is_last or self._format is ToolFormat.LLAMA3 else partial_end(self._held, self._begin)
-        # blanks before a call are dropped with its tag, so they wait
-        is_plain = is_last or self._format is ToolFormat.LLAMA3
-        piece = self._held if is_plain else self._held[: len(self._held) - keep].rstrip()
-        self._held = self._held[len(piece) :]
-        content.append(piece)
-        return False
+    def _text_before_calls(self) -> _STEP:
+        """Up to the trigger, which becomes the tag with the blanks before it."""
+        while (at := self._held.find(self._trigger)) < 0:
+            keep = 0 if self._is_last else partial_end(self._held, self._trigger)
+            # blanks before a call are dropped with its tag, so they wait
+            self._take_content(len(self._held) if self._is_last else len(self._held[: len(self._held) - keep].rstrip()))
+            yield from self._more()
+        n_text = len(self._held[:at].rstrip())
+        self._take_content(n_text)
+        end = at - n_text + len(self._trigger)
+        self._tag, self._held = self._held[:end], self._held[end:]
 
-    def _begin_call(self, n_before: int) -> None:
-        """The first `n_before` characters held are the call's tag."""
-        self._tag, self._held = self._held[:n_before], self._held[n_before:]
-        self._raw = ""
-        self._json = JsonEnd()
-        self._place = _Place.HEAD
+    def _take_content(self, n_chars: int) -> None:
+        if n_chars:
+            self._content.append(self._held[:n_chars])
+            self._held = self._held[n_chars:]
 
-    def _in_head(self, content: list[str], calls: list[ToolCallDelta]) -> bool:
-        if self._format.is_mistral and not self._raw and not self._is_list_open:
+    def _section(self) -> _STEP:
+        """The calls behind a tag; returns where text goes on."""
+        self._is_list_open = self._is_after_call = False
+        is_first = True
+        while True:
+            is_object = yield from self._is_object_next(is_first=is_first)
+            begun = yield from (self._object() if is_object else self._named(is_first=is_first))
+            if not begun:
+                # no call after all: its tag is content, and the search goes on behind that
+                self._content.append(self._tag)
+                self._held, self._tag, self._raw = self._raw + self._held, "", ""
+                return
+            self._is_after_call = True
+            if not (yield from self._next_call(is_object=is_object)):
+                self._is_after_call = False
+                return
+            is_first = False
+
+    def _is_object_next(self, *, is_first: bool) -> _STEP:
+        """Whether a JSON object comes; what else stands before it, and the bracket of a list, belong to the tag."""
+        form = self._form
+        prefix = ""
+        if is_first and form.style is Style.OBJECT:
+            prefix = (form.begin + form.object_tag).lstrip().removeprefix(self._trigger).strip().removesuffix("[")
+        while True:
             text = self._held.lstrip(_JSON_BLANKS)
-            if text and text[0] not in "[{":
-                return self._in_named_head(content, calls)
-            if not self._open_list():
-                return False
-        end = self._json.feed(self._held)
-        n_read = len(self._held) if end is None else end
-        self._raw, self._held = self._raw + self._held[:n_read], self._held[n_read:]
-        head = _HEAD.match(self._raw)
-        name = _string(head[1]) if head is not None else None
-        if head is not None and name is not None and self._is_known(name):
-            calls.append(self._new_call(name))
-            self._held, self._tag, self._raw = self._raw[head.end() :] + self._held, "", ""
-            self._json = JsonEnd()
-            self._place = _Place.ARGUMENTS
-            return True
-        if end is None and not self._json.is_broken and not self._is_other_object():
-            return False
+            found = fit(prefix, text) if prefix else Fit.NEVER
+            if isinstance(found, Match):
+                self._move_to_tag(len(self._held) - len(text) + found.end)
+                prefix = ""
+            elif not text or (found is Fit.NOT_YET and not self._is_last):
+                yield from self._more()
+            elif text[0] == "[" and not self._is_list_open:
+                self._is_list_open = True
+                self._move_to_tag(len(self._held) - len(text) + 1)
+            else:
+                return text[0] == "{" or not form.heads
+
+    def _move_to_tag(self, n_chars: int) -> None:
+        self._tag, self._held = self._tag + self._held[:n_chars], self._held[n_chars:]
+
+    # ---- a call in one JSON object
+
+    def _object(self) -> _STEP:
+        """True once a call was read."""
+        self._raw, scan = "", JsonEnd()
+        while True:
+            end = scan.feed(self._held)
+            n_read = len(self._held) if end is None else end
+            self._raw, self._held = self._raw + self._held[:n_read], self._held[n_read:]
+            head = self._head.match(self._raw)
+            name = _string(head[1]) if head is not None else None
+            if head is not None and name and self._is_known(name):
+                self._begin_call(name)
+                self._held, self._raw = self._raw[head.end() :] + self._held, ""
+                if (yield from self._json_arguments()):
+                    yield from self._tail()
+                return True
+            if end is not None or scan.is_broken or self._is_other_object():
+                break
+            yield from self._more()
         call = self._whole_call(self._raw) if end is not None else None
-        if call is not None:
-            calls += [self._new_call(call[0]), ToolCallDelta(index=self.n_calls - 1, arguments=call[1])]
-            self._tag = self._raw = ""
-            self._place = _Place.AFTER
-            return True
-        self._give_up(content)
-        return True
-
-    def _give_up(self, content: list[str]) -> None:
-        """No call after all: its tag is content, and the search goes on behind that."""
-        content.append(self._tag)
-        self._held, self._tag, self._raw = self._raw + self._held, "", ""
-        self._place = _Place.CONTENT
-
-    def _in_named_head(self, content: list[str], calls: list[ToolCallDelta]) -> bool:
-        """Newer Mistral: `name[ARGS]`, or with the model's own id `name[CALL_ID]id[ARGS]`."""
-        head = _NAMED_HEAD.match(self._held)
-        if head is not None:
-            calls.append(self._new_call(head[1], own_id=head[2]))
-            self._held, self._tag = self._held[head.end() :], ""
-            self._is_named = True
-            self._place = _Place.ARGUMENTS
-            return True
-        if any(_NAMED_HEAD.match(self._held + end[at:]) for end in _NAMED_ENDS for at in range(len(end))):
+        if call is None:
             return False
-        self._give_up(content)
+        self._begin_call(call[0])
+        self._out(call[1])
+        self._raw = ""
         return True
-
-    def _open_list(self) -> bool:
-        """Mistral: the bracket before the first call belongs to its tag. False when it may still come."""
-        text = self._held.lstrip(_JSON_BLANKS)
-        if not text:
-            return False
-        self._is_list_open = True
-        n_before = len(self._held) - len(text) + text.startswith("[")
-        self._tag, self._held = self._tag + self._held[:n_before], self._held[n_before:]
-        return bool(self._held)
 
     def _is_other_object(self) -> bool:
-        """Llama 3: a plain JSON answer shows itself by its first key, and need not wait for its end."""
-        first = _FIRST_KEY.match(self._raw) if self._format is ToolFormat.LLAMA3 else None
+        """Without a tag, a plain JSON answer shows itself by its first key, and need not wait for its end."""
+        first = None if self._trigger else _FIRST_KEY.match(self._raw)
         return first is not None and first[1] not in _CALL_KEYS
 
     def _is_known(self, name: str) -> bool:
-        return self._format is not ToolFormat.LLAMA3 or self._names is None or name in self._names
-
-    def _in_arguments(self, calls: list[ToolCallDelta]) -> bool:
-        end = self._json.feed(self._held)
-        if self._json.is_broken:
-            self._hand_out(self._json.n_read, calls)
-            self._place = _Place.BROKEN
-            return True
-        n_read = len(self._held) if end is None else end
-        self._hand_out(n_read, calls)
-        if end is not None:
-            self._json = JsonEnd(is_inside=True)
-            self._place = _Place.AFTER if self._is_named else _Place.TAIL
-        return True
-
-    def _in_broken(self, calls: list[ToolCallDelta], *, is_last: bool) -> bool:
-        """The client gets what the model wrote, up to the tag that ends the call where the format has one."""
-        has_end = self._format is ToolFormat.HERMES or self._is_named
-        end = self._begin if self._is_named else HERMES_END
-        at = self._held.find(end) if has_end else -1
-        if at >= 0:
-            self._hand_out(at, calls)
-            self._place = _Place.AFTER
-            return True
-        keep = partial_end(self._held, end) if has_end and not is_last else 0
-        self._hand_out(len(self._held) - keep, calls)
-        return False
-
-    def _hand_out(self, n_chars: int, calls: list[ToolCallDelta]) -> None:
-        if n_chars:
-            calls.append(ToolCallDelta(index=self.n_calls - 1, arguments=self._held[:n_chars]))
-            self._held = self._held[n_chars:]
-
-    def _in_tail(self) -> bool:
-        """Up to the brace that closes the call; a model that forgets it is understood all the same."""
-        end = self._json.feed(self._held)
-        if end is None and not self._json.is_broken:
-            self._held = ""
-            return False
-        self._held = self._held[self._json.n_read if end is None else end :]
-        self._place = _Place.AFTER
-        return True
-
-    def _after_call(self, *, is_last: bool) -> bool:
-        """Skip the end tag or separator and blanks; anything else is content or the next call."""
-        text = self._held.lstrip()
-        if self._format is ToolFormat.HERMES:
-            return self._skip_end(text, HERMES_END, is_last=is_last)
-        if self._is_named:
-            return self._skip_end(text, "", is_last=is_last)
-        if self._format.is_mistral:
-            if text.startswith(","):
-                self._held = text
-                self._begin_call(1)
-                return True
-            return self._skip_end(text, "]", is_last=is_last)
-        rest = text.lstrip(";,").lstrip()
-        if rest.startswith(("{", PYTHON_TAG)):
-            self._held = rest
-            self._place = _Place.START
-            return True
-        if not is_last and PYTHON_TAG.startswith(rest):
-            return False
-        self._place = _Place.CONTENT if text else self._place
-        return bool(text)
-
-    def _skip_end(self, text: str, end: str, *, is_last: bool) -> bool:
-        """Behind a call stand blanks and `text`. end: empty for none."""
-        if end and text.startswith(end):
-            self._held = text[len(end) :]
-            return True
-        if text.startswith(self._begin):
-            self._held = text
-            self._place = _Place.CONTENT
-            return True
-        if not is_last and (end.startswith(text) or self._begin.startswith(text)):
-            return False
-        self._place = _Place.CONTENT if text else self._place
-        return bool(text)
+        return bool(self._trigger) or self._names is None or name in self._names
 
     def _whole_call(self, source: str) -> tuple[str, str] | None:
         """(name, arguments as JSON text) of a call in any other order of keys, or None when `source` is none."""
@@ -367,8 +269,11 @@ class ToolCallParser:
             value = json.loads(source)
         except (ValueError, RecursionError):
             return None
-        name = value.get("name")
-        arguments = value.get("arguments", value.get("parameters", {}))
+        if self._form.name_key is None:
+            name, arguments = next(iter(value.items()), (None, None))
+        else:
+            name = value.get(self._form.name_key, value.get("name"))
+            arguments = value.get(self._form.arguments_key, value.get("arguments", value.get("parameters", {})))
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
@@ -378,12 +283,359 @@ class ToolCallParser:
             return None
         return name, json.dumps(arguments, ensure_ascii=False)
 
-    def _new_call(self, name: str, *, own_id: str | None = None) -> ToolCallDelta:
+    def _json_arguments(self) -> _STEP:
+        """Hand out one JSON object; False when it was broken, and all is out up to the tag that ends the call."""
+        scan = JsonEnd()
+        while True:
+            end = scan.feed(self._held)
+            if scan.is_broken:
+                self._out_held(scan.n_read)
+                yield from self._broken()
+                return False
+            self._out_held(len(self._held) if end is None else end)
+            if end is not None:
+                return True
+            yield from self._more()
+
+    def _broken(self) -> _STEP:
+        """The client gets what the model wrote, up to the tag that ends the call where the form has one."""
+        tags = [tag for tag in self._form.end_tags if tag[0] in "<`" or len(tag) > 1]
+        tag = tags[0] if tags else self._trigger if self._form.heads[:1] == (self._form.head,) else ""
+        while True:
+            at = self._held.find(tag) if tag else -1
+            if at >= 0:
+                self._out_held(at)
+                return
+            keep = partial_end(self._held, tag) if tag and not self._is_last else 0
+            self._out_held(len(self._held) - keep)
+            yield from self._more()
+
+    def _tail(self) -> _STEP:
+        """Up to the brace that closes the call; a model that forgets it is understood all the same."""
+        scan = JsonEnd(is_inside=True)
+        self._is_after_call = True
+        while True:
+            end = scan.feed(self._held)
+            if end is not None or scan.is_broken:
+                self._held = self._held[scan.n_read if end is None else end :]
+                return
+            self._held = ""
+            yield from self._more()
+
+    # ---- a name, then arguments
+
+    def _named(self, *, is_first: bool) -> _STEP:
+        """True once a call was read."""
+        heads = [self._rest_of(head, is_first=is_first) for head in self._form.heads]
+        while True:
+            fits = [fit(head, self._held) for head in heads]
+            found = next((one for one in fits if isinstance(one, Match)), None)
+            if found is not None and self._form.style is not Style.TAGGED:
+                rest = self._held[found.end :].lstrip()
+                if rest and (rest[0] == "{" or self._form.style is Style.LITERAL):
+                    self._held = rest
+                elif rest:
+                    return False
+                elif self._form.style is Style.LITERAL:
+                    self._held = ""
+                else:
+                    found = None
+                    fits.append(Fit.NOT_YET)
+            elif found is not None:
+                self._held = self._held[found.end :]
+            if found is not None:
+                self._begin_call(found.holes[NAME], own_id=found.holes.get(ID))
+                yield from self._arguments(found.holes[NAME])
+                return True
+            if Fit.NOT_YET not in fits:
+                return False
+            yield from self._more()
+
+    def _rest_of(self, head: str, *, is_first: bool) -> str:
+        """What of a head is still to come: the trigger has been read before the first call."""
+        if not is_first:
+            return head
+        whole = (self._form.begin + head).lstrip()
+        if head.startswith(MISTRAL_TAG) and self._trigger == MISTRAL_TAG:
+            whole = head
+        return whole.removeprefix(self._trigger).removeprefix("[" if self._is_list_open else "")
+
+    def _arguments(self, name: str) -> _STEP:
+        if self._form.style is Style.TAGGED:
+            yield from self._tagged_arguments(name)
+        elif self._form.style is Style.LITERAL:
+            yield from self._literal_arguments()
+        else:
+            yield from self._json_arguments()
+
+    def _begin_call(self, name: str, *, own_id: str | None = None) -> None:
         """own_id: what the model calls it; taken unless it did so before, so that the prefix cache knows the next turn."""
         self.n_calls += 1
         call_id = own_id if own_id is not None and own_id not in self._ids else self._new_id()
         self._ids.add(call_id)
-        return ToolCallDelta(index=self.n_calls - 1, id=call_id, name=name)
+        self._tag = ""
+        self._calls.append(ToolCallDelta(index=self.n_calls - 1, id=call_id, name=name))
+
+    def _out(self, text: str) -> None:
+        if text:
+            self._calls.append(ToolCallDelta(index=self.n_calls - 1, arguments=text))
+
+    def _out_held(self, n_chars: int) -> None:
+        self._out(self._held[:n_chars])
+        self._held = self._held[n_chars:]
+
+    # ---- arguments between tags
+
+    def _tagged_arguments(self, name: str) -> _STEP:
+        """Every argument as JSON, in the order written; a call cut off ends where the output does."""
+        form = self._form
+        properties = self._schemas.get(name, {}).get("properties", {})
+        separator = "{"
+        while (yield from self._takes(form.key_open)) is not None:
+            key, kind = yield from self._key()
+            if key is None:
+                break
+            self._out(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            types = json_types_of(properties.get(key)) if isinstance(properties, Mapping) else None
+            if kind is not None:
+                types = {one for one, its in form.kinds.items() if its == kind} or types
+            yield from self._tagged_value(types)
+        self._out("{}" if separator == "{" else "}")
+
+    def _takes(self, literal: str) -> _STEP:
+        """The match of a literal that comes now, read; None when something else does."""
+        while True:
+            found = fit(literal, self._held)
+            if isinstance(found, Match):
+                self._held = self._held[found.end :]
+                return found
+            if found is Fit.NEVER or self._is_last:
+                return None
+            yield from self._more()
+
+    def _key(self) -> _STEP:
+        """(key, kind) up to what closes a key, whose last blanks belong to the value unless the form has them too."""
+        mark = re.split(f"[{KIND}{KEY}]", self._form.key_close.strip())[0]
+        while (at := self._held.find(mark)) < 0:
+            if len(self._held) > _MAX_KEY_CHARS:
+                return None, None
+            yield from self._more()
+        key, self._held = self._held[:at].strip(), self._held[at:]
+        found = yield from self._takes(self._form.key_close)
+        blanks = self._form.key_close[len(self._form.key_close.rstrip()) :]
+        while not self._is_last and blanks.startswith(self._held) and self._held != blanks:
+            yield from self._more()
+        self._held = self._held.removeprefix(blanks) if blanks else self._held
+        return key, None if found is None else found.holes.get(KIND)
+
+    def _tagged_value(self, types: Collection[str] | None) -> _STEP:
+        """One value: text comes out while it is written, all else at its end."""
+        is_text = types is not None and set(types) == {"string"}
+        blanks = self._form.value_close[: len(self._form.value_close) - len(self._form.value_close.lstrip())]
+        mark = re.split(f"[{KEY}]", self._form.value_close.strip())[0]
+        if is_text:
+            self._out('"')
+        read: list[str] = []
+        while True:
+            n_text, n_end = self._value_end(mark, blanks)
+            text, self._held = self._held[:n_text], self._held[n_text:]
+            if is_text:
+                self._out(json.dumps(text, ensure_ascii=False)[1:-1])
+            read.append(text)
+            if n_end is not None:
+                self._held = self._held[n_end:]
+                break
+            if self._is_last and not is_text and (cut := "".join(read)):
+                is_open = types is None or "string" in types
+                self._out(json.dumps(cut, ensure_ascii=False)[:-1] if is_open else cut)
+            yield from self._more()
+        self._out('"' if is_text else json_value("".join(read), types))
+
+    def _value_end(self, mark: str, blanks: str) -> tuple[int, int | None]:
+        """(characters that surely belong to the value, those of the end behind them or None when it is not there).
+
+        A tag that ends the value is one only where another argument or the end of the call follows: a value may spell it.
+        """
+        at = self._held.find(mark)
+        while at >= 0:
+            closed = fit(self._form.value_close.lstrip(), self._held, at)
+            end = closed.end if isinstance(closed, Match) else at + len(mark)
+            follows = [fit(one, self._held, end) for one in (self._form.key_open, self._form.close.strip())]
+            is_end = any(isinstance(one, Match) for one in follows)
+            if not is_end and Fit.NOT_YET in [closed, *follows] and not self._is_last:
+                n_text = at - len(blanks) if self._held[:at].endswith(blanks) else at
+                return n_text, None
+            if is_end or self._is_last:
+                n_text = at - len(blanks) if self._held[:at].endswith(blanks) else at
+                return n_text, end - n_text
+            at = self._held.find(mark, at + 1)
+        n_text = len(self._held) - partial_end(self._held, mark)
+        if blanks and not self._is_last:
+            n_text -= len(blanks) if self._held[:n_text].endswith(blanks) else partial_end(self._held[:n_text], blanks)
+        return (len(self._held), None) if self._is_last else (n_text, None)
+
+    # ---- arguments in the signs of a programming language
+
+    def _literal_arguments(self) -> _STEP:
+        """`key=value, ...` up to the sign that closes the call."""
+        closer = self._form.close.strip()[0]
+        self._out("{")
+        yield from self._pairs(closer)
+
+    def _pairs(self, closer: str) -> _STEP:
+        """The rest of an object, with its closer."""
+        separator = ""
+        while (char := (yield from self._next_sign())) not in closer:
+            if char == ",":
+                self._held = self._held[1:]
+                continue
+            key = yield from self._word(self._form.assign + ":=")
+            self._held = self._held[1:]
+            self._out(f"{separator}{json.dumps(key.strip(chr(34) + chr(39)), ensure_ascii=False)}: ")
+            separator = ", "
+            yield from self._literal_value(is_nested=closer == "}" and self._form.close.strip()[0] != "}")
+        self._held = self._held[1:]
+        self._out("}")
+
+    def _next_sign(self) -> _STEP:
+        while not (text := self._held.lstrip()):
+            yield from self._more()
+        self._held = text
+        return text[0]
+
+    def _word(self, ends: str) -> _STEP:
+        """Text up to one of the signs `ends`."""
+        pattern = re.compile(f"[{re.escape(ends)}]")
+        while (found := pattern.search(self._held)) is None:
+            yield from self._more()
+        word, self._held = self._held[: found.start()].strip(), self._held[found.start() :]
+        return word
+
+    def _literal_value(self, *, is_nested: bool) -> _STEP:
+        quote = self._form.quote
+        while quote.startswith(self._held) and self._held != quote:
+            yield from self._more()
+        char = yield from self._next_sign()
+        if self._held.startswith(quote) and not (is_nested and quote == "'"):
+            self._held = self._held[len(quote) :]
+            yield from self._quoted(quote)
+        elif char in "\"'":
+            self._held = self._held[1:]
+            yield from self._escaped(char)
+        elif char == "{":
+            self._held = self._held[1:]
+            self._out("{")
+            yield from self._pairs("}")
+        elif char == "[":
+            self._held = self._held[1:]
+            yield from self._items()
+        else:
+            word = yield from self._word(",]})")
+            self._out(json_value(word, None))
+
+    def _items(self) -> _STEP:
+        """The rest of a list."""
+        self._out("[")
+        separator = ""
+        while (char := (yield from self._next_sign())) != "]":
+            if char == ",":
+                self._held = self._held[1:]
+                continue
+            self._out(separator)
+            separator = ", "
+            yield from self._literal_value(is_nested=True)
+        self._held = self._held[1:]
+        self._out("]")
+
+    def _quoted(self, quote: str) -> _STEP:
+        """Text between the form's own quotes, which knows no escapes: one ends it where the call can go on behind it."""
+        self._out('"')
+        start = 0
+        while True:
+            at = self._held.find(quote, start)
+            end = at + len(quote)
+            if at < 0:
+                keep = 0 if self._is_last else partial_end(self._held, quote)
+                self._out_text(max(start, len(self._held) - keep))
+                start = 0
+                yield from self._more()
+            elif quote != "'" or _GOES_ON.match(self._held, end) or (self._is_last and _MAY_GO_ON.match(self._held, end)):
+                self._out_text(at)
+                self._held = self._held[len(quote) :]
+                self._out('"')
+                return
+            elif _MAY_GO_ON.match(self._held, end):
+                yield from self._more()
+            else:
+                start = end
+
+    def _out_text(self, n_chars: int) -> None:
+        self._out(json.dumps(self._held[:n_chars], ensure_ascii=False)[1:-1])
+        self._held = self._held[n_chars:]
+
+    def _escaped(self, quote: str) -> _STEP:
+        """Text between quotes with backslashes, as Python and JSON have it."""
+        whole = re.compile(rf"(?:[^{quote}\\]|\\.)*{quote}", re.DOTALL)
+        while (found := whole.match(self._held)) is None:
+            yield from self._more()
+        self._held = self._held[found.end() :]
+        self._out(json_value(quote + found[0], None))
+
+    # ---- behind a call
+
+    def _next_call(self, *, is_object: bool) -> _STEP:
+        """Skip end tags and blanks. True when another call of this section comes; anything else is content."""
+        ends = [one for one in self._form.end_tags if one != "]"] + ["]"] * self._is_list_open
+        waits = [*ends, self._trigger or PYTHON_TAG]
+        while True:
+            text = self._held.lstrip()
+            end = next((one for one in ends if text.startswith(one)), None)
+            if end is not None:
+                self._held = text[len(end) :]
+                continue
+            if self._trigger and text.startswith(self._trigger):
+                self._held = text
+                return False
+            goes_on = self._goes_on(text, is_object=is_object)
+            if isinstance(goes_on, str):
+                n_before = len(self._held) - len(goes_on)
+                self._tag, self._held = self._held[:n_before], goes_on
+                return True
+            if goes_on is Fit.NEVER and text and (self._is_last or not any(one.startswith(text) for one in waits)):
+                return False
+            yield from self._more()
+
+    def _goes_on(self, text: str, *, is_object: bool) -> str | Fit:
+        """The next call of the section, where `text` is separators and one."""
+        form = self._form
+        in_section = bool(form.begin.strip()) and is_object == (form.style is Style.OBJECT)
+        if not in_section and not self._is_list_open and self._trigger:
+            return Fit.NEVER
+        if self._is_list_open and form.style is Style.OBJECT and text and text[0] != ",":
+            return Fit.NEVER
+        rest = text.lstrip(",; \t\r\n")
+        if not is_object:
+            found = fit(form.head, rest)
+            return rest if isinstance(found, Match) else found
+        for tag in (form.object_tag, "" if self._trigger else PYTHON_TAG):
+            if rest and tag.startswith(rest):
+                return Fit.NOT_YET
+            rest = rest.removeprefix(tag).lstrip()
+        if not rest:
+            return Fit.NOT_YET
+        return rest if rest[0] == "{" else Fit.NEVER
+
+
+def _object_head(form: CallForm) -> re.Pattern[str]:
+    """A call in one object up to the brace that opens its arguments, its keys in the order in which models write them."""
+    if form.name_key is None:
+        return re.compile(rf"\s*\{{\s*({_STRING})\s*:\s*(?=\{{)")
+    names, arguments = {form.name_key, "name"}, {form.arguments_key, "arguments", "parameters"}
+    before = rf'(?:"(?!(?:{"|".join(sorted(names))})")\w+"\s*:\s*{_STRING}\s*,\s*)*'
+    return re.compile(
+        rf'\s*\{{\s*{before}"(?:{"|".join(sorted(names))})"\s*:\s*({_STRING})\s*,\s*"(?:{"|".join(sorted(arguments))})"\s*:\s*(?=\{{)'
+    )
 
 
 def _joined(calls: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
@@ -442,76 +694,3 @@ class JsonEnd:
                 self.n_read = i
                 return None
         return None
-
-
-# ---- forcing calls
-
-_BLANKS = r"[ \n\t]{0,8}"  # a model that likes blanks must not write them for ever
-
-
-def tool_call_spec(
-    tools: Sequence[Mapping[str, Any]],
-    tool_format: ToolFormat,
-    *,
-    name: str | None = None,
-    is_parallel: bool = True,
-    tag_ids: Mapping[str, int] | None = None,
-) -> StructuredSpec:
-    """The grammar for tool_choice "required" (name None) or a named function.
-
-    tools: OpenAI tool objects. is_parallel: several calls may follow each other. tag_ids: those of CALL_TAGS that are
-    tokens of their own; they are written as such, not letter by letter. Objects are closed (`compute.json_schema`).
-    Raises RequestError for an unknown name, GrammarError for parameters that no grammar can hold.
-    """
-    functions = [_function(tool, i) for i, tool in enumerate(tools)]
-    if name is not None:
-        functions = [function for function in functions if function["name"] == name]
-    if not functions:
-        known = ", ".join(str(_function(tool, i)["name"]) for i, tool in enumerate(tools)) or "none"
-        raise RequestError(f"tool_choice names {name!r}; the tools are: {known}", param="tool_choice")
-    tags = {tag: json.dumps(tag) for tag in CALL_TAGS} | {tag: f"<[{id_}]>" for tag, id_ in (tag_ids or {}).items()}
-    begin = tags[MISTRAL_BEGIN]
-    is_several = is_parallel and name is None
-    match tool_format:
-        case ToolFormat.HERMES:
-            lines = [f"start: one{'+' if is_several else ''}"]
-            lines.append(f'one: {tags[HERMES_BEGIN]} "\\n" call "\\n" {tags[HERMES_END]} /\\n?/')
-        case ToolFormat.MISTRAL:
-            lines = [f'start: {begin} "[" call{" (/, ?/ call)*" if is_several else ""} "]"']
-        case ToolFormat.MISTRAL_NAMED:
-            lines = [f"start: {f'({begin} call)+' if is_several else f'{begin} call'}"]
-        case ToolFormat.LLAMA3:
-            lines = [f"start: call{' (/; ?/ call)*' if is_several else ''}"]
-    lines.append("call: " + " | ".join(f"call{i}" for i in range(len(functions))))
-    for i, function in enumerate(functions):
-        # each schema is a root of its own, or its `$ref`s would point nowhere
-        schema = {**_holdable_parameters(function), "x-guidance": {"whitespace_pattern": _BLANKS}}
-        lines.append(f"call{i}: {_call_rule(function['name'], f'arguments{i}', tool_format, tags)}")
-        lines.append(f"arguments{i}: %json {json.dumps(schema)}")
-    return StructuredSpec(kind="grammar", source="\n".join([*lines, f"BLANKS: /{_BLANKS}/"]))
-
-
-def _call_rule(name: str, arguments: str, tool_format: ToolFormat, tags: Mapping[str, str]) -> str:
-    """The rule of a call of one function; `arguments` is the name of theirs."""
-    if tool_format is ToolFormat.MISTRAL_NAMED:  # a model that knows no ids leaves them out
-        return f"{json.dumps(name)} ({tags[MISTRAL_ID]} /[a-zA-Z0-9]{{9}}/)? {tags[MISTRAL_ARGS]} {arguments}"
-    key = "parameters" if tool_format is ToolFormat.LLAMA3 else "arguments"
-    parts = ["{", '"name"', ":", json.dumps(name), ",", f'"{key}"', ":"]
-    return " BLANKS ".join([*(json.dumps(part) for part in parts), arguments, json.dumps("}")])
-
-
-def _holdable_parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments are an object, also where the schema forgets to say so."""
-    try:
-        return holdable({"type": "object", **(function.get("parameters") or {})})
-    except GrammarError as error:
-        raise GrammarError(
-            f"parameters of tool {function['name']!r}: {error.message}", hint=error.hint, param="tools"
-        ) from error
-
-
-def _function(tool: Mapping[str, Any], place: int) -> Mapping[str, Any]:
-    function = tool.get("function", tool)
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise RequestError(f"tools[{place}] has no function name", param="tools")
-    return function

@@ -1,0 +1,72 @@
+"""Values of arguments that a model writes as plain text: which JSON they are, by the tool's schema or by how they look.
+
+>>> json_value("12", {"string"}), json_value("12", None), json_value("{'a': True}", None)
+('"12"', '12', '{"a": true}')
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_TYPES: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (dict, "object"), (list, "array"),
+)  # fmt: skip
+
+
+def json_types_of(schema: object) -> set[str] | None:
+    """The JSON types that a schema allows; None where it does not say."""
+    if not isinstance(schema, Mapping):
+        return None
+    named = schema.get("type")
+    if named is not None:
+        return {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)} or None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return {_type_of(value) for value in values}
+    for name in ("anyOf", "oneOf"):
+        if isinstance(schema.get(name), list):
+            found = [json_types_of(one) for one in schema[name]]
+            return None if None in found else set().union(*(one or () for one in found))
+    return None
+
+
+def json_value(text: str, types: Collection[str] | None) -> str:
+    """`text` as JSON: of one of `types` where it is one, else text where text is allowed, else what it looks like."""
+    if types is not None and set(types) == {"string"}:
+        return json.dumps(text, ensure_ascii=False)
+    found, value = _read(text.strip())
+    if found and (types is None or _is_one_of(value, types)):
+        return json.dumps(value, ensure_ascii=False)
+    if types is not None and "string" not in types and found:
+        return json.dumps(value, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read(text: str) -> tuple[bool, Any]:
+    """(whether it is a value, the value), in the signs of JSON or of Python."""
+    try:
+        return True, json.loads(text, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return False, None
+    return True, value
+
+
+def _refused(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _type_of(value: object) -> str:
+    return next((name for kind, name in _TYPES if isinstance(value, kind)), "null")
+
+
+def _is_one_of(value: object, types: Collection[str]) -> bool:
+    kind = _type_of(value)
+    return kind in types or (kind == "integer" and "number" in types) or (kind == "number" and "integer" in types)
