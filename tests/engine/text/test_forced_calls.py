@@ -8,7 +8,8 @@ import tokenizers
 
 from diptych.compute.structured import GrammarCompiler
 from diptych.engine.text.tokenizer import Tokenizer
-from diptych.engine.text.tools import ToolFormat, tool_call_spec
+from diptych.engine.text.call_form import HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED
+from diptych.engine.text.forced_calls import tool_call_spec
 from text.small_tokenizers import byte_level_json
 from text.whole_calls import parse_tool_calls
 
@@ -27,6 +28,7 @@ TOOLS = [
     }
     for name in ("weather", "time")
 ]
+FORMS = [HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED]
 EOS = (0, 2)
 TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
@@ -60,7 +62,7 @@ def write(backend: tokenizers.Tokenizer, spec, *, seed: int) -> str:
     return tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("tool_format", ToolFormat)
+@pytest.mark.parametrize("tool_format", FORMS)
 @pytest.mark.parametrize("name", [None, "time"])
 @pytest.mark.parametrize("kind", ["letters", "added", "special"])
 def test_forced_output_is_always_a_call(tool_format, name, kind):
@@ -80,7 +82,7 @@ def test_forced_output_is_always_a_call(tool_format, name, kind):
     assert names == ({"weather", "time"} if name is None else {name})
 
 
-@pytest.mark.parametrize("tool_format", ToolFormat)
+@pytest.mark.parametrize("tool_format", FORMS)
 def test_one_call_only_when_parallel_calls_are_off(tool_format):
     """parallel_tool_calls: false."""
     spec = tool_call_spec(TOOLS, tool_format, is_parallel=False)
@@ -88,7 +90,7 @@ def test_one_call_only_when_parallel_calls_are_off(tool_format):
         assert len(parse_tool_calls(write(with_tags("letters"), spec, seed=seed), tool_format)[1]) == 1
 
 
-@pytest.mark.parametrize("tool_format", ToolFormat)
+@pytest.mark.parametrize("tool_format", FORMS)
 def test_references_within_a_tools_schema_are_followed(tool_format):
     """Clients that make schemas from classes put nested ones under `$defs`; a forced call used to be refused for that."""
     city = {"properties": {"c": {"$ref": "#/$defs/City"}}, "required": ["c"], "additionalProperties": False}

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.engine.text.tools import ToolCallParser, ToolFormat, tool_call_spec, tool_format_of_template
+from diptych.engine.text.call_form import HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, CallForm
+from diptych.engine.text.forced_calls import tool_call_spec
+from diptych.engine.text.tools import ToolCallParser
 from diptych.ground.errors import RequestError
-from text import templates
 from text.whole_calls import parse_tool_calls
 
-H, L, M, N = ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED
+H, L, M, N = FORMS = HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED
 GOOD = '{"name": "f", "arguments": {"a": 1}}'
 CASES = [
     # (format, output, content (None: all of it), [(name, arguments to the letter)])
@@ -95,7 +96,7 @@ def random_pieces(output: str, seed: int) -> list[str]:
     return pieces
 
 
-def streamed(tool_format: ToolFormat, pieces: list[str]):
+def streamed(tool_format: CallForm, pieces: list[str]):
     """(content, calls) read in these pieces; checks the shape of the deltas on the way."""
     parser = ToolCallParser(tool_format, tool_names=["f", "g"])
     content, calls = "", []
@@ -194,7 +195,7 @@ PIECES = [
 ]
 
 
-@given(st.sampled_from(ToolFormat), st.lists(st.sampled_from(PIECES), max_size=14), st.integers(0, 99))
+@given(st.sampled_from(FORMS), st.lists(st.sampled_from(PIECES), max_size=14), st.integers(0, 99))
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_no_text_is_lost_and_cuts_do_not_matter(tool_format, pieces, seed):
     """Wreckage of calls in any order: without a call the content is the output, and streaming changes nothing."""
@@ -206,15 +207,6 @@ def test_no_text_is_lost_and_cuts_do_not_matter(tool_format, pieces, seed):
         content,
         [(call.name, call.arguments) for call in calls],
     )
-
-
-def test_format_is_read_from_the_template():
-    """A parser for another format would show calls as text."""
-    assert tool_format_of_template(templates.CHATML) is H
-    assert tool_format_of_template(templates.LLAMA3) is L
-    assert tool_format_of_template(templates.ZEPHYR) is None
-    assert tool_format_of_template("{{ '[TOOL_CALLS]' }}{{ tools }}") is M
-    assert tool_format_of_template("{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}") is N
 
 
 def test_ids_are_those_the_models_own_template_takes():
