@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +16,13 @@ from openai import OpenAI
 from openai.types.chat.chat_completion import Choice
 
 from diptych.engine.load import bundled_dir
-from diptych.engine.text.tools import ToolFormat
+from diptych.engine.text.call_form import KEY, KIND, NAME, CallForm, Style
+from diptych.engine.text.template import ChatTemplate
 from engine.text import templates
 from server_process import ServerProcess, check_account
+
+
+TEMPLATE_FILES = Path(__file__).parent.parent / "data" / "templates"
 
 
 def tool(name: str, **properties: object) -> dict[str, Any]:
@@ -59,39 +64,52 @@ class Served:
     """A server and the way its model writes calls."""
 
     client: OpenAI
-    tool_format: ToolFormat
+    form: CallForm
 
     def writes(self, *calls: tuple[str, str], before: str = "") -> dict[str, object]:
         """The constraint that makes the model write exactly these calls (name, arguments), as if it had chosen to."""
-        if self.tool_format is ToolFormat.LLAMA3:
-            text = "; ".join(f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in calls)
-            parts = [json.dumps(before + text)]
-        elif self.tool_format is ToolFormat.MISTRAL_NAMED:
-            parts = [json.dumps(before + "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls))]
-        else:
-            parts = [json.dumps(before)] if before else []
-            for name, arguments in calls:
-                text = f'\n{{"name": "{name}", "arguments": {arguments}}}\n'
-                parts += ["<tool_call>", json.dumps(text), "</tool_call>"]
+        form = self.form
+        texts = [f"{form.head.replace(NAME, name)}{self._arguments(arguments)}{form.close}" for name, arguments in calls]
+        written = before + form.begin + form.separator.join(texts) + form.end
+        parts = [part if part in TAGS else json.dumps(part) for part in re.split("(</?tool_call>)", written) if part]
         return {"structured_outputs": {"grammar": "start: " + " ".join(parts)}}
 
+    def _arguments(self, arguments: str) -> str:
+        if self.form.style is not Style.TAGGED:
+            return arguments
+        values = [
+            (key, value if isinstance(value, str) else json.dumps(value))
+            for key, value in json.loads(arguments).items()
+        ]
+        key_close = self.form.key_close.replace(KIND, "string")
+        ends = self.form.value_close.replace(KEY, "")
+        return "".join(f"{self.form.key_open}{key}{key_close}{value}{ends}" for key, value in values)
 
-TEMPLATES = {ToolFormat.LLAMA3: templates.LLAMA3, ToolFormat.MISTRAL_NAMED: templates.MISTRAL_NAMED}
+    def read(self, arguments: str) -> str:
+        """What a client gets for arguments that were written so: to the letter where the model writes JSON."""
+        if self.form.style is not Style.TAGGED:
+            return arguments
+        return json.dumps(json.loads(arguments), ensure_ascii=False)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL_NAMED],
-    ids=lambda tool_format: tool_format.value,
-)
+TAGS = ("<tool_call>", "</tool_call>")
+TEMPLATES = {
+    "hermes": None,
+    "llama3": templates.LLAMA3,
+    "mistral_named": templates.MISTRAL_NAMED,
+    "tagged": (TEMPLATE_FILES / "Qwen3-Coder.jinja").read_text(),
+}
+
+
+@pytest.fixture(scope="module", params=list(TEMPLATES))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = str(bundled_dir())
-    tool_format: ToolFormat = request.param
-    if tool_format in TEMPLATES:
-        folder = tmp_path_factory.mktemp("models") / tool_format.value
-        model = str(with_template(folder, TEMPLATES[tool_format]))
-    with ServerProcess(model, "--served-model-name", "m", "--kv-memory-bytes", "33554432") as process:
-        yield Served(process.openai(), tool_format)
+    folder = bundled_dir()
+    template = TEMPLATES[request.param]
+    if template is not None:
+        folder = with_template(tmp_path_factory.mktemp("models") / request.param, template)
+    form = ChatTemplate.from_dir(folder).dialect.form
+    with ServerProcess(str(folder), "--served-model-name", "m", "--kv-memory-bytes", "33554432") as process:
+        yield Served(process.openai(), form)
         code, errors = process.stop()
         assert code == 0, errors
         assert "Traceback" not in errors, errors
@@ -134,18 +152,22 @@ def test_auto_streams_the_arguments_as_they_are_written(served: Served) -> None:
     """They used to come as one piece at the end; a client that shows them sees nothing for seconds."""
     options = {"tool_choice": "auto", "extra_body": served.writes(("note", NOTE))}
     choice = whole(served, **options)
-    assert calls_of(choice) == [("note", NOTE)]
+    note = served.read(NOTE)
+    assert calls_of(choice) == [("note", note)]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     content, calls, reason, n_fragments = streamed(served, **options)
-    assert (content, calls, reason) == ("", [("note", NOTE)], "tool_calls")
+    assert (content, calls, reason) == ("", [("note", note)], "tool_calls")
     assert n_fragments > 10
 
 
 def test_several_calls_and_text_before_them(served: Served) -> None:
-    before = "" if served.tool_format is ToolFormat.LLAMA3 else "Let me look."
+    before = "" if not served.form.trigger else "Let me look."
     written = served.writes(("get_time", '{"city": "Rome"}'), ("note", '{"text":"x","tags":[]}'), before=before)
     choice = whole(served, extra_body=written)
-    assert calls_of(choice) == [("get_time", '{"city": "Rome"}'), ("note", '{"text":"x","tags":[]}')]
+    assert calls_of(choice) == [
+        ("get_time", served.read('{"city": "Rome"}')),
+        ("note", served.read('{"text":"x","tags":[]}')),
+    ]
     assert (choice.message.content or "") == before
     assert len({call.id for call in choice.message.tool_calls or ()}) == 2
     assert streamed(served, extra_body=written)[:3] == (before, calls_of(choice), "tool_calls")
@@ -157,7 +179,7 @@ def test_arguments_cut_off_by_max_tokens_are_what_was_written(served: Served) ->
     choice = whole(served, **options)
     ((name, arguments),) = calls_of(choice)
     assert (name, choice.finish_reason) == ("note", "length")
-    assert NOTE.startswith(arguments)
+    assert served.read(NOTE).startswith(arguments)
     assert 0 < len(arguments) < len(NOTE)
     assert streamed(served, **options)[:3] == ("", [(name, arguments)], "length")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import TemplateError
 from diptych.server.door import Workers
 from diptych.server.schema import ChatBody, Message, Prompt, TemplateBody, TokenizeBody, Tool
+
+logger = logging.getLogger("diptych.server")
 
 Ids = tuple[int, ...]
 
@@ -59,6 +62,20 @@ class Reader:
         self.template = template
         self._workers = workers
         self._reads_control_tokens = reads_control_tokens
+        self._learn_dialect()
+
+    def _learn_dialect(self) -> None:
+        """Know the model's forms of calls and thoughts before its first word, and say what could not be known."""
+        dialect, reads_tools = self.template.dialect, self.template.names("tools")
+        self.tokenizer.show(dialect.texts)
+        if reads_tools and dialect.problem:
+            logger.warning(
+                "how this model writes tool calls cannot be read off its chat template: %s; calls are expected as %r",
+                dialect.problem,
+                dialect.form.example,
+            )
+        elif reads_tools:
+            logger.info("this model writes tool calls as %r", dialect.form.example)
 
     async def render(
         self,

@@ -15,9 +15,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diptych.engine.text.reasoning import Opening, opening_of_prompt, tags_of_template
+from diptych.engine.text.forced_calls import tool_call_spec
+from diptych.engine.text.reasoning import Opening, opening_of_prompt
 from diptych.engine.text.template import RenderedPrompt
-from diptych.engine.text.tools import CALL_TAGS, ToolFormat, tool_call_spec, tool_format_of_template
 from diptych.ground.request import FreeReasoning, SamplingParams, StructuredSpec
 from diptych.server.accounting import Account
 from diptych.server.errors import ApiError
@@ -64,9 +64,8 @@ class Turn:
         self._generation = generation
         self._request = request
         self._asked = asked
-        self._tags = tags_of_template(generation.reader.template.source)
-        # Hermes where the template does not say
-        self._format = tool_format_of_template(generation.reader.template.source) or ToolFormat.HERMES
+        self._dialect = generation.reader.template.dialect
+        self._tags = self._dialect.tags
         self._opened: list[OpenedRequest] = []
         self.choices: list[ChoiceParts] = []
 
@@ -84,8 +83,8 @@ class Turn:
             ChoiceParts(
                 tags=self._tags,
                 opening=opening,
-                tool_format=self._format,
-                tool_names=[tool["function"]["name"] for tool in tools] if tools else None,
+                call_form=self._dialect.form,
+                tools={tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools},
             )
             for _ in range(request.n)
         ]
@@ -133,13 +132,13 @@ class Turn:
                 400, "a forced tool_choice and another constraint on the output exclude each other", param="tool_choice"
             )
         tokenizer = self._generation.reader.tokenizer
-        tag_ids = [(tag, tokenizer.token_id(tag)) for tag in CALL_TAGS]
         return tool_call_spec(
             use.tools,
-            self._format,
+            self._dialect.form,
             name=use.name,
             is_parallel=use.is_parallel,
-            tag_ids={tag: token_id for tag, token_id in tag_ids if token_id in tokenizer.mark_token_ids},
+            tag_ids=tokenizer.tags_in(self._dialect.form.literals),
+            stops=frozenset(tokenizer.token(token_id) or "" for token_id in tokenizer.eos_token_ids) - {""},
         )
 
     def _behind_reasoning(self, spec: StructuredSpec | None, opening: Opening) -> StructuredSpec | None:

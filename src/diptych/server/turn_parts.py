@@ -5,11 +5,13 @@ Knows no protocol: the JSON shapes of answers stand in `chat` (and in whichever 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from diptych.engine.text.call_form import CallForm
 from diptych.engine.text.reasoning import Opening, ReasoningSplitter
-from diptych.engine.text.tools import ToolCall, ToolCallDelta, ToolCallParser, ToolFormat
+from diptych.engine.text.tools import ToolCall, ToolCallDelta, ToolCallParser
 from diptych.ground.phase import FinishReason
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import Thinking
@@ -58,13 +60,14 @@ class TurnDelta:
 class ChoiceParts:
     """One choice of one turn: fed with steps in order, it keeps what came so far.
 
-    tags: the model's thinking tags, None for a model that does not think. tool_names: None when no tools are offered.
+    tags: the model's thinking tags, None for a model that does not think. tools: parameter schemas by name of
+    those that are offered.
     """
 
     tags: tuple[str, str] | None
     opening: Opening
-    tool_format: ToolFormat
-    tool_names: Sequence[str] | None
+    call_form: CallForm
+    tools: Mapping[str, Mapping[str, Any]]
     thinking: Thinking = field(default_factory=Thinking)
     token_ids: list[int] = field(default_factory=list)
     calls: dict[int, ToolCall] = field(default_factory=dict)
@@ -79,8 +82,8 @@ class ChoiceParts:
         """Set up the parsers that this model and request need."""
         if self.tags is not None:
             self._splitter = ReasoningSplitter(self.tags, opening=self.opening)
-        if self.tool_names is not None:
-            self._parser = ToolCallParser(self.tool_format, tool_names=self.tool_names)
+        if self.tools:
+            self._parser = ToolCallParser(self.call_form, tools=self.tools)
 
     @property
     def text(self) -> str:

@@ -304,3 +304,66 @@ ALL = {
     "chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "mistral_named": MISTRAL_NAMED,
     "zephyr": ZEPHYR, "thinking": THINKING,
 }  # fmt: skip
+
+_CALLS_AROUND = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|begin|>' + message.role + '|' }}
+    {%- if message.role == 'assistant' and message.tool_calls %}
+        CALLS
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- '<|end_of_turn|>' }}
+{%- endfor %}
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- if add_generation_prompt %}
+    {{- '<|begin|>assistant|' }}
+{%- endif %}
+"""
+
+PYTHON_CALLS = _CALLS_AROUND.replace(
+    "CALLS",
+    """{{- '<|calls|>[' }}
+        {%- for call in message.tool_calls %}
+            {{- (', ' if not loop.first else '') + call.function.name + '(' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- (', ' if not loop.first else '') + key + '=' }}
+                {{- "'" + value + "'" if value is string else value | string }}
+            {%- endfor %}
+            {{- ')' }}
+        {%- endfor %}
+        {{- ']<|/calls|>' }}""",
+)
+
+NUMBERED_CALLS = _CALLS_AROUND.replace(
+    "CALLS",
+    """{{- '<|act|>[\\n' }}
+        {%- for call in message.tool_calls %}
+            {{- '    {"tool_call_id": "' ~ loop.index0 ~ '", "tool_name": "' ~ call.function.name ~ '", "parameters": ' }}
+            {{- call.function.arguments | tojson ~ ('},\\n' if not loop.last else '}\\n') }}
+        {%- endfor %}
+        {{- ']<|/act|>' }}""",
+)
+
+CALLS_WITH_IDS = _CALLS_AROUND.replace(
+    "CALLS",
+    """{{- '<|calls|>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<|call|>' + call.id + '<|name|>' + call.function.name + '<|args|>' + call.function.arguments | tojson }}
+            {{- '<|/call|>' }}
+        {%- endfor %}
+        {{- '<|/calls|>' }}""",
+)
+
+TEXT_CALLS = _CALLS_AROUND.replace(
+    "CALLS",
+    """{%- for call in message.tool_calls %}
+            {{- '<|call|>' + call.function.name + '\\n' + call.function.arguments + '<|/call|>' }}
+        {%- endfor %}""",
+)
+
+CALL_FORMS = {
+    "python": PYTHON_CALLS, "numbered": NUMBERED_CALLS, "ids": CALLS_WITH_IDS, "text": TEXT_CALLS, "chatml": CHATML,
+    "llama3": LLAMA3, "mistral_named": MISTRAL_NAMED,
+}  # fmt: skip

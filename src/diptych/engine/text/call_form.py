@@ -5,7 +5,7 @@ An answer with calls is
     begin  head arguments close  separator  head arguments close  ...  end
 
 `head` holds the name (`NAME`), and perhaps an id (`ID`) or the number of the call (`COUNT`). Blanks in a literal match any
-blanks. Nothing here knows a model: `find_form` reads the description off a chat template.
+blanks. Nothing here knows a model: `dialect` reads the description off a chat template.
 
 >>> HERMES.head.replace(NAME, "time")
 '<tool_call>\\n{"name": "time", "arguments": '
@@ -61,7 +61,8 @@ class CallForm:
 
     name_key, arguments_key: keys of OBJECT; name_key None where the name itself is the key.
     key_open, key_close, value_close: around key and value of an argument (TAGGED); `kinds`: what `KIND` in key_close is for
-    each JSON type. quote, assign: around a string, behind a key (LITERAL). is_single: one call per answer.
+    each JSON type. quote, assign: around a string, behind a key (LITERAL). is_single: one call per
+    answer. has_cdata: text with markup stands in `<![CDATA[...]]>` (TAGGED).
     """
 
     style: Style
@@ -79,6 +80,7 @@ class CallForm:
     quote: str = ""
     assign: str = ""
     is_single: bool = False
+    has_cdata: bool = False
 
     @property
     def trigger(self) -> str:
@@ -109,6 +111,16 @@ class CallForm:
         if self.trigger == MISTRAL_TAG:
             named += [MISTRAL_NAMED.head, MISTRAL_WITH_ID.head]
         return tuple(dict.fromkeys(named))
+
+    @property
+    def example(self) -> str:
+        """A call, for people to read."""
+        value = f"{self.key_open}key{self.key_close}value{self.value_close}"
+        if self.style is Style.LITERAL:
+            value = f"key{self.assign}{self.quote}value{self.quote}"
+        arguments = value if self.style in (Style.TAGGED, Style.LITERAL) else "{...}"
+        text = f"{self.begin}{self.head}{arguments}{self.close}{self.end}".replace(KIND, "string").replace(KEY, "key")
+        return text.replace(NAME, "name").replace(ID, "id").replace(COUNT, "0").strip()
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -182,3 +194,13 @@ MISTRAL = CallForm(
 )
 MISTRAL_NAMED = CallForm(style=Style.NAMED, head=f"{MISTRAL_TAG}{NAME}[ARGS]")
 MISTRAL_WITH_ID = CallForm(style=Style.NAMED, head=f"{MISTRAL_TAG}{NAME}[CALL_ID]{ID}[ARGS]")
+LFM2 = CallForm(
+    style=Style.LITERAL,
+    begin="<|tool_call_start|>[",
+    head=f"{NAME}(",
+    close=")",
+    separator=", ",
+    end="]<|tool_call_end|>",
+    quote="'",
+    assign="=",
+)

@@ -14,6 +14,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import jinja2
 
 from diptych.engine.text.control import ControlTokens
+from diptych.engine.text.dialect import Dialect, find_dialect
 from diptych.engine.text.sandbox import Marked, RenderedPiece, TemplateSandbox
 from diptych.engine.text.tokenizer import Tokenizer, read_json_object
 from diptych.ground.errors import LoadError, TemplateError
@@ -81,6 +83,18 @@ class ChatTemplate:
         """The jinja text used when no tools are given."""
         return self._sources.get("default") or next(iter(self._sources.values()))
 
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the model writes calls and thoughts, as this template shows; some ten renderings, once."""
+        template = self._template(has_tools=True)
+
+        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], asks: bool) -> str:
+            variables = {**self._tokenizer.special_tokens_map, "messages": list(messages), "tools": list(tools)}
+            pieces = self._sandbox.pieces(template, {**variables, "documents": None, "add_generation_prompt": asks})
+            return "".join(piece.text for piece in pieces)
+
+        return find_dialect(render, "\n".join(self._sources.values()))
+
     def names(self, variable: str) -> bool:
         """Whether any of the templates reads a variable of this name; what no template reads, no model sees."""
         return any(variable in source for source in self._sources.values())
@@ -108,7 +122,7 @@ class ChatTemplate:
         if not messages:
             raise TemplateError("messages has 0 entries; at least 1 is needed", param="messages")
         try:
-            messages = [_plain_message(message) for message in messages]
+            messages = [self._spoken(_plain_message(message)) for message in messages]
             tools, documents, kwargs = plain(tools), plain(documents), plain(kwargs)
         except RecursionError:
             raise TemplateError("messages, tools or chat_template_kwargs are nested too deeply") from None
@@ -145,6 +159,18 @@ class ChatTemplate:
             token_ids, offsets = self._control.encode(spelling)
             text, ranges = spelling.text, [(guard.place(begin), guard.place(end), name) for begin, end, name in ranges]
         return RenderedPrompt(text=text, token_ids=tuple(token_ids), segments=_segments(ranges, offsets))
+
+    def _spoken(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with calls in the types that this template prints."""
+        if not message.get("tool_calls"):
+            return message
+        if self.dialect.has_null_content and not message.get("content"):
+            message["content"] = None
+        for call in message["tool_calls"] if self.dialect.has_text_arguments else ():
+            function = call.get("function", call)
+            if isinstance(function.get("arguments"), dict):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return message
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:
         name = "tool_use" if has_tools and "tool_use" in self._sources else "default"

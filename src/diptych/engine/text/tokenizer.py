@@ -45,7 +45,7 @@ class PieceKind(Enum):
 
 
 class Tokenizer:
-    """Immutable after loading, and safe to use from several threads."""
+    """Immutable after loading (and `show`), and safe to use from several threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], eos_token_ids: Sequence[int]) -> None:
         self._backend = backend
@@ -114,6 +114,15 @@ class Tokenizer:
             if name.endswith("_token") and name not in named and isinstance(value, str | dict)
         }  # fmt: skip
         return {name: text for name, text in named.items() if text is not None}
+
+    def tags_in(self, texts: Sequence[str]) -> dict[str, int]:
+        """The tokens that no text spells whose names stand in `texts`."""
+        names = self.added_tokens.items()
+        return {name: i for name, i in names if i in self.mark_token_ids and any(name in text for text in texts)}
+
+    def show(self, texts: Sequence[str]) -> None:
+        """Let special tokens whose names stand in `texts` be seen in outputs; before the first one is read."""
+        self.hidden_token_ids -= frozenset(self.tags_in(texts).values()) - frozenset(self.eos_token_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` puts BOS (and EOS) where tokenizer.json says so.

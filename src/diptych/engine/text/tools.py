@@ -431,7 +431,7 @@ class ToolCallParser:
 
     def _tagged_value(self, types: Collection[str] | None) -> _STEP:
         """One value: text comes out while it is written, all else at its end."""
-        is_text = types is not None and set(types) == {"string"}
+        is_text = types is not None and set(types) == {"string"} and not self._form.has_cdata
         blanks = self._form.value_close[: len(self._form.value_close) - len(self._form.value_close.lstrip())]
         mark = re.split(f"[{KEY}]", self._form.value_close.strip())[0]
         if is_text:
@@ -450,7 +450,10 @@ class ToolCallParser:
                 is_open = types is None or "string" in types
                 self._out(json.dumps(cut, ensure_ascii=False)[:-1] if is_open else cut)
             yield from self._more()
-        self._out('"' if is_text else json_value("".join(read), types))
+        whole = "".join(read)
+        if self._form.has_cdata and whole.startswith("<![CDATA[") and whole.endswith("]]>"):
+            whole, types = whole[len("<![CDATA[") : -len("]]>")], {"string"}
+        self._out('"' if is_text else json_value(whole, types))
 
     def _value_end(self, mark: str, blanks: str) -> tuple[int, int | None]:
         """(characters that surely belong to the value, those of the end behind them or None when it is not there).

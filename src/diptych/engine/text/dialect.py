@@ -4,8 +4,8 @@ A conversation with marks in place of names, keys and values is rendered with ca
 not the call's; what lies between the marks is cut at the borders of tags into a `CallForm`. A form is believed only when the
 parser made from it reads back what the template rendered.
 
->>> find_form(lambda messages, tools, answers: "no calls here").form is None
-True
+>>> find_dialect(lambda messages, tools, answers: "no calls here", "").problem
+'the template prints no calls'
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from itertools import product
 from os.path import commonprefix
 from typing import Any
 
-from diptych.engine.text.call_form import COUNT, ID, KEY, KIND, NAME, CallForm, Style
+from diptych.engine.text.call_form import (
+    COUNT, HERMES, ID, KEY, KIND, LFM2, LLAMA3, MISTRAL, MISTRAL_NAMED, NAME, CallForm, Style,
+)  # fmt: skip
+from diptych.engine.text.reasoning import tags_of_template
 from diptych.engine.text.tools import ToolCallParser
 from diptych.ground.errors import TemplateError
 
@@ -41,41 +44,59 @@ _TAG_SIGNS = "<[{(" + NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a template shows. form: None where it writes no calls that can be read, and `problem` says why.
+class Dialect:
+    """How the model of a template writes calls and thoughts.
 
+    problem: why the form was not read off the template; then `form` is one that it mentions, or Hermes's.
     has_text_arguments, has_null_content: the template prints calls only when their arguments are JSON text, or only beside no
-    content at all. tags: around thoughts, None where it prints none.
+    content at all. tags: around thoughts, None for a model that has none.
     """
 
-    form: CallForm | None = None
+    form: CallForm = HERMES
     problem: str = ""
     has_text_arguments: bool = False
     has_null_content: bool = False
     tags: tuple[str, str] | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything that readers look for in an output."""
+        return (*self.form.literals, *(self.tags or ()))
 
 
 class _Unreadable(Exception):  # noqa: N818  (an outcome of the search, no error of anybody)
     """These renderings show no form."""
 
 
-def find_form(render: Render) -> Found:
-    """Try the ways in which templates expect calls, the usual one first."""
+# what templates that print no calls tell their models to write, or their makers say that they do
+_MENTIONED = (
+    ("<tool_call>", HERMES),
+    ("<|tool_call|>", replace(MISTRAL, begin="<|tool_call|>[")),  # Granite 3
+    ("<|tool_list_start|>", LFM2),
+    ("List of tools: [", LFM2),
+    ("<|python_tag|>", LLAMA3),
+    ("[ARGS]", MISTRAL_NAMED),
+    ("[TOOL_CALLS]", MISTRAL),
+)
+
+
+def find_dialect(render: Render, source: str) -> Dialect:
+    """Try the ways in which templates expect calls, the usual one first; else take what `source` mentions."""
     problems: list[str] = []
+    known_tags = tags_of_template(source)
     for is_text, content, n_calls in product((False, True), ("", None), (3, 1)):
         probe = _Probe(render, is_text=is_text, content=content)
         try:
-            tags = probe.thinking_tags()
+            tags = probe.thinking_tags() or known_tags
             form = probe.form(n_calls, tags)
         except (_Unreadable, TemplateError) as error:
             problems.append(str(error))
-            continue
-        return Found(form=form, has_text_arguments=is_text, has_null_content=content is None, tags=tags)
-    try:
-        tags = _Probe(render, is_text=False, content="").thinking_tags()
-    except (_Unreadable, TemplateError):
-        tags = None
-    return Found(problem=problems[0], tags=tags)
+        except (ValueError, LookupError) as error:  # a template that prints marks where no model would write calls
+            problems.append(f"what the template prints has no form: {type(error).__name__}")
+        else:
+            return Dialect(form=form, has_text_arguments=is_text, has_null_content=content is None, tags=tags)
+    form = next((form for mention, form in _MENTIONED if mention in source), HERMES)
+    return Dialect(form=form, problem=problems[0], tags=_Probe(render, is_text=False, content="").thinking_tags() or known_tags)
 
 
 def _tool(name: str, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -123,6 +144,8 @@ class _Probe:
             return None
         header = _whole_tags(commonprefix([plain[: max(plain.find(_TEXT), 0)], thinks[:begin]]))
         opened = _TAG_AT_END.search(thinks[len(header) : begin].rstrip()) or _THINKING_AT_END.search(header.rstrip())
+        if opened and plain[: max(plain.find(_TEXT), 0)].rstrip().endswith(opened[0]) and "think" not in opened[0].lower():
+            return None  # it stands before every answer
         # an answer may have a tag of its own behind the one that ends a thought
         closed = _THINKING_END.match(thinks[begin + len(_THOUGHT) : end].lstrip())
         return (opened[0], closed[0]) if opened and closed else None
@@ -143,8 +166,10 @@ class _Probe:
         form = _form_of(body, _places(body, values))
         if n_calls == 1:
             form = replace(form, is_single=True, separator="; " if not form.trigger else "\n")
-        if KIND in form.key_close or form.style is Style.TAGGED:
+        if form.style is Style.TAGGED:
             form = self._with_kinds(form)
+            markup = [(_IDS[0], _NAMES[0], {_KEYS[0]: "<q>&"})]
+            form = replace(form, has_cdata="<![CDATA[<q>&]]>" in self._called(markup, tools))
         self._check(form, calls, body)
         return form
 
