@@ -307,6 +307,9 @@ ALL = {
 
 _CALLS_AROUND = """\
 {{- bos_token }}
+{%- if tools %}
+    {{- tools | tojson }}
+{%- endif %}
 {%- for message in messages %}
     {{- '<|begin|>' + message.role + '|' }}
     {%- if message.role == 'assistant' and message.tool_calls %}
@@ -316,7 +319,6 @@ _CALLS_AROUND = """\
     {%- endif %}
     {{- '<|end_of_turn|>' }}
 {%- endfor %}
-{%- if tools %}{{ tools | tojson }}{% endif %}
 {%- if add_generation_prompt %}
     {{- '<|begin|>assistant|' }}
 {%- endif %}
