@@ -21,7 +21,6 @@ from diptych.engine.text.template import ChatTemplate
 from engine.text import templates
 from server_process import ServerProcess, check_account
 
-
 TEMPLATE_FILES = Path(__file__).parent.parent / "data" / "templates"
 
 
@@ -69,7 +68,9 @@ class Served:
     def writes(self, *calls: tuple[str, str], before: str = "") -> dict[str, object]:
         """The constraint that makes the model write exactly these calls (name, arguments), as if it had chosen to."""
         form = self.form
-        texts = [f"{form.head.replace(NAME, name)}{self._arguments(arguments)}{form.close}" for name, arguments in calls]
+        texts = [
+            f"{form.head.replace(NAME, name)}{self._arguments(arguments)}{form.close}" for name, arguments in calls
+        ]
         written = before + form.begin + form.separator.join(texts) + form.end
         parts = [part if part in TAGS else json.dumps(part) for part in re.split("(</?tool_call>)", written) if part]
         return {"structured_outputs": {"grammar": "start: " + " ".join(parts)}}

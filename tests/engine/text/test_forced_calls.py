@@ -7,9 +7,9 @@ import pytest
 import tokenizers
 
 from diptych.compute.structured import GrammarCompiler
-from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.call_form import HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED
 from diptych.engine.text.forced_calls import tool_call_spec
+from diptych.engine.text.tokenizer import Tokenizer
 from text.small_tokenizers import byte_level_json
 from text.whole_calls import parse_tool_calls
 

@@ -1,4 +1,4 @@
-"""How one model writes tool calls: a description, made of literal texts with holes, that the parser and the grammar share.
+r"""How one model writes tool calls: a description, made of literal texts with holes, that the parser and the grammar share.
 
 An answer with calls is
 
@@ -8,7 +8,7 @@ An answer with calls is
 blanks. Nothing here knows a model: `dialect` reads the description off a chat template.
 
 >>> HERMES.head.replace(NAME, "time")
-'<tool_call>\\n{"name": "time", "arguments": '
+'<tool_call>\n{"name": "time", "arguments": '
 >>> HERMES.trigger
 '<tool_call>'
 """

@@ -15,11 +15,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from os.path import commonprefix
 from typing import Any
 
 from diptych.engine.text.call_form import (
-    COUNT, HERMES, ID, KEY, KIND, LFM2, LLAMA3, MISTRAL, MISTRAL_NAMED, NAME, CallForm, Style,
+    COUNT,
+    HERMES,
+    ID,
+    KEY,
+    KIND,
+    LFM2,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_NAMED,
+    NAME,
+    CallForm,
+    Style,
 )  # fmt: skip
 from diptych.engine.text.reasoning import tags_of_template
 from diptych.engine.text.tools import ToolCallParser
@@ -64,7 +74,7 @@ class Dialect:
         return (*self.form.literals, *(self.tags or ()))
 
 
-class _Unreadable(Exception):  # noqa: N818  (an outcome of the search, no error of anybody)
+class _Unreadable(Exception):
     """These renderings show no form."""
 
 
@@ -96,7 +106,9 @@ def find_dialect(render: Render, source: str) -> Dialect:
         else:
             return Dialect(form=form, has_text_arguments=is_text, has_null_content=content is None, tags=tags)
     form = next((form for mention, form in _MENTIONED if mention in source), HERMES)
-    return Dialect(form=form, problem=problems[0], tags=_Probe(render, is_text=False, content="").thinking_tags() or known_tags)
+    return Dialect(
+        form=form, problem=problems[0], tags=_Probe(render, is_text=False, content="").thinking_tags() or known_tags
+    )
 
 
 def _tool(name: str, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -142,9 +154,13 @@ class _Probe:
         begin, end = thinks.find(_THOUGHT), thinks.find(_TEXT)
         if begin < 0 or end < begin:
             return None
-        header = _whole_tags(commonprefix([plain[: max(plain.find(_TEXT), 0)], thinks[:begin]]))
+        header = _whole_tags(_common(plain[: max(plain.find(_TEXT), 0)], thinks[:begin]))
         opened = _TAG_AT_END.search(thinks[len(header) : begin].rstrip()) or _THINKING_AT_END.search(header.rstrip())
-        if opened and plain[: max(plain.find(_TEXT), 0)].rstrip().endswith(opened[0]) and "think" not in opened[0].lower():
+        if (
+            opened
+            and plain[: max(plain.find(_TEXT), 0)].rstrip().endswith(opened[0])
+            and "think" not in opened[0].lower()
+        ):
             return None  # it stands before every answer
         # an answer may have a tag of its own behind the one that ends a thought
         closed = _THINKING_END.match(thinks[begin + len(_THOUGHT) : end].lstrip())
@@ -186,7 +202,7 @@ class _Probe:
             if begin < len(key) or value is None:
                 return form
             between[kind], at = text[begin : value.start()].rstrip(), value.end()
-        same = commonprefix(list(between.values()))
+        same = _common(*between.values())
         begin = len(re.sub(r"\w*$", "", same))
         kinds = {kind: found[0] for kind, one in between.items() if (found := re.match(r"\w+", one[begin:]))}
         if len(kinds) < len(between) or kinds["string"] == kinds["integer"]:
@@ -233,9 +249,20 @@ def _without_frame(called: str, plain: str, asking: str) -> str:
     """The calls without what the template prints around any answer, or to ask for one."""
     at = plain.find(_TEXT)
     before, after = (plain[:at], plain[at + len(_TEXT) :]) if at >= 0 else (plain, "")
-    head = max((_whole_tags(commonprefix([one, called])) for one in (before, asking)), key=len)
-    tail = _tag_begin(commonprefix([after[::-1], called[len(head) :][::-1]])[::-1], after)
+    head = max((_whole_tags(_common(one, called)) for one in (before, asking)), key=len)
+    tail = _tag_begin(_common_end(after, called[len(head) :]), after)
     return called[len(head) : len(called) - len(tail)]
+
+
+def _common(*texts: str) -> str:
+    """What all texts begin with."""
+    low, high = min(texts), max(texts)
+    return low[: next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))]
+
+
+def _common_end(first: str, second: str) -> str:
+    """What both texts end with."""
+    return _common(first[::-1], second[::-1])[::-1]
 
 
 def _whole_tags(text: str) -> str:
@@ -326,7 +353,7 @@ def _form_of(body: str, places: Sequence[_Place]) -> CallForm:
         return _argument_form(body, places, before, after)
     style = Style.NAMED if place.body is None else Style.OBJECT
     parts = _edges(before, after)
-    if style is Style.NAMED:
+    if place.body is None:
         return CallForm(style=style, **parts)
     whole = json.loads(body[slice(*place.body)])
     arguments_key = next(key for key, value in whole.items() if isinstance(value, dict) and _KEYS[0] in value)
@@ -334,16 +361,16 @@ def _form_of(body: str, places: Sequence[_Place]) -> CallForm:
     return CallForm(style=style, name_key=name_key, arguments_key=arguments_key, **parts)
 
 
-def _edges(before: Sequence[str], after: str) -> dict[str, str]:
+def _edges(before: Sequence[str], after: str) -> dict[str, Any]:
     """begin, head, close, separator and end, from what stands before each call's arguments and behind the last."""
     if len(before) == 1:
         return {"head": before[0], "close": after}
     gap = before[1]
-    head = commonprefix([before[0][::-1], gap[::-1]])[::-1]
+    head = _common_end(before[0], gap)
     if head != gap and head != before[0]:
         head = _tag_begin(head)
     gap = gap[: len(gap) - len(head)]
-    close = _close_of(commonprefix([gap, after]), gap)
+    close = _close_of(_common(gap, after), gap)
     return {
         "begin": before[0][: len(before[0]) - len(head)],
         "head": head,
@@ -368,13 +395,13 @@ def _argument_form(body: str, places: Sequence[_Place], before: Sequence[str], a
     opening = body[place.name[1] : spots[0]]
     key_close = body[spots[0] + len(first) : spots[1]]
     gap = body[spots[1] + len(texts[0]) : spots[2]].replace(first, KEY)
-    key_open = commonprefix([opening[::-1], gap[::-1]])[::-1]
+    key_open = _common_end(opening, gap)
     key_open = key_open if key_open in (opening, gap) and key_open[:1] not in ">" else _tag_begin(key_open)
     if not key_open.strip():
         return _literal_form(opening, key_close, gap, before, after)
     following = (before[1] if len(before) > 1 else after).replace(second, KEY)
     ending = gap[: len(gap) - len(key_open)]
-    value_close = _close_of(commonprefix([ending, following]), ending)
+    value_close = _close_of(_common(ending, following), ending)
     heads = [one[: len(one) - len(key_open)] for one in before]
     rest = [heads[0], *(one.replace(second, KEY).removeprefix(value_close) for one in heads[1:])]
     parts = _edges(rest, after.replace(second, KEY).removeprefix(value_close))

@@ -75,7 +75,9 @@ class _Grammar:
         pattern = "|".join([*map(re.escape, tags), f"[{HOLES}]"])
         parts = re.split(f"({pattern})", text)
         made = [
-            f"<[{self.tag_ids[part]}]>" if part in self.tag_ids else _HOLE_RULES.get(part) or json.dumps(part, ensure_ascii=False)
+            f"<[{self.tag_ids[part]}]>"
+            if part in self.tag_ids
+            else _HOLE_RULES.get(part) or json.dumps(part, ensure_ascii=False)
             for part in parts
             if part
         ]

@@ -16,27 +16,30 @@ import json
 import re
 import string
 import uuid
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import SystemRandom
 from typing import Any
 
-from diptych.engine.text.argument_values import json_types_of, json_value
+from diptych.engine.text.argument_readers import LiteralArguments, TaggedArguments
 from diptych.engine.text.call_form import (
-    ID, KEY, KIND, MISTRAL_TAG, NAME, PYTHON_TAG, CallForm, Fit, Match, Style, fit,
+    ID,
+    MISTRAL_TAG,
+    NAME,
+    PYTHON_TAG,
+    CallForm,
+    Fit,
+    Match,
+    Style,
+    fit,
 )  # fmt: skip
+from diptych.engine.text.feed import Feed, JsonEnd, OutputOver, Step
 from diptych.engine.text.reasoning import partial_end
 
 _JSON_BLANKS = " \t\r\n"
-_JSON_PLAIN = frozenset(_JSON_BLANKS + ":,+-.0123456789truefalsnE")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _FIRST_KEY = re.compile(r'\s*\{\s*"([^"\\]*)"')
 _CALL_KEYS = ("name", "type", "id", "arguments", "parameters")
-_MAX_KEY_CHARS = 256
-# behind a string between quotes without escapes: the next argument, or the end of the call; and what may become one
-_GOES_ON = re.compile(r"\s*(?:,\s*[\w.-]+\s*=|\)\s*[,\]])")
-_MAY_GO_ON = re.compile(r"\s*(?:,\s*[\w.-]*\s*|\)\s*)?$")
-_STEP = Generator[None, None, Any]  # one reader's work: it yields where it needs more text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +76,6 @@ def _id_maker(form: CallForm) -> Callable[[], str]:
     return lambda: f"call_{uuid.uuid4().hex[:24]}"
 
 
-class _Over(Exception):  # noqa: N818  (no error: the output has ended)
-    """The output is over where a reader needs more of it."""
-
-
 class ToolCallParser:
     """One output, piece by piece.
 
@@ -100,12 +99,11 @@ class ToolCallParser:
         self._new_id = new_id or _id_maker(form)
         self._trigger = form.trigger
         self._head = _object_head(form)
-        self._held = ""  # not read yet
+        self._feed = Feed()
         self._tag = ""  # what stands before a possible call, should it turn out to be none
         self._raw = ""  # its JSON, as far as it was read
         self._is_after_call = False
         self._is_list_open = False  # inside brackets around the calls
-        self._is_last = False
         self._content: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._ids: set[str] = set()
@@ -115,13 +113,13 @@ class ToolCallParser:
 
     def push(self, text: str) -> ToolDelta:
         """Take new text."""
-        self._held += text
+        self._feed.held += text
         next(self._reader)
         return self._delta()
 
     def finish(self) -> ToolDelta:
         """The output is over; what did not become a call comes back as content."""
-        self._is_last = True
+        self._feed.is_last = True
         next(self._reader, None)
         return self._delta()
 
@@ -132,7 +130,7 @@ class ToolCallParser:
 
     # ---- the whole
 
-    def _read(self) -> _STEP:
+    def _read(self) -> Step:
         yield
         try:
             if not self._trigger:
@@ -140,53 +138,51 @@ class ToolCallParser:
             while True:
                 yield from self._text_before_calls()
                 yield from self._section()
-        except _Over:
-            rest = self._tag + self._raw + self._held
-            self._tag = self._raw = self._held = ""
+        except OutputOver:
+            rest = self._tag + self._raw + self._feed.held
+            self._tag = self._raw = self._feed.held = ""
             if rest.strip() or not self._is_after_call:
                 self._content.append(rest)
 
-    def _more(self) -> _STEP:
-        """Wait for more text."""
-        if self._is_last:
-            raise _Over
-        yield
-
-    def _bare(self) -> _STEP:
+    def _bare(self) -> Step:
         """Calls without a tag (Llama 3): nothing may stand before them, and nothing that is no call makes one later."""
         while True:
-            text = self._held.lstrip()
+            text = self._feed.held.lstrip()
             if text.startswith(("{", PYTHON_TAG)):
                 break
-            if self._is_last or not PYTHON_TAG.startswith(text):
+            if self._feed.is_last or not PYTHON_TAG.startswith(text):
                 break
-            yield from self._more()
+            yield from self._feed.more()
         if text.startswith(("{", PYTHON_TAG)):
-            n_before = len(self._held) - len(text) + (0 if text.startswith("{") else len(PYTHON_TAG))
-            self._tag, self._held = self._held[:n_before], self._held[n_before:]
+            n_before = len(self._feed.held) - len(text) + (0 if text.startswith("{") else len(PYTHON_TAG))
+            self._tag, self._feed.held = self._feed.held[:n_before], self._feed.held[n_before:]
             yield from self._section()
         while True:
-            self._take_content(len(self._held))
-            yield from self._more()
+            self._take_content(len(self._feed.held))
+            yield from self._feed.more()
 
-    def _text_before_calls(self) -> _STEP:
+    def _text_before_calls(self) -> Step:
         """Up to the trigger, which becomes the tag with the blanks before it."""
-        while (at := self._held.find(self._trigger)) < 0:
-            keep = 0 if self._is_last else partial_end(self._held, self._trigger)
+        while (at := self._feed.held.find(self._trigger)) < 0:
+            keep = 0 if self._feed.is_last else partial_end(self._feed.held, self._trigger)
             # blanks before a call are dropped with its tag, so they wait
-            self._take_content(len(self._held) if self._is_last else len(self._held[: len(self._held) - keep].rstrip()))
-            yield from self._more()
-        n_text = len(self._held[:at].rstrip())
+            self._take_content(
+                len(self._feed.held)
+                if self._feed.is_last
+                else len(self._feed.held[: len(self._feed.held) - keep].rstrip())
+            )
+            yield from self._feed.more()
+        n_text = len(self._feed.held[:at].rstrip())
         self._take_content(n_text)
         end = at - n_text + len(self._trigger)
-        self._tag, self._held = self._held[:end], self._held[end:]
+        self._tag, self._feed.held = self._feed.held[:end], self._feed.held[end:]
 
     def _take_content(self, n_chars: int) -> None:
         if n_chars:
-            self._content.append(self._held[:n_chars])
-            self._held = self._held[n_chars:]
+            self._content.append(self._feed.held[:n_chars])
+            self._feed.held = self._feed.held[n_chars:]
 
-    def _section(self) -> _STEP:
+    def _section(self) -> Step:
         """The calls behind a tag; returns where text goes on."""
         self._is_list_open = self._is_after_call = False
         is_first = True
@@ -196,7 +192,7 @@ class ToolCallParser:
             if not begun:
                 # no call after all: its tag is content, and the search goes on behind that
                 self._content.append(self._tag)
-                self._held, self._tag, self._raw = self._raw + self._held, "", ""
+                self._feed.held, self._tag, self._raw = self._raw + self._feed.held, "", ""
                 return
             self._is_after_call = True
             if not (yield from self._next_call(is_object=is_object)):
@@ -204,49 +200,49 @@ class ToolCallParser:
                 return
             is_first = False
 
-    def _is_object_next(self, *, is_first: bool) -> _STEP:
+    def _is_object_next(self, *, is_first: bool) -> Step:
         """Whether a JSON object comes; what else stands before it, and the bracket of a list, belong to the tag."""
         form = self._form
         prefix = ""
         if is_first and form.style is Style.OBJECT:
             prefix = (form.begin + form.object_tag).lstrip().removeprefix(self._trigger).strip().removesuffix("[")
         while True:
-            text = self._held.lstrip(_JSON_BLANKS)
+            text = self._feed.held.lstrip(_JSON_BLANKS)
             found = fit(prefix, text) if prefix else Fit.NEVER
             if isinstance(found, Match):
-                self._move_to_tag(len(self._held) - len(text) + found.end)
+                self._move_to_tag(len(self._feed.held) - len(text) + found.end)
                 prefix = ""
-            elif not text or (found is Fit.NOT_YET and not self._is_last):
-                yield from self._more()
+            elif not text or (found is Fit.NOT_YET and not self._feed.is_last):
+                yield from self._feed.more()
             elif text[0] == "[" and not self._is_list_open:
                 self._is_list_open = True
-                self._move_to_tag(len(self._held) - len(text) + 1)
+                self._move_to_tag(len(self._feed.held) - len(text) + 1)
             else:
                 return text[0] == "{" or not form.heads
 
     def _move_to_tag(self, n_chars: int) -> None:
-        self._tag, self._held = self._tag + self._held[:n_chars], self._held[n_chars:]
+        self._tag, self._feed.held = self._tag + self._feed.held[:n_chars], self._feed.held[n_chars:]
 
     # ---- a call in one JSON object
 
-    def _object(self) -> _STEP:
+    def _object(self) -> Step:
         """True once a call was read."""
         self._raw, scan = "", JsonEnd()
         while True:
-            end = scan.feed(self._held)
-            n_read = len(self._held) if end is None else end
-            self._raw, self._held = self._raw + self._held[:n_read], self._held[n_read:]
+            end = scan.feed(self._feed.held)
+            n_read = len(self._feed.held) if end is None else end
+            self._raw, self._feed.held = self._raw + self._feed.held[:n_read], self._feed.held[n_read:]
             head = self._head.match(self._raw)
             name = _string(head[1]) if head is not None else None
             if head is not None and name and self._is_known(name):
                 self._begin_call(name)
-                self._held, self._raw = self._raw[head.end() :] + self._held, ""
+                self._feed.held, self._raw = self._raw[head.end() :] + self._feed.held, ""
                 if (yield from self._json_arguments()):
                     yield from self._tail()
                 return True
             if end is not None or scan.is_broken or self._is_other_object():
                 break
-            yield from self._more()
+            yield from self._feed.more()
         call = self._whole_call(self._raw) if end is not None else None
         if call is None:
             return False
@@ -283,73 +279,73 @@ class ToolCallParser:
             return None
         return name, json.dumps(arguments, ensure_ascii=False)
 
-    def _json_arguments(self) -> _STEP:
+    def _json_arguments(self) -> Step:
         """Hand out one JSON object; False when it was broken, and all is out up to the tag that ends the call."""
         scan = JsonEnd()
         while True:
-            end = scan.feed(self._held)
+            end = scan.feed(self._feed.held)
             if scan.is_broken:
                 self._out_held(scan.n_read)
                 yield from self._broken()
                 return False
-            self._out_held(len(self._held) if end is None else end)
+            self._out_held(len(self._feed.held) if end is None else end)
             if end is not None:
                 return True
-            yield from self._more()
+            yield from self._feed.more()
 
-    def _broken(self) -> _STEP:
+    def _broken(self) -> Step:
         """The client gets what the model wrote, up to the tag that ends the call where the form has one."""
         tags = [tag for tag in self._form.end_tags if tag[0] in "<`" or len(tag) > 1]
         tag = tags[0] if tags else self._trigger if self._form.heads[:1] == (self._form.head,) else ""
         while True:
-            at = self._held.find(tag) if tag else -1
+            at = self._feed.held.find(tag) if tag else -1
             if at >= 0:
                 self._out_held(at)
                 return
-            keep = partial_end(self._held, tag) if tag and not self._is_last else 0
-            self._out_held(len(self._held) - keep)
-            yield from self._more()
+            keep = partial_end(self._feed.held, tag) if tag and not self._feed.is_last else 0
+            self._out_held(len(self._feed.held) - keep)
+            yield from self._feed.more()
 
-    def _tail(self) -> _STEP:
+    def _tail(self) -> Step:
         """Up to the brace that closes the call; a model that forgets it is understood all the same."""
         scan = JsonEnd(is_inside=True)
         self._is_after_call = True
         while True:
-            end = scan.feed(self._held)
+            end = scan.feed(self._feed.held)
             if end is not None or scan.is_broken:
-                self._held = self._held[scan.n_read if end is None else end :]
+                self._feed.held = self._feed.held[scan.n_read if end is None else end :]
                 return
-            self._held = ""
-            yield from self._more()
+            self._feed.held = ""
+            yield from self._feed.more()
 
     # ---- a name, then arguments
 
-    def _named(self, *, is_first: bool) -> _STEP:
+    def _named(self, *, is_first: bool) -> Step:
         """True once a call was read."""
         heads = [self._rest_of(head, is_first=is_first) for head in self._form.heads]
         while True:
-            fits = [fit(head, self._held) for head in heads]
+            fits = [fit(head, self._feed.held) for head in heads]
             found = next((one for one in fits if isinstance(one, Match)), None)
             if found is not None and self._form.style is not Style.TAGGED:
-                rest = self._held[found.end :].lstrip()
+                rest = self._feed.held[found.end :].lstrip()
                 if rest and (rest[0] == "{" or self._form.style is Style.LITERAL):
-                    self._held = rest
+                    self._feed.held = rest
                 elif rest:
                     return False
                 elif self._form.style is Style.LITERAL:
-                    self._held = ""
+                    self._feed.held = ""
                 else:
                     found = None
                     fits.append(Fit.NOT_YET)
             elif found is not None:
-                self._held = self._held[found.end :]
+                self._feed.held = self._feed.held[found.end :]
             if found is not None:
                 self._begin_call(found.holes[NAME], own_id=found.holes.get(ID))
                 yield from self._arguments(found.holes[NAME])
                 return True
             if Fit.NOT_YET not in fits:
                 return False
-            yield from self._more()
+            yield from self._feed.more()
 
     def _rest_of(self, head: str, *, is_first: bool) -> str:
         """What of a head is still to come: the trigger has been read before the first call."""
@@ -360,11 +356,11 @@ class ToolCallParser:
             whole = head
         return whole.removeprefix(self._trigger).removeprefix("[" if self._is_list_open else "")
 
-    def _arguments(self, name: str) -> _STEP:
+    def _arguments(self, name: str) -> Step:
         if self._form.style is Style.TAGGED:
-            yield from self._tagged_arguments(name)
+            yield from TaggedArguments(self._feed, self._form, self._out, self._schemas.get(name, {})).read()
         elif self._form.style is Style.LITERAL:
-            yield from self._literal_arguments()
+            yield from LiteralArguments(self._feed, self._form, self._out).read()
         else:
             yield from self._json_arguments()
 
@@ -381,233 +377,32 @@ class ToolCallParser:
             self._calls.append(ToolCallDelta(index=self.n_calls - 1, arguments=text))
 
     def _out_held(self, n_chars: int) -> None:
-        self._out(self._held[:n_chars])
-        self._held = self._held[n_chars:]
-
-    # ---- arguments between tags
-
-    def _tagged_arguments(self, name: str) -> _STEP:
-        """Every argument as JSON, in the order written; a call cut off ends where the output does."""
-        form = self._form
-        properties = self._schemas.get(name, {}).get("properties", {})
-        separator = "{"
-        while (yield from self._takes(form.key_open)) is not None:
-            key, kind = yield from self._key()
-            if key is None:
-                break
-            self._out(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            separator = ", "
-            types = json_types_of(properties.get(key)) if isinstance(properties, Mapping) else None
-            if kind is not None:
-                types = {one for one, its in form.kinds.items() if its == kind} or types
-            yield from self._tagged_value(types)
-        self._out("{}" if separator == "{" else "}")
-
-    def _takes(self, literal: str) -> _STEP:
-        """The match of a literal that comes now, read; None when something else does."""
-        while True:
-            found = fit(literal, self._held)
-            if isinstance(found, Match):
-                self._held = self._held[found.end :]
-                return found
-            if found is Fit.NEVER or self._is_last:
-                return None
-            yield from self._more()
-
-    def _key(self) -> _STEP:
-        """(key, kind) up to what closes a key, whose last blanks belong to the value unless the form has them too."""
-        mark = re.split(f"[{KIND}{KEY}]", self._form.key_close.strip())[0]
-        while (at := self._held.find(mark)) < 0:
-            if len(self._held) > _MAX_KEY_CHARS:
-                return None, None
-            yield from self._more()
-        key, self._held = self._held[:at].strip(), self._held[at:]
-        found = yield from self._takes(self._form.key_close)
-        blanks = self._form.key_close[len(self._form.key_close.rstrip()) :]
-        while not self._is_last and blanks.startswith(self._held) and self._held != blanks:
-            yield from self._more()
-        self._held = self._held.removeprefix(blanks) if blanks else self._held
-        return key, None if found is None else found.holes.get(KIND)
-
-    def _tagged_value(self, types: Collection[str] | None) -> _STEP:
-        """One value: text comes out while it is written, all else at its end."""
-        is_text = types is not None and set(types) == {"string"} and not self._form.has_cdata
-        blanks = self._form.value_close[: len(self._form.value_close) - len(self._form.value_close.lstrip())]
-        mark = re.split(f"[{KEY}]", self._form.value_close.strip())[0]
-        if is_text:
-            self._out('"')
-        read: list[str] = []
-        while True:
-            n_text, n_end = self._value_end(mark, blanks)
-            text, self._held = self._held[:n_text], self._held[n_text:]
-            if is_text:
-                self._out(json.dumps(text, ensure_ascii=False)[1:-1])
-            read.append(text)
-            if n_end is not None:
-                self._held = self._held[n_end:]
-                break
-            if self._is_last and not is_text and (cut := "".join(read)):
-                is_open = types is None or "string" in types
-                self._out(json.dumps(cut, ensure_ascii=False)[:-1] if is_open else cut)
-            yield from self._more()
-        whole = "".join(read)
-        if self._form.has_cdata and whole.startswith("<![CDATA[") and whole.endswith("]]>"):
-            whole, types = whole[len("<![CDATA[") : -len("]]>")], {"string"}
-        self._out('"' if is_text else json_value(whole, types))
-
-    def _value_end(self, mark: str, blanks: str) -> tuple[int, int | None]:
-        """(characters that surely belong to the value, those of the end behind them or None when it is not there).
-
-        A tag that ends the value is one only where another argument or the end of the call follows: a value may spell it.
-        """
-        at = self._held.find(mark)
-        while at >= 0:
-            closed = fit(self._form.value_close.lstrip(), self._held, at)
-            end = closed.end if isinstance(closed, Match) else at + len(mark)
-            follows = [fit(one, self._held, end) for one in (self._form.key_open, self._form.close.strip())]
-            is_end = any(isinstance(one, Match) for one in follows)
-            if not is_end and Fit.NOT_YET in [closed, *follows] and not self._is_last:
-                n_text = at - len(blanks) if self._held[:at].endswith(blanks) else at
-                return n_text, None
-            if is_end or self._is_last:
-                n_text = at - len(blanks) if self._held[:at].endswith(blanks) else at
-                return n_text, end - n_text
-            at = self._held.find(mark, at + 1)
-        n_text = len(self._held) - partial_end(self._held, mark)
-        if blanks and not self._is_last:
-            n_text -= len(blanks) if self._held[:n_text].endswith(blanks) else partial_end(self._held[:n_text], blanks)
-        return (len(self._held), None) if self._is_last else (n_text, None)
-
-    # ---- arguments in the signs of a programming language
-
-    def _literal_arguments(self) -> _STEP:
-        """`key=value, ...` up to the sign that closes the call."""
-        closer = self._form.close.strip()[0]
-        self._out("{")
-        yield from self._pairs(closer)
-
-    def _pairs(self, closer: str) -> _STEP:
-        """The rest of an object, with its closer."""
-        separator = ""
-        while (char := (yield from self._next_sign())) not in closer:
-            if char == ",":
-                self._held = self._held[1:]
-                continue
-            key = yield from self._word(self._form.assign + ":=")
-            self._held = self._held[1:]
-            self._out(f"{separator}{json.dumps(key.strip(chr(34) + chr(39)), ensure_ascii=False)}: ")
-            separator = ", "
-            yield from self._literal_value(is_nested=closer == "}" and self._form.close.strip()[0] != "}")
-        self._held = self._held[1:]
-        self._out("}")
-
-    def _next_sign(self) -> _STEP:
-        while not (text := self._held.lstrip()):
-            yield from self._more()
-        self._held = text
-        return text[0]
-
-    def _word(self, ends: str) -> _STEP:
-        """Text up to one of the signs `ends`."""
-        pattern = re.compile(f"[{re.escape(ends)}]")
-        while (found := pattern.search(self._held)) is None:
-            yield from self._more()
-        word, self._held = self._held[: found.start()].strip(), self._held[found.start() :]
-        return word
-
-    def _literal_value(self, *, is_nested: bool) -> _STEP:
-        quote = self._form.quote
-        while quote.startswith(self._held) and self._held != quote:
-            yield from self._more()
-        char = yield from self._next_sign()
-        if self._held.startswith(quote) and not (is_nested and quote == "'"):
-            self._held = self._held[len(quote) :]
-            yield from self._quoted(quote)
-        elif char in "\"'":
-            self._held = self._held[1:]
-            yield from self._escaped(char)
-        elif char == "{":
-            self._held = self._held[1:]
-            self._out("{")
-            yield from self._pairs("}")
-        elif char == "[":
-            self._held = self._held[1:]
-            yield from self._items()
-        else:
-            word = yield from self._word(",]})")
-            self._out(json_value(word, None))
-
-    def _items(self) -> _STEP:
-        """The rest of a list."""
-        self._out("[")
-        separator = ""
-        while (char := (yield from self._next_sign())) != "]":
-            if char == ",":
-                self._held = self._held[1:]
-                continue
-            self._out(separator)
-            separator = ", "
-            yield from self._literal_value(is_nested=True)
-        self._held = self._held[1:]
-        self._out("]")
-
-    def _quoted(self, quote: str) -> _STEP:
-        """Text between the form's own quotes, which knows no escapes: one ends it where the call can go on behind it."""
-        self._out('"')
-        start = 0
-        while True:
-            at = self._held.find(quote, start)
-            end = at + len(quote)
-            if at < 0:
-                keep = 0 if self._is_last else partial_end(self._held, quote)
-                self._out_text(max(start, len(self._held) - keep))
-                start = 0
-                yield from self._more()
-            elif quote != "'" or _GOES_ON.match(self._held, end) or (self._is_last and _MAY_GO_ON.match(self._held, end)):
-                self._out_text(at)
-                self._held = self._held[len(quote) :]
-                self._out('"')
-                return
-            elif _MAY_GO_ON.match(self._held, end):
-                yield from self._more()
-            else:
-                start = end
-
-    def _out_text(self, n_chars: int) -> None:
-        self._out(json.dumps(self._held[:n_chars], ensure_ascii=False)[1:-1])
-        self._held = self._held[n_chars:]
-
-    def _escaped(self, quote: str) -> _STEP:
-        """Text between quotes with backslashes, as Python and JSON have it."""
-        whole = re.compile(rf"(?:[^{quote}\\]|\\.)*{quote}", re.DOTALL)
-        while (found := whole.match(self._held)) is None:
-            yield from self._more()
-        self._held = self._held[found.end() :]
-        self._out(json_value(quote + found[0], None))
+        self._out(self._feed.held[:n_chars])
+        self._feed.held = self._feed.held[n_chars:]
 
     # ---- behind a call
 
-    def _next_call(self, *, is_object: bool) -> _STEP:
+    def _next_call(self, *, is_object: bool) -> Step:
         """Skip end tags and blanks. True when another call of this section comes; anything else is content."""
         ends = [one for one in self._form.end_tags if one != "]"] + ["]"] * self._is_list_open
         waits = [*ends, self._trigger or PYTHON_TAG]
         while True:
-            text = self._held.lstrip()
+            text = self._feed.held.lstrip()
             end = next((one for one in ends if text.startswith(one)), None)
             if end is not None:
-                self._held = text[len(end) :]
+                self._feed.held = text[len(end) :]
                 continue
             if self._trigger and text.startswith(self._trigger):
-                self._held = text
+                self._feed.held = text
                 return False
             goes_on = self._goes_on(text, is_object=is_object)
             if isinstance(goes_on, str):
-                n_before = len(self._held) - len(goes_on)
-                self._tag, self._held = self._held[:n_before], goes_on
+                n_before = len(self._feed.held) - len(goes_on)
+                self._tag, self._feed.held = self._feed.held[:n_before], goes_on
                 return True
-            if goes_on is Fit.NEVER and text and (self._is_last or not any(one.startswith(text) for one in waits)):
+            if goes_on is Fit.NEVER and text and (self._feed.is_last or not any(one.startswith(text) for one in waits)):
                 return False
-            yield from self._more()
+            yield from self._feed.more()
 
     def _goes_on(self, text: str, *, is_object: bool) -> str | Fit:
         """The next call of the section, where `text` is separators and one."""
@@ -657,43 +452,4 @@ def _string(source: str) -> str | None:
     try:
         return str(json.loads(source))
     except ValueError:
-        return None
-
-
-class JsonEnd:
-    """Finds where one JSON object ends, reading it piece by piece; constant work per character.
-
-    is_inside: the object's brace has been read already. `is_broken`: this cannot become a JSON object any more, from
-    character `n_read` of the last text on.
-    """
-
-    def __init__(self, *, is_inside: bool = False) -> None:
-        self._closers: list[str] = ["}"] if is_inside else []
-        self._is_in_string = False
-        self._is_escaped = False
-        self.is_broken = False
-        self.n_read = 0
-
-    def feed(self, text: str) -> int | None:
-        """One past the object's last character in `text`, or None when it is not there yet (or broken)."""
-        for i, char in enumerate(text):
-            if self._is_in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif char == "\\":
-                    self._is_escaped = True
-                elif char == '"':
-                    self._is_in_string = False
-            elif self._closers and char == self._closers[-1]:
-                self._closers.pop()
-                if not self._closers:
-                    return i + 1
-            elif char in "{[" and (self._closers or char == "{"):
-                self._closers.append("}" if char == "{" else "]")
-            elif char == '"' and self._closers:
-                self._is_in_string = True
-            elif char not in (_JSON_PLAIN if self._closers else _JSON_BLANKS):
-                self.is_broken = True
-                self.n_read = i
-                return None
         return None
