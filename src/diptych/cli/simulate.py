@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
 from diptych.cli.written import refuse_unread, written
+from diptych.control.router import POLICIES
 from diptych.cost.setup import setup_of
 from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound
@@ -29,9 +30,8 @@ from diptych.ground.errors import ConfigError, EngineError
 from diptych.metrics import Limits
 from diptych.sim.load import Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.recorded import is_recording, recorded_load
-from diptych.sim.router import POLICIES
 from diptych.sim.service import Service, simulate
-from diptych.workload import LengthRange, WorkloadSpec, items_of, read_trace
+from diptych.workload import LengthRange, WorkloadSpec, read_trace
 
 MAX_REQUESTS = 10_000_000
 MAX_USERS = 1_000_000
@@ -190,7 +190,7 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
         n_prefixes=options.prefixes,
         seed=options.seed,
     )
-    load = OpenLoad(items_of(rate), n_requests=options.requests, shares_prefixes=options.shared_prefix > 0)
+    load = OpenLoad(rate, shares_prefixes=options.shared_prefix > 0)
     return load, f"{rate.rate_per_s:g} requests/s, {lengths}"
 
 
@@ -208,7 +208,7 @@ def _trace(options: argparse.Namespace) -> tuple[Load, str]:
     _count("requests of the trace", len(items), MAX_REQUESTS)
     shares = any(item.prefix_ids for item in items)
     words = f"trace {path.name}{faster}" + (", requests of one tick spread over it" if shares else "")
-    return OpenLoad(items, n_requests=len(items), shares_prefixes=shares, speed=options.speed), words
+    return OpenLoad(items, shares_prefixes=shares, speed=options.speed), words
 
 
 def _count(name: str, value: int, most: int) -> None:

@@ -21,14 +21,14 @@ def as_json(report: Report, note: str) -> dict[str, Any]:
     found: dict[str, Any] = plain(report)
     service = report.service
     found["service"] = {
-        "setup": service.setup.label,
-        "kv": service.setup.kv.name,
+        "setup": service.pool.setup.label,
+        "kv": service.pool.setup.kv.name,
         "n_engines": service.n_engines,
         "n_devices": service.n_devices,
         "router": service.router,
-        "kv_tokens": service.kv_tokens,
-        "scheduler": plain(service.scheduler),
-        "times": service.setup.calibration.source,
+        "kv_tokens": service.pool.kv_tokens,
+        "scheduler": plain(service.pool.scheduler),
+        "times": service.pool.setup.calibration.source,
     }
     return {"load": note} | found
 
@@ -36,20 +36,20 @@ def as_json(report: Report, note: str) -> dict[str, Any]:
 def show(report: Report, note: str) -> None:
     """The whole page."""
     console, service = page(), report.service
-    config = service.scheduler
+    config = service.pool.scheduler
     copies = f"{service.n_engines} engines, {service.router}: " if service.n_engines > 1 else ""
-    console.print(f"[bold]{copies}{service.setup.label}[/bold], KV {service.setup.kv.name}")
+    console.print(f"[bold]{copies}{service.pool.setup.label}[/bold], KV {service.pool.setup.kv.name}")
     budget = "" if config.stall_budget_s is None else f", stall budget {duration(config.stall_budget_s)}"
     console.print(
-        f"each: a KV pool of {service.kv_tokens:,} tokens, {config.max_running_sequences} sequences at one time "
-        f"({service.places_reason}), steps of {config.max_step_tokens} tokens at most{budget}, "
+        f"each: a KV pool of {service.pool.kv_tokens:,} tokens, {config.max_running_sequences} sequences at one time "
+        f"({service.pool.places_reason}), steps of {config.max_step_tokens} tokens at most{budget}, "
         f"prefix cache {'on' if config.enable_prefix_cache else 'off'}"
     )
     console.print(f"load: {note}")
     _requests(console, report)
     _latencies(console, report)
     _engines(console, report)
-    console.print(f"note: times: {service.setup.calibration.source}")
+    console.print(f"note: times: {service.pool.setup.calibration.source}")
 
 
 def _requests(console: Console, report: Report) -> None:

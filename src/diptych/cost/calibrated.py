@@ -351,7 +351,7 @@ class _Attended:
         if (
             node.before is None and node.decode_tokens == node.n_tokens == node.n_sequences
         ):  # plain decode, one row each
-            tokens = sum([min(start + 1, window) * count for _, _, start, _, count in node.own])
+            tokens = node.own_tokens_within(window)
             return prefill_tokens, prefill_pairs, decode_tokens + tokens, decode_pairs + tokens
         for shape in node.own:
             tokens, pairs = shape.count * shape.kv_read_tokens(window), shape.count * shape.pairs(window)
