@@ -392,12 +392,17 @@ class EngineCore:
         """Forget every cached prefix; running sequences keep their blocks."""
         self.pool.reset_index()
 
-    def prefix_match(self, token_ids: tuple[int, ...], salt: str | None = None) -> int:
-        """Leading tokens of this prompt that a request would find cached now."""
+    def prefix_match(
+        self, token_ids: tuple[int, ...], salt: str | None = None, *, digests: list[bytes] | None = None
+    ) -> int:
+        """Leading tokens of this prompt that a request would find cached now.
+
+        digests: of its leading blocks, as far as they are known; those found on the way are added.
+        """
         entries = self.pool.match(
             token_ids,
             salt=salt,
-            digests=[],
+            digests=[] if digests is None else digests,
             root=self._scheduler.root_of(salt),
             max_blocks=max(0, len(token_ids) - 1) // self.pool.block_tokens,
         )

@@ -29,8 +29,10 @@ FIRST_GUESS_TOKENS = 128  # of an answer, before any was seen
 class Cache(Protocol):
     """What the router asks an engine."""
 
-    def prefix_match(self, token_ids: tuple[int, ...], salt: str | None = None) -> int:
-        """Leading tokens that are cached there."""
+    def prefix_match(
+        self, token_ids: tuple[int, ...], salt: str | None = None, *, digests: list[bytes] | None = None
+    ) -> int:
+        """Leading tokens that are cached there. digests: of its blocks, as far as engines of this model know them."""
         ...
 
 
@@ -98,12 +100,14 @@ class Router:
         self._work_us = [0] * len(places)
         self._open: dict[str, _Sent] = {}
         self._turn = self._n_apart = 0
+        self._digests: list[bytes] = []  # of the request being placed
         self._n_answers = 0
         self._answer_tokens = 0
 
     def choose(self, request: Request) -> Route:
         """The engines for this request; its work counts there until `handed_off` and `forget`."""
         turn, self._turn = self._turn, self._turn + 1
+        self._digests = []
         prompt_tokens = len(request.prompt_token_ids)
         output_tokens = self._usual_answer * request.sampling.n
         decoder, read_us = self._best(request, self._decoders, turn, output_tokens=output_tokens)
@@ -142,7 +146,9 @@ class Router:
         for place, i in enumerate(among if looks else [in_turn]):
             one = self._places[i]
             asks = looks or self._readers
-            cached = one.cache.prefix_match(request.prompt_token_ids, request.cache_salt) if asks else 0
+            cached = 0
+            if asks:
+                cached = one.cache.prefix_match(request.prompt_token_ids, request.cache_salt, digests=self._digests)
             read_us[i] = one.price.prefill_us(prompt_tokens - cached, cached)
             work_us = self._work_us[i] + read_us[i] + one.price.decode_us(prompt_tokens, output_tokens)
             found.append((-cached if self._policy == "longest-prefix" else 0, work_us, (place - turn) % n, i))

@@ -143,11 +143,14 @@ class StepShape:
         """What a step of decode chunks, one token each, becomes when it has run so many times over. Costs O(1)."""
         assert self.before is None, self
         assert self.decode_tokens == self.n_tokens == self.n_sequences, self
-        moved = StepShape((), None)
+        rows = self.n_tokens
+        moved = StepShape.__new__(StepShape)
+        moved.before = None
         moved._own, moved._moved = self._own, self._moved + n_steps
-        moved.n_tokens = moved.n_logits_rows = moved.n_sequences = moved.decode_tokens = self.n_tokens
-        moved.decode_context_tokens = self.decode_context_tokens + n_steps * self.n_tokens
-        moved.decode_pairs = self.decode_pairs + n_steps * self.n_tokens
+        moved.n_tokens = moved.n_logits_rows = moved.n_sequences = moved.decode_tokens = rows
+        moved.decode_context_tokens = self.decode_context_tokens + n_steps * rows
+        moved.decode_pairs = self.decode_pairs + n_steps * rows
+        moved.prefill_start_tokens = moved.prefill_context_tokens = moved.prefill_pairs = 0
         return moved
 
     @property
