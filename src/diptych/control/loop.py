@@ -364,9 +364,9 @@ class EngineCore:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether keys and values on their way to or from another engine are all that is open."""
+        """Whether keys and values are on their way to or from another engine: what waits may wait for their blocks."""
         between = (Status.SENDING, Status.RECEIVING)
-        return all(seq.status in between for sequences in self._requests.values() for seq in sequences)
+        return any(seq.status in between for sequences in self._requests.values() for seq in sequences)
 
     @property
     def running_and_waiting(self) -> tuple[int, int]:

@@ -127,8 +127,8 @@ class Scheduler:
     def reserve(self, seq: Sequence) -> int | None:
         """Hold blocks for a prompt that another engine reads; answers how many of its tokens are here. None: no room."""
         hits = self._lookup(seq)
-        if not self._has_blocks_for(seq, hits):
-            return None
+        if self.waiting or not self._has_blocks_for(seq, hits):
+            return None  # who was here before goes first
         seq.move(Status.RECEIVING)
         for entry in hits:
             self.pool.hold(entry.block_id)
