@@ -7,6 +7,7 @@ before its last chunk is computed.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from diptych.ground.bounds import Bound
@@ -25,6 +26,24 @@ class Link:
         if not self.bytes_per_s > 0.0:
             raise ConfigError(f"the link carries {self.bytes_per_s:g} bytes a second; it must be more than 0")
         Bound(float, 0.0, 60.0, "seconds").take("the link's latency", self.latency_s, ConfigError)
+
+
+_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_link(text: str) -> Link:
+    """A link from 50GB/s or 50GB/s,10us. Bytes, not bits: 400 Gb/s are 50GB/s. ConfigError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kB|MB|GB|TB)/s(?:,(\d+(?:\.\d+)?)(us|ms|s))?", text.replace(" ", ""))
+    if found is None:
+        raise ConfigError(
+            f"cannot read the link {text!r}",
+            hint="bytes a second and a latency, such as 50GB/s,10us (400 Gb/s are 50GB/s)",
+        )
+    rate, unit, wait, time_unit = found.groups()
+    return Link(
+        bytes_per_s=float(rate) * _UNITS[unit], latency_s=float(wait) * _TIMES[time_unit] if wait is not None else 0.0
+    )
 
 
 @dataclass(slots=True)
