@@ -20,7 +20,7 @@ from diptych.sim.executor import DRAWN_TOKEN
 from diptych.workload import LengthRange, WorkloadItem, WorkloadSpec, items_of
 
 # prompts' own ids and those of shared prefixes must not meet, nor the one that simulated answers are made of
-_OWN_BASE, _SHARED_BASE = DRAWN_TOKEN + 1, 1 << 40
+_OWN_BASE, _SHARED_BASE, _PAST_BASE = DRAWN_TOKEN + 1, 1 << 40, 1 << 50
 
 
 Due = tuple[float, Request]  # the instant at which it comes to the service, in seconds, and the request
@@ -39,6 +39,10 @@ class Load(Protocol):
 
     def start(self) -> Iterator[Due]:
         """Requests that come whatever happens, in order of time."""
+        ...
+
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """Tokens that engines have cached before anything comes, the latest last."""
         ...
 
     def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
@@ -101,6 +105,10 @@ class OpenLoad:
             at_s = item.at_s / self._speed
             yield at_s, request_of(item, at_s)
 
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """None."""
+        return iter(())
+
     def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """Nothing."""
         return None
@@ -113,7 +121,8 @@ class UsersSpec:
 
     Think times are exponential with mean think_s; so is the wait before everyone's first message. `message` and `output`
     are lengths in tokens; system_tokens stand before every conversation, the same for all.
-    n_requests: how many are sent by all users together.
+    n_requests: how many are sent by all users together. is_midway: everyone begins somewhere in a conversation whose history
+    is cached already, as in a service that has run for long.
     """
 
     n_users: int
@@ -124,6 +133,7 @@ class UsersSpec:
     output: LengthRange
     system_tokens: int = 0
     seed: int = 0
+    is_midway: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
@@ -147,6 +157,9 @@ class UsersLoad:
         users = range(number, spec.n_users, of)
         self._random = {user: random.Random(f"user {spec.seed} {user}") for user in users}
         self._turns = dict.fromkeys(users, 0)  # of the conversation now
+        self._histories: dict[int, tuple[int, ...]] = {}
+        for user in self._random if spec.is_midway else ():
+            self._begin_midway(user)
         self._n_sent = 0
 
     def part(self, number: int, of: int) -> UsersLoad:
@@ -155,9 +168,24 @@ class UsersLoad:
 
     def start(self) -> Iterator[Due]:
         """Everyone's first message."""
-        users = islice(self._random, self.n_requests)
-        first = sorted((self._think(user), user) for user in users)
-        return (self._send(user, at_s, ()) for at_s, user in first)
+        for at_s, user in sorted((self._think(user), user) for user in self._random):
+            if self._n_sent >= self.n_requests:  # others went on meanwhile
+                return
+            yield self._send(user, at_s, self._histories.get(user, ()))
+
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """What was said before, of each user."""
+        return iter(self._histories.values())
+
+    def _begin_midway(self, user: int) -> None:
+        spec, rng = self.spec, self._random[user]
+        self._turns[user] = rng.randrange(spec.turns)
+        said: tuple[int, ...] = (_SHARED_BASE,) * spec.system_tokens
+        for turn in range(self._turns[user]):
+            own = _PAST_BASE + user * spec.turns + turn
+            said += (own,) * spec.message.draw(rng) + (DRAWN_TOKEN,) * spec.output.draw(rng)
+        if self._turns[user]:
+            self._histories[user] = said
 
     def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """The same user's next message, behind what was said so far."""

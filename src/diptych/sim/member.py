@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 
-from diptych.control.decode_run import DecodeRun
+from diptych.control.ahead import DecodeRun
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import InternalError
 from diptych.ground.events import Event, FinishEvent, StepEndEvent
@@ -126,5 +126,11 @@ class Member:
             running=running,
             waiting=waiting,
         )
+        shape = record.shape
+        if 0 < shape.decode_tokens < shape.n_tokens:
+            decodes = shape
+            while decodes.before is not None:
+                decodes = decodes.before
+            self._work.mixed_prefill_s += max(0.0, record.time_s - self._predict_s(decodes))
         if record.prefills and self.on_prefill is not None:
             self.on_prefill(record)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from diptych.ground.bounds import Bound
@@ -23,6 +25,11 @@ class Mapped(Protocol):
         ...
 
 
+def _rebuilt(table: MappingProxyType[object, object]) -> tuple[type, tuple[dict[object, object]]]:
+    """How a read-only table, which specs are full of, goes to another process."""
+    return MappingProxyType, (dict(table),)
+
+
 @contextmanager
 def workers(processes: int) -> Iterator[Mapped]:
     """A map over so many processes; over none but this one for 1. What is asked and answered must be picklable."""
@@ -30,5 +37,6 @@ def workers(processes: int) -> Iterator[Mapped]:
     if processes == 1:
         yield map
         return
+    ForkingPickler.register(MappingProxyType, _rebuilt)
     with get_context("spawn").Pool(processes) as pool:
         yield pool.imap
