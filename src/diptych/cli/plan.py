@@ -2,6 +2,7 @@
 
     diptych plan llama-3.1-8b --hardware a100-80gb-sxm
     diptych plan --ask ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200 llama-3.1-8b --devices l40s,h100-80gb-sxm
+    diptych plan llama-3.1-8b --users 1000 --think 30s --turns 8 --slo ttft=1s,tpot=80ms --hardware l40s,h100
     diptych plan compare llama-3.1-8b,qwen3-8b --hardware l40s,rtx-4090
     diptych plan accuracy · diptych plan --list
 
@@ -49,6 +50,9 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> N
 
     argparse on purpose: importing typer costs more than the whole answer.
     """
+    if any(word == "--users" or word.startswith("--users=") for word in (sys.argv[1:] if args is None else args)):
+        import_module("diptych.cli.plan_users").app(args, prog_name)
+        return
     options = _parser(prog_name).parse_args(args)
     try:
         _answer(options, given=written(_parser(prog_name), args))
@@ -64,6 +68,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         description="Predict both phases of a model on a device.",
         usage=f"{prog_name} MODEL --hardware NAME [options]\n"
         f"       {prog_name} MODEL --ask ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200 [--devices NAME,NAME]\n"
+        f"       {prog_name} MODEL --users 1000 --think 30s --turns 8 --slo ttft=1s,tpot=80ms [--hardware NAME,NAME]\n"
         f"       {prog_name} compare MODEL[,MODEL] --hardware NAME[,NAME]\n"
         f"       {prog_name} accuracy [--rows FILE.csv] [--neutral]\n"
         f"       {prog_name} --list",

@@ -141,7 +141,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         tp=options.tp,
         stack=options.stack,
     )
-    limits = _limits(options.slo)
+    limits = limits_of(options.slo)
     usd = options.usd_per_hour
     if usd is not None:
         usd = Bound(float, 0.0, None, "USD").take("--usd-per-hour", usd, ConfigError)
@@ -212,11 +212,11 @@ def _service(options: argparse.Namespace, pool: Pool) -> Service:
         router=options.router,
         readers=readers,
         link=parse_link(options.link),
-        local_prefill_s=LOCAL_PREFILL_S if local is None else _seconds(local, "local prefill"),
+        local_prefill_s=LOCAL_PREFILL_S if local is None else seconds(local, "local prefill"),
     )
 
 
-def _seconds(text: str, what: str) -> float:
+def seconds(text: str, what: str) -> float:
     """A duration, 0 included."""
     return 0.0 if text in ("0", "0s", "0ms") else parse_duration_s(text, what)
 
@@ -230,7 +230,7 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
     lengths = f"prompts of {options.prompt} and answers of {options.output} tokens"
     if kind == "users":
         _count("--users", options.users, MAX_USERS)
-        think_s = _seconds(options.think, "think time")
+        think_s = seconds(options.think, "think time")
         spec = UsersSpec(
             n_users=options.users,
             n_requests=options.requests,
@@ -277,7 +277,7 @@ def _count(name: str, value: int, most: int) -> None:
     Bound(int, 1, most, name).take(name, value, ConfigError)
 
 
-def _limits(text: str | None) -> Limits:
+def limits_of(text: str | None) -> Limits:
     """Limits from ttft=1s,tpot=80ms,e2e=30s."""
     found: dict[str, float] = {}
     for part in (text or "").split(",") if text is not None else ():

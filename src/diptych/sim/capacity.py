@@ -33,7 +33,7 @@ SCREENED, FINALISTS = 4, 2  # layouts that are simulated, and that are simulated
 SHORT, LONG, WHOLE = 240, 500, 800  # requests of a simulation
 WARM_SHARE = 0.25  # of them come before the count begins, while engines fill
 ROUGH, FINE = 0.15, 0.06  # how close a bisection ends, relative
-MOST_FITS = 7  # simulations to find the numbers of engines of a layout
+MOST_FITS = 6  # simulations to find the numbers of engines of a layout
 MAX_LOAD = 0.9  # of a prefill engine's time; beyond, its queue is what limits
 
 
@@ -138,18 +138,22 @@ def fluid_users(pool: Pool, ask: Ask, *, reads: bool = True, decodes: bool = Tru
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One simulation to make: a service, users, requests. Small enough to send to another process."""
+    """One simulation to make: a service, users, requests. Small enough to send to another process.
+
+    is_warm: requests of the first quarter are served and not counted.
+    """
 
     service: Service
     ask: Ask
     n_users: int
     n_requests: int
+    is_warm: bool = True
 
     def run(self) -> Report:
-        """What came of it; requests of the first quarter are not counted."""
+        """What came of it."""
         assert self.ask.limits.tpot_s is not None
         cycle_s = self.ask.cycle_s(self.ask.limits.tpot_s / 2)
-        from_s = WARM_SHARE * self.n_requests * cycle_s / self.n_users
+        from_s = self.is_warm * WARM_SHARE * self.n_requests * cycle_s / self.n_users
         return simulate(
             self.service, self.ask.load(self.n_users, self.n_requests), limits=self.ask.limits, from_s=from_s
         )
