@@ -21,6 +21,8 @@ def as_json(found: Answer, unit: str, left_out: Mapping[str, str], points: objec
         "unit_of_cost": unit,
         "limiting_phase": limiting_phase(found),
         "breaks_first": breaks_first(found.doubled),
+        "confirmed_good_share": found.confirmed.good_share,
+        "confirmed_s": found.confirmed.duration_s,
         "best": _layout(found.best),
         "colocated": [_layout(layout) for layout in found.colocated],
         "pools": [_layout(layout) for layout in found.pools],
@@ -105,6 +107,10 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     words = f"{without} in place of {n}" if without is not None else "no number would do"
     console.print(f"prefix cache: without it {words} x ({setup})")
     console.print(f"twice the users: first breaks {breaks_first(found.doubled)}")
+    held = found.confirmed
+    minutes = held.duration_s / 60
+    holds = "hold" if held.good_share >= ask.good_share else "[bold]do not hold[/bold]"
+    console.print(f"for longer: {minutes:.1f} minutes of these users {holds}: {held.good_share:.1%} good")
     low, high = found.margin
     most = "any number" if found.engines_high is None else str(found.engines_high)
     console.print(

@@ -31,6 +31,7 @@ from diptych.workload import LengthRange
 
 SCREENED, FINALISTS = 4, 2  # layouts that are simulated, and that are simulated long
 SHORT, LONG, WHOLE = 240, 500, 800  # requests of a simulation
+LONGEST = 3000  # of the one that confirms the answer, two for each user where that is fewer
 WARM_SHARE = 0.25  # of them come before the count begins, while engines fill
 ROUGH, FINE = 0.15, 0.06  # how close a bisection ends, relative
 MOST_FITS = 6  # simulations to find the numbers of engines of a layout

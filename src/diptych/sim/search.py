@@ -16,6 +16,7 @@ from diptych.sim.capacity import (
     FINALISTS,
     FINE,
     LONG,
+    LONGEST,
     ROUGH,
     SCREENED,
     SHORT,
@@ -67,7 +68,8 @@ class Answer:
 
     prefill_share: of the busy time of best, or of its pools together. engines_uncached: of the cheapest colocated layout,
     without a prefix cache. engines_low, engines_high: of the same, if steps are as short or as long as the prediction's 80 %
-    interval; margin: its (low, high) factors. doubled: best with twice the users. crossover_users: where pools become
+    interval; margin: its (low, high) factors. doubled: best with twice the users;
+    confirmed: with these for longer. crossover_users: where pools become
     cheaper; crossover_message: how long messages would have to be (both None: nowhere that was looked).
     """
 
@@ -82,6 +84,7 @@ class Answer:
     engines_high: int | None
     margin: tuple[float, float]
     doubled: Report
+    confirmed: Report
     crossover_users: int | None
     crossover_message_tokens: int | None
 
@@ -137,10 +140,13 @@ def search(
         ]
         *users, in_pools = [*mapped(bisect_one, asked), 0][:4]
         counts = [engines_for(ask.n_users, one) if one * MAX_ENGINES >= ask.n_users else None for one in users]
-        say("twice the users", 6, N_STAGES)
-        doubled = next(
-            iter(mapped(run_one, [Trial(service=best.service, ask=ask, n_users=2 * ask.n_users, n_requests=WHOLE)]))
-        )
+        say("twice the users, and these for longer", 6, N_STAGES)
+        longer = min(max(WHOLE, 2 * ask.n_users), LONGEST)
+        trials = [
+            Trial(service=best.service, ask=ask, n_users=times * ask.n_users, n_requests=n_requests)
+            for times, n_requests in ((2, WHOLE), (1, longer))
+        ]
+        doubled, confirmed = mapped(run_one, trials)
     assert best.report is not None
     return Answer(
         ask=ask,
@@ -154,6 +160,7 @@ def search(
         engines_high=counts[2],
         margin=(low, high),
         doubled=doubled,
+        confirmed=confirmed,
         crossover_users=_crossover(base, pools[0], in_pools) if in_pools else None,
         crossover_message_tokens=_crossover_message(ask, chosen, price_of),
     )

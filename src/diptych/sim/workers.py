@@ -25,9 +25,13 @@ class Mapped(Protocol):
         ...
 
 
-def _rebuilt(table: MappingProxyType[object, object]) -> tuple[type, tuple[dict[object, object]]]:
+def _rebuilt(table: MappingProxyType[object, object]) -> tuple[Callable[..., object], tuple[dict[object, object]]]:
     """How a read-only table, which specs are full of, goes to another process."""
-    return MappingProxyType, (dict(table),)
+    return _read_only, (dict(table),)
+
+
+def _read_only(table: dict[object, object]) -> MappingProxyType[object, object]:
+    return MappingProxyType(table)
 
 
 @contextmanager
