@@ -30,7 +30,7 @@ from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.metrics import Limits
 from diptych.sim.link import parse_link
-from diptych.sim.load import Load, OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
 from diptych.sim.recorded import is_recording, recorded_load
 from diptych.sim.service import simulate
@@ -242,6 +242,10 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
             seed=options.seed,
         )
         return UsersLoad(spec), f"{options.users} users, {options.turns} turns, thinking {options.think}, {lengths}"
+    if options.shared_prefix + prompt.high > MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            f"a prompt may have {options.shared_prefix + prompt.high} tokens; at most {MOST_PROMPT_TOKENS} can be simulated"
+        )
     rate = WorkloadSpec(
         n_requests=options.requests,
         prompt=prompt,

@@ -15,9 +15,9 @@ FULL = 0.98  # of the KV pool: from there on sequences wait for blocks or lose t
 
 def as_json(found: Answer, unit: str, left_out: Mapping[str, str], points: object = None) -> dict[str, Any]:
     """The answer under its own names; a layout by its engines and its numbers."""
-    ask = plain(found.ask)
     return {
-        "ask": ask,
+        "ask": plain(found.ask),
+        "n_cells": found.n_cells,
         "unit_of_cost": unit,
         "limiting_phase": limiting_phase(found),
         "breaks_first": breaks_first(found.doubled),
@@ -84,8 +84,10 @@ def breaks_first(report: Report) -> str:
 def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     """The screen."""
     console, ask, best = page(), found.ask, found.best
+    n = found.n_cells
+    cells = "" if n == 1 else f"{n:,} cells, each with a router of its own, of which one was simulated: "
     console.print(
-        f"[bold]{ask.n_users:,} users of {best.service.pool.setup.model.name}[/bold]: messages of {ask.message.low} to "
+        f"{cells}[bold]{ask.n_users:,} users of {best.service.pool.setup.model.name}[/bold]: messages of {ask.message.low} to "
         f"{ask.message.high} tokens, answers of {ask.output.low} to {ask.output.high}, {ask.turns} turns, thinking "
         f"{duration(ask.think_s)}; {ask.good_share:.0%} within TTFT {duration(ask.limits.ttft_s)}, "
         f"TPOT {duration(ask.limits.tpot_s)}"
@@ -95,16 +97,17 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     console.print(
         f"[bold]{phase} limits this service[/bold]: {share:.0%} of the time that engines work goes to {phase}"
     )
-    console.print(f"[bold]buy {_words(best)}[/bold]: {best.cost:.4g} {unit}")
+    each = "" if n == 1 else f" for each cell, {n * best.cost:.6g} together"
+    console.print(f"[bold]buy {_words(best)}[/bold]: {best.cost:.4g} {unit}{each}")
     table = plain_table("", "layout", "users an engine holds", "cost", "good", "TTFT p95", "TPOT p95")
     for layout in (*found.colocated, *found.pools):
         table.add_row(*_row(layout, unit))
     console.print(table)
     _crossover(found, console.print)
     colocated = found.colocated[0]
-    n, without = colocated.service.n_engines, found.engines_uncached
+    engines, without = colocated.service.n_engines, found.engines_uncached
     setup = colocated.service.pool.setup.label
-    words = f"{without} in place of {n}" if without is not None else "no number would do"
+    words = f"{without} in place of {engines}" if without is not None else "no number would do"
     console.print(f"prefix cache: without it {words} x ({setup})")
     console.print(f"twice the users: first breaks {breaks_first(found.doubled)}")
     held = found.confirmed

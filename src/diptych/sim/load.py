@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
+from diptych.ground.bounds import Bound
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request, SamplingParams
@@ -22,6 +23,10 @@ from diptych.workload import LengthRange, WorkloadItem, WorkloadSpec, items_of
 # prompts' own ids and those of shared prefixes must not meet, nor the one that simulated answers are made of
 _OWN_BASE, _SHARED_BASE, _PAST_BASE = DRAWN_TOKEN + 1, 1 << 40, 1 << 50
 
+
+# of one prompt: each is held in memory while it is served, and no context is as long
+MOST_PROMPT_TOKENS = 1 << 24
+MOST_TURNS = 10_000
 
 Due = tuple[float, Request]  # the instant at which it comes to the service, in seconds, and the request
 
@@ -58,6 +63,11 @@ def _exactly(output_tokens: int) -> SamplingParams:
 
 def request_of(item: WorkloadItem, arrival_s: float) -> Request:
     """One item of a workload as a request."""
+    if item.prompt_tokens > MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            f"request {item.index} has a prompt of {item.prompt_tokens} tokens; at most {MOST_PROMPT_TOKENS} can be simulated",
+            hint="leave it out of the trace",
+        )
     ids: list[int] = []
     for prefix_id in item.prefix_ids:
         ids += (_SHARED_BASE + prefix_id,) * item.prefix_block_tokens
@@ -139,8 +149,13 @@ class UsersSpec:
         """Refuse impossible values."""
         at_least("users", self.n_users, 1)
         at_least("requests", self.n_requests, 1)
-        at_least("turns", self.turns, 1)
         at_least("system tokens", self.system_tokens, 0)
+        Bound(int, 1, MOST_TURNS, "messages").take("turns", self.turns, ConfigError)
+        longest = self.system_tokens + self.message.high
+        if self.is_midway:
+            longest += (self.turns - 1) * (self.message.high + self.output.high)
+        if longest > MOST_PROMPT_TOKENS:
+            raise ConfigError(f"a prompt may have {longest} tokens; at most {MOST_PROMPT_TOKENS} can be simulated")
         if not 0.0 <= self.think_s < float("inf"):
             raise ConfigError(f"think time is {self.think_s} s; it must be 0 or more")
 

@@ -44,6 +44,7 @@ from diptych.sim.workers import Mapped, workers
 PriceOf = Callable[[Setup], float]
 Tell = Callable[[str, int, int], object]  # what is being done, steps done, steps in all
 N_STAGES = 7
+MOST_USERS = 4000  # simulated together
 LONGER = (2, 4, 8, 16, 32, 64)  # times as long: messages for which pools might pay
 
 
@@ -64,7 +65,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a number of users needs. colocated, pools: the cheapest first; best is the cheapest that holds.
+    """What a number of users needs: n_cells times what is said here of one cell, whose users ask counts.
+
+    colocated, pools: the cheapest first; best is the cheapest that holds.
 
     prefill_share: of the busy time of best, or of its pools together. engines_uncached: of the cheapest colocated layout,
     without a prefix cache. engines_low, engines_high: of the same, if steps are as short or as long as the prediction's 80 %
@@ -74,6 +77,7 @@ class Answer:
     """
 
     ask: Ask
+    n_cells: int
     best: Layout
     colocated: tuple[Layout, ...]
     pools: tuple[Layout, ...]
@@ -98,7 +102,12 @@ def search(
     processes: int = 1,
     tell: Tell | None = None,
 ) -> Answer:
-    """The answer. ConfigError where no candidate meets the limits for a single user, or none is enough of."""
+    """The answer. ConfigError where no candidate meets the limits for a single user, or none is enough of.
+
+    Where users are more than MOST_USERS, they are cells of equal size that are alike, and one of them is simulated.
+    """
+    n_cells = -(-ask.n_users // MOST_USERS)
+    ask = replace(ask, n_users=-(-ask.n_users // n_cells))
     say = tell or (lambda words, done, of: None)
     with workers(processes) as mapped:
         chosen, too_slow = _screened(ask, candidates, price_of)
@@ -150,6 +159,7 @@ def search(
     assert best.report is not None
     return Answer(
         ask=ask,
+        n_cells=n_cells,
         best=best,
         colocated=tuple(colocated),
         pools=tuple(pools),
