@@ -41,6 +41,7 @@ class Member:
         self.is_busy = False
         self.leaps = True
         self.version = 0
+        self.run_evicts = False  # whether the steps not yet committed throw cached prefixes away
         self.on_finish: Callable[[FinishEvent], object] | None = None
         self.on_prefill: Callable[[StepRecord], object] | None = None
         self._predict_s = predict_s
@@ -49,11 +50,6 @@ class Member:
         self._run: DecodeRun | None = None
         self._ends_s: list[float] = []
         self._limit = _LEAST_RUN
-
-    @property
-    def run_evicts(self) -> bool:
-        """Whether the steps not yet committed may throw cached prefixes away."""
-        return self._run is not None and sum(self._run.new_blocks) > self.engine.core.pool.free_blocks
 
     def step(self) -> float | None:
         """Run what is due now; the instant at which it will have ended, None when nothing is left to do."""
@@ -75,7 +71,7 @@ class Member:
         if run is None:
             return False
         n = min(bisect_left(ends_s, at_s) + 1, len(ends_s))
-        self._run = None
+        self._run, self.run_evicts = None, False
         self._limit = min(2 * n, _LONGEST_RUN) if n == len(ends_s) else max(n, _LEAST_RUN)
         pool, clock = self.engine.core.pool, self.engine.clock
         held_blocks, begin_s = pool.held_blocks, clock.now_s()
@@ -104,6 +100,7 @@ class Member:
             now_s += predict_s(shape.later(step))
             ends_s.append(now_s)
         self._run, self._ends_s = run, ends_s
+        self.run_evicts = sum(run.new_blocks) > self.engine.core.pool.free_blocks
         return now_s
 
     def _on_events(self, events: list[Event]) -> None:

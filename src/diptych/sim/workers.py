@@ -25,8 +25,12 @@ class Mapped(Protocol):
         ...
 
 
+def _teach() -> None:
+    """This process, and each of those, to send read-only tables, which specs are full of."""
+    ForkingPickler.register(MappingProxyType, _rebuilt)
+
+
 def _rebuilt(table: MappingProxyType[object, object]) -> tuple[Callable[..., object], tuple[dict[object, object]]]:
-    """How a read-only table, which specs are full of, goes to another process."""
     return _read_only, (dict(table),)
 
 
@@ -41,6 +45,6 @@ def workers(processes: int) -> Iterator[Mapped]:
     if processes == 1:
         yield map
         return
-    ForkingPickler.register(MappingProxyType, _rebuilt)
-    with get_context("spawn").Pool(processes) as pool:
+    _teach()
+    with get_context("spawn").Pool(processes, initializer=_teach) as pool:
         yield pool.imap
