@@ -20,7 +20,7 @@ def as_json(found: Answer, unit: str, left_out: Mapping[str, str], points: objec
         "n_cells": found.n_cells,
         "unit_of_cost": unit,
         "limiting_phase": limiting_phase(found),
-        "breaks_first": breaks_first(found.doubled),
+        "breaks_first": breaks_first(found.doubled, found.ask.good_share),
         "confirmed_good_share": found.confirmed.good_share,
         "confirmed_s": found.confirmed.duration_s,
         "best": _layout(found.best),
@@ -65,16 +65,16 @@ def limiting_phase(found: Answer) -> str:
     return "prefill" if found.prefill_share > 0.5 else "decode"
 
 
-def breaks_first(report: Report) -> str:
+def breaks_first(report: Report, good_share: float) -> str:
     """What stops a service that has too much to do."""
-    if report.good_share >= 0.95:
+    if report.good_share >= good_share:
         return "nothing: it still holds"
-    late, memory = report.late_share, report.kv_peak >= FULL or report.preemptions
+    late = report.late_share
     first = max(late, key=lambda name: late[name])
-    why = (
-        "the KV pool is full" if memory else "places for sequences are" if report.waiting_peak else "steps are too long"
-    )
-    if why.startswith("places"):
+    why = "steps are too long"
+    if report.kv_peak >= FULL or report.preemptions:
+        why = "the KV pool is full"
+    elif report.waiting_peak:
         why = f"{report.waiting_peak:,} requests wait in line at one engine"
     if sum(report.refused.values()) > 0.5 * (1.0 - report.good_share) * report.n_requests:
         return f"requests are refused ({sum(report.refused.values()):,} of {report.n_requests:,}): {why}"
@@ -109,7 +109,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     setup = colocated.service.pool.setup.label
     words = f"{without} in place of {engines}" if without is not None else "no number would do"
     console.print(f"prefix cache: without it {words} x ({setup})")
-    console.print(f"twice the users: first breaks {breaks_first(found.doubled)}")
+    console.print(f"twice the users: first breaks {breaks_first(found.doubled, found.ask.good_share)}")
     held = found.confirmed
     minutes = held.duration_s / 60
     holds = "hold" if held.good_share >= ask.good_share else "[bold]do not hold[/bold]"
