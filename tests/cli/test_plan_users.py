@@ -10,8 +10,8 @@ import pytest
 from diptych.cli.plan import app
 
 # answers of a few tokens keep hundreds of simulated requests cheap
-SMALL = ["llama-3.1-8b", "--users", "120", "--prompt", "200:600", "--output", "4:16", "--turns", "3", "--think", "4s"]
-DEVICES = ["--hardware", "l40s,a100", "--tp", "1"]
+SMALL = ["llama-3.1-8b", "--users", "40", "--prompt", "200:600", "--output", "4:16", "--turns", "3", "--think", "4s"]
+DEVICES = ["--hardware", "l40s", "--tp", "1"]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
@@ -39,19 +39,16 @@ def test_a_screen_says_what_to_buy(capsys: pytest.CaptureFixture[str], tmp_path:
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_processes_change_no_number_and_users_ask_for_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    """The search is the same whoever simulates; ten times the users need more of whatever is cheapest."""
-    few = answer(capsys, "--processes", "1")
-    assert few == answer(capsys, "--processes", "2")
-    best = few["best"]
+def test_processes_change_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """The search is the same whoever simulates, and names the cheapest layout that holds."""
+    found = answer(capsys, "--processes", "1")
+    assert found == answer(capsys, "--processes", "2")
+    best = found["best"]
     assert isinstance(best, dict)
     assert best["holds"]
     assert best["good_share"] >= 0.95
-    costs = [one["cost"] for one in (*few["colocated"], *few["pools"]) if one["holds"]]  # type: ignore[misc]
-    assert best["cost"] == min(costs)
-    app([*SMALL, "--users", "1200", *DEVICES, "--processes", "1", "--json"])
-    many = json.loads(capsys.readouterr().out)
-    assert many["best"]["cost"] > best["cost"]
+    layouts = [*found["colocated"], *found["pools"]]  # type: ignore[misc]
+    assert best["cost"] == min(one["cost"] for one in layouts if one["holds"])
 
 
 @pytest.mark.parametrize(

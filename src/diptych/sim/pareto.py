@@ -15,7 +15,7 @@ from diptych.sim.pools import Pool, Service
 from diptych.sim.search import Answer
 from diptych.sim.workers import workers
 
-BATCHES = (1, 4, 16, 64, 256)
+BATCHES = (1, 8, 32, 128)
 DEVICES = 2  # kinds whose splits are swept
 NO_LIMITS = Limits(ttft_s=1e9, tpot_s=1e9)
 
