@@ -20,14 +20,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from diptych.cli.written import refuse_unread, written
+from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.cost.advice import chunk_for, pools_for, speculation, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, size
 from diptych.cost.stacks import stack_names
 from diptych.cost.tables import data_text, device_names, device_spec, model_names
-from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.errors import ConfigError
 from diptych.ground.formats import QUANTS
 
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
@@ -54,12 +54,8 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> N
         import_module("diptych.cli.plan_users").app(args, prog_name)
         return
     options = _parser(prog_name).parse_args(args)
-    try:
+    with errors_told():
         _answer(options, given=written(_parser(prog_name), args))
-        sys.stdout.flush()
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _parser(prog_name: str) -> argparse.ArgumentParser:

@@ -22,11 +22,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate import MAX_USERS, limits_of, seconds
 from diptych.cli.users_text import as_json, show
+from diptych.cli.written import errors_told
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP
 from diptych.cost.tables import device_names, device_spec
 from diptych.ground.bounds import Bound
-from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.errors import ConfigError
 from diptych.sim.capacity import Ask
 from diptych.sim.link import parse_link
 from diptych.sim.pools import Pool
@@ -44,12 +45,8 @@ UNKNOWN_LAYOUTS = {
 def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> None:
     """Run the command. Exit code 2 on an error of input, said on standard error."""
     options = _parser(prog_name).parse_args(args)
-    try:
+    with errors_told():
         _answer(options)
-        sys.stdout.flush()
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _parser(prog_name: str) -> argparse.ArgumentParser:

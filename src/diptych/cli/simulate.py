@@ -22,12 +22,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
-from diptych.cli.written import refuse_unread, written
+from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.control.router import POLICIES
 from diptych.cost.setup import setup_of
 from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound
-from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
 from diptych.sim.link import parse_link
 from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, UsersSpec
@@ -57,17 +57,13 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych simulate") 
     """Run the command. Exit code 2 on an error of input, said on standard error."""
     parser = _parser(prog_name)
     options = parser.parse_args(args)
-    try:
+    with errors_told():
         kinds = [kind for kind in READS if getattr(options, kind) is not None]
         if len(kinds) != 1:
             given = " and ".join(f"--{kind}" for kind in kinds) or "none"
             raise ConfigError(f"a load is one of --trace, --rate and --users; given: {given}")
         refuse_unread(f"--{kinds[0]}", written(_parser(prog_name), args), READS[kinds[0]] | _SERVICE)
         _simulate(options, kinds[0])
-        sys.stdout.flush()
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _parser(prog_name: str) -> argparse.ArgumentParser:

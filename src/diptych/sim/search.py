@@ -132,23 +132,7 @@ def search(
         say("without a prefix cache, with longer and shorter steps", 4, N_STAGES)
         base = colocated[0]
         low, high = _margin(base)
-        each = base.users_each or 1
-        changed = (uncached(base.service), paced(base.service, low), paced(base.service, high))
-        asked = [
-            Bisection(
-                service=with_engines(service, 1), ask=ask, guess=guess, n_requests=SHORT, close=ROUGH, most=ask.n_users
-            )
-            for service, guess in zip(changed, (each / 2, each / low, each / high), strict=True)
-        ]
-        asked += [
-            Bisection(
-                service=one.service, ask=ask, guess=ask.n_users, n_requests=LONG, close=FINE, most=3 * ask.n_users
-            )
-            for one in pools[:1]
-            if one.holds
-        ]
-        *users, in_pools = [*mapped(bisect_one, asked), 0][:4]
-        counts = [engines_for(ask.n_users, one) if one * MAX_ENGINES >= ask.n_users else None for one in users]
+        counts, in_pools = _changed(ask, base, (low, high), [one for one in pools[:1] if one.holds], mapped)
         say("twice the users, and these for longer", 6, N_STAGES)
         longer = min(max(WHOLE, 2 * ask.n_users), LONGEST)
         trials = [
@@ -227,6 +211,27 @@ def _bisected(
         for pool in pools
     ]
     return {id(pool): users for pool, users in zip(pools, mapped(bisect_one, asked), strict=True)}
+
+
+def _changed(
+    ask: Ask, base: Layout, margin: tuple[float, float], pools: list[Layout], mapped: Mapped
+) -> tuple[list[int | None], int]:
+    """Engines without a prefix cache, with shorter and with longer steps; and the users that the pools hold as they are."""
+    low, high = margin
+    each = base.users_each or 1
+    services = (uncached(base.service), paced(base.service, low), paced(base.service, high))
+    asked = [
+        Bisection(
+            service=with_engines(service, 1), ask=ask, guess=guess, n_requests=SHORT, close=ROUGH, most=ask.n_users
+        )
+        for service, guess in zip(services, (each / 2, each / low, each / high), strict=True)
+    ]
+    asked += [
+        Bisection(service=one.service, ask=ask, guess=ask.n_users, n_requests=LONG, close=FINE, most=3 * ask.n_users)
+        for one in pools
+    ]
+    *users, in_pools = [*mapped(bisect_one, asked), 0][:4]
+    return [engines_for(ask.n_users, one) if one * MAX_ENGINES >= ask.n_users else None for one in users], in_pools
 
 
 def _colocated(
