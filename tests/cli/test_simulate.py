@@ -77,6 +77,27 @@ def test_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_steps_are_the_live_page_s_feed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hello, then frames whose steps and tokens add up to what the engine did; nothing else changes."""
+    file = tmp_path / "steps.txt"
+    load = ["--rate", "4/s", "--requests", "30"]
+    with_film, without = (answer(capsys, *load, *more) for more in (["--steps", str(file)], []))
+    assert with_film == without
+    events = [json.loads(line.removeprefix("data: ")) for line in file.read_text().split("\n\n") if line]
+    hello, *frames = events
+    assert (hello["kind"], hello["model"]) == ("hello", "llama-3.1-8b")
+    assert [one["now_s"] for one in frames] == sorted(one["now_s"] for one in frames)
+    steps = [step for frame in frames for step in frame["steps"]]
+    assert 0 < len(steps) <= with_film["n_steps"]  # type: ignore[operator]
+    assert sum(step["d"] for step in steps) == sum(frame["decode_tokens"] for frame in frames)
+    last = frames[-1]["totals"]
+    assert 0.95 * float(str(with_film["output_tokens"])) < last["output_tokens"] <= with_film["output_tokens"]  # type: ignore[operator]
+    assert "cannot write" in complaint(capsys, *load, "--steps", "/nowhere/steps.txt")
+    assert "steps are written of one alone" in complaint(
+        capsys, *load, "--engines", "2", "--cells", "2", "--steps", str(file)
+    )
+
+
 def test_users_are_a_load(capsys: pytest.CaptureFixture[str]) -> None:
     """Their conversations share the system prompt and their own history."""
     found = answer(

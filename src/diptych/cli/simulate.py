@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -42,7 +43,7 @@ MAX_USERS = 1_000_000
 _SERVICE = {
     "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
     "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
-    "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes",
+    "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes", "steps",
 }  # fmt: skip
 _LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
 # what each kind of load reads, beside the service's: any other option given with it is refused
@@ -122,6 +123,12 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         metavar="N",
         help="tokens that stand before every prompt or conversation",
     )
+    add(
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="also write the first engine's first minute for the live page to open",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and think times")
     add("--json", dest="as_json", action="store_true", help="print JSON")
     add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
@@ -154,7 +161,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         enable_prefix_cache=load.shares_prefixes and not options.no_prefix_cache,
     )
     service = _service(options, pool)
-    with _progress(load.n_requests) as tell:
+    with _progress(load.n_requests) as tell, _written(options.steps) as film:
         report = simulate(
             service,
             load,
@@ -163,6 +170,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
             seed=options.seed,
             cells=options.cells,
             processes=options.processes,
+            film=film,
             progress=tell,
         )
     if options.picture is not None:
@@ -288,6 +296,20 @@ def limits_of(text: str | None) -> Limits:
             )
         found[f"{name}_s"] = parse_duration_s(value, name)
     return Limits(**found)
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[TextIO | None]:
+    """A file to write, if one is named. ConfigError when it cannot be."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    with file:
+        yield file
 
 
 @contextmanager

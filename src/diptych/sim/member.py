@@ -14,6 +14,7 @@ from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.executor import DRAWN_TOKEN
+from diptych.sim.film import Film
 from diptych.sim.tally import Work
 
 # of a run: grown where runs come to their end, shrunk where arrivals cut them, as what was cut was predicted for nothing
@@ -44,6 +45,7 @@ class Member:
         self.run_evicts = False  # whether the steps not yet committed throw cached prefixes away
         self.on_finish: Callable[[FinishEvent], object] | None = None
         self.on_prefill: Callable[[StepRecord], object] | None = None
+        self.film: Film | None = None  # while there is one every step is walked through
         self._predict_s = predict_s
         self._work = work
         self._kv_share = 0.0  # of the pool, while the step runs
@@ -55,7 +57,7 @@ class Member:
         """Run what is due now; the instant at which it will have ended, None when nothing is left to do."""
         self.settle(math.inf)
         core, clock = self.engine.core, self.engine.clock
-        run = core.foreseen(token_id=DRAWN_TOKEN, limit=self._limit) if self.leaps else None
+        run = core.foreseen(token_id=DRAWN_TOKEN, limit=self._limit) if self.leaps and self.film is None else None
         if run is not None and run.n_steps > 1:
             return self._foresee(run)
         if self.engine.stepper.step():
@@ -104,6 +106,8 @@ class Member:
         return now_s
 
     def _on_events(self, events: list[Event]) -> None:
+        if self.film is not None:
+            self.film.on_events(events)
         if not events or type(events[-1]) is not StepEndEvent:
             # before a step runs: those that end with it hold their blocks still
             pool = self.engine.core.pool
@@ -114,6 +118,9 @@ class Member:
                 self.on_finish(event)
 
     def _on_step(self, record: StepRecord) -> None:
+        if self.film is not None:
+            self.film.on_step(record)
+            self.film = None if self.film.is_over else self.film
         running, waiting = self.engine.core.running_and_waiting
         self._work.stepped(
             record.end_s,

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TextIO
 
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Distribution, Limits
 from diptych.sim.cluster import Cluster
+from diptych.sim.film import Film
 from diptych.sim.load import Load
 from diptych.sim.pools import Pool, Service
 from diptych.sim.statistics import Timeline
@@ -125,28 +127,46 @@ def simulate(
     from_s: float = 0.0,
     cells: int = 1,
     processes: int = 1,
+    film: TextIO | None = None,
     progress: Told | None = None,
 ) -> Report:
     """Serve the load. usd_per_hour: of one device; None: the devices' own prices. Same arguments, same report.
 
     from_s: requests that come before are served and not counted.
+    film: gets the first minute of the first engine, see `sim.film`.
     cells: independent equal parts of the service, see the module. processes: run at one time; it changes no number.
     """
     if not 1 <= cells <= load.n_parts:
         raise ConfigError(f"the load cannot be dealt to {cells} cells; it must be between 1 and {load.n_parts}")
     limits = Limits() if limits is None else limits
     parts = [(service.part(i, cells), load.part(i, cells), limits, from_s, seed + i) for i in range(cells)]
-    first, *others = _run_all(parts, processes, progress) if cells > 1 else [_run(*parts[0], progress=progress)]
+    if cells > 1 and film is not None:
+        raise ConfigError(
+            f"the service has {cells} cells; steps are written of one alone", hint="leave --steps or --cells out"
+        )
+    if cells > 1:
+        first, *others = _run_all(parts, processes, progress)
+    else:
+        first, others = _run(*parts[0], progress=progress, film=film), []
     for other in others:
         first.take(other)
     return _report(service, first, service.usd_per_hour(usd_per_hour))
 
 
 def _run(
-    service: Service, load: Load, limits: Limits, from_s: float, seed: int, *, progress: Told | None = None
+    service: Service,
+    load: Load,
+    limits: Limits,
+    from_s: float,
+    seed: int,
+    *,
+    progress: Told | None = None,
+    film: TextIO | None = None,
 ) -> _Seen:
     tally = Tally(limits, n_groups=len(service.pools), from_s=from_s)
     cluster = Cluster(service.groups(), tally=tally, router=service.router, wire=service.wire(), seed=seed)
+    if film is not None:
+        cluster.members[0].film = Film(film, service.pool.setup, cluster.members[0].engine)
     cluster.run(load, progress=progress)
     cores = [member.engine.core.stats() for member in cluster.members]
     n_decoders = service.pool.n_engines
