@@ -61,7 +61,7 @@ def test_processes_change_no_number(capsys: pytest.CaptureFixture[str]) -> None:
             ["--users", "9", "--slo", "ttft=1us,tpot=1us", *DEVICES],
             "with a single user none of llama-3.1-8b bf16 on l40s",
         ),
-        (["--users", "9", "--think", "-3s"], "think time is '-3s'"),
+        (["--users", "9", "--think=-3s"], "think time is '-3s'"),
         (["--users", "9", "--turns", "0"], "turns is 0"),
         (["--users", "9", "--share", "1.5"], "the share that must be good is 1.5"),
         (["--users", "9", "--hardware", "toaster"], "toaster"),
