@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from diptych.control.loop import EngineCore
 from diptych.cost.components import kv_bytes_of_context
@@ -35,7 +36,7 @@ from diptych.stepper import Stepper
 LEAST_STEPS = 12  # of the minutes, for their times to teach anything
 LINK_BYTES_PER_S = 12.5e9  # between pools: 100 Gb/s
 KINDS = ("cached", "chunk", "stall-budget", "pools", "device")
-EXAMPLES = "cached, chunk=512, stall-budget=20ms, pools, device=h100-80gb-sxm"
+USUAL_CHANGES = ("cached", "chunk=512", "stall-budget=20ms", "pools", "device=h100-80gb-sxm")
 
 Predict = Callable[[StepShape], float]
 
@@ -53,7 +54,7 @@ class Change:
         """From "chunk=512". ConfigError for anything else."""
         kind, _, value = text.strip().partition("=")
         if kind not in KINDS or bool(value) != (kind in ("chunk", "stall-budget", "device")):
-            raise ConfigError(f"cannot change {text[:80]!r}", hint=f"one of {EXAMPLES}")
+            raise ConfigError(f"cannot change {text[:80]!r}", hint=f"one of {', '.join(USUAL_CHANGES)}")
         if kind == "device":
             return cls(kind=kind, name=find_hardware(value)[0].name)
         if kind == "stall-budget":
@@ -63,6 +64,11 @@ class Change:
                 raise ConfigError(f"chunk is {value[:40]!r}; it must be a number of tokens, 1 to {1 << 20}")
             return cls(kind=kind, number=int(value))
         return cls(kind=kind)
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        value = {"chunk": f"{self.number:.0f}", "stall-budget": f"{self.number * 1e3:g}ms", "device": self.name}
+        return self.kind + (f"={value[self.kind]}" if self.kind in value else "")
 
     @property
     def words(self) -> str:
@@ -205,6 +211,37 @@ class Counterfactual:
         again = _Again(config, minutes, time_s=time_s, budget_s=budget_s)
         record = again.run(minutes.around(target), target, is_cached=kind == "cached")
         return Outcome(change=change, seen=Seen.of(record), cached_tokens=record.cached_tokens, note=note)
+
+
+def what_if(minutes: Minutes, request_id: str, changes: Iterable[Change]) -> dict[str, Any]:
+    """A request's times as they were measured, as they come out when run again, and with each change, in milliseconds.
+
+    A change that cannot be made says why under `error`.
+    """
+    asked = Counterfactual(minutes, request_id)
+    outcomes: list[dict[str, Any]] = [{"change": None, "words": "run again as it was"} | _outcome_json(asked.outcome())]
+    for change in changes:
+        head = {"change": str(change), "words": change.words}
+        try:
+            outcomes.append(head | _outcome_json(asked.outcome(change)))
+        except ConfigError as error:
+            outcomes.append(head | {"error": error.message})
+    return {
+        "measured": _seen_json(asked.target.seen) | {"cached_tokens": asked.target.cached_tokens},
+        "prompt_tokens": len(asked.target.request.prompt_token_ids),
+        "requests": len(minutes.requests),
+        "steps": len(minutes.steps),
+        "outcomes": outcomes,
+    }
+
+
+def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+    return _seen_json(outcome.seen) | {"cached_tokens": outcome.cached_tokens, "note": outcome.note}
+
+
+def _seen_json(seen: Seen) -> dict[str, float | None]:
+    names = {"queue_ms": seen.queue_s, "prefill_ms": seen.prefill_s, "ttft_ms": seen.ttft_s, "tpot_ms": seen.tpot_s}
+    return {name: None if seconds is None else round(seconds * 1e3, 3) for name, seconds in names.items()}
 
 
 def setup_on(minutes: Minutes, device: str) -> Setup:
