@@ -55,6 +55,7 @@ PAGE_FILES = {
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page/try.js": ("try.js", "text/javascript; charset=utf-8"),
+    "/page/whatif.js": ("whatif.js", "text/javascript; charset=utf-8"),
 }
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
