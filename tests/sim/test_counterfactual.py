@@ -14,7 +14,7 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
-from diptych.sim.counterfactual import Change, Counterfactual, Machine, Minutes
+from diptych.sim.counterfactual import Change, Counterfactual, Machine, Minutes, times_of
 from diptych.sim.executor import PredictedExecutor
 from diptych.sim.recorded import minutes_of
 from diptych.stepper import Stepper, serve
@@ -106,6 +106,13 @@ def test_a_recording_with_a_stall_budget_is_run_again() -> None:
     minutes = recorded(crowd(), stall_budget_s=0.01)
     free = Counterfactual(minutes, "long").outcome(Change.parse("stall-budget=1s")).seen
     assert free.ttft_s < minutes.find("long").seen.ttft_s
+
+
+def test_a_step_lasts_until_the_next_one_where_there_was_work() -> None:
+    """What the host does between two steps is part of every token's time; an idle engine's pause is not."""
+    decode, prefill = StepShape.decode(batch=1, context_tokens=9), StepShape.prefill(batch=1, new_tokens=9)
+    steps = [(0.0, 1.0, prefill), (1.5, 2.0, decode), (7.0, 8.0, prefill)]
+    assert times_of(steps) == ((prefill, 1.5), (decode, 0.5), (prefill, 1.0))
 
 
 @pytest.mark.parametrize(

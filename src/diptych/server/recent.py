@@ -17,7 +17,7 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
 from diptych.server.errors import ApiError
-from diptych.sim.counterfactual import Change, Machine, Minutes, Past, past_of, what_if
+from diptych.sim.counterfactual import Change, Machine, Minutes, Past, past_of, times_of, what_if
 
 # what is held at most, whatever the load
 MAX_CHUNKS = 200_000  # of steps
@@ -29,6 +29,7 @@ class _Kept:
     """A request that was taken, with what the engine still writes."""
 
     opened: OpenRequest
+    came_s: float
     outputs: list[list[int]]
     prompt_tokens: int
 
@@ -57,12 +58,12 @@ class Recent:
         pasts: list[Past] = []
         for kept in self._requests:
             if kept.opened.record is not None:
-                pasts.append(past_of(kept.opened.request, kept.outputs, kept.opened.record))
+                pasts.append(past_of(kept.opened.request, kept.outputs, kept.opened.record, came_s=kept.came_s))
         return Minutes(
             config=core.config,
             blocks=core.block_config,
             requests=tuple(sorted(pasts, key=lambda past: past.request.arrival_s)),
-            steps=tuple((shape, time_s) for _, time_s, shape in self._steps),
+            steps=times_of(self._steps),
             machine=self._machine,
             seed=core.seed,
         )
@@ -70,15 +71,16 @@ class Recent:
     def _on_submit(self, opened: OpenRequest) -> None:
         prompt_tokens = len(opened.request.prompt_token_ids)
         outputs = [choice.token_ids for choice in opened.choices]
-        self._requests.append(_Kept(opened, outputs, prompt_tokens))
+        now_s = self._engine.clock.now_s()
+        self._requests.append(_Kept(opened, now_s, outputs, prompt_tokens))
         self._n_tokens += prompt_tokens
-        oldest_s = self._engine.clock.now_s() - self._keep_s
+        oldest_s = now_s - self._keep_s
         while self._n_tokens > MAX_TOKENS or (self._requests[0].end_s or oldest_s) < oldest_s:
             self._n_tokens -= self._requests.popleft().prompt_tokens
 
     def _on_step(self, step: StepRecord) -> None:
         steps = self._steps
-        steps.append((step.end_s, step.end_s - step.begin_s, step.shape))
+        steps.append((step.begin_s, step.end_s, step.shape))
         self._n_chunks += step.shape.n_sequences
         oldest_s = step.end_s - self._keep_s
         while self._n_chunks > MAX_CHUNKS or steps[0][0] < oldest_s:

@@ -102,24 +102,40 @@ class Seen:
 class Past:
     """One request of the minutes: the tokens each choice wrote, what the prefix cache had for it, when it was over, its times.
 
-    end_s: None while it is open. cached_tokens: before its first chunk.
+    came_s: to the scheduler, which is later than it came to the service. end_s: None while it is open. cached_tokens: before
+    its first chunk.
     """
 
     request: Request
+    came_s: float
     outputs: tuple[tuple[int, ...], ...]
     cached_tokens: int
     end_s: float | None
     seen: Seen
 
 
-def past_of(request: Request, outputs: Iterable[Sequence[int]], record: RequestRecord) -> Past:
+def past_of(request: Request, outputs: Iterable[Sequence[int]], record: RequestRecord, *, came_s: float) -> Past:
     """A request with what its record says so far."""
     return Past(
         request=request,
+        came_s=came_s,
         outputs=tuple(tuple(tokens) for tokens in outputs),
         cached_tokens=record.cached_tokens,
         end_s=record.end_s,
         seen=Seen.of(record),
+    )
+
+
+def times_of(steps: Iterable[tuple[float, float, StepShape]]) -> tuple[tuple[StepShape, float], ...]:
+    """How long each step (begin, end, shape) kept its engine, what the host does before the next one included.
+
+    Where the next step decodes, the engine had work all the while; before a step of prefill alone it may have been idle.
+    """
+    known = list(steps)
+    following = [*known[1:], None]
+    return tuple(
+        (shape, (after[0] if after is not None and after[2].decode_tokens else end_s) - begin_s)
+        for (begin_s, end_s, shape), after in zip(known, following, strict=True)
     )
 
 
@@ -275,11 +291,11 @@ class _Again:
             while self.stepper.step():
                 pass
         self._executor.is_free = False
-        coming = iter(pasts)
+        coming = iter(sorted(pasts, key=lambda past: past.came_s))
         past = next(coming, None)
         name = target.request.request_id
         while True:
-            while past is not None and past.request.arrival_s - begin_s <= self.clock.now_s():
+            while past is not None and past.came_s - begin_s <= self.clock.now_s():
                 self.submit(_again(past, past.request.arrival_s - begin_s), past.outputs)
                 past = next(coming, None)
             record = self.book.records.get(name)
@@ -288,7 +304,7 @@ class _Again:
             if not self.stepper.step():
                 if past is None:
                     raise ConfigError(f"request {name[:100]!r} could not be served with this change")
-                self.clock.advance(max(0.0, past.request.arrival_s - begin_s - self.clock.now_s()))
+                self.clock.advance(max(0.0, past.came_s - begin_s - self.clock.now_s()))
 
     def submit(self, request: Request, outputs: tuple[tuple[int, ...], ...]) -> None:
         """Put one in line; one that is refused with this change is left out."""
@@ -398,7 +414,9 @@ def _pools(minutes: Minutes, target: Past, time_s: Predict, link_s: Callable[[in
         prompt = past.request.prompt_token_ids + past.outputs[0][:1]
         at_s = begin_s + first_s + link_s(len(prompt))
         request = replace(past.request, prompt_token_ids=prompt, arrival_s=at_s, segments=())
-        handed.append(replace(past, request=request, outputs=tuple(o[1:] for o in past.outputs), cached_tokens=0))
+        handed.append(
+            replace(past, request=request, came_s=at_s, outputs=tuple(o[1:] for o in past.outputs), cached_tokens=0)
+        )
     handed.sort(key=lambda past: past.request.arrival_s)
     config = replace(minutes.config, max_step_tokens=1 << 20, stall_budget_s=None)
     decoding = _Again(config, minutes, time_s=lambda shape: _decode_s(shape, time_s), budget_s=time_s)

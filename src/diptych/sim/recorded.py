@@ -23,7 +23,7 @@ from diptych.ground.shape import StepShape
 from diptych.ground.step import StepPlan, StepResult
 from diptych.metrics import Limits
 from diptych.sim.cluster import Cluster
-from diptych.sim.counterfactual import Machine, Minutes, Past, Seen
+from diptych.sim.counterfactual import Machine, Minutes, Past, Seen, times_of
 from diptych.sim.load import Due
 from diptych.sim.tally import Tally
 
@@ -213,12 +213,12 @@ def minutes_of(lines: Iterator[str], *, name: str = "the recording", machine: Ma
     A request counts as over at its last token.
     """
     recorded = read_recording(lines, name=name)
-    steps: list[tuple[StepShape, float]] = []
+    steps: list[tuple[float, float, StepShape]] = []
     chunks: dict[int, tuple[float, int]] = {}  # of each sequence: its first chunk's instant and place
     tokens: dict[int, list[tuple[float, int]]] = {}
     for (place, plan), result, end_s in zip(recorded.plans, recorded.results, recorded.ends_s, strict=False):
         begin_s = recorded.begins_s[place]
-        steps.append((plan.shape, end_s - begin_s))
+        steps.append((begin_s, end_s, plan.shape))
         for chunk in plan.chunks:
             chunks.setdefault(chunk.seq_id, (begin_s, chunk.start_pos))
         for one in result.results:
@@ -240,12 +240,21 @@ def minutes_of(lines: Iterator[str], *, name: str = "the recording", machine: Ma
         )
         outputs = tuple(tuple(token_id for _, token_id in one) for one in written)
         over_s = max(ends_s, default=None)
-        pasts.append(Past(request=request, outputs=outputs, cached_tokens=cached, end_s=over_s, seen=seen))
+        pasts.append(
+            Past(
+                request=request,
+                came_s=request.arrival_s,
+                outputs=outputs,
+                cached_tokens=cached,
+                end_s=over_s,
+                seen=seen,
+            )
+        )
     return Minutes(
         config=recorded.config,
         blocks=recorded.blocks,
         requests=tuple(sorted(pasts, key=lambda past: past.request.arrival_s)),
-        steps=tuple(steps),
+        steps=times_of(steps),
         machine=machine,
         seed=recorded.seed,
     )

@@ -50,7 +50,7 @@ function show(found) {
   const slowest = Math.max(...rows.map((row) => row.tpot_ms ?? 0), 1e-9);
   el("what-if-rows").replaceChildren(...rows.map((row) => line(row, longest, slowest)));
   const off = found.measured.ttft_ms ? found.outcomes[0].ttft_ms / found.measured.ttft_ms - 1 : 0;
-  const notes = found.outcomes.filter((row) => row.note).map((row) => `${row.words}: ${row.note}`);
+  const notes = found.outcomes.filter((row) => row.note).map((row) => `${row.words}: ${row.note}.`);
   const trust = `Run again as it was, TTFT comes out ${Math.round(Math.abs(off) * 100)} % ${off < 0 ? "below" : "above"} what was measured: trust the others as far.`;
   el("what-if-note").textContent = [trust, ...notes].join(" ");
 }
