@@ -10,7 +10,7 @@ import csv
 import io
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diptych.cost.rows import ServiceRow
 from diptych.cost.setup import find_model
@@ -45,14 +45,22 @@ _MODELS = {
 DATED_SPREAD = 0.8
 
 
+CONTRADICTION = 1.25
+USUAL_STEP_TOKENS = 8192  # of a step, where nobody says: what all three engines take on such devices
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLoad:
-    """A closed loop: `streams` clients, prompts and answers between `spread` of a length and that length."""
+    """A closed loop: `streams` clients, prompts and answers between `spread` of a length and that length.
+
+    step_tokens: the engine's token budget of a step.
+    """
 
     streams: int
     input_tokens: int
     output_tokens: int
     spread: float = 1.0
+    step_tokens: int = USUAL_STEP_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +110,24 @@ def read_deployments(text: str) -> tuple[list[MeasuredService], Counter[str]]:
             found.append(_service(entry))
         except _LeftOut as why:
             left_out[str(why)] += 1
-    return found, left_out
+    once = list(dict.fromkeys(found))
+    left_out["the same row once more"] = len(found) - len(once)
+    kept = _agreeing(once)
+    left_out["another row of the same setup and load differs by more than a quarter"] = len(once) - len(kept)
+    return kept, +left_out
+
+
+def _agreeing(rows: Iterable[MeasuredService]) -> list[MeasuredService]:
+    """Without those whose TPOT is contradicted: something that nobody states was different (drafts, most likely)."""
+    groups: dict[MeasuredService, list[MeasuredService]] = {}
+    for row in rows:
+        groups.setdefault(replace(row, ttft_s=None, tpot_s=None), []).append(row)
+    kept = []
+    for group in groups.values():
+        times = [row.tpot_s for row in group if row.tpot_s is not None]
+        if not times or max(times) <= CONTRADICTION * min(times):
+            kept += group
+    return kept
 
 
 class _LeftOut(Exception):
@@ -123,22 +148,37 @@ def _service(entry: dict[str, str]) -> MeasuredService:
         model = _model(entry["model_path"])
     except ConfigError:
         raise _LeftOut(f"{entry['model_path']}: a model or a device that the tables do not have") from None
-    streams = int(entry["concurrency"])
-    spread = DATED_SPREAD if entry["measured"] else 1.0
+    quant, spread = _quant(entry["precision"], model), DATED_SPREAD if entry["measured"] else 1.0
+    load = ServiceLoad(
+        streams=int(entry["concurrency"]),
+        input_tokens=int(entry["isl"]),
+        output_tokens=int(entry["osl"]),
+        spread=spread,
+        step_tokens=_step_tokens(entry, model, quant) if entry["measured"] else USUAL_STEP_TOKENS,
+    )
     return MeasuredService(
         stack=STACKS.get(entry["backend"], entry["backend"]),
         version=entry["backend_version"],
         device=device,
         model=model,
-        quant=_quant(entry["precision"], model),
+        quant=quant,
         tp=_split(entry),
-        load=ServiceLoad(
-            streams=streams, input_tokens=int(entry["isl"]), output_tokens=int(entry["osl"]), spread=spread
-        ),
+        load=load,
         ttft_s=float(entry["silicon_ttft_ms"]) / 1e3,
         tpot_s=float(entry["silicon_tpot_ms"]) / 1e3,
         source="ai-dynamo/aiconfigurator silicon samples",
     )
+
+
+def _step_tokens(entry: dict[str, str], model: str, quant: str) -> int:
+    """As the public recipes of InferenceX set it (`max_num_tokens`, `chunked-prefill-size`, `max-num-batched-tokens`)."""
+    if entry["backend"] == "sglang":
+        return 16_384 if quant == "fp4" else 32_768
+    if entry["backend"] == "trtllm" and model == "deepseek-v3":
+        return (int(entry["concurrency"]) + int(entry["isl"]) + 127) // 64 * 64
+    if entry["backend"] == "trtllm":
+        return {"llama-3.1-70b": 16_384, "gpt-oss-120b": 20_000}.get(model, USUAL_STEP_TOKENS)
+    return USUAL_STEP_TOKENS
 
 
 def _split(entry: dict[str, str]) -> int:

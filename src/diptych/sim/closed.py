@@ -17,17 +17,19 @@ from itertools import accumulate
 
 from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
 from diptych.ground.errors import ConfigError
-from diptych.ground.events import Event, FinishEvent
+from diptych.ground.events import Event, FinishEvent, TokenEvent
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
-from diptych.metrics import RequestRecord, StepRecord
+from diptych.metrics import StepRecord
 from diptych.sim.engine import SimulatedEngine
+from diptych.sim.executor import DRAWN_TOKEN
 from diptych.sim.load import request_of
 from diptych.workload import LengthRange, WorkloadItem
 
 # steps alike are priced together: by how many sequences decode, and by how far the sums stand apart, as a share
 _ALIKE = 0.08
 BLOCK_TOKENS = 64
+LONGEST_RUN = 128  # of decode steps that are taken at once: their contexts differ by so many tokens
 MOST_REQUESTS = 96  # of a schedule whose times are kept: medians need no more
 
 Instant = tuple[int, int]
@@ -116,34 +118,32 @@ def schedule_of(loop: ClosedLoop) -> Schedule:
     run.serve()
     kinds, numbers = _kinds(run.steps)
     runs: list[tuple[int, int]] = []
-    for kind in numbers:
+    for kind, (_, count) in zip(numbers, run.steps, strict=True):
         if runs and runs[-1][0] == kind:
-            runs[-1] = (kind, runs[-1][1] + 1)
+            runs[-1] = (kind, runs[-1][1] + count)
         else:
-            runs.append((kind, 1))
+            runs.append((kind, count))
     begins = [0, *accumulate(count for _, count in runs)]
 
-    def instant(at_s: float) -> Instant:
-        step = round(at_s)
-        run = bisect_right(begins, step) - 1
-        return run, step - begins[run]
+    def instant(steps: int) -> Instant:
+        place = bisect_right(begins, steps) - 1
+        return place, steps - begins[place]
 
     requests = []
-    for wave, weight in _waves(run.records, loop):
+    for wave, weight in _waves(run.served, loop):
         kept = wave[:: max(1, len(wave) // MOST_REQUESTS)]
         for one in kept:
-            times = one.token_times_s()
-            ends = instant(one.arrival_s), instant(times[0]), instant(times[-1])
-            requests.append((*ends, len(times), weight / len(kept)))
-    return Schedule(tuple(kinds), tuple(runs), tuple(requests), sum(one.output_tokens for one in run.records))
+            ends = instant(one.came), instant(one.first), instant(one.last)
+            requests.append((*ends, one.output_tokens, weight / len(kept)))
+    return Schedule(tuple(kinds), tuple(runs), tuple(requests), sum(one.output_tokens for one in run.served))
 
 
-def _waves(records: Sequence[RequestRecord], loop: ClosedLoop) -> list[tuple[Sequence[RequestRecord], float]]:
+def _waves(served: Sequence[_Served], loop: ClosedLoop) -> list[tuple[Sequence[_Served], float]]:
     """Who came first, in between and last, with the shares that they have of a run of `of_each` requests per stream.
 
     All streams begin at once, so the first wait longest; behind the last nobody comes.
     """
-    ordered = sorted(records, key=lambda one: one.arrival_s)
+    ordered = sorted(served, key=lambda one: one.came)
     streams = loop.streams
     if len(ordered) < 3 * streams:
         share = min(1.0, 1.0 / loop.of_each)
@@ -160,15 +160,26 @@ def _one_second(shape: StepShape) -> float:
     return 1.0
 
 
+@dataclass(slots=True)
+class _Served:
+    """Steps that were over when a request came, had its first token, and its last."""
+
+    came: int
+    output_tokens: int
+    first: int = 0
+    last: int = 0
+
+
 class _Run:
-    """One engine and its clients. Every step's gist and every request's record are kept."""
+    """One engine and its clients. Steps are kept by what their price depends on, many alike as one entry with a count."""
 
     def __init__(self, loop: ClosedLoop, config: SchedulerConfig, blocks: BlockConfig) -> None:
-        self.steps: list[tuple[int, ...]] = []
-        self.records: list[RequestRecord] = []
+        self.steps: list[tuple[tuple[int, ...], int]] = []
+        self.served: list[_Served] = []
         self._loop = loop
         self._random = random.Random(f"closed loop {loop.seed}")
-        self._n_sent = 0
+        self._open: dict[str, _Served] = {}
+        self._n_sent = self._n_steps = 0
         self._engine = SimulatedEngine(
             config, blocks, predict_s=_one_second, on_events=self._on_events, on_step=self._on_step
         )
@@ -176,32 +187,50 @@ class _Run:
     def serve(self) -> None:
         """All requests, to the end."""
         self._send(self._loop.streams)
-        n_over = 0
-        while self._engine.stepper.step():
-            self._send(len(self.records) - n_over)
-            n_over = len(self.records)
+        engine, n_over = self._engine, 0
+        while True:
+            run = engine.core.foreseen(token_id=DRAWN_TOKEN, limit=LONGEST_RUN)
+            if run is not None:
+                engine.core.commit_run(run.n_steps, token_id=DRAWN_TOKEN)
+                decode, context = run.shape.decode_tokens, run.shape.decode_context_tokens
+                self._add((decode, 0, 0, 0, 0, context + decode * (run.n_steps - 1) // 2), run.n_steps)
+            elif not engine.stepper.step():
+                return
+            if len(self.served) > n_over:
+                self._send(len(self.served) - n_over)
+                n_over = len(self.served)
 
     def _send(self, n_requests: int) -> None:
         loop = self._loop
         for _ in range(min(n_requests, loop.n_requests - self._n_sent)):
             item = WorkloadItem(
                 index=self._n_sent,
-                at_s=self._engine.clock.now_s(),
+                at_s=0.0,
                 prompt_tokens=loop.input.draw(self._random),
                 output_tokens=loop.output.draw(self._random),
             )
             self._n_sent += 1
-            self._engine.stepper.submit(request_of(item, item.at_s))
+            request = request_of(item, float(self._n_sent))  # the order of arrival; the instant matters to nobody
+            self._open[request.request_id] = _Served(self._n_steps, item.output_tokens)
+            self._engine.stepper.submit(request)
 
-    def _on_events(self, events: list[Event]) -> None:
-        for event in events:
-            if type(event) is FinishEvent:
-                record = self._engine.book.take(event.request_id)
-                assert record is not None
-                self.records.append(record)
+    def _add(self, gist: tuple[int, ...], n_steps: int) -> None:
+        self.steps.append((gist, n_steps))
+        self._n_steps += n_steps
 
     def _on_step(self, step: StepRecord) -> None:
-        self.steps.append(_gist(step.shape))
+        self._add(_gist(step.shape), 1)
+
+    def _on_events(self, events: list[Event]) -> None:
+        """Called when the step has been added."""
+        for event in events:
+            if type(event) is TokenEvent and event.position == 0:
+                self._open[event.request_id].first = self._n_steps
+            elif type(event) is FinishEvent:
+                self._engine.book.take(event.request_id)
+                served = self._open.pop(event.request_id)
+                served.last = self._n_steps
+                self.served.append(served)
 
 
 def _gist(shape: StepShape) -> tuple[int, ...]:
@@ -219,10 +248,10 @@ def _gist(shape: StepShape) -> tuple[int, ...]:
     )
 
 
-def _kinds(steps: Sequence[tuple[int, ...]]) -> tuple[list[StepShape], list[int]]:
-    """Steps that are nearly alike become one kind with their mean; and the kind of every step."""
-    members: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    keys = [_key(step) for step in steps]
+def _kinds(steps: Sequence[tuple[tuple[int, ...], int]]) -> tuple[list[StepShape], list[int]]:
+    """Steps that are nearly alike become one kind with their mean; and the kind of every entry."""
+    members: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+    keys = [_key(gist) for gist, _ in steps]
     for key, step in zip(keys, steps, strict=True):
         members.setdefault(key, []).append(step)
     place = {key: number for number, key in enumerate(members)}
@@ -239,9 +268,11 @@ def _bin(value: int) -> int:
     return value if value < 8 else 8 + int(math.log(value / 8.0) / _ALIKE)
 
 
-def _mean_shape(alike: Sequence[tuple[int, ...]]) -> StepShape:
-    n = len(alike)
-    decode, prompts, ends, new, before, context = (round(sum(column) / n) for column in zip(*alike, strict=True))
+def _mean_shape(alike: Sequence[tuple[tuple[int, ...], int]]) -> StepShape:
+    n = sum(count for _, count in alike)
+    decode, prompts, ends, new, before, context = (
+        round(sum(gist[i] * count for gist, count in alike) / n) for i in range(6)
+    )
     chunks = []
     if decode:
         chunks.append(ChunkShape(Phase.DECODE, 1, max(context // decode - 1, 0), True, decode))

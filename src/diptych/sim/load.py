@@ -10,13 +10,14 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Protocol
 
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request, SamplingParams
 from diptych.sim.executor import DRAWN_TOKEN
-from diptych.workload import LengthRange, WorkloadItem
+from diptych.workload import LengthRange, WorkloadItem, WorkloadSpec, items_of
 
 # prompts' own ids and those of shared prefixes must not meet, nor the one that simulated answers are made of
 _OWN_BASE, _SHARED_BASE = DRAWN_TOKEN + 1, 1 << 40
@@ -30,6 +31,11 @@ class Load(Protocol):
 
     n_requests: int  # to come in all, at most
     shares_prefixes: bool  # whether a prefix cache could find anything
+    n_parts: int  # into which it can be dealt, at most
+
+    def part(self, number: int, of: int) -> Load:
+        """Every so-manieth request or user."""
+        ...
 
     def start(self) -> Iterator[Due]:
         """Requests that come whatever happens, in order of time."""
@@ -62,22 +68,36 @@ def request_of(item: WorkloadItem, arrival_s: float) -> Request:
 
 
 class OpenLoad:
-    """Requests that come by themselves: a trace, or a rate. `items` in order of time; each is made when it is due.
+    """Requests that come by themselves, in order of time: a trace's, or those of a spec, which are made one by one.
 
     speed: gaps between arrivals are so many times shorter.
     """
 
     def __init__(
-        self, items: Iterable[WorkloadItem], *, n_requests: int, shares_prefixes: bool, speed: float = 1.0
+        self,
+        items: Iterable[WorkloadItem] | WorkloadSpec,
+        *,
+        shares_prefixes: bool,
+        speed: float = 1.0,
+        dealt: tuple[int, int] = (0, 1),
     ) -> None:
-        self._items = items
+        self._items = items if isinstance(items, WorkloadSpec) else tuple(items)
         self._speed = speed
-        self.n_requests = n_requests
+        self._dealt = dealt  # (which part, of how many)
+        n = self._items.n_requests if isinstance(self._items, WorkloadSpec) else len(self._items)
+        self.n_parts = n
+        self.n_requests = len(range(dealt[0], n, dealt[1]))
         self.shares_prefixes = shares_prefixes
+
+    def part(self, number: int, of: int) -> OpenLoad:
+        """Every so-manieth of them."""
+        return OpenLoad(self._items, shares_prefixes=self.shares_prefixes, speed=self._speed, dealt=(number, of))
 
     def start(self) -> Iterator[Due]:
         """All of them."""
-        for item in self._items:
+        items = items_of(self._items) if isinstance(self._items, WorkloadSpec) else self._items
+        number, of = self._dealt
+        for item in islice(items, number, None, of):
             at_s = item.at_s / self._speed
             yield at_s, request_of(item, at_s)
 
@@ -118,17 +138,24 @@ class UsersSpec:
 class UsersLoad:
     """A closed loop: nobody sends before the answer to the last message is there."""
 
-    def __init__(self, spec: UsersSpec) -> None:
+    def __init__(self, spec: UsersSpec, *, dealt: tuple[int, int] = (0, 1)) -> None:
+        number, of = dealt
         self.spec = spec
-        self.n_requests = spec.n_requests
+        self.n_parts = min(spec.n_users, spec.n_requests)
+        self.n_requests = len(range(number, spec.n_requests, of))
         self.shares_prefixes = spec.turns > 1 or spec.system_tokens > 0
-        self._random = [random.Random(f"user {spec.seed} {user}") for user in range(spec.n_users)]
-        self._turns = [0] * spec.n_users  # of the conversation now
+        users = range(number, spec.n_users, of)
+        self._random = {user: random.Random(f"user {spec.seed} {user}") for user in users}
+        self._turns = dict.fromkeys(users, 0)  # of the conversation now
         self._n_sent = 0
+
+    def part(self, number: int, of: int) -> UsersLoad:
+        """Every so-manieth of them."""
+        return UsersLoad(self.spec, dealt=(number, of))
 
     def start(self) -> Iterator[Due]:
         """Everyone's first message."""
-        users = range(min(self.spec.n_users, self.spec.n_requests))
+        users = islice(self._random, self.n_requests)
         first = sorted((self._think(user), user) for user in users)
         return (self._send(user, at_s, ()) for at_s, user in first)
 

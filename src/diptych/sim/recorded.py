@@ -22,7 +22,7 @@ from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.ground.step import StepPlan, StepResult
 from diptych.metrics import Limits
-from diptych.sim.cluster import Cluster
+from diptych.sim.cluster import Cluster, Group
 from diptych.sim.counterfactual import Machine, Minutes, Past, Seen, times_of
 from diptych.sim.load import Due
 from diptych.sim.tally import Tally
@@ -118,7 +118,11 @@ class RecordedLoad:
 
     def __init__(self, requests: list[Due]) -> None:
         self._requests = requests
-        self.n_requests = len(requests)
+        self.n_requests = self.n_parts = len(requests)
+
+    def part(self, number: int, of: int) -> RecordedLoad:
+        """Every so-manieth of them."""
+        return RecordedLoad(self._requests[number::of])
 
     def start(self) -> Iterator[Due]:
         """All of them."""
@@ -190,10 +194,9 @@ def rerun(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
         raise ConfigError(
             f"the run has calls of {calls}; only one that served its requests to their end can be simulated"
         )
-    cluster = Cluster(
-        1, recorded.config, recorded.blocks, predict_s=predict_s or _at_once, tally=Tally(Limits()), seed=recorded.seed
-    )
-    engine = cluster.engines[0].engine
+    group = Group(n_engines=1, config=recorded.config, blocks=recorded.blocks, predict_s=predict_s or _at_once)
+    cluster = Cluster([group], tally=Tally(Limits()), seed=recorded.seed, leaps=False)
+    engine = cluster.members[0].engine
     executor = engine.stepper.executor = _Rerun(recorded, engine.clock)
     try:
         cluster.run(RecordedLoad(recorded.requests))

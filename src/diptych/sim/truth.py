@@ -87,6 +87,7 @@ def case_of(row: MeasuredService) -> Case:
         input=_lengths(load.input_tokens, load.spread),
         output=_lengths(load.output_tokens, load.spread),
         n_requests=max(load.streams * (PER_STREAM if is_short else PER_LONG_STREAM), 12),
+        max_step_tokens=load.step_tokens,
         kv_tokens=_rounded(pool) if pool < load.streams * longest else None,
     )
     return Case(row=row, setup=setup, schedule=schedule_of(loop))
