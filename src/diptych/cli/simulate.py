@@ -29,10 +29,10 @@ from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.metrics import Limits
-from diptych.sim.load import Load, OpenLoad, UsersLoad, UsersSpec
-from diptych.sim.recorded import is_recording, recorded_load
 from diptych.sim.link import parse_link
+from diptych.sim.load import Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
+from diptych.sim.recorded import is_recording, recorded_load
 from diptych.sim.service import simulate
 from diptych.workload import LengthRange, WorkloadSpec, read_trace
 
