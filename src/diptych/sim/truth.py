@@ -7,63 +7,27 @@ that were fitted without its model, or without its device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration, Constants
-from diptych.cost.fit import NO_RESIDUAL, Free, gauss_newton, with_values
+from diptych.cost.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
 from diptych.cost.memory import capacity_of
+from diptych.cost.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
 from diptych.cost.services import MeasuredService
 from diptych.cost.setup import Setup, find_model
 from diptych.cost.tables import device_spec, kv_spec, quant_spec
 from diptych.sim.closed import ClosedLoop, Schedule, schedule_of
 from diptych.workload import LengthRange
 
-MEASURES = ("ttft", "tpot", "throughput")
+FIT_ROWS = 10  # of each model, device and format
 # requests of each stream that are simulated, of the ten that published runs have: fewer where all write much
 PER_STREAM = 4
 PER_LONG_STREAM = 2
 LONG_TOKENS = 200_000  # of all streams at one time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceForm:
-    """How one software's services are modelled: constants of both phases.
-
-    A path is "both.X" for one value in both phases, "prefill.X" or "decode.X" for one phase, or "request_s": what passes
-    between a client and the scheduler, seconds per request, all of it before the first token.
-    """
-
-    stack: str
-    fixed: Constants
-    free: tuple[Free, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceConstants:
-    """What a form was fitted to."""
-
-    prefill: Constants
-    decode: Constants
-    request_s: float
-
-
-def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
-    """A form with its free constants."""
-    prefill, decode, request_s = form.fixed, form.fixed, 0.0
-    for entry, value in zip(form.free, values, strict=True):
-        where, _, path = entry.path.partition(".")
-        if where == "request_s":
-            request_s = value
-            continue
-        one = (replace(entry, path=path),)
-        if where in ("both", "prefill"):
-            prefill = with_values(prefill, one, (value,))
-        if where in ("both", "decode"):
-            decode = with_values(decode, one, (value,))
-    return ServiceConstants(prefill, decode, request_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +37,7 @@ class Case:
     row: MeasuredService
     setup: Setup
     schedule: Schedule
+    is_short_of_kv: bool = False
 
 
 def case_of(row: MeasuredService) -> Case:
@@ -90,7 +55,7 @@ def case_of(row: MeasuredService) -> Case:
         max_step_tokens=load.step_tokens,
         kv_tokens=_rounded(pool) if pool < load.streams * longest else None,
     )
-    return Case(row=row, setup=setup, schedule=schedule_of(loop))
+    return Case(row=row, setup=setup, schedule=schedule_of(loop), is_short_of_kv=loop.kv_tokens is not None)
 
 
 def _rounded(tokens: int) -> int:
@@ -150,3 +115,158 @@ def fit_services(form: ServiceForm, cases: Sequence[Case], start: Sequence[float
         return found
 
     return gauss_newton(form.free, residuals, start=start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One number of one service beside what constants say that were fitted without its model, or its device.
+
+    low, high: of the 80 % interval, from what other models' (or devices') rows of that software needed.
+    """
+
+    case: Case
+    measure: str
+    held_out: str  # model | device
+    measured: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted / self.measured - 1.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the interval holds what was measured."""
+        return self.low <= self.measured <= self.high
+
+    def group(self, by: str) -> str:
+        """The value of a field that rows are grouped by."""
+        row = self.case.row
+        load = row.load
+        return {
+            "software": row.stack,
+            "device": row.device,
+            "model": row.model,
+            "weights": row.quant,
+            "measure": self.measure,
+            "streams": _streams(load.streams),
+            "lengths": f"{load.input_tokens} in, {load.output_tokens} out",
+            "pool": "requests wait for KV" if self.case.is_short_of_kv else "all fit",
+        }[by]
+
+
+def _streams(streams: int) -> str:
+    bounds = (4, 16, 64, 128)
+    return next((f"up to {bound}" for bound in bounds if streams <= bound), f"over {bounds[-1]}")
+
+
+def judge(
+    targets: Sequence[Case], others: Sequence[Case], *, held_out: str, told: Callable[[str], object] = lambda text: None
+) -> list[Judged]:
+    """Every number of the targets by a fit that saw nothing of its model (or device), on the rows that are left of all cases.
+
+    told: of each fit before it begins. Software without a form is left out, and so is what no other model (or device) was
+    measured with.
+    """
+    found: list[Judged] = []
+    everything = [*targets, *others]
+    for form in SERVICE_FORMS:
+        mine = [case for case in everything if case.row.stack == form.stack]
+        wanted = [case for case in targets if case.row.stack == form.stack]
+        if not wanted:
+            continue
+        told(f"{form.stack}, all rows")
+        start = fit_services(form, few_of(mine))
+        raw: list[tuple[Case, str, float, float]] = []
+        for value in sorted({_field(case, held_out) for case in wanted}):
+            kept = [case for case in mine if _field(case, held_out) != value]
+            if not kept:
+                continue
+            told(f"{form.stack} without {value}")
+            constants = put_in(form, [math.exp(log) for log in fit_services(form, few_of(kept), start)])
+            for case in wanted:
+                if _field(case, held_out) == value:
+                    said = predicted_of(case, constants)
+                    raw += [(case, name, seen, said[name]) for name, seen in measured_of(case.row).items()]
+        found += _with_intervals(raw, held_out)
+    return found
+
+
+def _field(case: Case, held_out: str) -> str:
+    return case.row.model if held_out == "model" else case.row.device
+
+
+def _with_intervals(raw: Sequence[tuple[Case, str, float, float]], held_out: str) -> list[Judged]:
+    """A row's interval is made of the errors of all other models' (devices') rows."""
+    found: list[Judged] = []
+    bounds: dict[tuple[str, str], tuple[float, float]] = {}
+    for case, measure, measured, predicted in raw:
+        key = _field(case, held_out), measure
+        if key not in bounds:
+            ratios = [
+                seen / said for other, name, seen, said in raw if name == measure and _field(other, held_out) != key[0]
+            ]
+            bounds[key] = (
+                (rank(ratios, (1.0 - SHARE) / 2.0), rank(ratios, (1.0 + SHARE) / 2.0)) if ratios else (1.0, 1.0)
+            )
+        low, high = bounds[key]
+        found.append(
+            Judged(
+                case=case, measure=measure, held_out=held_out, measured=measured, predicted=predicted,
+                low=predicted * low, high=predicted * high,
+            )
+        )  # fmt: skip
+    return found
+
+
+def few_of(cases: Iterable[Case]) -> list[Case]:
+    """At most FIT_ROWS of each model, device and format, from all over their loads: they weigh alike, and a fit ends."""
+    groups: dict[tuple[str, str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.row.model, case.row.device, case.row.quant), []).append(case)
+    kept: list[Case] = []
+    for _, members in sorted(groups.items()):
+        members.sort(key=lambda case: repr((case.row.tp, case.row.load)))
+        random.Random(len(members)).shuffle(members)
+        kept += members[:FIT_ROWS]
+    return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupError:
+    """Errors of a group as sizes, and the share of rows that their intervals hold."""
+
+    by: str
+    group: str
+    rows: int
+    median: float
+    p90: float
+    bias: float  # median of the signed errors
+    held: float
+
+
+def summarise_services(judged: Sequence[Judged], *, by: Sequence[str]) -> list[GroupError]:
+    """Of all rows, then by each field."""
+    found = [_group("all", "all", judged)]
+    for field in by:
+        groups: dict[str, list[Judged]] = {}
+        for one in judged:
+            groups.setdefault(one.group(field), []).append(one)
+        found += [_group(field, name, members) for name, members in sorted(groups.items())]
+    return found
+
+
+def _group(by: str, name: str, members: Sequence[Judged]) -> GroupError:
+    sizes = [abs(one.error) for one in members]
+    return GroupError(
+        by=by,
+        group=name,
+        rows=len(members),
+        median=quantile(sizes, 0.5),
+        p90=quantile(sizes, 0.9),
+        bias=quantile([one.error for one in members], 0.5),
+        held=sum(one.is_held for one in members) / len(members),
+    )
