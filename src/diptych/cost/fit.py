@@ -103,13 +103,8 @@ def fit(form: StackForm, rows: Sequence[PublishedRow]) -> Constants:
 Residuals = Callable[[Sequence[float]], list[float]]
 
 
-def gauss_newton(
-    free: Sequence[Free], residuals_of_rows: Residuals, *, start: Sequence[float] | None = None
-) -> list[float]:
-    """Logs of the constants that make the residuals least (damped Gauss-Newton); residuals of rows are log ratios.
-
-    start: logs to begin at, instead of the constants' own starting values, which stay the prior.
-    """
+def gauss_newton(free: Sequence[Free], residuals_of_rows: Residuals) -> list[float]:
+    """Logs of the constants that make the residuals least (damped Gauss-Newton); residuals of rows are log ratios."""
 
     def residuals_of(logs: Sequence[float]) -> list[float]:
         prior = [
@@ -117,7 +112,7 @@ def gauss_newton(
         ]
         return residuals_of_rows(logs) + prior
 
-    logs = [math.log(entry.start) for entry in free] if start is None else list(start)
+    logs = [math.log(entry.start) for entry in free]
     damping = 1e-2
     residuals = residuals_of(logs)
     cost = _cost(residuals)

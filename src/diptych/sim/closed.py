@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from operator import mul
 
 from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
 from diptych.ground.errors import ConfigError
@@ -30,9 +30,6 @@ from diptych.workload import LengthRange, WorkloadItem
 _ALIKE = 0.08
 BLOCK_TOKENS = 64
 LONGEST_RUN = 128  # of decode steps that are taken at once: their contexts differ by so many tokens
-MOST_REQUESTS = 96  # of a schedule whose times are kept: medians need no more
-
-Instant = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,36 +65,24 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the scheduler decided: kinds of steps with one shape each, runs of (kind, steps), and where requests begin and end.
-
-    requests: (instant it came, of its first token, of its last one, its output tokens, its weight), an instant being the run
-    and the steps of that run that were over. output_tokens: of all requests.
+    """What the scheduler decided: kinds of steps with one shape each, and how many of each kind stand in the mean request's
+    TTFT, in its TPOT, and in the whole run, which wrote output_tokens.
     """
 
     kinds: tuple[StepShape, ...]
-    runs: tuple[tuple[int, int], ...]
-    requests: tuple[tuple[Instant, Instant, Instant, int, float], ...]
+    in_ttft: tuple[float, ...]
+    in_tpot: tuple[float, ...]
+    in_all: tuple[int, ...]
     output_tokens: int
 
     def times(self, predict_s: Callable[[StepShape], float]) -> Times:
         """Give every step its price."""
         prices = [predict_s(shape) for shape in self.kinds]
-        step_s = [prices[kind] for kind, _ in self.runs]
-        begin_s = [0.0, *accumulate(prices[kind] * count for kind, count in self.runs)]
-        step_s.append(0.0)
-
-        def at(instant: Instant) -> float:
-            return begin_s[instant[0]] + instant[1] * step_s[instant[0]]
-
-        ttft_s = tpot_s = ttft_weight = tpot_weight = 0.0
-        for came, first, last, tokens, weight in self.requests:
-            first_s = at(first)
-            ttft_s += weight * (first_s - at(came))
-            ttft_weight += weight
-            if tokens > 1:
-                tpot_s += weight * (at(last) - first_s) / (tokens - 1)
-                tpot_weight += weight
-        return Times(ttft_s / ttft_weight, tpot_s / (tpot_weight or 1.0), self.output_tokens / begin_s[-1])
+        return Times(
+            sum(map(mul, prices, self.in_ttft)),
+            sum(map(mul, prices, self.in_tpot)),
+            self.output_tokens / sum(map(mul, prices, self.in_all)),
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -117,25 +102,30 @@ def schedule_of(loop: ClosedLoop) -> Schedule:
     run = _Run(loop, config, BlockConfig(n_blocks=-(-kv_tokens // BLOCK_TOKENS), block_tokens=BLOCK_TOKENS))
     run.serve()
     kinds, numbers = _kinds(run.steps)
-    runs: list[tuple[int, int]] = []
-    for kind, (_, count) in zip(numbers, run.steps, strict=True):
-        if runs and runs[-1][0] == kind:
-            runs[-1] = (kind, runs[-1][1] + count)
-        else:
-            runs.append((kind, count))
-    begins = [0, *accumulate(count for _, count in runs)]
-
-    def instant(steps: int) -> Instant:
-        place = bisect_right(begins, steps) - 1
-        return place, steps - begins[place]
-
-    requests = []
+    n_steps = sum(count for _, count in run.steps)
+    reading, writing = (
+        [0.0] * (n_steps + 1),
+        [0.0] * (n_steps + 1),
+    )  # weight of the requests that do, by changes at each step
     for wave, weight in _waves(run.served, loop):
-        kept = wave[:: max(1, len(wave) // MOST_REQUESTS)]
-        for one in kept:
-            ends = instant(one.came), instant(one.first), instant(one.last)
-            requests.append((*ends, one.output_tokens, weight / len(kept)))
-    return Schedule(tuple(kinds), tuple(runs), tuple(requests), sum(one.output_tokens for one in run.served))
+        writers = sum(one.output_tokens > 1 for one in wave)
+        for one in wave:
+            reading[one.came] += weight / len(wave)
+            reading[one.first] -= weight / len(wave)
+            if one.output_tokens > 1:
+                share = weight / writers / (one.output_tokens - 1)
+                writing[one.first] += share
+                writing[one.last] -= share
+    reads, writes = list(accumulate(accumulate(reading))), list(accumulate(accumulate(writing)))
+    in_ttft, in_tpot, in_all, step = [0.0] * len(kinds), [0.0] * len(kinds), [0] * len(kinds), 0
+    for kind, (_, count) in zip(numbers, run.steps, strict=True):
+        last = step + count - 1
+        in_ttft[kind] += reads[last] - (reads[step - 1] if step else 0.0)
+        in_tpot[kind] += writes[last] - (writes[step - 1] if step else 0.0)
+        in_all[kind] += count
+        step += count
+    written = sum(one.output_tokens for one in run.served)
+    return Schedule(tuple(kinds), tuple(in_ttft), tuple(in_tpot), tuple(in_all), written)
 
 
 def _waves(served: Sequence[_Served], loop: ClosedLoop) -> list[tuple[Sequence[_Served], float]]:

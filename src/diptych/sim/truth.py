@@ -14,12 +14,15 @@ from functools import lru_cache
 
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration, Constants
+from diptych.cost.components import cost_of
 from diptych.cost.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
 from diptych.cost.memory import capacity_of
+from diptych.cost.roofline import roofline
 from diptych.cost.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
 from diptych.cost.services import MeasuredService
 from diptych.cost.setup import Setup, find_model
 from diptych.cost.tables import device_spec, kv_spec, quant_spec
+from diptych.ground.shape import StepShape
 from diptych.sim.closed import ClosedLoop, Schedule, schedule_of
 from diptych.workload import LengthRange
 
@@ -38,6 +41,14 @@ class Case:
     setup: Setup
     schedule: Schedule
     is_short_of_kv: bool = False
+
+    @property
+    def is_below_bound(self) -> bool:
+        """Whether a token took less time than one sequence's roofline: more than one came of a step, which no row states."""
+        setup = self.setup
+        step = StepShape.decode(batch=1, context_tokens=self.row.load.input_tokens)
+        cost = cost_of(setup.model, step, quant=setup.quant, kv=setup.kv, tp=setup.tp)
+        return self.row.tpot_s is not None and self.row.tpot_s < roofline(cost, setup.hardware, setup.quant).total_s
 
 
 def case_of(row: MeasuredService) -> Case:
@@ -103,7 +114,7 @@ def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
     }
 
 
-def fit_services(form: ServiceForm, cases: Sequence[Case], start: Sequence[float] | None = None) -> list[float]:
+def fit_services(form: ServiceForm, cases: Sequence[Case]) -> list[float]:
     """Logs of the free constants that fit these rows best."""
 
     def residuals(logs: Sequence[float]) -> list[float]:
@@ -114,7 +125,7 @@ def fit_services(form: ServiceForm, cases: Sequence[Case], start: Sequence[float
             found += [math.log(said[name] / value) for name, value in measured_of(case.row).items()]
         return found
 
-    return gauss_newton(form.free, residuals, start=start)
+    return gauss_newton(form.free, residuals)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,15 +189,13 @@ def judge(
         wanted = [case for case in targets if case.row.stack == form.stack]
         if not wanted:
             continue
-        told(f"{form.stack}, all rows")
-        start = fit_services(form, few_of(mine))
         raw: list[tuple[Case, str, float, float]] = []
         for value in sorted({_field(case, held_out) for case in wanted}):
             kept = [case for case in mine if _field(case, held_out) != value]
             if not kept:
                 continue
             told(f"{form.stack} without {value}")
-            constants = put_in(form, [math.exp(log) for log in fit_services(form, few_of(kept), start)])
+            constants = put_in(form, [math.exp(log) for log in fit_services(form, few_of(kept))])
             for case in wanted:
                 if _field(case, held_out) == value:
                     said = predicted_of(case, constants)
