@@ -86,7 +86,8 @@ def test_intervals_come_from_other_models(world: list[MeasuredService]) -> None:
 def row_of(**fields: object) -> dict[str, object]:
     return {
         "backend": "vllm", "backend_version": "1", "model_path": "openai/gpt-oss-120b", "system": "h100_sxm",
-        "precision": "fp4", "mode": "agg", "isl": 1024, "osl": 512, "tp_size": 2, "pp_size": 1, "attention_dp_size": 1, "moe_tp_size": 2,
+        "precision": "fp4", "mode": "agg",
+        "isl": 1024, "osl": 512, "tp_size": 2, "pp_size": 1, "attention_dp_size": 1, "moe_tp_size": 2,
         "moe_ep_size": 1, "silicon_ttft_ms": 50, "silicon_tpot_ms": 8, "measured": "2026-01-01", "concurrency": 16,
     } | fields  # fmt: skip
 
@@ -118,11 +119,8 @@ def test_rows_are_read_with_their_load_and_counted_by_reason() -> None:
         read_deployments("a,b\n1,2\n")
 
 
-def test_the_shipped_rows_are_read_and_a_drafted_token_is_seen() -> None:
+def test_the_shipped_rows_are_read() -> None:
     rows, left_out = read_deployments(data_text("service_rows.csv"))
     assert len(rows) > 2000
     assert {row.stack for row in rows} == {"tensorrt-llm", "vllm", "sglang"}
     assert sum(left_out.values()) < len(rows) / 2
-    row = service("llama-3.1-8b", "h100-80gb-sxm", 1)
-    assert not case_of(row).is_below_bound
-    assert case_of(replace(row, tpot_s=2e-3)).is_below_bound  # 16 GB at 3.35 TB/s are 4.8 ms

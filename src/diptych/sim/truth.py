@@ -14,15 +14,12 @@ from functools import lru_cache
 
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration, Constants
-from diptych.cost.components import cost_of
 from diptych.cost.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
 from diptych.cost.memory import capacity_of
-from diptych.cost.roofline import roofline
 from diptych.cost.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
 from diptych.cost.services import MeasuredService
 from diptych.cost.setup import Setup, find_model
 from diptych.cost.tables import device_spec, kv_spec, quant_spec
-from diptych.ground.shape import StepShape
 from diptych.sim.closed import ClosedLoop, Schedule, schedule_of
 from diptych.workload import LengthRange
 
@@ -41,14 +38,6 @@ class Case:
     setup: Setup
     schedule: Schedule
     is_short_of_kv: bool = False
-
-    @property
-    def is_below_bound(self) -> bool:
-        """Whether a token took less time than one sequence's roofline: more than one came of a step, which no row states."""
-        setup = self.setup
-        step = StepShape.decode(batch=1, context_tokens=self.row.load.input_tokens)
-        cost = cost_of(setup.model, step, quant=setup.quant, kv=setup.kv, tp=setup.tp)
-        return self.row.tpot_s is not None and self.row.tpot_s < roofline(cost, setup.hardware, setup.quant).total_s
 
 
 def case_of(row: MeasuredService) -> Case:
