@@ -61,6 +61,9 @@ def serve(
     reads_control_tokens: Annotated[
         bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
     ] = False,
+    keep_minutes: Annotated[
+        float, typer.Option(help="remember so many minutes of requests for `explain --what-if`; 0: none")
+    ] = 2.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -81,6 +84,7 @@ def serve(
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
         reads_control_tokens=reads_control_tokens,
+        kept_minutes=keep_minutes,
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,

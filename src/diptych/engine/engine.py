@@ -157,6 +157,7 @@ class Engine:
         self.book = EventBook()  # of every open request, and of every step
         self._speculates = core.config.speculate != "off"
         self._listeners: list[Callable[[list[Event]], None]] = []
+        self.on_submit: list[Callable[[OpenRequest], object]] = []  # called with every request that was taken
         self.stepper = Stepper(core, executor, clock, fold=self._publish, observe=observe)
 
     @property
@@ -224,6 +225,8 @@ class Engine:
         events = self.core.submit(request)
         self._open[request.request_id] = opened
         self._publish(events)
+        for tell in self.on_submit:
+            tell(opened)
         return opened
 
     def abort(self, request_id: str, *, reason: FinishReason = FinishReason.ABORT) -> bool:

@@ -24,6 +24,7 @@ class ServerConfig:
     allowed_hosts: names in `Host` besides this machine's own, "*" for any; allow_origins: sites whose pages may use the
     server (CORS), such as https://app.example.com, "*" for any (see `server.sites`).
     max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
+    kept_minutes: of requests and steps, for what would have been (see `server.recent`); 0: none.
     reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
     """
 
@@ -40,6 +41,7 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     metrics_compat: str = "vllm"
     kept_timelines: int = 256
+    kept_minutes: float = 2.0
     reads_control_tokens: bool = False
     log_level: str = "info"
 
@@ -55,6 +57,8 @@ class ServerConfig:
         if self.max_body_bytes is not None:
             at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("kept_timelines", self.kept_timelines, 0)
+        if not 0.0 <= self.kept_minutes <= 60.0:
+            raise ConfigError(f"kept_minutes is {self.kept_minutes}; it must be 0 to 60", hint="0 keeps nothing")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ConfigError(
                 "the API key is empty, or holds a line break or another character that no HTTP header can carry",
