@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.model import Blueprint, Model, draw_blueprint
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_model import build_cpu_model
@@ -26,6 +27,8 @@ from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.models.config import HfConfig, read_json
+from diptych.models.gguf import read_config
+from diptych.models.gguf_file import find_gguf, open_gguf
 from diptych.models.read import refuse_unrun
 
 logger = logging.getLogger("diptych.compute")
@@ -40,27 +43,48 @@ def load_model(
     max_context_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """A checkpoint folder or hub name as a Model.
+    """A checkpoint folder, a GGUF file or a hub name as a Model.
 
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
     progress: called with (bytes read, bytes in all). Raises LoadError, UnsupportedModel or ConfigError.
     """
-    directory = resolve_model_dir(path_or_name)
+    gguf = find_gguf(Path(path_or_name).expanduser())
+    hf_config, path, checkpoint, config = (
+        _open_folder(resolve_model_dir(path_or_name), config) if gguf is None else _open_gguf(gguf, config)
+    )
+    checkpoint.progress = progress
+    blueprint = draw_blueprint(
+        hf_config, checkpoint, path=path, max_context_tokens=max_context_tokens, longrope=config.longrope
+    )
+    return _build(blueprint, config)
+
+
+# a checkpoint opened: its config.json and where that is from, its tensors, and the config that it settles
+Opened = tuple[dict[str, Any], str, Checkpoint | GgufCheckpoint, ComputeConfig]
+
+
+def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     hf_config = read_json(directory / "config.json")
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
     refuse_unrun(parsed)
     stored = stored_weights(hf_config)
     if stored is None:
         parsed.refuse_quantised()
-        checkpoint = Checkpoint(directory)
-    else:
-        config = settle_stored(config, stored)
-        checkpoint = QuantisedCheckpoint(directory)
-    checkpoint.progress = progress
-    blueprint = draw_blueprint(
-        hf_config, checkpoint, path=parsed.path, max_context_tokens=max_context_tokens, longrope=config.longrope
+        return hf_config, parsed.path, Checkpoint(directory), config
+    return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
+
+
+def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
+    file = open_gguf(path)
+    hf_config = read_config(file)
+    refuse_unrun(HfConfig(hf_config, path=str(path)))
+    # what is packed as int8 or int4 is rounded once, from fp32; the embedding is kept, so it is bf16 unless fp32 is asked
+    checkpoint = GgufCheckpoint(
+        file,
+        dtype=torch.bfloat16 if config.weights in ("auto", "bf16") else torch.float32,
+        table_dtype=torch.float32 if config.weights == "fp32" else torch.bfloat16,
     )
-    return _build(blueprint, config)
+    return hf_config, str(path), checkpoint, config
 
 
 def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
