@@ -42,7 +42,9 @@ def gguf_reference(family: str, **overrides: Any) -> Any:
     return make_reference(family, **(OVERRIDES.get(family, {}) | overrides))
 
 
-def write_gguf(model: Any, path: Path, *, choose: Choose = lambda name: "F32", words: bool = True, **writer: Any) -> Path:
+def write_gguf(
+    model: Any, path: Path, *, choose: Choose = lambda name: "F32", words: bool = True, **writer: Any
+) -> Path:
     """Write the model; `choose` says a tensor's type by its GGUF name. words: a vocabulary of one token per id."""
     config = model.config
     name = ARCHITECTURES["gemma3" if config.model_type == "gemma3_text" else config.model_type]
@@ -90,6 +92,8 @@ def tame_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: i
     where = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind.name, (0,))
     for at in where:
         blocks[:, at : at + 2] = scale
+    if kind.name == "IQ1_M":  # its scale lies in the upper half of every second byte
+        blocks[:, 49::2] = blocks[:, 49::2] & 15 | np.array([0, 0, 4, 1], dtype=np.uint8) << 4
     return blocks.reshape(*shape[:-1], -1)
 
 

@@ -226,8 +226,13 @@ def _add_rope(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
         scaling = {"rope_type": "longrope", "long_factor": freqs, "short_factor": freqs, "factor": 1.0,
                    "attention_factor": 1.0, "original_max_position_embeddings": config["max_position_embeddings"]}  # fmt: skip
     elif long is not None or short is not None:
-        scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short,
-                   "attention_factor": attention or 1.0, "original_max_position_embeddings": original}  # fmt: skip
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            "attention_factor": attention or 1.0,
+        }
+        config["original_max_position_embeddings"] = original or config["max_position_embeddings"]
     elif kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
                    "attention_factor": attention, "beta_fast": keys.number("rope.scaling.yarn_beta_fast"),
