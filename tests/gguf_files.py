@@ -42,20 +42,32 @@ def gguf_reference(family: str, **overrides: Any) -> Any:
     return make_reference(family, **(OVERRIDES.get(family, {}) | overrides))
 
 
+def add_numbered_words(out: gguf.GGUFWriter, n: int) -> None:
+    """A vocabulary of one token per id."""
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("gpt-2")
+    out.add_token_list([f"t{i}" for i in range(n)])
+    out.add_token_types([1] * n)
+    out.add_token_merges(["t 0"])
+
+
 def write_gguf(
-    model: Any, path: Path, *, choose: Choose = lambda name: "F32", words: bool = True, **writer: Any
+    model: Any,
+    path: Path,
+    *,
+    choose: Choose = lambda name: "F32",
+    add_words: Callable[[gguf.GGUFWriter], None] | None = None,
+    **writer: Any,
 ) -> Path:
-    """Write the model; `choose` says a tensor's type by its GGUF name. words: a vocabulary of one token per id."""
+    """Write the model; `choose` says a tensor's type by its GGUF name, `add_words` adds a vocabulary."""
     config = model.config
     name = ARCHITECTURES["gemma3" if config.model_type == "gemma3_text" else config.model_type]
     out = gguf.GGUFWriter(str(path), name, **writer)
     write_metadata(out, config)
-    if words:
-        out.add_tokenizer_model("gpt2")
-        out.add_tokenizer_pre("gpt-2")
-        out.add_token_list([f"t{i}" for i in range(config.vocab_size)])
-        out.add_token_types([1] * config.vocab_size)
-        out.add_token_merges(["t 0"])
+    if add_words is None:
+        add_numbered_words(out, config.vocab_size)
+    else:
+        add_words(out)
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for theirs, values in tensors_of(model).items():

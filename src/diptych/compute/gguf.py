@@ -22,6 +22,7 @@ import torch
 
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, give_pages_back
 from diptych.ground.errors import LoadError
+from diptych.ground.formats import ENGINE_WEIGHTS
 from diptych.models.gguf import ROPE_TENSOR, Place, architecture_of, place_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
 
@@ -183,16 +184,20 @@ class GgufCheckpoint:
         return digest.hexdigest()
 
     def log_formats(self, kept: str) -> None:
-        """Say once, by type, how the weights lie in the file and as what they are kept."""
+        """Say once how the weights lie in the file, as what they are kept, and why."""
         values: Counter[BlockType] = Counter()
         for tensor in self.file.tensors.values():
             if len(tensor.shape) > 1:
                 values[tensor.type] += math.prod(tensor.shape)
-        stored = ", ".join(f"{kind.name} {n / values.total():.1%}" for kind, n in values.most_common())
-        bits = sum(kind.bits * n for kind, n in values.items()) / values.total()
+        has_blocks = any(not kind.is_plain for kind in values)
         logger.info(
-            "weights stored=%s at %.2f bits per weight, kept=%s", stored, bits, kept,
-        )  # fmt: skip
+            "weights stored=%s at %.2f bits per weight, kept=%s at %.2f, because %s",
+            " ".join(f"{kind.name}:{n / values.total():.1%}" for kind, n in values.most_common()),
+            sum(kind.bits * n for kind, n in values.items()) / values.total(),
+            kept,
+            ENGINE_WEIGHTS[kept][0].bytes * 8,
+            "no kernel multiplies these blocks" if has_blocks else "the backend multiplies that",
+        )
 
 
 def dequantised(raw: torch.Tensor, kind: BlockType, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

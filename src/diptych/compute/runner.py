@@ -56,7 +56,10 @@ def load_model(
     blueprint = draw_blueprint(
         hf_config, checkpoint, path=path, max_context_tokens=max_context_tokens, longrope=config.longrope
     )
-    return _build(blueprint, config)
+    model = _build(blueprint, config)
+    if isinstance(checkpoint, GgufCheckpoint):
+        checkpoint.log_formats(model.weights_format)
+    return model
 
 
 # a checkpoint opened: its config.json and where that is from, its tensors, and the config that it settles

@@ -1,4 +1,4 @@
-"""How many parameters lie beside a config: from the headers of safetensors files, else from their index. Nothing is read
+"""How many parameters lie beside a config: from the headers of safetensors and GGUF files, else from an index. Nothing is read
 but names, shapes and sizes. The check that a price is the price of the model that is there.
 """
 
@@ -13,6 +13,8 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import MAX_JSON_BYTES, read_json
 from diptych.models.families import BY_MODEL_TYPE
+from diptych.models.gguf import count_parameters
+from diptych.models.gguf_file import open_gguf
 from diptych.models.spec import ModelSpec
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -38,6 +40,16 @@ def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
         raise LoadError(
             f"{folder / 'config.json'} gives {expected} parameters; the files beside it hold {found}",
             hint="the config belongs to another model, or to a variant of its architecture that is not known here",
+        )
+
+
+def check_gguf(path: Path, expected: int) -> None:
+    """LoadError when a GGUF file holds another number of parameters than its metadata gives."""
+    found = count_parameters(open_gguf(path))
+    if found != expected:
+        raise LoadError(
+            f"the metadata of {path} gives {expected} parameters; its tensors hold {found}",
+            hint="the file is of a variant of its architecture that is not known here",
         )
 
 

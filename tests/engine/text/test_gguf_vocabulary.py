@@ -7,12 +7,12 @@ from pathlib import Path
 
 import gguf
 import pytest
-from llama_cpp import llama_cpp_source
 
 from diptych.engine.text.gguf_vocabulary import gguf_template, gguf_tokenizer
 from diptych.engine.text.tokenizer import PieceKind
 from diptych.ground.errors import LoadError
 from diptych.models.gguf_file import open_gguf
+from llama_cpp import llama_cpp_source
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "gguf_vocabularies"
 BUNDLED = {"phi-3": PieceKind.SENTENCEPIECE, "deepseek-coder": PieceKind.BYTE_LEVEL, "gpt-2": PieceKind.BYTE_LEVEL,

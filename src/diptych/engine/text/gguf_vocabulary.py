@@ -12,7 +12,6 @@ of a turn; the tokenizer.json files of the models for the splits themselves.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -288,7 +287,7 @@ def _sentencepiece(words: Vocabulary) -> tokenizers.Tokenizer:
     marked = normalizers.Replace(" ", SPACE)
     is_prefixed = words.flag("add_space_prefix", words.model == "llama")
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), marked]) if is_prefixed else marked
-    steps: Sequence[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if is_prefixed else steps)
     return backend
 
