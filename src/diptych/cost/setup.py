@@ -63,10 +63,9 @@ def find_model(name: str) -> ModelSpec:
 
     LoadError when the weights beside a config are of another size than it says.
     """
-    path = Path(str(files("diptych").joinpath("bundled", BUNDLED)) if name == "bundled" else name)
-    if not (path.exists() or name.endswith((".json", SUFFIX)) or name.startswith((".", "/", "~"))):
+    path = model_path(name)
+    if path is None:
         return model_spec(_table_name(name))
-    path = path.expanduser()
     gguf = find_gguf(path)
     if gguf is not None:
         spec = load_gguf_spec(gguf)
@@ -76,6 +75,14 @@ def find_model(name: str) -> ModelSpec:
     if path.is_dir() or path.name == "config.json":
         check_stored(path if path.is_dir() else path.parent, spec, parameter_count(spec))
     return spec
+
+
+def model_path(name: str) -> Path | None:
+    """The file or folder that a model's name is; None for a name of the table."""
+    path = Path(str(files("diptych").joinpath("bundled", BUNDLED)) if name == "bundled" else name)
+    if path.exists() or name.endswith((".json", SUFFIX)) or name.startswith((".", "/", "~")):
+        return path.expanduser()
+    return None
 
 
 def _table_name(name: str) -> str:

@@ -24,14 +24,14 @@ from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.memory import memory_of
-from diptych.engine.text.gguf_vocabulary import gguf_template, gguf_tokenizer
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
+from diptych.engine.text.words import words_of
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.shape import StepShape
-from diptych.models.gguf_file import find_gguf, open_gguf
+from diptych.models.gguf_file import find_gguf
 from diptych.models.named import SHAPES
 
 logger = logging.getLogger("diptych.engine")
@@ -100,16 +100,6 @@ def load(
         load_s=checkpoint_s,
         clock=clock,
     )
-
-
-def words_of(path: Path) -> tuple[Tokenizer, ChatTemplate]:
-    """Tokenizer and chat template of a checkpoint folder or of a GGUF file. Raises LoadError."""
-    if path.is_dir():
-        tokenizer = Tokenizer.from_dir(path)
-        return tokenizer, ChatTemplate.from_dir(path, tokenizer)
-    file = open_gguf(path)
-    tokenizer = gguf_tokenizer(file)
-    return tokenizer, gguf_template(file, tokenizer)
 
 
 def opened(

@@ -59,7 +59,9 @@ def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
         named = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(named, dict) or {path.name for path in files} != {str(name) for name in named.values()}:
             return None
-    tensors = [(name, tensor) for path in files for name, tensor in _header(path).items() if name != "__metadata__"]
+    tensors = [
+        (name, tensor) for path in files for name, tensor in safetensors_header(path).items() if name != "__metadata__"
+    ]
     if not tensors or any(tensor.get("dtype") not in PLAIN for _, tensor in tensors):
         return None
     ignored = BY_MODEL_TYPE[spec.family].ignored
@@ -72,7 +74,7 @@ def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
     return count
 
 
-def _header(path: Path) -> dict[str, Any]:
+def safetensors_header(path: Path) -> dict[str, Any]:
     """Names, dtypes and shapes: 8 bytes of length, then JSON (the safetensors format)."""
     try:
         with path.open("rb") as file:
