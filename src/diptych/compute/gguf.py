@@ -16,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -171,6 +172,15 @@ class GgufCheckpoint:
         for tensor in self.file.tensors.values():
             held[FLOAT_DTYPES.get(tensor.type.name, self._dtype)] += math.prod(tensor.shape)
         return held.most_common(1)[0][0]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return self.file.paths
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that was asked for."""
+        return self._used[name]
 
     def fingerprint(self) -> str:
         """SHA-256 over what was made of the file, its tensors' names, shapes and types, sizes, and a sample of its bytes."""

@@ -274,6 +274,11 @@ class Checkpoint:
                 digest.update(file.read(SAMPLE_BYTES))
         return digest.hexdigest()
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return tuple(self.directory / name for name in sorted(self._files))
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the files."""
         return tuple(self._shape(name))
