@@ -63,8 +63,12 @@ def read_by_transformers(path: Path) -> Any:
     return model
 
 
-WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 2}
-TYPES = [kind.name for kind in BLOCK_TYPES.values()]
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 1}
+RARE = ("IQ1", "IQ2", "IQ3", "TQ")
+TYPES = [
+    pytest.param(kind.name, marks=[pytest.mark.slow] if kind.name.startswith(RARE) else [])
+    for kind in BLOCK_TYPES.values()
+]
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS
@@ -33,7 +34,7 @@ logger = logging.getLogger("diptych.compute")
 PIECE_VALUES = 2**19
 
 
-class GgufTensorView:
+class GgufTensorView(WeightTensor):
     """A WeightTensor in a GGUF file. dtype: of what `read` gives."""
 
     random_seed: int | None = None
@@ -50,6 +51,10 @@ class GgufTensorView:
     def read(self) -> torch.Tensor:
         """The values: of a plain tensor a view of the mapped file, else made now."""
         return self._checkpoint.read(self._place, self.shape, self.dtype)
+
+    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
+        """Some rows and the first columns, of which only the blocks are dequantised."""
+        return self._checkpoint.read(self._place, self.shape, self.dtype, rows=rows, n_columns=n_columns)
 
 
 class GgufCheckpoint:
@@ -103,8 +108,16 @@ class GgufCheckpoint:
             dtype = torch.float32 if place.added else dtype
         return GgufTensorView(self, name, shape, dtype, place)
 
-    def read(self, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The values of a checked tensor; counts towards progress once."""
+    def read(
+        self,
+        place: Place,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        rows: slice = slice(None),
+        n_columns: int | None = None,
+    ) -> torch.Tensor:
+        """The values of a checked tensor, or some rows and the first columns of it; counts towards progress once."""
         stored = self.file.tensors[place.name]
         for tensor in self._resident:  # views are read again from the file should anyone still need them
             give_pages_back(tensor)
@@ -115,10 +128,17 @@ class GgufCheckpoint:
             self._read_bytes += raw.nbytes
             if self.progress is not None:
                 self.progress(self._read_bytes, max(self.file.file_bytes, self._read_bytes))
+        n_columns = shape[-1] if n_columns is None else min(n_columns, shape[-1])
+        order: slice | torch.Tensor = rows if place.heads is None else self._rows_of(place.heads, shape[0])[rows]
         plain = FLOAT_DTYPES.get(stored.type.name)
-        values = raw.view(plain).view(shape) if plain is not None else dequantised(raw, stored.type, shape, dtype)
-        if place.heads is not None:
-            values = self._in_our_order(values, place.heads)
+        if plain is not None:
+            values = raw.view(plain).view(shape)[order]
+            values = values if values.ndim == 1 else values[:, :n_columns]
+        else:
+            blocks = raw.view(-1, shape[-1] // stored.type.elements * stored.type.nbytes)[order]
+            blocks = blocks[:, : -(-n_columns // stored.type.elements) * stored.type.nbytes]
+            values = dequantised(blocks, stored.type, dtype)[:, :n_columns]
+            values = values if len(shape) > 1 else values[0]
         return values if not place.added else values.to(torch.float32) - place.added
 
     def _bytes(self, stored: GgufTensor, expert: int | None) -> torch.Tensor:
@@ -129,14 +149,13 @@ class GgufCheckpoint:
             begin += expert * nbytes
         return torch.frombuffer(self.file.mapped(stored.part), dtype=torch.uint8, count=nbytes, offset=begin)
 
-    def _in_our_order(self, values: torch.Tensor, heads: str) -> torch.Tensor:
-        """Undo the converter: it puts dimension i of a head's half beside dimension i of the other half."""
+    def _rows_of(self, heads: str, n_rows: int) -> torch.Tensor:
+        """Where our rows lie: the converter puts row i of a head's first half beside row i of its second."""
         key = "attention.head_count" if heads == "q" else "attention.head_count_kv"
         prefix = self.file.metadata["general.architecture"]
         n_heads = self.file.metadata.get(f"{prefix}.{key}") or self.file.metadata[f"{prefix}.attention.head_count"]
         n_heads = n_heads if isinstance(n_heads, int) else n_heads.values()[0]
-        pairs = values.view(n_heads, -1, 2, *values.shape[1:])
-        return pairs.transpose(1, 2).reshape(values.shape)
+        return torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def differ(self, name: str, other: str) -> bool:
         """Never: a file with an output projection of its own says that it is not tied."""
@@ -210,15 +229,14 @@ class GgufCheckpoint:
         )
 
 
-def dequantised(raw: torch.Tensor, kind: BlockType, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Blocks as floats of `dtype` in `shape`. Bounded: PIECE_VALUES at a time besides what it returns."""
+def dequantised(raw: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of blocks as rows of floats of `dtype`. Bounded: some PIECE_VALUES at a time besides what it returns."""
     quants, types = import_module("gguf.quants"), import_module("gguf.constants").GGMLQuantizationType
-    blocks = raw.numpy().reshape(-1, kind.nbytes)
-    values = torch.empty(math.prod(shape), dtype=dtype)
-    step = PIECE_VALUES // kind.elements
+    rows, width = raw.shape[0], raw.shape[1] // kind.nbytes * kind.elements
+    values = torch.empty((rows, width), dtype=dtype)
+    step = max(1, PIECE_VALUES // width)
     with np.errstate(all="ignore"):  # a damaged scale may be infinite: what it makes is seen by whoever cannot hold it
-        for begin in range(0, len(blocks), step):
-            piece = quants.dequantize(blocks[begin : begin + step], types[kind.name])
-            at = begin * kind.elements
-            values[at : at + piece.size] = torch.from_numpy(piece.reshape(-1))
-    return values.view(shape)
+        for begin in range(0, rows, step):
+            piece = quants.dequantize(raw[begin : begin + step].numpy(), types[kind.name])
+            values[begin : begin + step] = torch.from_numpy(piece)
+    return values

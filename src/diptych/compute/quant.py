@@ -25,6 +25,7 @@ import torch
 import xxhash
 
 from diptych.compute.model import draw_blueprint
+from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
 from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_model_dir
 from diptych.ground.config import ComputeConfig
@@ -56,7 +57,7 @@ def stored_weights(hf_config: Mapping[str, Any]) -> str | None:
     return str(section.get("weights"))
 
 
-class PackedTensor:
+class PackedTensor(WeightTensor):
     """A WeightTensor of which only the packed form is on disk."""
 
     random_seed: int | None = None

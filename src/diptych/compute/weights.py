@@ -108,7 +108,7 @@ class Source(Protocol):
         ...
 
 
-class FileTensor:
+class FileTensor(WeightTensor):
     """A WeightTensor in a mapped safetensors file."""
 
     random_seed: int | None = None
@@ -124,7 +124,7 @@ class FileTensor:
         return self._checkpoint.read(self.name)
 
 
-class SlicedTensor:
+class SlicedTensor(WeightTensor):
     """Entry `index` along the first axis of another tensor, for checkpoints that stack their experts."""
 
     def __init__(self, tensor: WeightTensor, index: int) -> None:
@@ -327,7 +327,7 @@ class Checkpoint:
             self._file_of[name] = file_name
 
 
-class RandomTensor:
+class RandomTensor(WeightTensor):
     """A WeightTensor of seeded random numbers, scaled so that activations stay of order one through many layers."""
 
     dtype = torch.bfloat16
