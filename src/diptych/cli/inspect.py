@@ -74,7 +74,8 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "active_parameters": active_parameter_count(spec),
         "layers": spec.n_layers,
         "hidden": spec.hidden,
-        "ffn": spec.ffn,
+        "ffn": None if spec.mlp is None else spec.mlp.ffn,
+        "expert_ffn": None if moe is None else moe.expert_ffn,
         "heads": spec.n_heads,
         "kv_heads": spec.n_kv_heads,
         "head_dim": spec.head_dim,
@@ -156,7 +157,7 @@ def _show(facts: dict[str, Any]) -> None:
     )
     console.print(
         f"{_count(model['parameters'])} parameters, {_count(model['active_parameters'])} active per token; "
-        f"{model['layers']} layers of width {model['hidden']}, MLP {model['ffn']}"
+        f"{model['layers']} layers of width {model['hidden']}, MLP {model['ffn'] or model['expert_ffn']}"
         + (f", {model['experts_per_token']} of {model['experts']} experts" if model["experts"] else "")
         + f"; {model['heads']} heads on {model['kv_heads']} of {model['head_dim']}"
     )
