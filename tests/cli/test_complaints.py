@@ -121,11 +121,13 @@ def test_messages_lead_on(arguments: tuple[str, ...], message: str) -> None:
     assert "ConnectError" not in done.stderr
 
 
-def test_a_gguf_file_is_named_as_one(tmp_path: Path) -> None:
-    """To be told of "a folder" does not say that no folder would help."""
+def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """Whatever it is called; to be told of "a folder" would not help."""
     file = tmp_path / "model.bin"
     file.write_bytes(b"GGUF\x03\x00\x00\x00")
-    assert "is a GGUF file" in run("generate", "hi", "-m", str(file), stdout=subprocess.PIPE).stderr
+    done = run("generate", "hi", "-m", str(file), stdout=subprocess.PIPE)
+    assert done.returncode == 2
+    assert "reaches to byte 16; the file has 8" in done.stderr
 
 
 @pytest.mark.native

@@ -108,7 +108,7 @@ class Source(Protocol):
         ...
 
 
-class FileTensor:
+class FileTensor(WeightTensor):
     """A WeightTensor in a mapped safetensors file."""
 
     random_seed: int | None = None
@@ -124,7 +124,7 @@ class FileTensor:
         return self._checkpoint.read(self.name)
 
 
-class SlicedTensor:
+class SlicedTensor(WeightTensor):
     """Entry `index` along the first axis of another tensor, for checkpoints that stack their experts."""
 
     def __init__(self, tensor: WeightTensor, index: int) -> None:
@@ -274,6 +274,11 @@ class Checkpoint:
                 digest.update(file.read(SAMPLE_BYTES))
         return digest.hexdigest()
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return tuple(self.directory / name for name in sorted(self._files))
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the files."""
         return tuple(self._shape(name))
@@ -322,7 +327,7 @@ class Checkpoint:
             self._file_of[name] = file_name
 
 
-class RandomTensor:
+class RandomTensor(WeightTensor):
     """A WeightTensor of seeded random numbers, scaled so that activations stay of order one through many layers."""
 
     dtype = torch.bfloat16

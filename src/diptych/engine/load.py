@@ -26,10 +26,12 @@ from diptych.engine.executor import ModelExecutor
 from diptych.engine.memory import memory_of
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
+from diptych.engine.text.words import words_of
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.shape import StepShape
+from diptych.models.gguf_file import find_gguf
 from diptych.models.named import SHAPES
 
 logger = logging.getLogger("diptych.engine")
@@ -47,7 +49,7 @@ class LoadedModel:
     """A model with its words: what `LLM`, `AsyncLLM` and `TwoPhase` start from."""
 
     name: str
-    directory: Path
+    directory: Path  # or the GGUF file
     model: Model
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -62,15 +64,12 @@ def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
 
 
 def model_dir(name: str) -> Path:
-    """The folder of 'bundled', of a local path or of a hub name. Raises LoadError that says what the name is instead."""
+    """The folder of 'bundled', of a local path or of a hub name, or a GGUF file. LoadError says what the name is instead."""
     if name == "bundled":
         return bundled_dir()
-    path = Path(name).expanduser()
-    if _is_gguf(path):
-        raise LoadError(
-            f"{path} is a GGUF file; a checkpoint is a Hugging Face folder with config.json and *.safetensors",
-            hint="take the original checkpoint, and --weights int8 or int4 for packed weights",
-        )
+    gguf = find_gguf(Path(name).expanduser())
+    if gguf is not None:
+        return gguf
     try:
         return resolve_model_dir(name)
     except LoadError as error:
@@ -80,23 +79,14 @@ def model_dir(name: str) -> Path:
         raise LoadError(error.message, hint=hint) from error
 
 
-def _is_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF" or path.suffix == ".gguf"
-    except OSError:  # a folder, or nothing at all
-        return False
-
-
 def load(
     name: str, config: EngineConfig, *, progress: Progress | None = None, clock: Clock | None = None
 ) -> LoadedModel:
-    """Load `name`: 'bundled', a local folder, or a hub name. Raises LoadError, UnsupportedModel or ConfigError."""
+    """Load `name`: 'bundled', a folder, a GGUF file, or a hub name. Raises LoadError, UnsupportedModel or ConfigError."""
     clock = clock or MonotonicClock()
     begin_s = clock.now_s()
     directory = model_dir(name)
-    tokenizer = Tokenizer.from_dir(directory)
-    template = ChatTemplate.from_dir(directory, tokenizer)
+    tokenizer, template = words_of(directory)
     model = load_model(directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress)
     served_name = BUNDLED_MODEL if name == "bundled" else name
     checkpoint_s = clock.now_s() - begin_s

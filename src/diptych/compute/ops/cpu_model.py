@@ -8,7 +8,7 @@ kernels and its threads: models of different instruction sets live side by side.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,13 @@ logger = logging.getLogger("diptych.compute")
 KEPT_LOGITS_ROWS = 64
 
 
-def build_cpu_model(blueprint: Blueprint, config: ComputeConfig) -> CpuModel:
-    """Pack the weights and record the program. Raises ConfigError for what this backend lacks, LoadError."""
+def build_cpu_model(
+    blueprint: Blueprint, config: ComputeConfig, *, on_packed: Callable[[CpuLoader], None] | None = None
+) -> CpuModel:
+    """Pack the weights, hand them to `on_packed`, record the program. ConfigError for what this backend lacks, LoadError."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device is {config.device!r}; the cpu backend runs on cpu", hint="use --backend torch")
-    return CpuModel(blueprint, config)
+    return CpuModel(blueprint, config, on_packed)
 
 
 class CpuModel(Model):
@@ -44,11 +46,15 @@ class CpuModel(Model):
     backend_name = "cpu"
     device = torch.device("cpu")
 
-    def __init__(self, blueprint: Blueprint, config: ComputeConfig) -> None:
+    def __init__(
+        self, blueprint: Blueprint, config: ComputeConfig, on_packed: Callable[[CpuLoader], None] | None
+    ) -> None:
         self.spec = blueprint.spec
         self.hf_config = blueprint.hf_config
         loader = CpuLoader(config, blueprint.source)
         weights = blueprint.load(loader)
+        if on_packed is not None:
+            on_packed(loader)
         blueprint.forward(CpuOps(loader), weights)
         self.program = loader.program
         self.weights_format = loader.weights_format
