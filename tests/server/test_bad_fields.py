@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.server.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
+from diptych.server.schema import Body, ChatBody, CompletionBody
+from diptych.server.text_bodies import DetokenizeBody, TemplateBody, TokenizeBody
 from server_process import ServerProcess, events_of
 
 STREAM = {"prompt": "A long story:", "max_tokens": 900, "ignore_eos": True, "temperature": 0, "stream": True}

@@ -35,7 +35,12 @@ def serve(
         list[str] | None,
         typer.Option(help="let pages of this site use the server: https://app.example.com (may be repeated; *: any)"),
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="name of the model in answers")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="answer to this name (may be repeated; the first stands in answers)")
+    ] = None,
+    any_model_name: Annotated[
+        bool, typer.Option("--any-model-name", help="answer whatever model a request names")
+    ] = False,
     max_queue_s: Annotated[
         float | None,
         typer.Option(help="in overload, refuse (503) what would wait longer for its first step; 0: never refuse"),
@@ -80,7 +85,8 @@ def serve(
         is_insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
         allow_origins=tuple(origin.lower() for origin in allow_origin or ()),
-        served_model_name=served_model_name,
+        served_model_names=tuple(served_model_name or ()),
+        takes_any_model_name=any_model_name,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
         max_open_requests=max_open_requests,
         max_body_bytes=max_body_bytes,

@@ -18,6 +18,8 @@ METRICS_COMPAT = ("vllm", "none")
 class ServerConfig:
     """How the server listens, whom it lets in, and when it refuses.
 
+    served_model_names: what the model is asked for by, the first of them told in answers; none: its own name.
+    takes_any_model_name: answer whatever model is asked for, as tools with a name built in need it.
     max_queue_s: a request that would wait longer than this for its first step is refused with 503, bursts excepted (see
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
@@ -33,7 +35,8 @@ class ServerConfig:
     is_insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
-    served_model_name: str | None = None
+    served_model_names: tuple[str, ...] = ()
+    takes_any_model_name: bool = False
     max_queue_s: float | None = None
     max_open_requests: int = 1024
     max_body_bytes: int | None = None
@@ -55,6 +58,8 @@ class ServerConfig:
         if self.max_body_bytes is not None:
             at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("kept_timelines", self.kept_timelines, 0)
+        if not all(name.strip() for name in self.served_model_names):
+            raise ConfigError("served_model_name is empty; it must be a name")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ConfigError(
                 "the API key is empty, or holds a line break or another character that no HTTP header can carry",

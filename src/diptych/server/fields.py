@@ -128,13 +128,15 @@ NO_EFFECT: Mapping[str, str] = {
 }
 
 
-def check_extra(extra: Mapping[str, Any], elsewhere: Mapping[str, Refusal]) -> Iterator[str]:
-    """The names of unknown fields. Raises FieldRefused for the first one that is refused, here or on this route alone."""
+def check_extra(
+    extra: Mapping[str, Any], refused: Mapping[str, Refusal], no_effect: Mapping[str, str]
+) -> Iterator[str]:
+    """The names of unknown fields. Raises FieldRefused for the first one that is refused."""
     for name, value in extra.items():
-        refusal = REFUSED.get(name) or elsewhere.get(name)
+        refusal = refused.get(name)
         if refusal is not None and not refusal.spares(value):
             raise FieldRefused(name, refusal.why)
-        if refusal is None and name not in NO_EFFECT:
+        if refusal is None and name not in no_effect:
             yield name
 
 

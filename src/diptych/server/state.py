@@ -17,6 +17,7 @@ from diptych.server.admission import Admission
 from diptych.server.config import ServerConfig
 from diptych.server.desk import Desk
 from diptych.server.door import BodyLimits, BodyReader, Workers
+from diptych.server.fingerprint import system_fingerprint
 from diptych.server.generation import Generation
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
@@ -50,7 +51,8 @@ class ServerState:
         )
         self.generation = Generation(
             model=self.model,
-            names=frozenset({self.model.name, loaded.name, str(loaded.directory)}),
+            names=frozenset({self.model.name, *config.served_model_names, loaded.name, str(loaded.directory)}),
+            takes_any_name=config.takes_any_model_name,
             reader=self.reader,
             desk=self.desk,
             workers=self.workers,
@@ -78,7 +80,8 @@ def served_model(engine: AsyncLLM, config: ServerConfig) -> ServedModel:
     loaded, core = engine.loaded, engine.engine.core
     model = loaded.model
     return ServedModel(
-        name=config.served_model_name or loaded.name,
+        name=config.served_model_names[0] if config.served_model_names else loaded.name,
+        fingerprint=system_fingerprint(engine, reads_control_tokens=config.reads_control_tokens),
         backend=model.backend_name,
         weights=model.weights_format,
         kv=model.kv_format,

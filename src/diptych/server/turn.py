@@ -21,7 +21,8 @@ from diptych.engine.text.tools import CALL_TAGS, ToolFormat, tool_call_spec, too
 from diptych.ground.request import FreeReasoning, SamplingParams, StructuredSpec
 from diptych.server.accounting import Account
 from diptych.server.errors import ApiError
-from diptych.server.generation import Asked, Generation, OpenedRequest, close_all, merged_steps, open_requests
+from diptych.server.generation import Asked, Generation, OpenedRequest, close_all
+from diptych.server.progress import PromptProgress, WatchedSteps, open_watched
 from diptych.server.turn_parts import ChoiceParts, TurnDelta
 
 
@@ -55,6 +56,7 @@ class TurnRequest:
     max_tokens: int | None
     limit_param: str
     sampling: Callable[[int, StructuredSpec | None], SamplingParams]
+    wants_progress: bool = False
 
 
 class Turn:
@@ -68,6 +70,7 @@ class Turn:
         # Hermes where the template does not say
         self._format = tool_format_of_template(generation.reader.template.source) or ToolFormat.HERMES
         self._opened: list[OpenedRequest] = []
+        self._steps: WatchedSteps | None = None
         self.choices: list[ChoiceParts] = []
 
     async def start(self) -> None:
@@ -89,17 +92,28 @@ class Turn:
             )
             for _ in range(request.n)
         ]
-        self._opened = await open_requests(generation.desk, [rendered], [sampling], self._asked)
+        self._opened, self._steps = await open_watched(
+            generation.desk, [rendered], [sampling], self._asked, wants_progress=request.wants_progress
+        )
+
+    async def progress(self) -> AsyncIterator[PromptProgress]:
+        """How far the prompt is, until the first delta can be read; nothing unless it was asked for."""
+        assert self._steps is not None, "not started"
+        async for told in self._steps.progress():
+            yield told
 
     async def deltas(self) -> AsyncIterator[list[TurnDelta]]:
         """What each step adds, by choice. Raises ApiError when the engine failed."""
-        async for steps in merged_steps(self._opened):
+        assert self._steps is not None, "not started"
+        async for steps in self._steps:
             yield [self.choices[step.index].push(step) for step in steps]
         self._note_reasoning()
 
     def close(self) -> None:
         """Abort what still runs."""
         self._note_reasoning()
+        if self._steps is not None:
+            self._steps.close()
         close_all(self._opened)
 
     def account(self) -> Account:
