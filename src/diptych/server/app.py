@@ -27,6 +27,8 @@ from diptych.server.completions import CompletionAnswer
 from diptych.server.door import RequireKey
 from diptych.server.errors import ApiError, error_response, from_engine_error
 from diptych.server.jobs import free_id, respond
+from diptych.server.messages.routes import BODIES as MESSAGES_BODIES
+from diptych.server.messages.routes import add_messages
 from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses
 from diptych.server.reader import conversation_of, piece
@@ -88,12 +90,13 @@ def create_app(state: ServerState) -> FastAPI:
     )
     _add_error_handlers(app, state)
     _add_generation(app, state)
+    add_messages(app, state)
     _add_text(app, state)
     _add_requests(app, state)
     _add_status(app, state)
     _add_page(app, state)
     _add_short_paths(app)
-    install_openapi(app, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TemplateBody)
+    install_openapi(app, CompletionBody, ChatBody, *MESSAGES_BODIES, TokenizeBody, DetokenizeBody, TemplateBody)
     return app
 
 

@@ -160,6 +160,12 @@ def conflict(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("conflict", "{message}", {"message": message, "param": field})
 
 
+def branch_of_type(value: object) -> str | None:
+    """Which branch of a union an object's `type` names. The mark before it keeps it out of the paths of messages."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"~{kind}" if isinstance(kind, str) else None
+
+
 def bounded(name: str, *, low: float | None = None) -> Any:
     """An optional field with the bounds of the sampling option; `low` where clients of other servers may send less."""
     bound = BOUNDS[name]

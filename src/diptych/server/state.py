@@ -61,6 +61,7 @@ class ServerState:
                 view=cost_view(engine),
                 ceilings=ceilings,
                 cold_start_s=loaded.load_s,
+                cache_block_tokens=self.model.block_tokens if engine.config.scheduler.enable_prefix_cache else None,
             ),
         )
         self.live = LiveFeed(self.desk, self.model, work=work, ceilings=ceilings)

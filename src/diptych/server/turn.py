@@ -18,6 +18,7 @@ from typing import Any
 from diptych.engine.text.reasoning import Opening, opening_of_prompt, tags_of_template
 from diptych.engine.text.template import RenderedPrompt
 from diptych.engine.text.tools import CALL_TAGS, ToolFormat, tool_call_spec, tool_format_of_template
+from diptych.ground.events import Usage
 from diptych.ground.request import FreeReasoning, SamplingParams, StructuredSpec
 from diptych.server.accounting import Account
 from diptych.server.errors import ApiError
@@ -45,7 +46,7 @@ class TurnRequest:
 
     render: the prompt for at most so many tokens, by the chat template. continues: the prompt ends within an answer.
     sampling(max_tokens, constraint): how tokens are chosen. max_tokens: None for all the room that the context leaves;
-    limit_param: the name that the protocol gives it.
+    limit_param: the name that the protocol gives it; is_limit_cut_to_room: more than the room is taken for all of it.
     """
 
     render: Callable[[int], Any]
@@ -56,6 +57,7 @@ class TurnRequest:
     max_tokens: int | None
     limit_param: str
     sampling: Callable[[int, StructuredSpec | None], SamplingParams]
+    is_limit_cut_to_room: bool = False
     wants_progress: bool = False
 
 
@@ -78,8 +80,11 @@ class Turn:
         generation, request = self._generation, self._request
         rendered: RenderedPrompt = await request.render(generation.context_tokens)
         opening = self._opening_of(rendered.text)
+        asked_tokens, room = request.max_tokens, generation.context_tokens - len(rendered.token_ids)
+        if request.is_limit_cut_to_room and asked_tokens is not None and asked_tokens > room:
+            asked_tokens = None
         max_tokens = generation.output_limit(
-            request.max_tokens, default=None, prompt_tokens=len(rendered.token_ids), param=request.limit_param
+            asked_tokens, default=None, prompt_tokens=len(rendered.token_ids), param=request.limit_param
         )
         sampling = request.sampling(max_tokens, self._behind_reasoning(self._constraint(), opening))
         tools = request.tool_use.tools
@@ -121,6 +126,15 @@ class Turn:
         self._note_reasoning()
         thinking = [choice.thinking for choice in self.choices]
         return self._generation.accountant.account(self._opened[0].handle, thinking)
+
+    def usage(self) -> Usage:
+        """Tokens by source, so far."""
+        return self._opened[0].handle.record().usage()
+
+    @property
+    def max_tokens(self) -> int:
+        """How long the answer may be."""
+        return self._opened[0].handle.request.sampling.max_tokens
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

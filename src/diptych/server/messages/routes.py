@@ -1,0 +1,44 @@
+"""The routes of Anthropic's protocol."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from diptych.server.answers import JsonAnswer
+from diptych.server.fields import ignored_header
+from diptych.server.jobs import free_id, respond
+from diptych.server.messages.answer import MessagesAnswer
+from diptych.server.messages.body import CountBody, MessagesBody
+from diptych.server.messages.conversation import conversation, settings
+from diptych.server.openapi import ANTHROPIC_ERROR, body_of, responses
+from diptych.server.state import ServerState
+
+BODIES = (MessagesBody, CountBody)
+
+
+def add_messages(app: FastAPI, state: ServerState) -> None:
+    """`/v1/messages` and its count."""
+    refusals: dict[str, Any] = {"responses": responses(400, 404, 413, 503, schema=ANTHROPIC_ERROR)}
+
+    @app.post("/v1/messages", openapi_extra=body_of(MessagesBody), **refusals)
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, in Anthropic's protocol."""
+        arrival_s = state.now_s()
+        body = await state.bodies.read(request, MessagesBody)
+        body.request_id = body.request_id or free_id(request, state.timelines)
+        job = MessagesAnswer(state.generation, body, arrival_s=arrival_s)
+        return await respond(request, job, body, state.workers)
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountBody), **refusals)
+    async def count_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a message has; nothing is generated."""
+        body = await state.bodies.read(request, CountBody)
+        state.generation.check_model(body.model)
+        variables = settings(state.generation, body)
+        rendered = await state.reader.render(lambda: conversation(body, variables), limit_tokens=state.counted_tokens)
+        count = to_json({"input_tokens": len(rendered.token_ids)})
+        return JsonAnswer(count, headers=ignored_header(body.ignored_fields))
