@@ -14,7 +14,7 @@ from anthropic.types import message_count_tokens_params, message_create_params
 
 from diptych.engine.text.tools import ToolCallDelta
 from diptych.server.messages.answer import Blocks, read_input
-from diptych.server.messages.body import NO_EFFECT, REFUSED, CountBody, MessagesBody
+from diptych.server.messages.body import NO_EFFECT, REFUSED, MessagesBody, MessagesCountBody
 from diptych.server.turn_parts import TextPart, ThinkingPart
 from server_process import ServerProcess
 
@@ -290,4 +290,4 @@ def test_every_field_of_anthropic_s_client_is_known() -> None:
     honoured = set(MessagesBody.model_fields)
     assert sorted(asked - honoured - REFUSED.keys() - NO_EFFECT.keys()) == []
     assert not honoured & (REFUSED.keys() | NO_EFFECT.keys())
-    assert set(CountBody.model_fields) < honoured
+    assert set(MessagesCountBody.model_fields) < honoured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -52,6 +53,11 @@ def serve(
     max_body_bytes: Annotated[
         int | None, typer.Option(help="most bytes of a request's body (default: 4 MiB and 32 bytes per context token)")
     ] = None,
+    response_store: Annotated[
+        Path | None, typer.Option(help="keep responses in this file, beyond a restart (default: in memory)")
+    ] = None,
+    max_stored_bytes: Annotated[int, typer.Option(help="forget responses used longest ago beyond this")] = 256 * 2**20,
+    response_ttl_s: Annotated[float, typer.Option(help="forget responses unused for this long")] = 30 * 86400.0,
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     stall_budget_ms: options.StallBudget = None,
@@ -90,6 +96,9 @@ def serve(
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
         max_open_requests=max_open_requests,
         max_body_bytes=max_body_bytes,
+        response_store=response_store,
+        max_stored_bytes=max_stored_bytes,
+        response_ttl_s=response_ttl_s,
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
         reads_control_tokens=reads_control_tokens,

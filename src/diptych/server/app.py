@@ -33,6 +33,8 @@ from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses
 from diptych.server.reader import conversation_of, piece
 from diptych.server.request_id import RequestIds
+from diptych.server.responses.routes import BODIES as RESPONSES_BODIES
+from diptych.server.responses.routes import add_responses
 from diptych.server.schema import ChatBody, CompletionBody
 from diptych.server.sites import site_middleware
 from diptych.server.sse import EventStream
@@ -72,6 +74,7 @@ def create_app(state: ServerState) -> FastAPI:
             watch.cancel()
             state.live.close()
             state.workers.close()
+            state.store.close()
 
     key = state.config.api_key
     middleware = [
@@ -90,13 +93,15 @@ def create_app(state: ServerState) -> FastAPI:
     )
     _add_error_handlers(app, state)
     _add_generation(app, state)
+    add_responses(app, state)
     add_messages(app, state)
     _add_text(app, state)
     _add_requests(app, state)
     _add_status(app, state)
     _add_page(app, state)
     _add_short_paths(app)
-    install_openapi(app, CompletionBody, ChatBody, *MESSAGES_BODIES, TokenizeBody, DetokenizeBody, TemplateBody)
+    texts = (TokenizeBody, DetokenizeBody, TemplateBody)
+    install_openapi(app, CompletionBody, ChatBody, *RESPONSES_BODIES, *MESSAGES_BODIES, *texts)
     return app
 
 

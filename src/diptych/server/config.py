@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
@@ -27,6 +28,8 @@ class ServerConfig:
     server (CORS), such as https://app.example.com, "*" for any (see `server.sites`).
     max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
     reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
+    response_store: the file that responses are kept in; None: memory. max_stored_bytes, response_ttl_s: at most so much, and
+    none that was unused for longer (OpenAI keeps 30 days).
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +47,9 @@ class ServerConfig:
     metrics_compat: str = "vllm"
     kept_timelines: int = 256
     reads_control_tokens: bool = False
+    response_store: Path | None = None
+    max_stored_bytes: int = 256 * 2**20
+    response_ttl_s: float = 30 * 86400.0
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -58,6 +64,9 @@ class ServerConfig:
         if self.max_body_bytes is not None:
             at_least("max_body_bytes", self.max_body_bytes, 1024)
         at_least("kept_timelines", self.kept_timelines, 0)
+        at_least("max_stored_bytes", self.max_stored_bytes, 0)
+        if self.response_ttl_s <= 0.0:
+            raise ConfigError(f"response_ttl_s is {self.response_ttl_s}; it must be greater than 0")
         if not all(name.strip() for name in self.served_model_names):
             raise ConfigError("served_model_name is empty; it must be a name")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):

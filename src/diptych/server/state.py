@@ -22,6 +22,7 @@ from diptych.server.generation import Generation
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
 from diptych.server.reader import Reader
+from diptych.server.responses.store import ResponseStore
 from diptych.server.telemetry import Telemetry
 from diptych.server.timelines import Timelines
 
@@ -63,6 +64,9 @@ class ServerState:
                 cold_start_s=loaded.load_s,
                 cache_block_tokens=self.model.block_tokens if engine.config.scheduler.enable_prefix_cache else None,
             ),
+        )
+        self.store = ResponseStore(
+            config.response_store, max_bytes=config.max_stored_bytes, ttl_s=config.response_ttl_s
         )
         self.live = LiveFeed(self.desk, self.model, work=work, ceilings=ceilings)
 

@@ -185,7 +185,7 @@ class OutputConfig(Body):
     format: JsonFormat | None = None
 
 
-class CountBody(SamplingBody):
+class MessagesCountBody(SamplingBody):
     """`POST /v1/messages/count_tokens`: what makes the prompt."""
 
     _refused = REFUSED
@@ -210,7 +210,7 @@ class CountBody(SamplingBody):
         return self
 
 
-class MessagesBody(CountBody):
+class MessagesBody(MessagesCountBody):
     """`POST /v1/messages`."""
 
     max_tokens: Whole = Field(ge=1, le=BOUNDS["max_tokens"].high)

@@ -10,9 +10,9 @@ from diptych.engine.text.reasoning import tags_of_template
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.server.generation import Generation, sampling_params
 from diptych.server.messages.body import (
-    CountBody,
     MessageParam,
     MessagesBody,
+    MessagesCountBody,
     TextBlock,
     ThinkingBlock,
     ToolParam,
@@ -53,7 +53,7 @@ def turn_request(generation: Generation, body: MessagesBody) -> TurnRequest:
     )
 
 
-def conversation(body: CountBody, variables: Mapping[str, Any]) -> Conversation:
+def conversation(body: MessagesCountBody, variables: Mapping[str, Any]) -> Conversation:
     """What the template is run over."""
     messages: list[dict[str, Any]] = []
     if body.system:
@@ -71,7 +71,7 @@ def conversation(body: CountBody, variables: Mapping[str, Any]) -> Conversation:
     )
 
 
-def settings(generation: Generation, body: CountBody) -> dict[str, Any]:
+def settings(generation: Generation, body: MessagesCountBody) -> dict[str, Any]:
     """Effort and thinking as the template's variables. Raises ApiError 400 for what it has no setting for."""
     source = generation.reader.template.source
     effort = body.output_config.effort if body.output_config is not None else None
@@ -89,7 +89,7 @@ def settings(generation: Generation, body: CountBody) -> dict[str, Any]:
     return made
 
 
-def _offered(body: CountBody) -> list[dict[str, Any]]:
+def _offered(body: MessagesCountBody) -> list[dict[str, Any]]:
     is_none = body.tool_choice is not None and body.tool_choice.type == "none"
     return [] if is_none else [_tool(tool) for tool in body.tools or ()]
 
@@ -105,14 +105,14 @@ def _tool(tool: ToolParam) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _continues(body: CountBody) -> bool:
+def _continues(body: MessagesCountBody) -> bool:
     """A last message of the assistant's is the beginning of the answer."""
     last = body.messages[-1]
     is_text = isinstance(last.content, str) or all(isinstance(block, TextBlock) for block in last.content)
     return last.role == "assistant" and is_text and bool(_text(last.content))
 
 
-def _structured(body: CountBody) -> StructuredSpec | None:
+def _structured(body: MessagesCountBody) -> StructuredSpec | None:
     form = body.output_config.format if body.output_config is not None else None
     return None if form is None else StructuredSpec(kind="json_schema", source=json.dumps(form.schema_))
 

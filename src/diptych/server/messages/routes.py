@@ -12,12 +12,12 @@ from diptych.server.answers import JsonAnswer
 from diptych.server.fields import ignored_header
 from diptych.server.jobs import free_id, respond
 from diptych.server.messages.answer import MessagesAnswer
-from diptych.server.messages.body import CountBody, MessagesBody
+from diptych.server.messages.body import MessagesBody, MessagesCountBody
 from diptych.server.messages.conversation import conversation, settings
 from diptych.server.openapi import ANTHROPIC_ERROR, body_of, responses
 from diptych.server.state import ServerState
 
-BODIES = (MessagesBody, CountBody)
+BODIES = (MessagesBody, MessagesCountBody)
 
 
 def add_messages(app: FastAPI, state: ServerState) -> None:
@@ -33,10 +33,10 @@ def add_messages(app: FastAPI, state: ServerState) -> None:
         job = MessagesAnswer(state.generation, body, arrival_s=arrival_s)
         return await respond(request, job, body, state.workers)
 
-    @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountBody), **refusals)
+    @app.post("/v1/messages/count_tokens", openapi_extra=body_of(MessagesCountBody), **refusals)
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of a message has; nothing is generated."""
-        body = await state.bodies.read(request, CountBody)
+        body = await state.bodies.read(request, MessagesCountBody)
         state.generation.check_model(body.model)
         variables = settings(state.generation, body)
         rendered = await state.reader.render(lambda: conversation(body, variables), limit_tokens=state.counted_tokens)
