@@ -38,6 +38,12 @@ def tamed(body: object, limit: str) -> object:
     """The same body, but short in what it makes the model write: what is tried here is the door, not the engine."""
     if not isinstance(body, dict):
         return body
+    if limit == "max_output_tokens" and isinstance(body.get("previous_response_id"), str):
+        body = {
+            **body,
+            "previous_response_id": None,
+            "input": body.get("input") or "Hi",
+        }  # a made-up id is never stored
     n_max = body.get(limit)
     if n_max is None:
         return body | {limit: MAX_OUTPUT_TOKENS}
@@ -61,8 +67,9 @@ def try_operation(
     )
     @given(case=operation.as_strategy(mode))
     def send(case: schemathesis.Case) -> None:
-        if operation.path in LIMITS:
-            case.body = tamed(case.body, LIMITS[operation.path])
+        limit = LIMITS.get(operation.path.removesuffix("/input_tokens"))
+        if limit is not None:
+            case.body = tamed(case.body, limit)
         answer = case.call(base_url=url, session=session, timeout=TIMEOUT_S)
         counts[answer.status_code] += 1
         assert answer.status_code < 500, (case.as_curl_command(), answer.text)
