@@ -116,7 +116,8 @@ class ChatAnswer:
             message = {} if index in begun else {"role": "assistant", "content": ""}
             begun.add(index)
             choice = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
-            return self._frame("chat.completion.chunk", [choice])
+            usage = running_usage(len(turn.prompt_token_ids), n_made) if counts_usage else {}
+            return self._frame("chat.completion.chunk", [choice]) | usage
 
         try:
             async for told in turn.progress():

@@ -43,7 +43,7 @@ REFUSED: Mapping[str, Refusal] = {
     "functions": Refusal(_OLD_CALLS),
     "function_call": Refusal(_OLD_CALLS, ("none", "auto")),
     "moderation": Refusal("nothing is moderated here"),
-    "store": Refusal("no answer is stored here", (False,)),
+    "store": Refusal("chats are not stored here; /v1/responses stores", (False,)),
     "web_search_options": Refusal("nothing is searched here; give what was found as messages or documents"),
     # vLLM
     "allowed_token_ids": Refusal("hold the output with structured_outputs, or lower tokens with logit_bias"),
