@@ -86,14 +86,15 @@ def test_what_was_used_longest_ago_goes_first_and_a_conversation_stays_whole(clo
         await store.put(response("next", "begin", size=2000))
         clock[0] += 1
         await store.conversation("next", max_bytes=MAX_BYTES)
-        for number in range(3):
+        for number in range(2):
             clock[0] += 1
             await store.put(response(f"new {number}", size=2000))
         assert await store.get("other") is None
         assert len(await store.conversation("next", max_bytes=MAX_BYTES)) == 4
         clock[0] += 1
-        await store.put(response("huge", size=MAX_BYTES))
-        assert await store.get("huge") is None, "what alone is too large is not kept, and takes nothing but its turn"
+        assert not await store.put(response("huge", size=MAX_BYTES))
+        assert await store.get("huge") is None
+        assert await store.get("next") == b"{}", "what alone is too large takes no other's place"
 
     with_store(run)
 
@@ -133,5 +134,5 @@ def test_a_file_is_kept_and_another_kind_of_file_is_refused(tmp_path: Path) -> N
     other.execute("CREATE TABLE mine (a)")
     other.close()
     for wrong in ("text", "other.db", "no/folder.db"):
-        with pytest.raises(ConfigError, match="response store|database of another kind"):
+        with pytest.raises(ConfigError, match=r"response store|database of another kind"):
             ResponseStore(tmp_path / wrong, max_bytes=MAX_BYTES, ttl_s=1.0)

@@ -222,24 +222,27 @@ class ResponsesAnswer:
 
     async def _kept(self) -> dict[str, Any]:
         """The response as it ended, kept where it should be: a client may go on from it as soon as it has it."""
-        response = self._ended()
+        try:
+            return await self._stored(self._ended())
+        finally:
+            self._shared.open.pop(self.id, None)
+
+    async def _stored(self, response: dict[str, Any]) -> dict[str, Any]:
         if not self._is_stored or (self._error is not None and not self._body.background):
             return response
+        kept = StoredResponse(
+            id=self.id,
+            previous_id=self._body.previous_response_id,
+            body=await self._generation.workers.run(json_bytes, response),
+            given=self._given,
+            output=self._output.done,
+        )
         try:
-            await self._shared.store.put(
-                StoredResponse(
-                    id=self.id,
-                    previous_id=self._body.previous_response_id,
-                    body=await self._generation.workers.run(json_bytes, response),
-                    given=self._given,
-                    output=self._output.done,
-                )
-            )
+            self._is_stored = await self._shared.store.put(kept)
         except sqlite3.Error:
             logger.exception("response not stored id=%s", self.id)
             self._is_stored = False
-            return {**response, "store": False}
-        return response
+        return response | {"store": self._is_stored}
 
     def snapshot(self) -> dict[str, Any]:
         """The response while it is being written."""

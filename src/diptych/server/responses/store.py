@@ -66,9 +66,12 @@ class ResponseStore:
         self._pool.submit(self._database.close)
         self._pool.shutdown(wait=True)
 
-    async def put(self, response: StoredResponse) -> None:
-        """Keep a response, and forget the ones used longest ago when there are too many. Raises sqlite3.Error."""
-        await self._run(self._put, response)
+    async def put(self, response: StoredResponse) -> bool:
+        """Keep a response, and forget the ones used longest ago when there are too many. Raises sqlite3.Error.
+
+        False for one that alone is more than may be kept.
+        """
+        return await self._run(self._put, response)
 
     async def get(self, response_id: str) -> bytes | None:
         """The JSON of a response; None when there is none of that id."""
@@ -93,13 +96,15 @@ class ResponseStore:
     async def _run(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    def _put(self, response: StoredResponse) -> None:
+    def _put(self, response: StoredResponse) -> bool:
         self._expire()
         items = [(False, item) for item in response.given] + [(True, item) for item in response.output]
         rows = [
             (response.id, at, is_output, item["id"], json_bytes(item)) for at, (is_output, item) in enumerate(items)
         ]
         size = len(response.body) + sum(len(row[4]) for row in rows)
+        if size > self._max_bytes:
+            return False
         with self._database:
             self._database.execute(
                 "INSERT INTO responses VALUES (?, ?, ?, ?, ?)",
@@ -110,6 +115,7 @@ class ResponseStore:
         while self._bytes > self._max_bytes:
             [(oldest,)] = self._database.execute("SELECT id FROM responses ORDER BY used_s LIMIT 1")
             self._delete(oldest)
+        return True
 
     def _get(self, response_id: str) -> bytes | None:
         self._expire()
