@@ -26,7 +26,7 @@ from diptych.server.chat import ChatAnswer, turn_request
 from diptych.server.completions import CompletionAnswer
 from diptych.server.door import RequireKey
 from diptych.server.errors import ApiError, error_response, from_engine_error
-from diptych.server.jobs import free_id, respond
+from diptych.server.jobs import generate
 from diptych.server.messages.routes import BODIES as MESSAGES_BODIES
 from diptych.server.messages.routes import add_messages
 from diptych.server.metrics_export import exposition
@@ -180,20 +180,12 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=refusals)
     async def completions(request: Request) -> Response:
         """Continue a text or token ids."""
-        arrival_s = state.now_s()
-        body = await state.bodies.read(request, CompletionBody)
-        body.request_id = body.request_id or free_id(request, state.timelines)
-        job = CompletionAnswer(state.generation, body, arrival_s=arrival_s)
-        return await respond(request, job, body, state.workers)
+        return await generate(state, request, CompletionBody, CompletionAnswer)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=refusals)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        arrival_s = state.now_s()
-        body = await state.bodies.read(request, ChatBody)
-        body.request_id = body.request_id or free_id(request, state.timelines)
-        job = ChatAnswer(state.generation, body, arrival_s=arrival_s)
-        return await respond(request, job, body, state.workers)
+        return await generate(state, request, ChatBody, ChatAnswer)
 
     @app.post("/v1/chat/completions/input_tokens", openapi_extra=body_of(ChatBody), responses=responses(400, 404, 413))
     async def chat_input_tokens(request: Request) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -16,7 +16,10 @@ from diptych.server.fields import ignored_header
 from diptych.server.request_id import request_id_of
 from diptych.server.schema import SamplingBody
 from diptych.server.sse import EventStream
+from diptych.server.state import ServerState
 from diptych.server.timelines import Timelines
+
+AnyBody = TypeVar("AnyBody", bound=SamplingBody)
 
 
 class Job(Protocol):
@@ -59,3 +62,13 @@ async def respond(request: Request, job: Job, body: SamplingBody, workers: Worke
     if body.is_answered_at_length:
         return JsonAnswer(await workers.run(json_bytes, answer), headers=headers)
     return JsonAnswer(to_json(answer), headers=headers)
+
+
+async def generate(
+    state: ServerState, request: Request, body_type: type[AnyBody], make: Callable[..., Job]
+) -> Response:
+    """Read the body of a request that generates, and answer it by what `make` makes of it."""
+    arrival_s = state.now_s()
+    body = await state.bodies.read(request, body_type)
+    body.request_id = body.request_id or free_id(request, state.timelines)
+    return await respond(request, make(state.generation, body, arrival_s=arrival_s), body, state.workers)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from diptych.server.answers import JsonAnswer
 from diptych.server.fields import ignored_header
-from diptych.server.jobs import free_id, respond
+from diptych.server.jobs import generate
 from diptych.server.messages.answer import MessagesAnswer
 from diptych.server.messages.body import MessagesBody, MessagesCountBody
 from diptych.server.messages.conversation import conversation, settings
@@ -27,11 +27,7 @@ def add_messages(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/messages", openapi_extra=body_of(MessagesBody), **refusals)
     async def messages(request: Request) -> Response:
         """Answer a conversation, in Anthropic's protocol."""
-        arrival_s = state.now_s()
-        body = await state.bodies.read(request, MessagesBody)
-        body.request_id = body.request_id or free_id(request, state.timelines)
-        job = MessagesAnswer(state.generation, body, arrival_s=arrival_s)
-        return await respond(request, job, body, state.workers)
+        return await generate(state, request, MessagesBody, MessagesAnswer)
 
     @app.post("/v1/messages/count_tokens", openapi_extra=body_of(MessagesCountBody), **refusals)
     async def count_tokens(request: Request) -> Response:
