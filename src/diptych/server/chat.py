@@ -20,7 +20,7 @@ from diptych.server.schema import ChatBody, NamedToolChoice
 from diptych.server.sse import DONE, error_event, event
 from diptych.server.structured import constraint_field, structured_spec
 from diptych.server.template_settings import effort_settings, verbosity_settings
-from diptych.server.turn import ToolUse, Turn, TurnRequest
+from diptych.server.turn import ToolUse, TurnRequest, TurnShape
 from diptych.server.turn_parts import ChoiceParts, Finish, Part, TextPart, ThinkingPart, TurnDelta
 
 
@@ -60,34 +60,21 @@ def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:
     )
 
 
-class ChatAnswer:
+class ChatAnswer(TurnShape):
     """One body on its way to an answer; `close` must follow in every case."""
 
     def __init__(self, generation: Generation, body: ChatBody, *, arrival_s: float) -> None:
-        self._generation = generation
+        known = asked(body, prefix="chatcmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
+        super().__init__(generation, known)
         self._body = body
-        self._asked = asked(body, prefix="chatcmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
         self._created = int(wall_time_s())
-        self._turn: Turn | None = None
 
     async def start(self) -> None:
         """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
         self._generation.check_model(self._body.model)
         if self._body.max_tokens == 0:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
-        turn = Turn(self._generation, turn_request(self._generation, self._body), self._asked)
-        await turn.start()
-        self._turn = turn
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        if self._turn is not None:
-            self._turn.close()
-
-    @property
-    def _started(self) -> Turn:
-        assert self._turn is not None, "not started"
-        return self._turn
+        await self._begin(turn_request(self._generation, self._body))
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""

@@ -179,3 +179,27 @@ class Turn:
             return spec
         begin = None if opening is Opening.INSIDE else tags[0]
         return replace(spec, reasoning=FreeReasoning(begin=begin, end=tags[1]))
+
+
+class TurnShape:
+    """What the shapes around a turn share: it is started once, and closed in every case."""
+
+    def __init__(self, generation: Generation, asked: Asked) -> None:
+        self._generation = generation
+        self._asked = asked
+        self._turn: Turn | None = None
+
+    async def _begin(self, request: TurnRequest) -> None:
+        turn = Turn(self._generation, request, self._asked)
+        await turn.start()
+        self._turn = turn
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        if self._turn is not None:
+            self._turn.close()
+
+    @property
+    def _started(self) -> Turn:
+        assert self._turn is not None, "not started"
+        return self._turn

@@ -50,7 +50,6 @@ class TurnDelta:
     """What one step added to one choice, in the order in which the model wrote it."""
 
     index: int
-    is_first: bool
     parts: tuple[Part, ...]
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
@@ -74,7 +73,6 @@ class ChoiceParts:
     finish: Finish | None = None
     _texts: list[str] = field(default_factory=list)
     _thoughts: list[str] = field(default_factory=list)
-    _has_begun: bool = False
     _splitter: ReasoningSplitter | None = None
     _parser: ToolCallParser | None = None
 
@@ -97,7 +95,6 @@ class ChoiceParts:
 
     def push(self, step: StepDelta) -> TurnDelta:
         """Take a step; returns what it adds to the answer."""
-        is_first, self._has_begun = not self._has_begun, True
         self.token_ids += step.token_ids
         is_last = step.finish_reason is not None
         thought, rest = self._split(step, is_last=is_last)
@@ -108,7 +105,6 @@ class ChoiceParts:
             self.finish = Finish(reason=step.finish_reason, has_calls=bool(self.calls), stop=step.stop_reason)
         return TurnDelta(
             index=step.index,
-            is_first=is_first,
             parts=tuple(parts),
             token_ids=step.token_ids,
             logprobs=step.logprobs,

@@ -15,7 +15,7 @@ from diptych.server.generation import Generation, asked
 from diptych.server.messages.body import MessagesBody
 from diptych.server.messages.conversation import turn_request
 from diptych.server.sse import named_event
-from diptych.server.turn import Turn
+from diptych.server.turn import TurnShape
 from diptych.server.turn_parts import Part, TextPart, ThinkingPart
 
 
@@ -83,33 +83,19 @@ def read_input(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"unreadable": text}
 
 
-class MessagesAnswer:
+class MessagesAnswer(TurnShape):
     """One body on its way to an answer; `close` must follow in every case."""
 
     def __init__(self, generation: Generation, body: MessagesBody, *, arrival_s: float) -> None:
-        self._generation = generation
-        self._body = body
         constraint = "output_config.format" if body.output_config and body.output_config.format else "tools"
-        self._asked = asked(body, prefix="msg_", arrival_s=arrival_s, constraint=constraint)
-        self._turn: Turn | None = None
+        super().__init__(generation, asked(body, prefix="msg_", arrival_s=arrival_s, constraint=constraint))
+        self._body = body
         self._blocks = Blocks()
 
     async def start(self) -> None:
         """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
         self._generation.check_model(self._body.model)
-        turn = Turn(self._generation, turn_request(self._generation, self._body), self._asked)
-        await turn.start()
-        self._turn = turn
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        if self._turn is not None:
-            self._turn.close()
-
-    @property
-    def _started(self) -> Turn:
-        assert self._turn is not None, "not started"
-        return self._turn
+        await self._begin(turn_request(self._generation, self._body))
 
     async def answer(self) -> dict[str, Any]:
         """The whole message."""

@@ -31,7 +31,7 @@ from diptych.server.responses.items import (
 from diptych.server.responses.output import OutputItems
 from diptych.server.responses.store import ResponseStore, StoredResponse
 from diptych.server.sse import DONE
-from diptych.server.turn import Turn, TurnRequest
+from diptych.server.turn import TurnRequest, TurnShape
 from diptych.server.turn_parts import TurnDelta
 
 logger = logging.getLogger("diptych.server")
@@ -72,18 +72,15 @@ class Responses:
         return before, [known[item["id"]] if item["type"] == "item_reference" else item for item in given]
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(TurnShape):
     """One body on its way to an answer; `close` must follow in every case."""
 
     def __init__(self, generation: Generation, shared: Responses, body: ResponsesBody, *, arrival_s: float) -> None:
-        self._generation = generation
+        constraint = "text.format" if structured(body) else "tools"
+        super().__init__(generation, asked(body, prefix="resp_", arrival_s=arrival_s, constraint=constraint))
         self._shared = shared
         self._body = body
-        self._asked = asked(
-            body, prefix="resp_", arrival_s=arrival_s, constraint="text.format" if structured(body) else "tools"
-        )
         self._created = int(wall_time_s())
-        self._turn: Turn | None = None
         self._given: list[Item] = []
         self._n_dropped = 0
         self._output = OutputItems(encodes_reasoning="reasoning.encrypted_content" in (body.include or ()))
@@ -105,9 +102,7 @@ class ResponsesAnswer:
         if body.request_id is not None and await self._shared.store.get(self.id) is not None:
             raise ApiError(400, f"request_id is {body.request_id!r}; a stored response has it", param="request_id")
         before, self._given = await self._shared.items_before(body.previous_response_id, given_items(body))
-        turn = Turn(generation, self._request(before + self._given), self._asked)
-        await turn.start()
-        self._turn = turn
+        await self._begin(self._request(before + self._given))
         self._shared.open[self.id] = self
 
     def _request(self, items: list[Item]) -> TurnRequest:
@@ -143,19 +138,13 @@ class ResponsesAnswer:
 
     def close(self) -> None:
         """Abort what still runs."""
-        if self._turn is not None:
-            self._turn.close()
+        super().close()
         self._shared.open.pop(self.id, None)
         self.over.set()
 
     def cancel(self) -> None:
         """End the answer; who reads it gets what there is, as `cancelled`."""
         self._generation.desk.engine.abort(self.id)
-
-    @property
-    def _started(self) -> Turn:
-        assert self._turn is not None, "not started"
-        return self._turn
 
     async def answer(self) -> dict[str, Any]:
         """The whole response."""
