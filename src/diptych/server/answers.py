@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 SLICE_ENTRIES = 256  # of a list that are encoded in one call; with 20 alternatives each, about 2 ms
 SEND_BYTES = 256 * 1024
-# the answer, its choices, a choice, its logprobs: only their leaves are encoded whole
-_LEVELS = 4
+# a response, its output, an item, its content, a part, its logprobs (a chat has four): only their leaves are encoded whole
+_LEVELS = 6
 
 
 class Fragments:

@@ -113,7 +113,7 @@ class BoundedHeaders(HttpToolsProtocol):
 
 
 class RequireKey:
-    """Middleware: every route but `/health` and `/ready` needs the key, as a bearer token.
+    """Middleware: every route but `/health` and `/ready` needs the key, as a bearer token or as Anthropic's `x-api-key`.
 
     HTTP basic with the key as password is taken too, so that a browser can ask for it and show the live page.
     """
@@ -126,16 +126,19 @@ class RequireKey:
         """Answer 401 or pass on."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_allowed(scope):
             refusal = ApiError(
-                401, "no valid API key was sent; send 'Authorization: Bearer KEY'", code="invalid_api_key"
+                401,
+                "no valid API key was sent; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
             )
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:
-            if name == b"authorization":
-                return hmac.compare_digest(_sent_key(value), self._key)
+            sent = _sent_key(value) if name == b"authorization" else value.strip() if name == b"x-api-key" else None
+            if sent is not None and hmac.compare_digest(sent, self._key):
+                return True
         return False
 
 

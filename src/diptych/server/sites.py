@@ -58,7 +58,7 @@ class KnownSites:
         """Answer 403 or pass on."""
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
