@@ -10,7 +10,7 @@ The backend is chosen once, here, and logged; nothing falls back later.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import torch
 from diptych.compute.model import Blueprint, Model, draw_blueprint
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_model import build_cpu_model
-from diptych.compute.ops.torch_model import build_torch_model
+from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.read import refuse_unrun
+from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
 
@@ -39,11 +40,13 @@ def load_model(
     *,
     max_context_tokens: int | None = None,
     progress: Progress | None = None,
+    check: Callable[[ModelSpec], None] = lambda spec: None,
 ) -> Model:
     """A checkpoint folder or hub name as a Model.
 
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
-    progress: called with (bytes read, bytes in all). Raises LoadError, UnsupportedModel or ConfigError.
+    progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
+    Raises LoadError, UnsupportedModel or ConfigError.
     """
     directory = resolve_model_dir(path_or_name)
     hf_config = read_json(directory / "config.json")
@@ -60,12 +63,27 @@ def load_model(
     blueprint = draw_blueprint(
         hf_config, checkpoint, path=parsed.path, max_context_tokens=max_context_tokens, longrope=config.longrope
     )
+    check(blueprint.spec)
     return _build(blueprint, config)
 
 
 def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
     """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
     return _build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
+
+
+def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -> tuple[torch.device, int]:
+    """Where the KV cache of a model will lie that is not loaded yet, and the bytes of a block of it.
+
+    Where fp32 follows from the files alone (torch backend, nothing asked for), bf16 is taken.
+    """
+    backend, _ = choose_backend(config)
+    if backend == "cpu" and cpu_kernels.is_available()[0]:
+        kv_format = "bf16" if config.kv == "auto" else config.kv
+        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens)
+    bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
+    block_bytes = spec.n_layers * 2 * spec.n_kv_heads * spec.head_dim * block_tokens * bits // 8
+    return torch_device(config.device if backend == "torch" else "cpu"), block_bytes
 
 
 def settle_stored(config: ComputeConfig, stored: str) -> ComputeConfig:
