@@ -169,7 +169,8 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         return None if is_open else name
 
     async def generate(request: Request, job: CompletionAnswer | ChatAnswer, body: GenerationBody) -> Response:
-        await job.start()
+        # also while the prompts are read and handed over: of many in one body, each waits for a step of the engine
+        await unless_disconnected(request, asyncio.ensure_future(job.start()))
         headers = ignored_header(body.ignored_fields)
         if body.stream:
             return EventStream(job.stream(), on_close=job.close, headers=headers)

@@ -12,6 +12,7 @@ import hmac
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,7 +48,10 @@ Answer = TypeVar("Answer")
 
 
 class BoundedHeaders(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on header bytes and on the time a client may take to send them."""
+    """uvicorn's protocol with a limit on header bytes and on the time a client may take to send them.
+
+    What is no HTTP is refused in the API's shape too.
+    """
 
     _header_bytes = 0
     _in_headers = True
@@ -100,15 +104,22 @@ class BoundedHeaders(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self) -> None:
+        message = f"request headers are longer than {MAX_HEADER_BYTES} bytes"
+        self._end_with(ApiError(431, message, code="headers_too_large"))
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser could not read, in the API's shape."""
+        self._end_with(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
+
+    def _end_with(self, error: ApiError) -> None:
+        """Answer and close; only close where an answer has begun, as these bytes would become part of it."""
         if self.transport.is_closing():
             return
-        body = bytes(
-            error_response(
-                ApiError(431, f"request headers are longer than {MAX_HEADER_BYTES} bytes", code="headers_too_large")
-            ).body
-        )
-        head = f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        self.transport.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + body)
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            body = bytes(error_response(error).body)
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json"
+            head += f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
         self.transport.close()
 
 
