@@ -96,6 +96,19 @@ def test_ctrl_c_in_generate_reports_what_there_was() -> None:
     assert "decode" in err
 
 
+def test_options_are_checked_before_standard_input_is_read() -> None:
+    """`generate - --temperature nan` waited for the end of a standard input that nobody closed."""
+    with subprocess.Popen(
+        [*RUN, "generate", "-", "--temperature", "nan"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.wait(timeout=60) == 2
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert "temperature is nan" in process.stderr.read()
+
+
 def test_chat_reports_no_cold_start() -> None:
     """The third turn's report said 64.4 ms "from a cold start" for 3.8: the loading was counted in each."""
     done = run("chat", "--max-tokens", "4", stdout=subprocess.PIPE, input="hi\nhi\n/report\n")

@@ -52,7 +52,6 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
     """Write the continuation of PROMPT and report both phases."""
-    text = read_prompt(prompt, prompt_file)
     config = engine_config(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
         max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, max_running_sequences=max(n, 1),
@@ -63,6 +62,7 @@ def generate(
         repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         ignore_eos=ignore_eos, n=n,
     )  # fmt: skip
+    text = read_prompt(prompt, prompt_file)  # behind the options: standard input may take its time
     with loading_bar(f"loading {model}") as progress:
         llm = LLM(model, config, progress=progress)
     asked = llm.render([{"role": "user", "content": text}]) if chat else llm.loaded.tokenizer.encode(text)
