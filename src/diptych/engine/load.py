@@ -17,7 +17,7 @@ from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.places import Places, places
+from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.cost_view import CostView
@@ -41,6 +41,8 @@ BUNDLED_MODEL = "diptych-10m"
 KV_MEMORY_SHARE = 0.5
 # sequences of the whole context that a pool has room for, where nobody says how many run and memory allows
 POOL_CONTEXTS = 64
+# a full step of prefill that is predicted to take longer is worth a word: it holds every running stream
+LONG_STEP_S = 1.0
 Progress = Callable[[int, int], None]
 
 
@@ -271,6 +273,7 @@ def make_machinery(
         predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
         seed=config.seed,
     )
+    _tell_defaults(model, config, context, n_blocks, calibrated)
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     executor = ModelExecutor(model, kv, sampler, clock=clock)
     logger.info(
@@ -278,6 +281,30 @@ def make_machinery(
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
     )  # fmt: skip
     return Machinery(core=core, executor=executor, step_time=step_time)
+
+
+def _tell_defaults(
+    model: Model, config: EngineConfig, context: int, n_blocks: int, calibrated: CalibratedModel | None
+) -> None:
+    """Say at start what was settled and why; docs/serving.md has the reasons at length."""
+    if config.kv_memory_bytes is not None:
+        why = "asked for"
+    elif n_blocks == _blocks(context, config.block_tokens) * POOL_CONTEXTS:
+        why = f"{POOL_CONTEXTS} whole contexts"
+    else:
+        why = f"{KV_MEMORY_SHARE:.0%} of the free memory, or one context"
+    logger.info("kv pool chosen bytes=%d reason=%s", n_blocks * model.kv_bytes_per_block(config.block_tokens), why)
+    most, budget_s = config.scheduler.max_step_tokens, config.scheduler.stall_budget_s
+    if calibrated is None:
+        logger.info("step limits max_step_tokens=%d stall_budget_s=%s", most, budget_s)
+        return
+    full_s = calibrated.predict_s(StepShape.prefill(batch=1, new_tokens=min(most, context)))
+    logger.info("step limits max_step_tokens=%d stall_budget_s=%s predicted_full_step_s=%.3g", most, budget_s, full_s)
+    if budget_s is None and full_s > LONG_STEP_S:
+        logger.warning(
+            "running streams may wait %.1f s for others' prompts; --stall-budget-ms %d keeps their steps short",
+            full_s, MAX_STEP_S * 1e3,
+        )  # fmt: skip
 
 
 def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
