@@ -177,8 +177,10 @@ def test_settings_that_cannot_be_followed_are_refused(loaded: LoadedModel, kind:
     assert kind(loaded, tiny_config(), max_context_tokens=64) is not None
 
 
-@pytest.mark.parametrize("model", ["", "\0", "a\0b", None, 5, b"bundled", ["bundled"]])
+@pytest.mark.parametrize(
+    "model", ["", "\0", "a\0b", "a" * 5000, "\ud800", "~no-such-user/x", None, 5, b"bundled", ["bundled"]]
+)
 def test_what_is_no_models_name_is_refused_as_such(model: object) -> None:
-    """`LLM("")` blamed ".", and `LLM(None)` asked the hub for a model of the name None."""
+    """`LLM("")` blamed ".", `LLM(None)` asked the hub for a model of that name, and long names ended in a raw OSError."""
     with pytest.raises((ConfigError, LoadError), match=r"model is .*; it must be"):
         LLM(model)  # type: ignore[arg-type]

@@ -67,8 +67,12 @@ def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
 
 def model_dir(name: str) -> Path:
     """The folder of 'bundled', of a local path or of a hub name. Raises LoadError that says what the name is instead."""
-    if not name or "\0" in name:
-        raise LoadError(f"model is {name!r}; it must be 'bundled', the path of a folder, or a name on the hub")
+    try:
+        is_name = bool(name) and "\0" not in name and Path(name).expanduser().is_dir() is not None
+    except (OSError, RuntimeError, ValueError):  # too long, a home that nobody has, no Unicode text
+        is_name = False
+    if not is_name:
+        raise LoadError(f"model is {shown(name)}; it must be 'bundled', the path of a folder, or a name on the hub")
     if name == "bundled":
         return bundled_dir()
     path = Path(name).expanduser()
