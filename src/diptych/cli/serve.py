@@ -15,7 +15,7 @@ from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.llm import AsyncLLM
 from diptych.ground.config import env_text
-from diptych.server.config import ServerConfig
+from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
 from diptych.server.run import bind, run_server
 
 app = typer.Typer(add_completion=False)
@@ -50,7 +50,12 @@ def serve(
     max_waiting_tokens: Annotated[
         int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
     ] = None,
-    max_open_requests: Annotated[int, typer.Option(help="requests open at one time")] = 1024,
+    max_open_requests: Annotated[
+        int | None,
+        typer.Option(
+            help=f"requests open at one time (default: {MOST_OPEN_REQUESTS}, or as many as files may be open)"
+        ),
+    ] = None,
     max_body_bytes: Annotated[
         int | None, typer.Option(help="most bytes of a request's body (default: 4 MiB and 32 bytes per context token)")
     ] = None,
@@ -91,7 +96,7 @@ def serve(
         served_model_names=tuple(served_model_name or ()),
         takes_any_model_name=any_model_name,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
-        max_open_requests=max_open_requests,
+        max_open_requests=open_requests_limit(max_open_requests),
         max_body_bytes=max_body_bytes,
         response_store=response_store,
         max_stored_bytes=max_stored_bytes,

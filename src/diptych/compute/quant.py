@@ -84,7 +84,7 @@ class QuantisedCheckpoint(Checkpoint):
         try:
             shapes = json.loads(metadata["packed_shapes"])
             self._packed = {str(name): tuple(int(n) for n in shape) for name, shape in shapes.items()}
-            self._checksums = {str(name): int(value) for name, value in json.loads(metadata[CHECKSUMS]).items()}
+            self._checksums = checksums_of(metadata)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise LoadError(
                 f"{directory} has no list of packed shapes and checksums: {error}",
@@ -113,7 +113,7 @@ class QuantisedCheckpoint(Checkpoint):
         """The values as a view of the mapped file; LoadError where their bytes are not the ones that were written."""
         tensor = super().read(name)
         if name not in self._intact:
-            if _checksum(tensor) != self._checksums.get(name):
+            if checksum(tensor) != self._checksums.get(name):
                 raise LoadError(
                     f"tensor {name} in {self.directory} does not have its checksum: the file was damaged",
                     hint="copy the folder again, or write it again with `diptych quantize`",
@@ -144,8 +144,14 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return flat
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """XXH3-64 of a tensor's bytes."""
     return xxhash.xxh3_64_intdigest(_bytes_of(tensor).data)
+
+
+def checksums_of(metadata: Mapping[str, str]) -> dict[str, int]:
+    """Checksums of a file's tensors by name. KeyError, ValueError, TypeError or AttributeError where they are none."""
+    return {str(name): int(value) for name, value in json.loads(metadata[CHECKSUMS]).items()}
 
 
 def save_quantised(
@@ -236,7 +242,7 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
         header[name] = {
             "dtype": TENSOR_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]
         }  # fmt: skip
-        checksums[name] = _checksum(tensor)
+        checksums[name] = checksum(tensor)
         at = end
     header["__metadata__"] = {
         "format": "pt", "packed_shapes": json.dumps(shapes), CHECKSUMS: json.dumps(checksums), **metadata

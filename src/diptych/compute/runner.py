@@ -23,7 +23,7 @@ from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_kernels import choose_instruction_set
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_model import build_cpu_model
-from diptych.compute.ops.torch_model import build_torch_model
+from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_model_dir
@@ -33,6 +33,7 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
 from diptych.models.read import refuse_unrun
+from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
 
@@ -45,11 +46,13 @@ def load_model(
     *,
     max_context_tokens: int | None = None,
     progress: Progress | None = None,
+    check: Callable[[ModelSpec], None] = lambda spec: None,
 ) -> Model:
     """A checkpoint folder, a GGUF file or a hub name as a Model.
 
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
-    progress: called with (bytes read, bytes in all). Raises LoadError, UnsupportedModel or ConfigError.
+    progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
+    Raises LoadError, UnsupportedModel or ConfigError.
     """
     gguf = find_gguf(Path(path_or_name).expanduser())
     hf_config, path, checkpoint, config = (
@@ -61,6 +64,7 @@ def load_model(
         blueprint = draw_blueprint(
             hf_config, source, path=path, max_context_tokens=max_context_tokens, longrope=config.longrope
         )
+        check(blueprint.spec)
         return _build(blueprint, config, on_packed)
 
     model = _build_once(build, checkpoint, hf_config, config)
@@ -126,6 +130,20 @@ def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
 def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
     """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
     return _build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
+
+
+def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -> tuple[torch.device, int]:
+    """Where the KV cache of a model will lie that is not loaded yet, and the bytes of a block of it.
+
+    Where fp32 follows from the files alone (torch backend, nothing asked for), bf16 is taken.
+    """
+    backend, _ = choose_backend(config)
+    if backend == "cpu" and cpu_kernels.is_available()[0]:
+        kv_format = "bf16" if config.kv == "auto" else config.kv
+        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens)
+    bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
+    block_bytes = spec.n_layers * 2 * spec.n_kv_heads * spec.head_dim * block_tokens * bits // 8
+    return torch_device(config.device if backend == "torch" else "cpu"), block_bytes
 
 
 def settle_stored(config: ComputeConfig, stored: str) -> ComputeConfig:

@@ -112,10 +112,11 @@ class CpuModel(Model):
                 return best
             if want is Want.HIDDEN:
                 hidden_RD = torch.empty((len(batch.logits_rows_R), self.program.hidden_width), dtype=torch.float32)
-                self.program.run_hidden(*arrays, kv.native, hidden_RD)
+                self.program.run_hidden(*arrays, kv.native, hidden_RD.numpy())
                 return hidden_RD
             logits_RV = self._logits(len(batch.logits_rows_R))
-            self.program.run(*arrays, kv.native, logits_RV)
+            # as numpy: the binding asks a tensor in Python for its memory, and loses a Ctrl-C that arrives meanwhile
+            self.program.run(*arrays, kv.native, logits_RV.numpy())
         except ValueError as error:
             raise ExecutorError(f"the step was refused: {error}") from error
         return logits_RV
@@ -130,7 +131,7 @@ class CpuModel(Model):
 
     def argmax(self, logits_RV: torch.Tensor) -> list[int]:
         """On the program's threads; faster than torch for wide rows."""
-        return [int(token_id) for token_id in self.program.argmax(logits_RV)]
+        return [int(token_id) for token_id in self.program.argmax(logits_RV.numpy())]
 
     def weigh(
         self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
