@@ -278,7 +278,7 @@ def _pools(ask: Ask, pools: Sequence[Pool], link: Link, mapped: Mapped, price_of
         Fit(
             service=service,
             ask=ask,
-            n_requests=WHOLE,
+            n_requests=LONG,
             price=price_of(service.pool.setup) * service.pool.setup.tp,
             reader_price=_reader_price(service, price_of),
         )
