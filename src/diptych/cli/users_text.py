@@ -113,7 +113,8 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     held = found.confirmed
     words = "holds" if held.good_share >= ask.good_share else "[bold]does not hold, nor does anything else tried[/bold]"
     console.print(
-        f"for longer: {held.n_requests:,} requests in {held.duration_s / 60:.1f} minutes, {held.good_share:.1%} good: what to buy {words}"
+        f"for longer: {held.n_requests:,} requests in {held.duration_s / 60:.1f} minutes, {held.good_share:.1%} good: "
+        f"what to buy {words}"
     )
     low, high = found.margin
     most = "any number" if found.engines_high is None else str(found.engines_high)
