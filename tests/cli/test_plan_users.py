@@ -14,6 +14,13 @@ SMALL = ["llama-3.1-8b", "--users", "40", "--prompt", "200:600", "--output", "4:
 DEVICES = ["--hardware", "l40s", "--tp", "1"]
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulations of a few requests: what is tested here is the search, not its numbers."""
+    for name, requests in {"SHORT": 50, "LONG": 60, "WHOLE": 80, "LONGEST": 120}.items():
+        monkeypatch.setattr(f"diptych.sim.search.{name}", requests)
+
+
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     app([*SMALL, *DEVICES, *arguments, "--json"])
     read: dict[str, object] = json.loads(capsys.readouterr().out)

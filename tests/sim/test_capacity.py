@@ -42,15 +42,15 @@ def test_the_fluid_model_moves_the_right_way() -> None:
 
 def bisected(service: Service, ask: Ask = ASK) -> int:
     guess = fluid_users(service.pool, ask)
-    return Bisection(service=service, ask=ask, guess=guess, n_requests=120, close=0.15, most=2000).run()
+    return Bisection(service=service, ask=ask, guess=guess, n_requests=80, close=0.15, most=2000).run()
 
 
 def test_a_bisection_ends_where_limits_break() -> None:
     """What it answers holds and a quarter more does not; slower steps hold fewer, quicker ones more."""
     service = Service(pool=L40S)
     users = bisected(service)
-    assert Trial(service=service, ask=ASK, n_users=users, n_requests=120).holds
-    assert not Trial(service=service, ask=ASK, n_users=users * 5 // 4 + 1, n_requests=120).holds
+    assert Trial(service=service, ask=ASK, n_users=users, n_requests=80).holds
+    assert not Trial(service=service, ask=ASK, n_users=users * 5 // 4 + 1, n_requests=80).holds
     assert bisected(paced(service, 1.6)) < users < bisected(paced(service, 0.6))
     assert bisected(service, replace(ASK, limits=Limits(ttft_s=1e-4, tpot_s=0.06))) == 0
 
@@ -60,14 +60,14 @@ def test_a_fit_ends_at_engines_that_hold() -> None:
     each = bisected(Service(pool=L40S))
     ask = replace(ASK, n_users=3 * each)
     many, few = (
-        Fit(service=with_engines(Service(pool=L40S), n), ask=ask, n_requests=240, price=1.0).run() for n in (6, 2)
+        Fit(service=with_engines(Service(pool=L40S), n), ask=ask, n_requests=120, price=1.0).run() for n in (6, 2)
     )
     assert many.good_share >= ask.good_share
     assert few.good_share >= ask.good_share
     assert many.service.n_engines < 6
     assert few.service.n_engines > 2
     pools = Service(pool=replace(H100, n_engines=2), readers=replace(L40S, n_engines=4), link=Link(bytes_per_s=50e9))
-    found = Fit(service=pools, ask=ASK, n_requests=120, price=2.9, reader_price=1.1).run()
+    found = Fit(service=pools, ask=ASK, n_requests=80, price=2.9, reader_price=1.1).run()
     assert found.good_share >= ASK.good_share
     assert found.service.n_engines < 6
 

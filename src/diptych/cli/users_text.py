@@ -99,7 +99,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     )
     each = "" if n == 1 else f" for each cell, {n * best.cost:.6g} together"
     console.print(f"[bold]buy {_words(best)}[/bold]: {best.cost:.4g} {unit}{each}")
-    table = plain_table("", "layout", "users an engine holds", "cost", "good", "TTFT p95", "TPOT p95")
+    table = plain_table("", "layout", "users each", "cost", "good", "TTFT p95", "TPOT p95")
     for layout in (*found.colocated, *found.pools):
         table.add_row(*_row(layout, unit))
     console.print(table)
@@ -111,9 +111,11 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     console.print(f"prefix cache: without it {words} x ({setup})")
     console.print(f"twice the users: first breaks {breaks_first(found.doubled, found.ask.good_share)}")
     held = found.confirmed
-    minutes = held.duration_s / 60
-    holds = "hold" if held.good_share >= ask.good_share else "[bold]do not hold[/bold]"
-    console.print(f"for longer: {minutes:.1f} minutes of these users {holds}: {held.good_share:.1%} good")
+    words = "holds" if held.good_share >= ask.good_share else "[bold]does not hold, nor does anything else tried[/bold]"
+    console.print(
+        f"for longer: {held.n_requests:,} requests in {held.duration_s / 60:.1f} minutes, {held.good_share:.1%} good: "
+        f"what to buy {words}"
+    )
     low, high = found.margin
     most = "any number" if found.engines_high is None else str(found.engines_high)
     console.print(
@@ -144,7 +146,7 @@ def _row(layout: Layout, unit: str) -> tuple[str, ...]:
     users = "-" if layout.users_each is None else f"{'about ' if layout.is_rough else ''}{layout.users_each:,}"
     cost = f"{layout.cost:.4g} {'USD/h' if unit.startswith('USD') else 'devices'}"
     if report is None or report.ttft_s is None:
-        return _words(layout), users, cost, "sized only", "-", "-"
+        return _words(layout), users, cost, "sized", "-", "-"
     tpot_s = None if report.tpot_s is None else report.tpot_s.p95
     good = f"{report.good_share:.1%}{'' if layout.holds else ' (misses)'}"
     return _words(layout), users, cost, good, duration(report.ttft_s.p95), duration(tpot_s)

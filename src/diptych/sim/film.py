@@ -81,7 +81,7 @@ class Film:
         )
         self._open |= dict.fromkeys(step.decode_request_ids)  # one that another engine has read came without a word
         if step.end_s >= self._next_s:
-            self._close(step.end_s)
+            self.close(step.end_s)
 
     @property
     def _book(self) -> EventBook:
@@ -97,7 +97,8 @@ class Film:
             _count(self._ttft, event.at_s - record.arrival_s)
         self._last_token_s[event.request_id] = event.at_s
 
-    def _close(self, now_s: float) -> None:
+    def close(self, now_s: float) -> None:
+        """Write what happened since the last frame."""
         stats, records = self._engine.core.stats(), self._book.records
         known = [records[request_id] for request_id in self._open if request_id in records]
         self._write(

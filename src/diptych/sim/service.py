@@ -165,9 +165,12 @@ def _run(
 ) -> _Seen:
     tally = Tally(limits, n_groups=len(service.pools), from_s=from_s)
     cluster = Cluster(service.groups(), tally=tally, router=service.router, wire=service.wire(), seed=seed)
+    filmed = cluster.members[0]
     if film is not None:
-        cluster.members[0].film = Film(film, service.pool.setup, cluster.members[0].engine)
+        filmed.film = Film(film, service.pool.setup, filmed.engine)
     cluster.run(load, progress=progress)
+    if filmed.film is not None:  # it was over before the minute was
+        filmed.film.close(filmed.engine.clock.now_s())
     cores = [member.engine.core.stats() for member in cluster.members]
     n_decoders = service.pool.n_engines
     return _Seen(
