@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych.compute.ops.contract import QkNorm
+from diptych.compute.ops.contract import Ops, QkNorm
 from diptych.compute.ops.cpu_loader import (
     AttentionHandle,
     CpuLoader,
@@ -49,7 +49,9 @@ class Value:
     norm: tuple[int, float] | None = None  # (vector, eps) of a norm of `buffer`
 
 
-class CpuOps:
+class CpuOps(
+    Ops[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]
+):
     """Records a family's forward into the loader's program. Buffers are shared by role: a layer's die with the layer.
 
     What a Value records later holds the program alone: a circle back to here would keep a closed model's weights.
@@ -153,7 +155,9 @@ class CpuOps:
         out = self._f32("experts out", x.width)
         hidden = None
         if down.format != "bf16":
-            hidden = self._buffer("experts hidden", spec.ffn, lambda width: self.program.add_f32(width, top_k), top_k)
+            hidden = self._buffer(
+                "experts hidden", spec.expert_ffn, lambda width: self.program.add_f32(width, top_k), top_k
+            )
         self.program.moe(
             router=experts.router.index,
             router_rows=router_rows,
@@ -162,7 +166,7 @@ class CpuOps:
             down=[expert.index for expert in experts.down],
             rows=rows,
             hidden=hidden,
-            hidden_rows=self._rows_buffer("experts hidden rows", spec.ffn, down, top_k),
+            hidden_rows=self._rows_buffer("experts hidden rows", spec.expert_ffn, down, top_k),
             expanded=self._buffer("experts wide", x.width, lambda width: self.program.add_f32(width, top_k), top_k),
             out=out,
             top_k=top_k,
@@ -174,12 +178,13 @@ class CpuOps:
 
     def head(
         self, x: ResidualStream, norm: VectorHandle, weight: LinearHandle, *, eps: float, softcap: float | None
-    ) -> None:
+    ) -> Value:
         """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
         rows = self._rows_buffer("head", x.width, weight)
         self.program.head(
             x=x.buffer, norm=norm.index, eps=eps, rows=rows, weight=weight.index, scale=1.0, softcap=softcap
         )
+        return Value("logits", weight.n_outputs)
 
     def _buffer(self, role: str, width: int, make: Callable[[int], int], *more: Any) -> int:
         key = (role, width, *more)

@@ -19,13 +19,15 @@ from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
     ExpertParts,
-    ExpertsSpec,
     LinearParts,
+    Loader,
+    Ops,
     QkNorm,
     Role,
     RopeSpec,
     WeightTensor,
 )
+from diptych.models.spec import MoeSpec
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
@@ -54,13 +56,13 @@ class TorchAttention:
 class TorchExperts:
     """router [E, D], gate_up and down per expert."""
 
-    spec: ExpertsSpec
+    spec: MoeSpec
     router: torch.Tensor
     gate_up: tuple[TorchLinear, ...]
     down: tuple[TorchLinear, ...]
 
 
-class TorchLoader:
+class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention, TorchExperts]):
     """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied."""
 
     is_balancing = False
@@ -101,12 +103,7 @@ class TorchLoader:
         )
 
     def experts(
-        self,
-        spec: ExpertsSpec,
-        *,
-        router: WeightTensor,
-        experts: tuple[ExpertParts, ...],
-        role: Role | None = None,
+        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
     ) -> TorchExperts:
         """One pair of matrices per expert."""
         return TorchExperts(
@@ -150,7 +147,7 @@ class _Queries:
     mask: torch.Tensor | None
 
 
-class TorchOps:
+class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, TorchLinear, TorchAttention, TorchExperts]):
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
 
     def __init__(
