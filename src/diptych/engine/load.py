@@ -70,7 +70,10 @@ def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
 def model_dir(name: str) -> Path:
     """The folder of 'bundled', of a local path or of a hub name, or a GGUF file. LoadError says what the name is instead."""
     try:
-        is_name = bool(name) and "\0" not in name and Path(name).expanduser().is_dir() is not None
+        Path(name).expanduser().stat()
+        is_name = bool(name)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        is_name = True  # of the hub, or told below what is wrong with it
     except (OSError, RuntimeError, ValueError):  # too long, a home that nobody has, no Unicode text
         is_name = False
     if not is_name:
