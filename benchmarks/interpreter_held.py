@@ -4,7 +4,7 @@ python benchmarks/interpreter_held.py [--repeats 5]
 
 Each job that the server gives to a thread, or runs on its event loop, runs here on a thread while another looks every 0.2 ms
 how much processor time the first has burned. What it burned between two looks it did without letting anybody in. A look that
-the machine itself delays counts too, so the least of several runs is told. Lag as clients see it: benchmarks/loop_lag.py.
+the machine itself delays counts too, so the least of several runs is told.
 """
 
 from __future__ import annotations
