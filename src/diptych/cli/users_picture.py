@@ -16,7 +16,7 @@ from diptych.sim.search import Answer
 
 def draw(found: Answer, points: Sequence[Point], path: Path) -> None:
     """Write the picture; the ending of the name chooses the format. Raises ConfigError when it cannot be written."""
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    figure = Figure(figsize=(10, 7.5), layout="constrained")
     axes = figure.subplots()
     for name, group in groupby(points, key=lambda point: point.name):
         line = list(group)
@@ -51,7 +51,8 @@ def draw(found: Answer, points: Sequence[Point], path: Path) -> None:
     )
     log_axis(axes.xaxis)
     log_axis(axes.yaxis)
-    axes.legend(fontsize=8, loc="best", title="solid: both phases in one engine, dashed: two pools", title_fontsize=8)
+    title = "solid: both phases in one engine, dashed: two pools"
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2, title=title, title_fontsize=8)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
