@@ -20,7 +20,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -317,19 +317,22 @@ def _after_reasoning(answer: Callable[[], str], reasoning: FreeReasoning, vocabu
     text = answer()
     grammars = json.loads(text)["grammars"] if text.lstrip().startswith("{") else [{"lark_grammar": text}]
     name = grammars[0].setdefault("name", "answer")
-    marks = {vocabulary.token_bytes(token_id): token_id for token_id in vocabulary.mark_token_ids}
-    end_id = marks.get(reasoning.end.encode())
-    if end_id is not None:
-        thought = f"thought: TEXT <[{end_id}]>\nTEXT: /(?s:.*)/"
+    marks = {vocabulary.token_bytes(token_id).decode(): token_id for token_id in vocabulary.mark_token_ids}
+    end = _spelled(reasoning.end, marks)
+    if end.startswith("<["):
+        thought = f"thought: TEXT {end}\nTEXT: /(?s:.*)/"
     else:
         thought = f"thought[lazy]: /(?s:.*){re.escape(reasoning.end).replace('/', chr(92) + '/')}/"
-    if reasoning.begin is None:
-        start = "thought BLANK"
-    else:
-        begin_id = marks.get(reasoning.begin.encode())
-        start = f"({json.dumps(reasoning.begin) if begin_id is None else f'<[{begin_id}]>'} thought BLANK)?"
+    start = "thought BLANK" if reasoning.begin is None else f"({_spelled(reasoning.begin, marks)} thought BLANK)?"
     lark = f"start: {start} @{name}\n{thought}\nBLANK: /[ \\n\\r\\t]{{0,8}}/"
     return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
+
+
+def _spelled(text: str, marks: Mapping[str, int]) -> str:
+    """Text in a grammar, what is a token of its own as that token."""
+    names = "|".join(re.escape(name) for name in sorted(marks, key=len, reverse=True) if name)
+    parts = re.split(f"({names})", text) if names else [text]
+    return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts if part)
 
 
 def _grammar_from_lark(source: str) -> str:

@@ -5,13 +5,14 @@ Knows no protocol: the JSON shapes of answers stand in `chat` (and in whichever 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych.engine.text.call_form import CallForm
+from diptych.engine.text.dialect import Dialect
 from diptych.engine.text.reasoning import Opening, ReasoningSplitter
-from diptych.engine.text.tools import ToolCall, ToolCallDelta, ToolCallParser
+from diptych.engine.text.tools import ToolCall, ToolCallDelta, ToolCallParser, ToolDelta
 from diptych.ground.phase import FinishReason
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import Thinking
@@ -33,6 +34,8 @@ class ThinkingPart:
 
 
 Part = TextPart | ThinkingPart | ToolCallDelta
+# of the tags and the JSON of calls, in every format
+_CALL_EDGES = re.compile(r"(?<=[>\]}{])|(?=[<\[{])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +49,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnDelta:
-    """What one step added to one choice, in the order in which it is read: thinking, calls, text."""
+    """What one step added to one choice, in the order in which the model wrote it."""
 
     index: int
-    is_first: bool
     parts: tuple[Part, ...]
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
@@ -60,13 +62,12 @@ class TurnDelta:
 class ChoiceParts:
     """One choice of one turn: fed with steps in order, it keeps what came so far.
 
-    tags: the model's thinking tags, None for a model that does not think. tools: parameter schemas by name of
+    dialect: how the model writes. tools: parameter schemas by name of
     those that are offered.
     """
 
-    tags: tuple[str, str] | None
+    dialect: Dialect
     opening: Opening
-    call_form: CallForm
     tools: Mapping[str, Mapping[str, Any]]
     thinking: Thinking = field(default_factory=Thinking)
     token_ids: list[int] = field(default_factory=list)
@@ -74,16 +75,14 @@ class ChoiceParts:
     finish: Finish | None = None
     _texts: list[str] = field(default_factory=list)
     _thoughts: list[str] = field(default_factory=list)
-    _has_begun: bool = False
     _splitter: ReasoningSplitter | None = None
     _parser: ToolCallParser | None = None
 
     def __post_init__(self) -> None:
         """Set up the parsers that this model and request need."""
-        if self.tags is not None:
-            self._splitter = ReasoningSplitter(self.tags, opening=self.opening)
+        self._splitter = self.dialect.splitter(self.opening)
         if self.tools:
-            self._parser = ToolCallParser(self.call_form, tools=self.tools)
+            self._parser = ToolCallParser(self.dialect.form, tools=self.tools)
 
     @property
     def text(self) -> str:
@@ -97,21 +96,16 @@ class ChoiceParts:
 
     def push(self, step: StepDelta) -> TurnDelta:
         """Take a step; returns what it adds to the answer."""
-        is_first, self._has_begun = not self._has_begun, True
         self.token_ids += step.token_ids
         is_last = step.finish_reason is not None
         thought, rest = self._split(step, is_last=is_last)
-        calls, text = self._parse(rest, is_last=is_last)
         parts: list[Part] = [ThinkingPart(thought)] if thought else []
-        parts += calls
-        parts += [TextPart(text)] if text else []
+        parts += self._parse(rest, is_last=is_last)
         self._thoughts.append(thought)
-        self._texts.append(text)
         if step.finish_reason is not None:
             self.finish = Finish(reason=step.finish_reason, has_calls=bool(self.calls), stop=step.stop_reason)
         return TurnDelta(
             index=step.index,
-            is_first=is_first,
             parts=tuple(parts),
             token_ids=step.token_ids,
             logprobs=step.logprobs,
@@ -134,15 +128,26 @@ class ChoiceParts:
             thinking.visible_s = step.at_s
         return "".join(piece.reasoning for piece in pieces), "".join(piece.answer for piece in pieces)
 
-    def _parse(self, text: str, *, is_last: bool) -> tuple[list[ToolCallDelta], str]:
-        """(pieces of calls, content) of what is no reasoning."""
+    def _parse(self, text: str, *, is_last: bool) -> list[TextPart | ToolCallDelta]:
+        """Content and pieces of calls in what is no reasoning."""
         if self._parser is None:
-            return [], text
-        pieces = [self._parser.push(text)]
-        if is_last:
-            pieces.append(self._parser.finish())
-        calls = [call for piece in pieces for call in piece.calls]
-        for call in calls:
-            known = self.calls.get(call.index, ToolCall(id=call.id or "", name=call.name or "", arguments=""))
-            self.calls[call.index] = ToolCall(id=known.id, name=known.name, arguments=known.arguments + call.arguments)
-        return calls, "".join(piece.content for piece in pieces)
+            pieces = [ToolDelta(content=text)]
+        else:
+            # a step may end a call and go on with text, or the other way round: cut where either can begin, order shows
+            pieces = [self._parser.push(part) for part in _CALL_EDGES.split(text)]
+            if is_last:
+                pieces.append(self._parser.finish())
+        parts: list[TextPart | ToolCallDelta] = []
+        for piece in pieces:
+            if piece.content:
+                self._texts.append(piece.content)
+                if parts and isinstance(parts[-1], TextPart):
+                    parts[-1] = TextPart(parts[-1].text + piece.content)
+                else:
+                    parts.append(TextPart(piece.content))
+            for call in piece.calls:
+                known = self.calls.get(call.index, ToolCall(id=call.id or "", name=call.name or "", arguments=""))
+                arguments = known.arguments + call.arguments
+                self.calls[call.index] = ToolCall(id=known.id, name=known.name, arguments=arguments)
+                parts.append(call)
+        return parts

@@ -15,6 +15,7 @@ from diptych.compute.structured import GrammarCompiler
 from diptych.engine.text.call_form import HERMES, LFM2, LLAMA3, Style
 from diptych.engine.text.dialect import Dialect
 from diptych.engine.text.forced_calls import tool_call_spec
+from diptych.engine.text.reasoning import Opening
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.tools import ToolCallParser
@@ -93,6 +94,9 @@ def read(dialect: Dialect, pieces: list[str]) -> tuple[str, list]:
     schemas = {one["function"]["name"]: one["function"]["parameters"] for one in TOOLS}
     parser = ToolCallParser(dialect.form, tools=schemas)
     content, calls = "", []
+    splitter = dialect.splitter(Opening.FREE) if dialect.is_harmony else None
+    if splitter is not None:
+        pieces = [*(splitter.push(piece).answer for piece in pieces), splitter.finish().answer]
     for delta in [*map(parser.push, pieces), parser.finish()]:
         content += delta.content
         for call in delta.calls:
@@ -145,6 +149,36 @@ def test_thinking_tags_are_those_around_a_thought():
     source = source.replace("set ns.last_query_index = index", "set ns.last_query_index = index - 1")
     assert chat_template(source).dialect.tags == ("<|ponder|>", "<|/ponder|>")
     assert chat_template(templates.CHATML).dialect.tags is None
+
+
+GPT_OSS = "openai-gpt-oss-120b"
+HARMONY_OUTPUTS = [
+    # (output behind `<|start|>assistant`, thought, said, calls): the examples of harmony's own documentation
+    ("<|channel|>analysis<|message|>User asks.<|end|><|start|>assistant<|channel|>final<|message|>2 + 2 = 4.",
+     "User asks.", "2 + 2 = 4.", []),
+    ("<|channel|>analysis<|message|>Need a tool.<|end|><|start|>assistant<|channel|>commentary to=functions.get-time.now "
+     '<|constrain|>json<|message|>{"zone":"Oslo"}', "Need a tool.", "", [["get-time.now", '{"zone":"Oslo"}']]),
+    ('<|channel|>commentary<|message|>I will look.<|end|><|start|>assistant to=functions.get-time.now<|channel|>commentary json'
+     '<|message|>{"zone": "<|x"}<|call|>', "", "I will look.", [["get-time.now", '{"zone": "<|x"}']]),
+    ('{"plain": "under a grammar"}', "", '{"plain": "under a grammar"}', []),
+    ("<b>plain</b> under a grammar", "", "<b>plain</b> under a grammar", []),
+    ("assistant is a word", "", "assistant is a word", []),
+    ("<|channel|>analysis<|message|>cut o", "cut o", "", []),
+    ("<|channel|>fin", "", "", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("output", "thought", "said", "calls"), HARMONY_OUTPUTS)
+def test_harmony_is_read_by_its_channels_whatever_the_cut(output, thought, said, calls):
+    """gpt-oss's channel names came as text, and its calls were lost."""
+    dialect = chat_template(SOURCES[GPT_OSS]).dialect
+    for at in range(len(output) + 1):
+        pieces = [output[:at], output[at:]] if at else list(output)
+        splitter = dialect.splitter(Opening.FREE)
+        deltas = [*map(splitter.push, pieces), splitter.finish()]
+        assert "".join(delta.reasoning for delta in deltas) == thought
+        assert splitter.reasoning_tokens + splitter.answer_tokens == len(pieces)
+        assert read(dialect, pieces) == (said, calls)
 
 
 CITY = tool("weather", city="string", days="integer", near="boolean")

@@ -31,7 +31,8 @@ from diptych.engine.text.call_form import (
     CallForm,
     Style,
 )  # fmt: skip
-from diptych.engine.text.reasoning import tags_of_template
+from diptych.engine.text.harmony import HARMONY, HARMONY_TAGS, HarmonySplitter, is_harmony
+from diptych.engine.text.reasoning import Opening, ReasoningSplitter, tags_of_template
 from diptych.engine.text.tools import ToolCallParser
 from diptych.ground.errors import TemplateError
 
@@ -67,6 +68,13 @@ class Dialect:
     has_text_arguments: bool = False
     has_null_content: bool = False
     tags: tuple[str, str] | None = None
+    is_harmony: bool = False
+
+    def splitter(self, opening: Opening) -> ReasoningSplitter | None:
+        """A reader that takes thoughts apart; None for a model that has none."""
+        if self.tags is None:
+            return None
+        return (HarmonySplitter if self.is_harmony else ReasoningSplitter)(self.tags, opening=opening)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -92,6 +100,8 @@ _MENTIONED = (
 
 def find_dialect(render: Render, source: str) -> Dialect:
     """Try the ways in which templates expect calls, the usual one first; else take what `source` mentions."""
+    if is_harmony(source):
+        return Dialect(form=HARMONY, tags=HARMONY_TAGS, is_harmony=True)
     problems: list[str] = []
     known_tags = tags_of_template(source)
     for is_text, content, n_calls in product((False, True), ("", None), (3, 1)):

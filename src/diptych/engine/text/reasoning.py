@@ -27,7 +27,9 @@ class SplitDelta:
     answer: str = ""
 
 
-class _Place(Enum):
+class Place(Enum):
+    """Where a reader stands in an output."""
+
     START = "start"  # nothing but blanks or part of a begin tag so far
     REASONING = "reasoning"
     AFTER = "after"  # the end tag is there; blanks are skipped
@@ -55,7 +57,7 @@ def opening_of_prompt(prompt: str, tags: tuple[str, str] = DEFAULT_TAGS) -> Open
     return Opening.BEHIND if end.endswith(tags[1]) else Opening.FREE
 
 
-_FIRST_PLACE = {Opening.FREE: _Place.START, Opening.INSIDE: _Place.REASONING, Opening.BEHIND: _Place.ANSWER}
+_FIRST_PLACE = {Opening.FREE: Place.START, Opening.INSIDE: Place.REASONING, Opening.BEHIND: Place.ANSWER}
 
 
 class ReasoningSplitter:
@@ -84,19 +86,19 @@ class ReasoningSplitter:
     def finish(self) -> SplitDelta:
         """The output is over; what was held back comes out."""
         delta = self._advance(is_last=True)
-        if self._place is _Place.REASONING:
+        if self._place is Place.REASONING:
             self.reasoning_tokens += self._waiting_tokens
         else:
             self.answer_tokens += self._waiting_tokens
         self._waiting_tokens = 0
         return delta
 
-    def _count(self, before: _Place, n_tokens: int) -> None:
+    def _count(self, before: Place, n_tokens: int) -> None:
         self._waiting_tokens += n_tokens
-        if self._place is _Place.START:
+        if self._place is Place.START:
             return
-        begins_after = before is _Place.START and self._place is _Place.AFTER
-        if before is _Place.REASONING or self._place is _Place.REASONING or begins_after:
+        begins_after = before is Place.START and self._place is Place.AFTER
+        if before is Place.REASONING or self._place is Place.REASONING or begins_after:
             self.reasoning_tokens += self._waiting_tokens
         else:
             self.answer_tokens += self._waiting_tokens
@@ -104,26 +106,26 @@ class ReasoningSplitter:
 
     def _advance(self, *, is_last: bool) -> SplitDelta:
         reasoning = ""
-        if self._place is _Place.START:
+        if self._place is Place.START:
             self._leave_start(is_last=is_last)
-        if self._place is _Place.REASONING:
+        if self._place is Place.REASONING:
             reasoning = self._take_reasoning(is_last=is_last)
-        if self._place is _Place.AFTER:
+        if self._place is Place.AFTER:
             self._held = self._held.lstrip()
             if self._held:
-                self._place = _Place.ANSWER
+                self._place = Place.ANSWER
         answer = ""
-        if self._place is _Place.ANSWER:
+        if self._place is Place.ANSWER:
             answer, self._held = self._held, ""
         return SplitDelta(reasoning, answer)
 
     def _leave_start(self, *, is_last: bool) -> None:
         text = self._held.lstrip()
         if text.startswith(self._begin):
-            self._place = _Place.REASONING
+            self._place = Place.REASONING
             self._held = text[len(self._begin) :]
         elif is_last or not self._begin.startswith(text):
-            self._place = _Place.ANSWER
+            self._place = Place.ANSWER
 
     def _take_reasoning(self, *, is_last: bool) -> str:
         if not self._has_reasoning:
@@ -132,7 +134,7 @@ class ReasoningSplitter:
         if at >= 0:
             out = self._held[:at].rstrip()
             self._held = self._held[at + len(self._end) :]
-            self._place = _Place.AFTER
+            self._place = Place.AFTER
         else:
             keep = 0 if is_last else partial_end(self._held, self._end)
             # blanks at the end wait: they are dropped if the end tag follows
