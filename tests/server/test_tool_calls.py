@@ -18,6 +18,9 @@ from openai.types.chat.chat_completion import Choice
 from diptych.engine.load import bundled_dir
 from diptych.engine.text.call_form import KEY, KIND, NAME, CallForm, Style
 from diptych.engine.text.template import ChatTemplate
+from diptych.engine.text.tokenizer import Tokenizer
+from diptych.server.door import Workers
+from diptych.server.reader import Reader
 from engine.text import templates
 from server_process import ServerProcess, check_account
 
@@ -244,3 +247,23 @@ def test_the_account_counts_every_token_of_a_call(served: Served) -> None:
     body = json.loads(answer.content)
     check_account(body)
     assert len(body["choices"][0]["token_ids"]) == body["usage"]["completion_tokens"]
+
+
+def test_the_log_says_how_calls_are_written_or_that_nobody_knows(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A form that was assumed used to lose every call of a model without a word."""
+    silent = templates.CHATML.replace("message.tool_calls or []", "[]")
+    for number, (template, level, said) in enumerate(
+        [(templates.CHATML, "INFO", "writes tool calls as"), (silent, "WARNING", "the template prints no calls")]
+    ):
+        caplog.clear()
+        folder = with_template(tmp_path / str(number), template)
+        with caplog.at_level("INFO", logger="diptych.server"):
+            Reader(
+                Tokenizer.from_dir(folder), ChatTemplate.from_dir(folder), Workers(), reads_control_tokens=False
+            )  # fmt: skip
+        (record,) = caplog.records
+        assert record.levelname == level
+        assert said in record.getMessage()
+        assert "<tool_call>" in record.getMessage()
