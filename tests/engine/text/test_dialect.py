@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from diptych.engine.text.reasoning import Opening
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.tools import ToolCallParser
+from diptych.ground.request import FreeReasoning
 from text import templates
 from text.small_tokenizers import byte_level_json
 
@@ -279,3 +281,25 @@ def test_every_template_with_tools_reads_back_or_is_named(all_sources):
             check_read_back(template, every_cut=False)
             n_read += 1
     assert n_read >= 56
+
+
+def test_a_forced_call_behind_a_harmony_thought():
+    """The tags of a thought are several tokens: spelled letter by letter they were none, and the model could not think."""
+    template = chat_template(SOURCES[GPT_OSS])
+    backend = tokenizers.Tokenizer.from_str(byte_level_json())
+    names = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>"]
+    backend.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer = Tokenizer(backend, {}, (backend.token_to_id("<|call|>"),))
+    tokenizer.show(template.dialect.texts)
+    begin, end = template.dialect.tags
+    spec = tool_call_spec(
+        [CITY], template.dialect.form, tag_ids=tokenizer.tags_in(template.dialect.texts), stops=frozenset({"<|call|>"})
+    )
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    state = compiler.compile(replace(spec, reasoning=FreeReasoning(begin=begin, end=end))).begin()
+    written = f"{begin}a thought{end}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    for token_id in tokenizer.encode(written + '{"city": "Paris", "days": 2, "near": true}', add_special_tokens=False):
+        assert state.allowed()[token_id], tokenizer.token(token_id)
+        state.advance(token_id)
+    assert state.is_accepting
+    compiler.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diptych.compute.json_schema import holdable
@@ -45,19 +45,26 @@ def tool_call_spec(
     if not functions:
         known = ", ".join(str(_function(tool, i)["name"]) for i, tool in enumerate(tools)) or "none"
         raise RequestError(f"tool_choice names {name!r}; the tools are: {known}", param="tool_choice")
-    grammar = _Grammar(form, dict(tag_ids or {}))
-    end = re.split("|".join(map(re.escape, sorted(stops))), form.end)[0] if stops else form.end
-    calls = [grammar.call(i, function) for i, function in enumerate(functions)]
     is_several = is_parallel and name is None and not form.is_single
+    form = _until_stop(form, stops, is_several=is_several)
+    grammar = _Grammar(form, dict(tag_ids or {}))
+    calls = [grammar.call(function) for function in functions]
     separator = grammar.literal(form.separator)
-    # a template strips what stands before the first call together with an empty text
-    begin = (form.begin + form.head).removesuffix(form.head) if form.begin.strip() else ""
-    begin = begin.lstrip()
+    begin = form.begin.lstrip()  # templates print blanks before it that belong to an empty text
     more = f" ({separator} call)*" if is_several else ""
-    lines = [f"start: LEAD {grammar.literal(begin)} call{more} {grammar.literal(end)} TRAIL"]
+    lines = [f"start: LEAD {grammar.literal(begin)} call{more} {grammar.literal(form.end)} TRAIL"]
     lines.append("call: " + " | ".join(calls))
     lines += [*grammar.lines, r"LEAD: /\n{0,2}/", r"TRAIL: /\n?/"]
     return StructuredSpec(kind="grammar", source="\n".join(lines))
+
+
+def _until_stop(form: CallForm, stops: frozenset[str], *, is_several: bool) -> CallForm:
+    """The form without the tags that end an output, and what templates print behind them."""
+    if not stops:
+        return form
+    pattern = "|".join(map(re.escape, sorted(stops)))
+    close = form.close if is_several else re.split(pattern, form.close)[0]
+    return replace(form, close=close, end=re.split(pattern, form.end)[0] if close == form.close else "")
 
 
 @dataclass(slots=True)
@@ -94,12 +101,11 @@ class _Grammar:
         whole = {**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}
         return self.rule(f"%json {json.dumps(whole)}")
 
-    def call(self, number: int, function: Mapping[str, Any]) -> str:
+    def call(self, function: Mapping[str, Any]) -> str:
         """The rule of a call of one function."""
         form = self.form
         schema = _holdable_parameters(function)
-        head = form.head.lstrip() if not form.begin.strip() and not number else form.head
-        head = self.literal(form.head.lstrip() if not form.begin.strip() else head, name=function["name"])
+        head = self.literal(form.head if form.begin.strip() else form.head.lstrip(), name=function["name"])
         if form.style is Style.TAGGED:
             arguments = self._tagged(schema)
         elif form.style is Style.LITERAL:
