@@ -58,7 +58,8 @@ TOOLS = [
          word="string"),
     tool("get-time.now", zone="string"),
 ]  # fmt: skip
-TEXT = 'it\'s "quoted" \\ back\nsecond line\n\n  <b>bold</b> & {"x": [1]} </think> 日本 🎉, done) ]'
+TEXT = 'it\'s "quoted" \\ back\nsecond line\n\n  <b>bold</b> & {"x": [1]} '
+TEXT += "</think> </parameter> </arg_value> x </tool_call> 日本 🎉, done) ]"
 WHOLE = {
     "text": TEXT, "count": 12, "ratio": -0.5, "flag": True, "word": "135",
     "options": {"deep": {"list": [1, "two's", None, False, {"k": 'v\n"w"'}]}, "e": {}}, "items": ["a, b", {"c": "}"}],
