@@ -276,7 +276,7 @@ def test_the_pool_pays_for_both_stores(loaded: LoadedModel, tiny_dir: Path) -> N
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(("drafter", "temperature"), [("draft", 0.0), ("draft", 0.8), ("eagle", 0.0), ("medusa", 0.0)])
+@pytest.mark.parametrize(("drafter", "temperature"), [("draft", 0.0), ("draft", 0.8), ("eagle", 0.0)])
 def test_the_bundled_drafters_save_steps(drafter: str, temperature: float) -> None:
     """`speculate` alone takes the bundled drafter for the bundled model; a quarter of the steps goes at least."""
     if not cpu_kernels.is_available()[0]:
