@@ -36,7 +36,9 @@ logger = logging.getLogger("diptych.engine")
 MOST_SEQUENCES = 64  # that drafts are made for in one step; more leave no rows to fill
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 # the drafters that ship beside a bundled model
-BUNDLED_DRAFTERS = {"diptych-10m": {"draft": "diptych-1m-draft", "eagle": "diptych-10m-eagle"}}
+BUNDLED_DRAFTERS = {
+    "diptych-10m": {"draft": "diptych-1m-draft", "medusa": "diptych-10m-medusa", "eagle": "diptych-10m-eagle"}
+}
 
 
 @dataclass(slots=True, kw_only=True)
