@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from diptych.control.speculation import MOST_DRAFTS, Lookup, Speculation, choose
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import TokenEvent
+from diptych.ground.step import StepPlan, StepResult
 
 from .counting import CountingList, operations
 from .toy import VOCAB, ToyExecutor, greedy, request
@@ -138,3 +140,78 @@ def test_right_guesses_save_steps(monkeypatch):
     monkeypatch.setattr("diptych.control.scheduler.DRAFTERS", {"lookup": Oracle})
     assert run("lookup", prompt)[:2] == (answer, 4)
     assert run("off", prompt)[:2] == (answer, 30)
+
+
+class Handing(ToyExecutor):
+    """A toy model whose drafter knows the answer: it hands guesses up, as many as the chunk wants."""
+
+    def __init__(self, n_blocks: int, block_tokens: int, text: list[int], *, lies: bool) -> None:
+        super().__init__(n_blocks, block_tokens)
+        self.text, self.lies = text, lies
+        self.wanted: list[int | None] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        handed = []
+        for chunk, one in zip(plan.chunks, result.results, strict=True):
+            known = chunk.end_pos - len(chunk.draft_token_ids) + len(one.token_ids)
+            self.wanted.append(chunk.wanted_drafts)
+            wanted = chunk.wanted_drafts or 0
+            drafts = (3,) * wanted if self.lies else tuple(self.text[known : known + wanted])
+            handed.append(replace(one, draft_token_ids=drafts))
+        return replace(result, results=tuple(handed))
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_drafts_of_the_executor_come_up_and_go_down(lies):
+    """Asked for in a chunk, handed up in its result, verified in the next chunk: right ones save steps, lies change nothing."""
+    prompt = tuple(range(40))
+    answer = greedy(prompt, 60)
+    config = SchedulerConfig(speculate="draft", max_step_tokens=16, max_draft_tokens=5)
+    core = EngineCore(
+        config, BlockConfig(n_blocks=64, block_tokens=8), model_revision="toy", predict_s=lambda shape: 1.0
+    )
+    recorder, executor = Recorder(core), Handing(64, 8, [*prompt, *answer], lies=lies)
+    recorder.submit(request(prompt, max_tokens=60))
+    text, n_steps, n_drafted = [], 0, 0
+    while core.has_work:
+        plan, _ = recorder.begin_step(0.0)
+        n_steps += 1
+        n_drafted += sum(len(chunk.draft_token_ids) for chunk in plan.chunks)
+        events = recorder.end_step(plan, executor.execute(plan), 0.0)
+        text += [event.token_id for event in events if isinstance(event, TokenEvent)]
+        core.check()
+    assert text == answer
+    assert executor.wanted[:3] == [0, 0, 3], "it keeps up with a prompt that comes in parts, and is asked at its end"
+    assert max(filter(None, executor.wanted)) == 5
+    assert n_drafted > 0
+    if lies:
+        assert sum(filter(None, executor.wanted[-20:])) <= 1, (
+            "a drafter that is always wrong is asked no more, but probed"
+        )
+    else:
+        assert n_steps < 20
+    assert replay(recorder.lines(), predict_s=lambda shape: 1.0) == []
+
+
+def test_a_drafter_that_costs_more_than_it_gives_is_not_asked():
+    """The drafter's own time enters the choice of the depth."""
+    prompt = tuple(range(40))
+    answer = greedy(prompt, 60)
+
+    def asked(draft_s: float) -> int:
+        core = EngineCore(
+            SchedulerConfig(speculate="draft"),
+            BlockConfig(n_blocks=64, block_tokens=8),
+            model_revision="toy",
+            predict_s=lambda shape: 1.0,
+            draft_price_s=lambda shape, depths: draft_s * max(depths),
+        )
+        executor = Handing(64, 8, [*prompt, *answer], lies=False)
+        core.submit(request(prompt, max_tokens=60))
+        while core.has_work:
+            plan, _ = core.begin_step(0.0)
+            core.end_step(plan, executor.execute(plan), 0.0)
+        return sum(filter(None, executor.wanted))
+
+    assert asked(0.0) > 30 > asked(2.0)

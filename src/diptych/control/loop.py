@@ -20,6 +20,7 @@ from diptych.control.blocks import BlockPool
 from diptych.control.policy import rank_of
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
+from diptych.control.speculation import DraftPrice
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
 from diptych.ground.events import (
@@ -65,6 +66,7 @@ class EngineCore:
         *,
         model_revision: str,
         predict_s: Predict | None = None,
+        draft_price_s: DraftPrice | None = None,
         seed: int = 0,
     ) -> None:
         self.config = config
@@ -72,6 +74,7 @@ class EngineCore:
         self.model_revision = model_revision
         self.seed = seed
         self._predict_s = predict_s
+        self._draft_price_s = draft_price_s
         self._scheduler = self._new_scheduler()
         self.pool = self._scheduler.pool
         self._requests: dict[str, list[Sequence]] = {}  # open requests, all choices
@@ -309,7 +312,13 @@ class EngineCore:
         pool = BlockPool(
             n_blocks=blocks.n_blocks, block_tokens=blocks.block_tokens, is_caching=config.enable_prefix_cache
         )
-        return Scheduler(config, pool, model_revision=self.model_revision, predict_s=self._predict_s)
+        return Scheduler(
+            config,
+            pool,
+            model_revision=self.model_revision,
+            predict_s=self._predict_s,
+            draft_price_s=self._draft_price_s,
+        )
 
     def begin_step(self, now_s: float) -> tuple[StepPlan | None, list[Event]]:
         """Plan the next step; None when there is nothing to do. The plan must come back through `end_step`."""
@@ -488,6 +497,8 @@ class EngineCore:
                 self._forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
+        if chunk.wanted_drafts is not None:
+            self._scheduler.speculation_of(seq).hand(result.draft_token_ids)
         if n_drafted:
             self._scheduler.take_back_drafts(seq)
             events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))

@@ -16,6 +16,7 @@ from typing import Any
 
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
+from diptych.control.speculation import DraftPrice
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import EngineError
 from diptych.ground.events import Event
@@ -125,7 +126,7 @@ class Recorder:
         self._lines.append(json.dumps({"call": call, "args": encode(args), "kwargs": named}))
 
 
-def replay(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
+def replay(lines: list[str], *, predict_s: Predict | None = None, draft_price_s: DraftPrice | None = None) -> list[str]:
     """Run a recording again on a fresh core; one line of text per plan that differs."""
     head = json.loads(lines[0])["core"]
     core = EngineCore(
@@ -133,6 +134,7 @@ def replay(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
         decode(head["blocks"]),
         model_revision=head["model_revision"],
         predict_s=predict_s,
+        draft_price_s=draft_price_s,
         seed=head["seed"],
     )
     differences: list[str] = []

@@ -14,8 +14,17 @@ from collections.abc import Callable
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
 from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import DRAFTERS, MOST_DRAFTS, MOST_ROWS, UNPRICED_ROWS, Speculation, choose_depths
-from diptych.ground.config import SchedulerConfig
+from diptych.control.speculation import (
+    DRAFTERS,
+    FIRST_DRAFTS,
+    MOST_ROWS,
+    PROBE_STEPS,
+    UNPRICED_ROWS,
+    DraftPrice,
+    Speculation,
+    choose_depths,
+)
+from diptych.ground.config import MODEL_DRAFTERS, SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
 from diptych.ground.shape import ChunkShape, StepShape
@@ -47,11 +56,18 @@ class Scheduler:
     """See the module. Only `EngineCore` calls it."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, *, model_revision: str, predict_s: Predict | None = None
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        *,
+        model_revision: str,
+        predict_s: Predict | None = None,
+        draft_price_s: DraftPrice | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
         self.predict_s = predict_s
+        self.draft_price_s = draft_price_s
         self.waiting = RankedList()
         self.prefilling = RankedList()
         self.decoding = RankedList()
@@ -67,6 +83,7 @@ class Scheduler:
         self._model_revision = model_revision
         self._promised_blocks = 0
         self._new_drafter = None if config.speculate == "off" else DRAFTERS[config.speculate]
+        self._asks_executor = config.speculate in MODEL_DRAFTERS
 
     @property
     def speculates(self) -> bool:
@@ -201,6 +218,8 @@ class Scheduler:
         self._plan_prefills(draft)
         if self._new_drafter is not None and draft.decode_request_ids:
             self._add_drafts(draft)
+            if self._asks_executor:
+                self._ask_drafts(draft)
         if not draft.chunks:
             return None, draft.preempted
         plan = StepPlan(
@@ -252,17 +271,15 @@ class Scheduler:
         n_free = self.pool.available_blocks - self._promised_blocks
         guesses: list[list[int]] = []
         chances: list[list[float]] = []
-        most = min(MOST_DRAFTS, 1 + MOST_ROWS // n_decodes)
+        most = min(self.config.max_draft_tokens, 1 + MOST_ROWS // n_decodes)
         for chunk in draft.chunks[:n_decodes]:
             seq = self.planned[chunk.seq_id]
-            if seq.speculation is None:
-                assert self._new_drafter is not None
-                seq.speculation = Speculation(self._new_drafter())
-            guess = seq.speculation.propose(seq.token_ids)
+            speculation = self.speculation_of(seq)
+            guess = speculation.propose(seq.token_ids)
             room = (len(seq.block_ids) + max(0, n_free)) * self.pool.block_tokens - chunk.end_pos
             n = min(most, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
             guesses.append(guess)
-            chances.append(seq.speculation.chances(max(0, n)))
+            chances.append(speculation.chances(max(0, n)))
         if not any(chances):
             return
         predict_s = self.predict_s
@@ -277,6 +294,48 @@ class Scheduler:
         depths = [self._send_drafts(draft, i, guesses[i][:depth]) if depth else 0 for i, depth in enumerate(depths)]
         draft.shape = _lengthened(draft.shape, depths)
         draft.left_tokens -= sum(depths)
+
+    def speculation_of(self, seq: Sequence) -> Speculation:
+        """Its drafter and how often that was right."""
+        if seq.speculation is None:
+            assert self._new_drafter is not None
+            seq.speculation = Speculation(self._new_drafter())
+        return seq.speculation
+
+    def _ask_drafts(self, draft: StepDraft) -> None:
+        """Say how many drafts the executor is to make behind each decode chunk: as many as would pay in a step like this."""
+        n_decodes = len(draft.decode_request_ids)
+        most = min(self.config.max_draft_tokens, 1 + MOST_ROWS // n_decodes)
+        chances = []
+        for chunk in draft.chunks[:n_decodes]:
+            seq = self.planned[chunk.seq_id]
+            left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
+            chances.append(self.speculation_of(seq).chances(max(0, min(most, left))))
+        shape = StepShape([chunk._replace(new_tokens=1) for chunk in draft.shape.shapes[:n_decodes]])
+        predict_s, draft_s = self.predict_s, self.draft_price_s
+        rows = self.config.max_step_tokens if predict_s else UNPRICED_ROWS
+        depths = choose_depths(
+            chances,
+            n_sure=n_decodes,
+            most_rows=min(rows - n_decodes, MOST_ROWS),
+            price_s=None
+            if predict_s is None
+            else lambda depths: predict_s(_lengthened(shape, depths)) + (draft_s(shape, depths) if draft_s else 0.0),
+            limit_s=self.config.stall_budget_s,
+        )
+        probes = draft.step_id % PROBE_STEPS == 0  # all at once, so that the drafter's weights are read once for them
+        for i, depth in enumerate(depths):
+            wanted = depth if chances[i] or not probes else 1
+            draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=wanted)
+
+    def _first_wanted(self, seq: Sequence, end: int) -> int | None:
+        """How many drafts to ask for behind a prefill chunk that ends there."""
+        if not self._asks_executor:
+            return None
+        if end < seq.known_tokens:
+            return 0
+        left = seq.max_output_tokens - seq.output_tokens - 2
+        return max(0, min(FIRST_DRAFTS, self.config.max_draft_tokens, left))
 
     def _send_drafts(self, draft: StepDraft, i: int, guess: list[int]) -> int:
         """Put a guess behind chunk `i`, as far as blocks go; answers its length. Others' drafts may have taken blocks."""
@@ -432,6 +491,7 @@ class Scheduler:
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
             samples=end == seq.known_tokens,
+            wanted_drafts=self._first_wanted(seq, end),
         )
         draft.chunks.append(chunk)
         draft.shape = draft.shape.plus(chunk.shape)

@@ -18,9 +18,14 @@ from collections.abc import Sequence as SequenceOf
 from types import MappingProxyType
 from typing import Protocol
 
+from diptych.ground.config import MODEL_DRAFTERS
+from diptych.ground.shape import StepShape
+
 MOST_DRAFTS = 16  # of one sequence and step
 MOST_ROWS = 128  # of all sequences: beyond it a step is bound by arithmetic on every machine we know
 UNPRICED_ROWS = 8  # of a whole step where nobody predicts its time: so few cost about as much as one
+FIRST_DRAFTS = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
+PROBE_STEPS = 32  # so often a hopeless drafter is asked for one draft, to see whether its luck has turned
 _UNPRICED_CHANCE = 0.5
 _LEAST_CHANCE = 0.02
 _LEAST_GAIN = 1.02  # a prediction is not better than this
@@ -101,7 +106,24 @@ class Lookup:
         return self._after_pair.get(pair)
 
 
-DRAFTERS: Mapping[str, Callable[[], Drafter]] = MappingProxyType({"lookup": Lookup})
+class Handed:
+    """The guess that came up with a sequence's last result: made by the executor's drafter, with tensors."""
+
+    __slots__ = ("token_ids",)
+
+    def __init__(self) -> None:
+        self.token_ids: tuple[int, ...] = ()
+
+    def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
+        """See Drafter."""
+        return list(self.token_ids[:n])
+
+
+DRAFTERS: Mapping[str, Callable[[], Drafter]] = MappingProxyType(
+    {"lookup": Lookup, **dict.fromkeys(MODEL_DRAFTERS, Handed)}
+)
+# seconds of the executor's drafter in a step of this shape that asks for so many drafts behind each of its decode chunks
+DraftPrice = Callable[[StepShape, SequenceOf[int]], float]
 
 
 class Speculation:
@@ -129,6 +151,11 @@ class Speculation:
                 break
             chances.append(chance)
         return chances
+
+    def hand(self, draft_token_ids: tuple[int, ...]) -> None:
+        """Take the guess that the executor's drafter made behind the newest token; for a `Handed` drafter alone."""
+        if isinstance(self._drafter, Handed):
+            self._drafter.token_ids = draft_token_ids
 
     def learn(self, token_ids: SequenceOf[int]) -> None:
         """Compare the guess with what came, whether or not it was sent to be verified: so a bad time ends by itself."""
