@@ -40,7 +40,7 @@ READS = {
     "plan": _SETUP | _QUESTION | _ADVICE | {"picture"},
     "compare": _SETUP | _QUESTION,
     "--ask": _SETUP | {"ask", "devices", "budget", "price"},
-    "accuracy": {"rows", "refit", "neutral"},
+    "accuracy": {"rows", "refit", "neutral", "services"},
     "--list": {"listing"},
 }
 
@@ -96,6 +96,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
     add("--rows", type=Path, metavar="FILE", help="published rows (CSV) for `accuracy`")
     add("--refit", type=Path, metavar="FILE", help="with `accuracy`: also write the constants fitted to all rows")
+    add("--services", action="store_true", help="with `accuracy`: simulate published services (takes minutes)")
     add("--neutral", action="store_true", help="with `accuracy`: one form and one start for all software")
     add("--list", dest="listing", action="store_true", help="list models, devices, formats and software")
     return parser
@@ -109,6 +110,9 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
         _list(options.as_json)
     elif kind == "accuracy":
         _no_more(words[1:])
+        if options.services:
+            _services(options, given)
+            return
         _accuracy(options.rows, options.refit, options.as_json, is_neutral=options.neutral)
     elif kind == "compare":
         _compare(options, words[1:])
@@ -252,6 +256,16 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
         _module("plan_text").show_accuracy(
             summaries, service, holding, uncovered=len(uncovered), left_out=left_out - len(service)
         )
+
+
+def _services(options: argparse.Namespace, given: dict[str, str]) -> None:
+    refuse_unread("accuracy --services", given, {"rows", "services", "as_json"})
+    shown = _module("plan_services")
+    found = shown.services(options.rows)
+    if options.as_json:
+        print(_module("plan_json").dump(found))
+    else:
+        shown.show(found)
 
 
 def _list(as_json: bool) -> None:
