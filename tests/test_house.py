@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "compute": {"ground", "models"},
     "engine": {"ground", "models", "control", "cost", "metrics", "stepper", "compute"},
     "sim": {"ground", "models", "control", "cost", "metrics", "workload", "stepper"},
-    "server": {"ground", "models", "metrics", "cost", "workload", "engine", "compute", "control", "insight"},
+    "server": {"ground", "models", "metrics", "cost", "workload", "engine", "compute", "control", "insight", "sim"},
     "lab": {"ground", "models", "metrics", "cost", "workload", "stepper", "engine", "sim", "compute", "control"},
     "cli": {
         "ground",

@@ -306,6 +306,13 @@ class RequestRecord:
         elif own == 0:
             self._calm_steps_s.append(event.at_s - step.begin_s)
 
+    def decoded(self, index: int, ends_s: Sequence[float], steps_s: Sequence[float]) -> None:
+        """One token of a choice at each of these instants, from steps that took so long and decoded only."""
+        self.choices[index].token_times_s += ends_s
+        self._calm_steps_s += steps_s
+        self.decode_predicted_s += sum(steps_s)
+        self.last_event_s = ends_s[-1]
+
     def usage(self, *, reasoning_tokens: int = 0) -> Usage:
         """Tokens by source so far. reasoning_tokens is what the text side counted; events do not tell."""
         return Usage(
@@ -325,11 +332,7 @@ class RequestRecord:
         end_s = self._end_s(now_s)
         scheduled_s = end_s if self.first_scheduled_s is None else self.first_scheduled_s
         token_s = end_s if self.first_token_s is None else self.first_token_s
-        gaps = [
-            later - earlier
-            for choice in self.choices.values()
-            for earlier, later in zip(choice.token_times_s, choice.token_times_s[1:], strict=False)
-        ]
+        gaps = self._gaps_s()
         return Timings(
             queue_s=scheduled_s - self.arrival_s,
             prefill_s=token_s - scheduled_s,
@@ -344,18 +347,26 @@ class RequestRecord:
 
     def sample(self) -> Sample:
         """This request as one line of a load test; complete when every choice ended with STOP or LENGTH."""
-        timings = self.timings()
         good = (FinishReason.STOP, FinishReason.LENGTH)
+        gaps = self._gaps_s()
         return Sample(
             start_s=self.arrival_s,
-            end_s=self.arrival_s + timings.e2e_s,
-            ttft_s=timings.ttft_s,
-            tpot_s=timings.tpot_s,
-            itl_s=timings.itl_s,
+            end_s=self._end_s(None),
+            ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
+            tpot_s=sum(gaps) / len(gaps) if gaps else None,
+            itl_s=tuple(gaps),
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
             is_complete=all(reason in good for reason in self.reasons),
         )
+
+    def _gaps_s(self) -> list[float]:
+        """Between neighbouring tokens of each choice."""
+        return [
+            later - earlier
+            for choice in self.choices.values()
+            for earlier, later in zip(choice.token_times_s, choice.token_times_s[1:], strict=False)
+        ]
 
     def _end_s(self, now_s: float | None) -> float:
         if self.end_s is not None:

@@ -34,6 +34,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 2},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
     "gpt_oss": {"num_local_experts": 4},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {"n_shared_experts": 2, **LATENT},
     "deepseek_v3": {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, **LATENT},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS},

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.doctor import app as doctor
+from diptych.cli.simulate import app as simulate
 from server_process import ServerProcess
 
 CHROMIUM = next(
@@ -122,6 +123,48 @@ def test_a_person_sees_requests_and_tries_a_prompt(
 
 @pytest.mark.browser
 @needs_browser
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
+def test_a_person_asks_what_would_have_been(
+    server: ServerProcess, browser: object, tmp_path: Path, theme: str, width: int
+) -> None:
+    """From a line of the table to its times with one thing changed; a change that is none is answered with words."""
+    wait = pytest.importorskip("playwright.sync_api").expect
+    context = browser.new_context(viewport={"width": width, "height": 1200}, color_scheme=theme)  # type: ignore[attr-defined]
+    try:
+        page = context.new_page()
+        problems: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(f"{server.url}/")
+        wait(page.locator("#status")).to_have_text("live", timeout=60_000)
+        body = {"prompt": "A lamp in the dark. " * 12, "max_tokens": 24, "ignore_eos": True}
+        server.client().post("/v1/completions", json=body).raise_for_status()
+        button = page.locator("#requests tbody tr button:enabled").first
+        wait(button).to_be_visible(timeout=60_000)
+        button.click()
+        rows = page.locator("#what-if-rows tr")
+        wait(rows).to_have_count(7, timeout=90_000)
+        assert rows.nth(0).locator("td").first.inner_text() == "measured"
+        assert "trust the others as far" in page.inner_text("#what-if-note")
+        assert re.search(r"\d", rows.nth(2).locator("td").nth(3).inner_text())
+        folder = Path(os.environ.get("DIPTYCH_SCREENSHOTS", tmp_path))
+        page.locator("#what-if").scroll_into_view_if_needed()
+        page.screenshot(path=folder / f"what-if-{theme}.png", full_page=True, timeout=90_000)
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        page.fill("#what-if-change", "chunk=64")
+        page.click("#what-if-ask")
+        wait(rows).to_have_count(3, timeout=60_000)
+        page.fill("#what-if-change", "quicker")
+        page.click("#what-if-ask")
+        wait(page.locator("#what-if-note")).to_contain_text("cannot change 'quicker'", timeout=60_000)
+        page.click("#what-if-close")
+        wait(page.locator("#what-if")).to_be_hidden()
+        assert problems == []
+    finally:
+        context.close()
+
+
+@pytest.mark.browser
+@needs_browser
 def test_refusals_are_seen_on_the_page_and_by_the_doctor(browser: object) -> None:
     """An overloaded server that refuses looked healthy: short waits, no errors, and a sum that mixed in bad requests."""
     wait = pytest.importorskip("playwright.sync_api").expect
@@ -144,3 +187,28 @@ def test_refusals_are_seen_on_the_page_and_by_the_doctor(browser: object) -> Non
         told = CliRunner().invoke(doctor, ["--url", server.url]).output
         assert "refusals: overload" in told
         assert "1 requests were refused (503)" in told
+
+
+@pytest.mark.browser
+@needs_browser
+def test_simulated_steps_are_seen_as_a_server_s(server: ServerProcess, browser: object, tmp_path: Path) -> None:
+    """The page that shows what happened shows what would happen: the file of `diptych simulate --steps`."""
+    wait = pytest.importorskip("playwright.sync_api").expect
+    file = tmp_path / "steps.txt"
+    simulate(["llama-3.1-8b", "-d", "l40s", "--rate", "9/s", "--requests", "6", "--output", "9", "--steps", str(file)])
+    page = browser.new_page()  # type: ignore[attr-defined]
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    try:
+        page.goto(f"{server.url}/")
+        wait(page.locator("#status")).to_have_text("live", timeout=60_000)
+        page.set_input_files("#open", str(file))
+        wait(page.locator("#model")).to_contain_text("simulated, l40s", timeout=60_000)
+        wait(page.locator("#status")).to_have_text("steps.txt, at its end", timeout=60_000)
+        wait(page.locator("#requests tbody tr").first).to_be_visible(timeout=60_000)
+        page.screenshot(
+            path=Path(os.environ.get("DIPTYCH_SCREENSHOTS", tmp_path)) / "page-simulated.png", timeout=90_000
+        )
+        assert problems == []
+    finally:
+        page.close()

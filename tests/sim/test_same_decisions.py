@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +22,7 @@ from diptych.ground.events import Event, FinishEvent
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
+from diptych.lab.simulated import SITUATIONS, Situation, record
 from diptych.sim.recorded import recorded_load, rerun
 from diptych.sim.service import Service, simulate
 from diptych.stepper import Stepper, serve
@@ -88,18 +89,6 @@ def load(**changes: object) -> list[Request]:
     return requests_of(replace(base, **changes), vocab_size=1000)
 
 
-def open_loop(model: Model) -> Run:
-    run = Run(model)
-    run.serve(load())
-    return run
-
-
-def one_user(model: Model) -> Run:
-    run = Run(model)
-    closed_loop(run, 1)
-    return run
-
-
 def four_users(model: Model) -> Run:
     run = Run(model)
     closed_loop(run, 4)
@@ -114,29 +103,24 @@ def stall_budget(model: Model) -> Run:
     return run
 
 
-def shared_prefix(model: Model) -> Run:
-    run = Run(model)
-    run.serve(load(shared_prefix_tokens=96, n_prefixes=2))
-    assert run.core.stats().prefix_hits_tokens > 0
-    return run
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.name.replace(" ", "_"))
+def test_a_real_run_is_simulated_decision_by_decision(model: Model, situation: Situation) -> None:
+    """The simulator is the engine's scheduler and no second one: with the same times it must do the same.
+
+    The nine loads are those that `diptych lab simulated` takes the times of.
+    """
+    n_requests = 4 if situation.n_streams else 20
+    requests = situation.requests(n_requests, capacity_per_s=40.0, vocab_size=1000, seed=5)
+    run = record(model, situation, requests, seconds)
+    stats = run.recorder.core.stats()
+    assert len(run.book.records) == len(requests)
+    assert (stats.preemptions > 0) == (situation.name == "preemption")
+    assert (stats.prefix_hits_tokens > 0) >= (situation.shared_prefix_tokens > 0)
+    assert rerun(run.recorder.lines(), predict_s=seconds) == []
 
 
-def preemption(model: Model) -> Run:
-    run = Run(model, BlockConfig(n_blocks=24, block_tokens=16))
-    run.serve(load(output=LengthRange(low=40, high=80), rate_per_s=None))
-    assert run.core.stats().preemptions > 0
-    return run
-
-
-RUNS = (open_loop, one_user, four_users, stall_budget, shared_prefix, preemption)
-
-
-@pytest.mark.parametrize("made", RUNS, ids=lambda made: made.__name__)
-def test_a_real_run_is_simulated_decision_by_decision(model: Model, made: Callable[[Model], Run]) -> None:
-    """The simulator is the engine's scheduler and no second one: with the same times it must do the same."""
-    lines = made(model).recorder.lines()
-    assert sum('"begin_step"' in line for line in lines) > 10
-    assert rerun(lines, predict_s=seconds) == []
+def test_histories_that_grow_are_simulated_decision_by_decision(model: Model) -> None:
+    assert rerun(four_users(model).recorder.lines(), predict_s=seconds) == []
 
 
 def test_another_decision_is_told(model: Model) -> None:

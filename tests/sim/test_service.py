@@ -11,7 +11,7 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.metrics import Limits, summarize
-from diptych.sim.cluster import Cluster
+from diptych.sim.cluster import Cluster, Group
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.load import OpenLoad, UsersLoad, UsersSpec, request_of
 from diptych.sim.service import Report, Service, simulate
@@ -36,7 +36,7 @@ USERS = UsersSpec(
 
 def open_load(spec: WorkloadSpec = SPEC, *, speed: float = 1.0) -> OpenLoad:
     shares = spec.shared_prefix_tokens > 0
-    return OpenLoad(items_of(spec), n_requests=spec.n_requests, shares_prefixes=shares, speed=speed)
+    return OpenLoad(spec, shares_prefixes=shares, speed=speed)
 
 
 def seconds(shape: StepShape) -> float:
@@ -48,7 +48,8 @@ def cluster_of(n_engines: int, **settings: object) -> tuple[Cluster, Tally]:
     config = SchedulerConfig(**{"max_running_sequences": 8} | settings)
     tally = Tally(Limits())
     blocks = BlockConfig(n_blocks=400, block_tokens=16)
-    return Cluster(n_engines, config, blocks, predict_s=seconds, tally=tally, router="round-robin"), tally
+    group = Group(n_engines=n_engines, config=config, blocks=blocks, predict_s=seconds)
+    return Cluster([group], tally=tally, router="round-robin"), tally
 
 
 def test_a_cluster_of_one_is_the_engine_alone() -> None:
@@ -71,8 +72,8 @@ def test_a_cluster_of_one_is_the_engine_alone() -> None:
         assert found.mean == pytest.approx(exact.mean)
         assert (found.min, found.max) == (exact.min, exact.max)
         assert found.p50 == pytest.approx(exact.p50, rel=0.03)
-    cluster.engines[0].engine.core.check()
-    assert not cluster.engines[0].engine.book.records, "records are let go, or a day would not fit into memory"
+    cluster.members[0].engine.core.check()
+    assert not cluster.members[0].engine.book.records, "records are let go, or a day would not fit into memory"
 
 
 @pytest.mark.parametrize("router", ["least-work", "longest-prefix", "round-robin"])

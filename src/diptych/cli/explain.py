@@ -1,4 +1,7 @@
-"""`diptych explain --messages chat.json`: where a prompt's tokens and its time to first token come from."""
+"""`diptych explain --messages chat.json`: where a prompt's tokens and its time to first token come from.
+
+`diptych explain --request ID --what-if chunk=512`: what a request's times would have been (`cli/what_if.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from diptych.cli import options
+from diptych.cli import options, what_if
 from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.cost_view import CostView
@@ -33,26 +36,68 @@ TIMEOUT_S = 600.0
 @app.command(name="explain")
 def explain_command(
     messages: Annotated[
-        Path, typer.Option(help="a JSON file: a list of messages, or an object with messages (and tools)")
-    ],
+        Path | None, typer.Option(help="a JSON file: a list of messages, or an object with messages (and tools)")
+    ] = None,
     tools: Annotated[Path | None, typer.Option(help="a JSON file with a list of tools")] = None,
-    url: Annotated[str | None, typer.Option(help="measure on this server; without it the time is predicted")] = None,
+    request: Annotated[
+        str | None, typer.Option(help="the id of one of a server's last requests, or in a recording")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            help="with --request: cached, chunk=512, stall-budget=20ms, pools, device=NAME (may be repeated)",
+        ),
+    ] = None,
+    recording: Annotated[Path | None, typer.Option(help="with --request: a recording of an engine")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="measure on this server, or ask it for --request; without it times are predicted")
+    ] = None,
     api_key: options.ApiKey = None,
     model: options.Model = "bundled",
     backend: options.Backend = "auto",
     weights: options.Weights = "auto",
     as_json: options.AsJson = False,
 ) -> None:
-    """Say what each part of a prompt costs, what the prefix cache can keep, and which order would be cheaper."""
+    """Say what each part of a prompt costs, or what a request's times would have been with one thing changed."""
+    if (messages is None) == (request is None):
+        raise ConfigError("give --messages FILE to explain a prompt, or --request ID to explain a request")
+    server, key = None if url is None else url.rstrip("/").removesuffix("/v1"), api_key or env_text("API_KEY")
+    if request is not None:
+        if tools is not None:
+            raise ConfigError("--tools belongs to --messages; a request has its own")
+        found = _what_if(request, changes or [], recording, model, weights, server=server, key=key)
+        print(json.dumps(found) if as_json else what_if.text_of(found))
+        return
+    assert messages is not None
+    if changes or recording is not None:
+        raise ConfigError("--what-if and --recording ask about one request; give --request ID")
     body = read_body(messages, tools)
-    if url is not None:
-        explanation = measured(body, url.rstrip("/").removesuffix("/v1"), api_key or env_text("API_KEY"))
+    if server is not None:
+        explanation = measured(body, server, key)
     else:
         config = engine_config(backend=backend, weights=weights)
         with loading_bar(f"loading {model}") as progress:
             loaded = load(model, config, progress=progress)
         explanation = predicted(body, loaded, block_tokens=config.block_tokens)
     print(json.dumps(explanation.as_json()) if as_json else text_of(explanation))
+
+
+def _what_if(
+    request: str,
+    changes: list[str],
+    recording: Path | None,
+    model: str,
+    weights: str,
+    *,
+    server: str | None,
+    key: str | None,
+) -> dict[str, Any]:
+    if recording is None:
+        return what_if.asked_of_server(request, changes, url=server or "http://127.0.0.1:8000", key=key)
+    if server is not None:
+        raise ConfigError("--recording and --url are two places to look; give one")
+    return what_if.asked_of_recording(request, changes, recording=recording, model=model, weights=weights)
 
 
 def read_body(messages: Path, tools: Path | None) -> dict[str, Any]:

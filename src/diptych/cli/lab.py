@@ -14,7 +14,7 @@ from diptych.cli.options import check_writable, console, engine_config, loading_
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
-from diptych.engine.load import LoadedModel, bundled_dir, load
+from diptych.engine.load import LoadedModel, bundled_dir, load, local_predictor, profile_gap
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
@@ -26,6 +26,7 @@ from diptych.lab.quality import measure_quality
 from diptych.lab.report import prediction_text
 from diptych.lab.rounds import Effort
 from diptych.lab.session import LabRun, choose
+from diptych.lab.simulated import MEASURES, MEDIAN_LIMIT, P99_LIMIT, compare
 from diptych.models.named import SHAPES
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
@@ -88,11 +89,20 @@ def lab(
             if shape is None:
                 console.print(f"--shape {BUNDLED_SHAPE} (random weights) goes to any length", style="dim")
         run = LabRun(stage, out)
+        finished: list[str] = []
+
+        def tell(experiment: Experiment, outcome: Outcome) -> None:
+            finished.append(experiment.name)
+            _print(experiment, outcome)
+
         try:
-            page = run.run(experiments, on_result=_print)
+            page = run.run(experiments, on_result=tell)
         except KeyboardInterrupt:
             console.print(
-                f"stopped; what was measured is in {out}: the same command goes on from there", soft_wrap=True
+                f"stopped by Ctrl-C: {len(finished)} of {len(experiments)} experiments are finished"
+                + (f" and in {out / 'report.html'}" if finished else "")
+                + "; the same command goes on from there",
+                soft_wrap=True,
             )
             raise
     if run.kept:
@@ -202,3 +212,37 @@ def _print(experiment: Experiment, outcome: Outcome) -> None:
     for line in (agreement, outcome.notes[-1] if outcome.is_noisy else ""):
         if line:
             console.print(f"  {line}", style="dim", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def simulated(
+    model: options.Model = "bundled",
+    rounds: Annotated[int, typer.Option(min=1, help="runs of every load; their medians are compared")] = 5,
+    requests: Annotated[int, typer.Option(min=16, help="requests of a run")] = 48,
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Run the engine under nine loads and simulate the same: equal decisions, and how near the predicted times come."""
+    config = engine_config(threads=threads)
+    with loading_bar(f"loading {model}") as progress:
+        loaded = load(model, config, progress=progress)
+    predictor = local_predictor(loaded.model)
+    if predictor is None:
+        raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")
+    found = []
+    table = Table(box=None)
+    for name in ("load", "decisions", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"):
+        table.add_column(name, justify="left" if name == "load" else "right")
+    with console.status("running and simulating nine loads"):
+        for one in compare(loaded.model, predictor.predict_s, n_requests=requests, rounds=rounds):
+            found.append(one)
+            cells = [f"{one.error(name):+.1%} (spread {one.spread(name):.0%})" for name in MEASURES]
+            table.add_row(one.situation.name, "differ" if one.differences else "same", *cells)
+    if as_json:
+        print(json.dumps([one.as_json() for one in found], indent=1))
+        return
+    console.print(table)
+    print("errors are simulated / measured - 1; the spread is that of the measured rounds")
+    print(
+        f"{sum(one.holds for one in found)} of {len(found)} within {MEDIAN_LIMIT:.0%} at p50 and {P99_LIMIT:.0%} at p99"
+    )

@@ -15,7 +15,7 @@ from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.llm import AsyncLLM
 from diptych.ground.config import env_text
-from diptych.server.config import ServerConfig
+from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
 from diptych.server.run import bind, run_server
 
 app = typer.Typer(add_completion=False)
@@ -50,7 +50,12 @@ def serve(
     max_waiting_tokens: Annotated[
         int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
     ] = None,
-    max_open_requests: Annotated[int, typer.Option(help="requests open at one time")] = 1024,
+    max_open_requests: Annotated[
+        int | None,
+        typer.Option(
+            help=f"requests open at one time (default: {MOST_OPEN_REQUESTS}, or as many as files may be open)"
+        ),
+    ] = None,
     max_body_bytes: Annotated[
         int | None, typer.Option(help="most bytes of a request's body (default: 4 MiB and 32 bytes per context token)")
     ] = None,
@@ -72,6 +77,9 @@ def serve(
     reads_control_tokens: Annotated[
         bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
     ] = False,
+    keep_minutes: Annotated[
+        float, typer.Option(help="remember so many minutes of requests for `explain --what-if`; 0: none")
+    ] = 2.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -88,7 +96,7 @@ def serve(
         served_model_names=tuple(served_model_name or ()),
         takes_any_model_name=any_model_name,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
-        max_open_requests=max_open_requests,
+        max_open_requests=open_requests_limit(max_open_requests),
         max_body_bytes=max_body_bytes,
         response_store=response_store,
         max_stored_bytes=max_stored_bytes,
@@ -96,6 +104,7 @@ def serve(
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
         reads_control_tokens=reads_control_tokens,
+        kept_minutes=keep_minutes,
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,

@@ -3,6 +3,7 @@
     diptych simulate llama-3.1-8b --hardware h100-80gb-sxm --engines 2 --trace azure.csv --slo ttft=1s,tpot=80ms
     diptych simulate llama-3.1-8b --hardware l40s --rate 3/s --prompt 200:1800 --output 50:400
     diptych simulate llama-3.1-8b --hardware l40s --users 50 --think 30s --turns 8 --prompt 40:160 --output 100:400
+    diptych simulate llama-3.1-8b --hardware l40s --engines 4 --prefill-hardware h100 --link 50GB/s,10us --rate 12/s
 
 No tensor is computed; neither torch nor numpy is loaded, matplotlib only for --picture.
 """
@@ -15,23 +16,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
-from diptych.cli.written import refuse_unread, written
+from diptych.cli.written import errors_told, refuse_unread, written
+from diptych.control.router import POLICIES
 from diptych.cost.setup import setup_of
 from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound
-from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
-from diptych.sim.load import Load, OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.link import parse_link
+from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
 from diptych.sim.recorded import is_recording, recorded_load
-from diptych.sim.router import POLICIES
-from diptych.sim.service import Service, simulate
-from diptych.workload import LengthRange, WorkloadSpec, items_of, read_trace
+from diptych.sim.service import simulate
+from diptych.workload import LengthRange, WorkloadSpec, read_trace
 
 MAX_REQUESTS = 10_000_000
 MAX_USERS = 1_000_000
@@ -39,6 +43,7 @@ MAX_USERS = 1_000_000
 _SERVICE = {
     "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
     "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
+    "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes", "steps",
 }  # fmt: skip
 _LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
 # what each kind of load reads, beside the service's: any other option given with it is refused
@@ -53,17 +58,13 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych simulate") 
     """Run the command. Exit code 2 on an error of input, said on standard error."""
     parser = _parser(prog_name)
     options = parser.parse_args(args)
-    try:
+    with errors_told():
         kinds = [kind for kind in READS if getattr(options, kind) is not None]
         if len(kinds) != 1:
             given = " and ".join(f"--{kind}" for kind in kinds) or "none"
             raise ConfigError(f"a load is one of --trace, --rate and --users; given: {given}")
         refuse_unread(f"--{kinds[0]}", written(_parser(prog_name), args), READS[kinds[0]] | _SERVICE)
         _simulate(options, kinds[0])
-        sys.stdout.flush()
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _parser(prog_name: str) -> argparse.ArgumentParser:
@@ -83,6 +84,13 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--stack", metavar="NAME", help="software whose fitted constants to use (see `diptych plan --list`)")
     add("--engines", type=int, default=1, metavar="N", help="copies of the model behind the router")
     add("--router", default="least-work", metavar="NAME", help=" | ".join(POLICIES))
+    add("--prefill-hardware", metavar="NAME", help="device of a pool of its own that reads prompts for --engines")
+    add("--prefill-engines", type=int, metavar="N", help="copies of the model in that pool (default 1)")
+    add("--prefill-tp", type=int, metavar="N", help="devices that share one copy there (default: --tp)")
+    add("--link", metavar="RATE[,TIME]", help="what carries keys and values between the pools, such as 50GB/s,10us")
+    add("--local-prefill", metavar="TIME", help="read a prompt where it is answered if that takes no longer (30ms)")
+    add("--cells", type=int, default=1, metavar="N", help="equal parts of service and load with a router of their own")
+    add("--processes", type=int, default=1, metavar="N", help="cells simulated at one time; changes no number")
     add("--kv-tokens", type=int, metavar="N", help="tokens of an engine's KV pool (default: what the memory holds)")
     add("--block-tokens", type=int, default=32, metavar="N", help="tokens of a KV block")
     add("--max-step-tokens", type=int, default=2048, metavar="N", help="most tokens of one step")
@@ -115,6 +123,12 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         metavar="N",
         help="tokens that stand before every prompt or conversation",
     )
+    add(
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="also write the first engine's first minute for the live page to open",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and think times")
     add("--json", dest="as_json", action="store_true", help="print JSON")
     add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
@@ -130,16 +144,15 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         tp=options.tp,
         stack=options.stack,
     )
-    limits = _limits(options.slo)
+    limits = limits_of(options.slo)
     usd = options.usd_per_hour
     if usd is not None:
         usd = Bound(float, 0.0, None, "USD").take("--usd-per-hour", usd, ConfigError)
     load, note = _load(options, kind)
     budget = options.stall_budget
-    service = Service.of(
+    pool = Pool.of(
         setup,
         n_engines=options.engines,
-        router=options.router,
         kv_tokens=options.kv_tokens,
         block_tokens=options.block_tokens,
         max_step_tokens=options.max_step_tokens,
@@ -147,8 +160,19 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         stall_budget_s=None if budget is None else parse_duration_s(budget, "stall budget"),
         enable_prefix_cache=load.shares_prefixes and not options.no_prefix_cache,
     )
-    with _progress(load.n_requests) as tell:
-        report = simulate(service, load, limits=limits, usd_per_hour=usd, seed=options.seed, progress=tell)
+    service = _service(options, pool)
+    with _progress(load.n_requests) as tell, _written(options.steps) as film:
+        report = simulate(
+            service,
+            load,
+            limits=limits,
+            usd_per_hour=usd,
+            seed=options.seed,
+            cells=options.cells,
+            processes=options.processes,
+            film=film,
+            progress=tell,
+        )
     if options.picture is not None:
         import_module("diptych.cli.simulate_picture").draw(report, options.picture)
     if options.as_json:
@@ -157,6 +181,48 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         show(report, note)
     if options.picture is not None:
         print(f"picture: {options.picture}", file=sys.stderr)
+
+
+def _service(options: argparse.Namespace, pool: Pool) -> Service:
+    """One pool, or two where a device that prefills is named."""
+    if options.prefill_hardware is None:
+        for name in ("prefill_engines", "prefill_tp", "link", "local_prefill"):
+            if getattr(options, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"{option} is of a pool that prefills", hint="name its device: --prefill-hardware NAME"
+                )
+        return Service(pool=pool, router=options.router)
+    if options.link is None:
+        raise ConfigError("two pools need a link that carries keys and values", hint="for example --link 50GB/s,10us")
+    setup = setup_of(
+        options.model,
+        options.prefill_hardware,
+        weights=options.weights,
+        kv=options.kv,
+        tp=options.prefill_tp or options.tp,
+        stack=options.stack,
+    )
+    readers = Pool.of(
+        setup,
+        n_engines=1 if options.prefill_engines is None else options.prefill_engines,
+        block_tokens=options.block_tokens,
+        max_step_tokens=options.max_step_tokens,
+        enable_prefix_cache=pool.scheduler.enable_prefix_cache,
+    )
+    local = options.local_prefill
+    return Service(
+        pool=pool,
+        router=options.router,
+        readers=readers,
+        link=parse_link(options.link),
+        local_prefill_s=LOCAL_PREFILL_S if local is None else seconds(local, "local prefill"),
+    )
+
+
+def seconds(text: str, what: str) -> float:
+    """A duration, 0 included."""
+    return 0.0 if text in ("0", "0s", "0ms") else parse_duration_s(text, what)
 
 
 def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
@@ -168,7 +234,7 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
     lengths = f"prompts of {options.prompt} and answers of {options.output} tokens"
     if kind == "users":
         _count("--users", options.users, MAX_USERS)
-        think_s = 0.0 if options.think in ("0", "0s") else parse_duration_s(options.think, "think time")
+        think_s = seconds(options.think, "think time")
         spec = UsersSpec(
             n_users=options.users,
             n_requests=options.requests,
@@ -180,6 +246,10 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
             seed=options.seed,
         )
         return UsersLoad(spec), f"{options.users} users, {options.turns} turns, thinking {options.think}, {lengths}"
+    if options.shared_prefix + prompt.high > MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            f"a prompt may have {options.shared_prefix + prompt.high} tokens; at most {MOST_PROMPT_TOKENS} can be simulated"
+        )
     rate = WorkloadSpec(
         n_requests=options.requests,
         prompt=prompt,
@@ -190,7 +260,7 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
         n_prefixes=options.prefixes,
         seed=options.seed,
     )
-    load = OpenLoad(items_of(rate), n_requests=options.requests, shares_prefixes=options.shared_prefix > 0)
+    load = OpenLoad(rate, shares_prefixes=options.shared_prefix > 0)
     return load, f"{rate.rate_per_s:g} requests/s, {lengths}"
 
 
@@ -208,14 +278,14 @@ def _trace(options: argparse.Namespace) -> tuple[Load, str]:
     _count("requests of the trace", len(items), MAX_REQUESTS)
     shares = any(item.prefix_ids for item in items)
     words = f"trace {path.name}{faster}" + (", requests of one tick spread over it" if shares else "")
-    return OpenLoad(items, n_requests=len(items), shares_prefixes=shares, speed=options.speed), words
+    return OpenLoad(items, shares_prefixes=shares, speed=options.speed), words
 
 
 def _count(name: str, value: int, most: int) -> None:
     Bound(int, 1, most, name).take(name, value, ConfigError)
 
 
-def _limits(text: str | None) -> Limits:
+def limits_of(text: str | None) -> Limits:
     """Limits from ttft=1s,tpot=80ms,e2e=30s."""
     found: dict[str, float] = {}
     for part in (text or "").split(",") if text is not None else ():
@@ -226,6 +296,20 @@ def _limits(text: str | None) -> Limits:
             )
         found[f"{name}_s"] = parse_duration_s(value, name)
     return Limits(**found)
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[TextIO | None]:
+    """A file to write, if one is named. ConfigError when it cannot be."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    with file:
+        yield file
 
 
 @contextmanager

@@ -23,8 +23,7 @@ def draw(report: Report, path: Path) -> None:
     _filled(filled, report)
     _line(lines, report)
     _latency(latency, report)
-    n, service = report.service.n_engines, report.service
-    figure.suptitle(f"{f'{n} engines: ' if n > 1 else ''}{service.setup.label}, {report.n_requests:,} requests")
+    figure.suptitle(f"{report.service.label}, {report.n_requests:,} requests")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from diptych.cli.plan_json import plain
-from diptych.cli.tables import duration, page, plain_table
+from diptych.cli.tables import amount, duration, page, plain_table
+from diptych.sim.pools import Pool, Service
 from diptych.sim.service import Report
 
 REASONS = {
@@ -21,14 +22,22 @@ def as_json(report: Report, note: str) -> dict[str, Any]:
     found: dict[str, Any] = plain(report)
     service = report.service
     found["service"] = {
-        "setup": service.setup.label,
-        "kv": service.setup.kv.name,
         "n_engines": service.n_engines,
         "n_devices": service.n_devices,
         "router": service.router,
-        "kv_tokens": service.kv_tokens,
-        "scheduler": plain(service.scheduler),
-        "times": service.setup.calibration.source,
+        "link": plain(service.link),
+        "local_prefill_s": None if service.link is None else service.local_prefill_s,
+        "pools": [
+            {
+                "setup": pool.setup.label,
+                "kv": pool.setup.kv.name,
+                "n_engines": pool.n_engines,
+                "kv_tokens": pool.kv_tokens,
+                "scheduler": plain(pool.scheduler),
+                "times": pool.setup.calibration.source,
+            }
+            for pool in service.pools
+        ],
     }
     return {"load": note} | found
 
@@ -36,20 +45,34 @@ def as_json(report: Report, note: str) -> dict[str, Any]:
 def show(report: Report, note: str) -> None:
     """The whole page."""
     console, service = page(), report.service
-    config = service.scheduler
-    copies = f"{service.n_engines} engines, {service.router}: " if service.n_engines > 1 else ""
-    console.print(f"[bold]{copies}{service.setup.label}[/bold], KV {service.setup.kv.name}")
-    budget = "" if config.stall_budget_s is None else f", stall budget {duration(config.stall_budget_s)}"
-    console.print(
-        f"each: a KV pool of {service.kv_tokens:,} tokens, {config.max_running_sequences} sequences at one time "
-        f"({service.places_reason}), steps of {config.max_step_tokens} tokens at most{budget}, "
-        f"prefix cache {'on' if config.enable_prefix_cache else 'off'}"
-    )
+    for pool in service.pools:
+        _pool(console, service, pool)
+    if service.link is not None:
+        console.print(
+            f"link: {amount(service.link.bytes_per_s)}B/s each way of an engine, {duration(service.link.latency_s)} late; "
+            f"read where it is answered: what takes {duration(service.local_prefill_s)} at most"
+        )
     console.print(f"load: {note}")
     _requests(console, report)
     _latencies(console, report)
     _engines(console, report)
-    console.print(f"note: times: {service.setup.calibration.source}")
+    for source in dict.fromkeys(pool.setup.calibration.source for pool in service.pools):
+        console.print(f"note: times: {source}")
+
+
+def _pool(console: Console, service: Service, pool: Pool) -> None:
+    """What one pool is made of."""
+    config, part = pool.scheduler, ""
+    if service.readers is not None:
+        part = "decode on " if pool is service.pool else "prefill on "
+    copies = f"{pool.n_engines} engines, {service.router}: " if pool.n_engines > 1 else ""
+    console.print(f"[bold]{part}{copies}{pool.setup.label}[/bold], KV {pool.setup.kv.name}")
+    budget = "" if config.stall_budget_s is None else f", stall budget {duration(config.stall_budget_s)}"
+    console.print(
+        f"each: a KV pool of {pool.kv_tokens:,} tokens, {config.max_running_sequences} sequences at one time "
+        f"({pool.places_reason}), steps of {config.max_step_tokens} tokens at most{budget}, "
+        f"prefix cache {'on' if config.enable_prefix_cache else 'off'}"
+    )
 
 
 def _requests(console: Console, report: Report) -> None:
@@ -88,12 +111,19 @@ def _latencies(console: Console, report: Report) -> None:
 
 
 def _engines(console: Console, report: Report) -> None:
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in report.busy.items())
-    console.print(f"the engines' time: {shares} (mixed: steps with both)")
-    console.print(
-        f"{report.n_steps:,} steps of {report.sequences_per_step:.3g} sequences; KV in use {report.kv_share:.1%}, "
-        f"at most {report.kv_peak:.1%}; {report.preemptions:,} preemptions; {report.waiting_peak:,} waiting at most"
-    )
+    names = ("",) if len(report.pools) == 1 else ("decode pool: ", "prefill pool: ")
+    for name, pool in zip(names, report.pools, strict=True):
+        shares = ", ".join(f"{kind} {share:.1%}" for kind, share in pool.busy.items())
+        console.print(f"{name}the engines' time: {shares} (mixed: steps with both)")
+        console.print(
+            f"{name}{pool.n_steps:,} steps of {pool.sequences_per_step:.3g} sequences; KV in use {pool.kv_share:.1%}, "
+            f"at most {pool.kv_peak:.1%}; {pool.preemptions:,} preemptions; {pool.waiting_peak:,} waiting at most"
+        )
+    if report.hand_off_s is not None:
+        console.print(
+            f"{report.n_sent:,} prompts handed over, {amount(report.sent_bytes)}B of keys and values; last byte "
+            f"{duration(report.hand_off_s.p50)} after the last chunk (p50), {duration(report.hand_off_s.p99)} (p99)"
+        )
     if report.prefix_query_tokens:
         share = report.prefix_hit_tokens / report.prefix_query_tokens
         console.print(f"prefix cache: {share:.1%} of {report.prefix_query_tokens:,} prompt tokens found")

@@ -109,7 +109,7 @@ class Source(Protocol):
         ...
 
 
-class FileTensor:
+class FileTensor(WeightTensor):
     """A WeightTensor in a mapped safetensors file."""
 
     random_seed: int | None = None
@@ -125,7 +125,7 @@ class FileTensor:
         return self._checkpoint.read(self.name)
 
 
-class SlicedTensor:
+class SlicedTensor(WeightTensor):
     """Entry `index` along the first axis of another tensor, for checkpoints that stack their experts."""
 
     def __init__(self, tensor: WeightTensor, index: int) -> None:
@@ -282,6 +282,11 @@ class Checkpoint:
                 digest.update(file.read(SAMPLE_BYTES))
         return digest.hexdigest()
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return tuple(self.directory / name for name in sorted(self._files))
+
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the files."""
         return tuple(self._shape(name))
@@ -330,7 +335,7 @@ class Checkpoint:
             self._file_of[name] = file_name
 
 
-class RandomTensor:
+class RandomTensor(WeightTensor):
     """A WeightTensor of seeded random numbers, scaled so that activations stay of order one through many layers."""
 
     dtype = torch.bfloat16

@@ -16,16 +16,15 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from diptych.ground.errors import BlockLeak
 
 ROOT_SERIAL = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixEntry:
+class PrefixEntry(NamedTuple):
     """One full block in the prefix index. `previous_serial` is the entry of the block before it (0: none)."""
 
     digest: bytes
@@ -100,6 +99,12 @@ class BlockPool:
         The caller has checked `available_blocks`; asking for more is a bug of ours.
         """
         assert n <= self.available_blocks, (n, self.available_blocks)
+        if 0 < n <= len(self._free):
+            taken = self._free[: -n - 1 : -1]
+            del self._free[-n:]
+            for block_id in taken:
+                self._refs[block_id] = 1
+            return taken
         taken = []
         for _ in range(n):
             if not self._free:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from diptych.control.ahead import DecodeRun, commit_run, foreseen, warm
 from diptych.control.blocks import BlockPool
 from diptych.control.policy import rank_of
 from diptych.control.scheduler import Predict, Scheduler
@@ -108,7 +109,7 @@ class EngineCore:
             CapacityError: the waiting line holds too many tokens. A request is always taken when none waits.
         """
         prompt_tokens = len(request.prompt_token_ids)
-        self._check_prompt(request, prompt_tokens)
+        self.check_prompt(request)
         output_tokens = min(request.sampling.max_tokens, self.context_limit_tokens - prompt_tokens)
         weight = prompt_tokens + request.sampling.n * output_tokens
         in_line, limit = self._scheduler.waiting_tokens, self.config.max_waiting_tokens
@@ -178,6 +179,79 @@ class EngineCore:
         self._forget_if_over(request_id)
         self._is_torn = False
         return events
+
+    def check_prompt(self, request: Request) -> None:
+        """Raise for a prompt that could never be served here; see `submit`."""
+        prompt_tokens = len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is already open", param="request_id")
+        if prompt_tokens == 0:
+            raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
+        pool_tokens = self.pool.n_blocks * self.pool.block_tokens
+        if prompt_tokens >= self.config.max_context_tokens:
+            raise PromptTooLong(
+                f"prompt has {prompt_tokens} tokens; a context of {self.config.max_context_tokens} takes at most "
+                f"{self.config.max_context_tokens - 1}, one being left for the answer",
+                hint="shorten the prompt or raise max_context_tokens",
+                param="prompt",
+            )
+        if prompt_tokens >= pool_tokens:
+            raise PromptTooLong(
+                f"prompt has {prompt_tokens} tokens; the KV pool of {self.pool.n_blocks} blocks of "
+                f"{self.pool.block_tokens} takes at most {pool_tokens - 1}, one being left for the answer",
+                hint="shorten the prompt or give the KV pool more memory",
+                param="prompt",
+            )
+
+    def submit_prefill(self, request: Request) -> list[Event]:
+        """Put a request in line whose prompt alone is read here. With its first token it waits, blocks and all, for `sent`.
+
+        Raises as `submit` does. One whose first token is its last ends here as any other.
+        """
+        assert request.sampling.n == 1, "choices share the prompt's blocks, so they stay together"
+        events = self.submit(request)
+        self._requests[request.request_id][0].hands_off = True
+        return events
+
+    def sent(self, request_id: str) -> None:
+        """Another engine has its keys and values: forget the request, without an end, and let its blocks go."""
+        self._is_torn = True
+        (seq,) = self._requests.pop(request_id)
+        seq.move(Status.FINISHED)
+        self._scheduler.release(seq)
+        self._ended_seq_ids.append(seq.seq_id)
+        self._is_torn = False
+
+    def reserve(self, request: Request) -> int | None:
+        """Hold blocks for a request whose prompt another engine reads; answers how many of its tokens are cached here.
+
+        None: there is no room now. Raises PromptTooLong where there never is.
+        """
+        prompt_tokens = len(request.prompt_token_ids)
+        self.check_prompt(request)
+        rank = rank_of(arrival_s=request.arrival_s, priority=request.priority, aging_s=self.config.aging_s)
+        seq = Sequence(
+            seq_id=self._next_seq_id,
+            index=0,
+            request=request,
+            rank=rank,
+            seed=self._seed_of(request, 0),
+            max_output_tokens=min(request.sampling.max_tokens, self.context_limit_tokens - prompt_tokens),
+        )
+        self._is_torn = True
+        cached_tokens = self._scheduler.reserve(seq)
+        if cached_tokens is not None:
+            self._next_seq_id += 1
+            self._requests[request.request_id] = [seq]
+        self._is_torn = False
+        return cached_tokens
+
+    def receive(self, request_id: str, token_id: int) -> None:
+        """All keys and values of a reserved prompt have come, and the token that followed it: decode from here."""
+        self._is_torn = True
+        (seq,) = self._requests[request_id]
+        self._scheduler.receive(seq, token_id)
+        self._is_torn = False
 
     def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
         """The step in flight will have no result: end its requests with ERROR, and give their blocks back.
@@ -275,6 +349,30 @@ class EngineCore:
         self._is_torn = False
         return events
 
+    def foreseen(self, *, token_id: int, limit: int) -> DecodeRun | None:
+        """The coming steps in which nothing is left to decide, if every token drawn is token_id (`control.ahead`)."""
+        assert self._plan is None, "the step before has not ended"
+        return foreseen(self._scheduler, token_id=token_id, limit=limit)
+
+    def commit_run(self, n_steps: int, *, token_id: int) -> None:
+        """Run so many of them at once: in place of that many calls of begin_step and end_step. There are no events."""
+        self._is_torn = True
+        commit_run(self._scheduler, n_steps, token_id=token_id)
+        self._next_step_id += n_steps
+        self._ended_seq_ids = []
+        self._is_torn = False
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether keys and values are on their way to or from another engine: what waits may wait for their blocks."""
+        between = (Status.SENDING, Status.RECEIVING)
+        return any(seq.status in between for sequences in self._requests.values() for seq in sequences)
+
+    @property
+    def running_and_waiting(self) -> tuple[int, int]:
+        """How many sequences do: two of the numbers of `stats`."""
+        return self._scheduler.n_running, len(self._scheduler.waiting) + self._n_unborn
+
     def stats(self) -> CoreStats:
         """Gauges and counters of this moment."""
         scheduler, pool = self._scheduler, self.pool
@@ -294,16 +392,25 @@ class EngineCore:
         """Forget every cached prefix; running sequences keep their blocks."""
         self.pool.reset_index()
 
-    def prefix_match(self, token_ids: tuple[int, ...], salt: str | None = None) -> int:
-        """Leading tokens of this prompt that a request would find cached now."""
+    def prefix_match(
+        self, token_ids: tuple[int, ...], salt: str | None = None, *, digests: list[bytes] | None = None
+    ) -> int:
+        """Leading tokens of this prompt that a request would find cached now.
+
+        digests: of its leading blocks, as far as they are known; those found on the way are added.
+        """
         entries = self.pool.match(
             token_ids,
             salt=salt,
-            digests=[],
+            digests=[] if digests is None else digests,
             root=self._scheduler.root_of(salt),
             max_blocks=max(0, len(token_ids) - 1) // self.pool.block_tokens,
         )
         return len(entries) * self.pool.block_tokens
+
+    def warm(self, token_ids: tuple[int, ...]) -> None:
+        """Put the full blocks of these tokens into the prefix cache, as if a sequence had left them. For simulations."""
+        warm(self._scheduler, token_ids)
 
     def check(self) -> None:
         """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""
@@ -320,27 +427,6 @@ class EngineCore:
                 events.append(self._end(seq, now_s, reason, error=error))
         self._forget_if_over(request_id)
         return events
-
-    def _check_prompt(self, request: Request, prompt_tokens: int) -> None:
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is already open", param="request_id")
-        if prompt_tokens == 0:
-            raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
-        pool_tokens = self.pool.n_blocks * self.pool.block_tokens
-        if prompt_tokens >= self.config.max_context_tokens:
-            raise PromptTooLong(
-                f"prompt has {prompt_tokens} tokens; a context of {self.config.max_context_tokens} takes at most "
-                f"{self.config.max_context_tokens - 1}, one being left for the answer",
-                hint="shorten the prompt or raise max_context_tokens",
-                param="prompt",
-            )
-        if prompt_tokens >= pool_tokens:
-            raise PromptTooLong(
-                f"prompt has {prompt_tokens} tokens; the KV pool of {self.pool.n_blocks} blocks of "
-                f"{self.pool.block_tokens} takes at most {pool_tokens - 1}, one being left for the answer",
-                hint="shorten the prompt or give the KV pool more memory",
-                param="prompt",
-            )
 
     def _seed_of(self, request: Request, index: int) -> int:
         """The noise seed of one choice, in [0, 2**64): the request's own for choice 0, else derived from it."""
@@ -370,7 +456,10 @@ class EngineCore:
         if seq.status is Status.PREFILL:
             self._scheduler.register_computed(seq)
             self._fork_children(seq)
-            self._scheduler.start_decode(seq)
+            if seq.hands_off:
+                self._scheduler.start_sending(seq)
+            else:
+                self._scheduler.start_decode(seq)
         elif seq.speculation is not None:
             seq.speculation.learn(result.token_ids)
         n_drafted = len(chunk.token_ids) - 1 if chunk.phase is Phase.DECODE else 0

@@ -56,6 +56,7 @@ class Scheduler:
         self.prefilling = RankedList()
         self.decoding = RankedList()
         self.forked = RankedList()  # waiting, yet holding the blocks shared by their parent
+        self.received = RankedList()  # keys and values came from another engine; to decode when there is a place
         self.planned: dict[int, Sequence] = {}  # sequences of the last plan's chunks
         self.waiting_tokens = 0
         self.n_preemptions = 0
@@ -66,6 +67,11 @@ class Scheduler:
         self._model_revision = model_revision
         self._promised_blocks = 0
         self._new_drafter = None if config.speculate == "off" else DRAFTERS[config.speculate]
+
+    @property
+    def speculates(self) -> bool:
+        """Whether decode chunks may hold guesses."""
+        return self._new_drafter is not None
 
     @property
     def n_running(self) -> int:
@@ -91,6 +97,8 @@ class Scheduler:
             self.prefilling.remove(seq)
         elif self.decoding.holds(seq):
             self.decoding.remove(seq)
+        elif self.received.holds(seq):
+            self.received.remove(seq)
         self._promise(seq, 0)
 
     def release(self, seq: Sequence) -> None:
@@ -109,6 +117,41 @@ class Scheduler:
         self.prefilling.remove(seq)
         self.decoding.add(seq)
 
+    # Between two engines: one reads the prompt and keeps its blocks while they are sent, the other holds as many for them
+
+    def start_sending(self, seq: Sequence) -> None:
+        """Its prompt is computed, and somebody else will decode it."""
+        seq.move(Status.SENDING)
+        self.prefilling.remove(seq)
+
+    def reserve(self, seq: Sequence) -> int | None:
+        """Hold blocks for a prompt that another engine reads; answers how many of its tokens are here. None: no room."""
+        hits = self._lookup(seq)
+        if self.waiting or not self._has_blocks_for(seq, hits):
+            return None  # who was here before goes first
+        seq.move(Status.RECEIVING)
+        for entry in hits:
+            self.pool.hold(entry.block_id)
+            seq.block_ids.append(entry.block_id)
+            seq.serials.append(entry.serial)
+        seq.block_ids += self.pool.take(self.pool.blocks_for(seq.prompt_tokens) - len(hits))
+        return len(hits) * self.pool.block_tokens
+
+    def receive(self, seq: Sequence, token_id: int) -> None:
+        """Keys and values of its prompt are in its blocks, and this is the token that followed."""
+        seq.advance(seq.prompt_tokens)
+        self.register_computed(seq)
+        seq.token_ids.append(token_id)
+        seq.table_sent = len(seq.block_ids)
+        self.received.add(seq)
+
+    def _start_received(self) -> None:
+        while self.received.first is not None and self.n_running < self.max_running:
+            seq = self.received.first
+            self.received.remove(seq)
+            seq.move(Status.DECODE)
+            self.decoding.add(seq)
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a waiting child hold the parent's prompt blocks; it computes the last prompt token itself."""
         n_shared = self.pool.blocks_for(parent.prompt_tokens)
@@ -124,17 +167,21 @@ class Scheduler:
     def register_computed(self, seq: Sequence) -> None:
         """Offer every newly completed block of the sequence to the prefix index."""
         while (len(seq.serials) + 1) * self.pool.block_tokens <= seq.computed_tokens:
-            i = len(seq.serials)
-            serial = self.pool.register(
-                seq.block_ids[i],
-                i,
-                token_ids=seq.token_ids,
-                salt=seq.request.cache_salt,
-                digests=seq.digests,
-                root=self.root_of(seq.request.cache_salt),
-                previous_serial=seq.serials[-1] if seq.serials else 0,
-            )
-            seq.serials.append(serial)
+            self.register_next(seq)
+
+    def register_next(self, seq: Sequence) -> None:
+        """Offer the first completed block that was not offered yet."""
+        i = len(seq.serials)
+        serial = self.pool.register(
+            seq.block_ids[i],
+            i,
+            token_ids=seq.token_ids,
+            salt=seq.request.cache_salt,
+            digests=seq.digests,
+            root=self.root_of(seq.request.cache_salt),
+            previous_serial=seq.serials[-1] if seq.serials else 0,
+        )
+        seq.serials.append(serial)
 
     def root_of(self, salt: str | None) -> bytes:
         """The start of the digest chain for this model and salt."""
@@ -148,6 +195,8 @@ class Scheduler:
         """The next step and its events, or None when nothing can run."""
         draft = StepDraft(step_id=step_id, now_s=now_s, budget_tokens=self.config.max_step_tokens)
         self.planned = {}
+        if self.received:
+            self._start_received()
         self._plan_decodes(draft)
         self._plan_prefills(draft)
         if self._new_drafter is not None and draft.decode_request_ids:
@@ -306,6 +355,8 @@ class Scheduler:
                 return False
             self._reclaim_forked(draft)
             hits = [] if seq.block_ids else self._lookup(seq)
+            if not self._has_blocks_for(seq, hits):
+                return False  # what is being sent or received holds them
         start = seq.computed_tokens + len(hits) * self.pool.block_tokens
         n_tokens = self._fit(seq, start, seq.known_tokens - start, draft)
         if n_tokens == 0:

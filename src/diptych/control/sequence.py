@@ -24,6 +24,7 @@ class Sequence:
         "computed_tokens",
         "digests",
         "finish_reason",
+        "hands_off",
         "has_forked",
         "has_started",
         "index",
@@ -74,6 +75,7 @@ class Sequence:
         self.speculation: Speculation | None = None  # from its first decode step on, where the engine speculates
         self.has_started = False  # its SequenceStart was sent
         self.has_forked = False
+        self.hands_off = False  # only its prompt is read here; another engine answers
         self.is_in_flight = False
         self.is_unborn = False  # waits for choice 0 of its request to read the prompt
         self.parked_at_drops: int | None = None  # pool.n_drops when admission last failed for want of blocks

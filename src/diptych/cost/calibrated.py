@@ -138,6 +138,7 @@ class CalibratedModel:
             self._gaps(coverage) for coverage in (calibration.prefill_coverage, calibration.decode_coverage)
         )
         self._spreads = tuple(squared(gaps) for gaps in self._reach)
+        self._decode_rows_s: dict[int, float] = {}  # by rows, which are few numbers: what plain decode steps share
 
     def _gaps(self, coverage: Coverage | None) -> tuple[Gap, ...]:
         if coverage is None:  # measured on this machine
@@ -284,13 +285,13 @@ class CalibratedModel:
 
         Quick enough for the scheduler's bisection: it costs the chunks added since the last call at most.
         """
-        terms = self._decode if shape.phase is Phase.DECODE else self._prefill
+        is_decode = shape.decode_tokens == shape.n_tokens
+        terms = self._decode if is_decode else self._prefill
         p, rows, logits = terms.p, shape.n_tokens, shape.n_logits_rows
-        device_s = pnorm(terms.dense_weights_s, rows * terms.row_s + shape.prefill_start_tokens * terms.cached_row_s, p)
-        if terms.expert_s:
-            device_s += pnorm(self._experts(rows) * terms.expert_s, rows * terms.expert_row_s, p)
-        if logits:
-            device_s += pnorm(terms.head_weights_s, logits * terms.head_row_s, p)
+        known = self._decode_rows_s.get(rows) if is_decode and rows == logits else None
+        device_s = self._rows_s(terms, shape) if known is None else known
+        if known is None and is_decode and rows == logits:
+            self._decode_rows_s[rows] = device_s
         prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
         for window, kv_s, pair_s, absorbed_pair_s in terms.windows:
             seen = self._attended[window].of(shape) if window is not None else _all_of(shape)
@@ -301,6 +302,16 @@ class CalibratedModel:
         device_s += pnorm(prefill_kv_s, prefill_pair_s, p) + pnorm(decode_kv_s, decode_pair_s, p)
         device_s += terms.link_base_s + rows * terms.link_row_s + logits * terms.link_logits_row_s
         return _join(terms, device_s, shape.n_sequences)
+
+    def _rows_s(self, terms: _Terms, shape: StepShape) -> float:
+        """Everything that is done to rows one by one: linear layers, experts, the head."""
+        p, rows, logits = terms.p, shape.n_tokens, shape.n_logits_rows
+        device_s = pnorm(terms.dense_weights_s, rows * terms.row_s + shape.prefill_start_tokens * terms.cached_row_s, p)
+        if terms.expert_s:
+            device_s += pnorm(self._experts(rows) * terms.expert_s, rows * terms.expert_row_s, p)
+        if logits:
+            device_s += pnorm(terms.head_weights_s, logits * terms.head_row_s, p)
+        return device_s
 
 
 # what a step's attention touches: cached tokens read and pairs of prefill, then the same of decode
@@ -341,7 +352,7 @@ class _Attended:
         if (
             node.before is None and node.decode_tokens == node.n_tokens == node.n_sequences
         ):  # plain decode, one row each
-            tokens = sum([min(start + 1, window) * count for _, _, start, _, count in node.own])
+            tokens = node.own_tokens_within(window)
             return prefill_tokens, prefill_pairs, decode_tokens + tokens, decode_pairs + tokens
         for shape in node.own:
             tokens, pairs = shape.count * shape.kv_read_tokens(window), shape.count * shape.pairs(window)

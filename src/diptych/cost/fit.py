@@ -10,7 +10,7 @@ can see stays where it started. Outliers are damped (Huber), so that one odd row
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -91,16 +91,36 @@ def predicted_s(row: PublishedRow, constants: Constants) -> float:
 
 
 def fit(form: StackForm, rows: Sequence[PublishedRow]) -> Constants:
-    """Constants that fit the rows best (damped Gauss-Newton on log ratios)."""
-    logs = [math.log(entry.start) for entry in form.free]
+    """Constants that fit the rows best."""
+
+    def residuals(logs: Sequence[float]) -> list[float]:
+        constants = with_values(form.fixed, form.free, [math.exp(log) for log in logs])
+        return [math.log(predicted_s(row, constants) / row.measured_s) for row in rows]
+
+    return with_values(form.fixed, form.free, [math.exp(log) for log in gauss_newton(form.free, residuals)])
+
+
+Residuals = Callable[[Sequence[float]], list[float]]
+
+
+def gauss_newton(free: Sequence[Free], residuals_of_rows: Residuals) -> list[float]:
+    """Logs of the constants that make the residuals least (damped Gauss-Newton); residuals of rows are log ratios."""
+
+    def residuals_of(logs: Sequence[float]) -> list[float]:
+        prior = [
+            PRIOR_COST * (log - math.log(entry.start)) / entry.width for entry, log in zip(free, logs, strict=True)
+        ]
+        return residuals_of_rows(logs) + prior
+
+    logs = [math.log(entry.start) for entry in free]
     damping = 1e-2
-    residuals = _residuals(form, rows, logs)
+    residuals = residuals_of(logs)
     cost = _cost(residuals)
     for _ in range(MAX_ROUNDS):
-        jacobian = _jacobian(form, rows, logs, residuals)
+        jacobian = _jacobian(residuals_of, logs, residuals)
         step = _step(jacobian, residuals, damping)
-        tried = [_clamp(entry, log + delta) for entry, log, delta in zip(form.free, logs, step, strict=True)]
-        tried_residuals = _residuals(form, rows, tried)
+        tried = [_clamp(entry, log + delta) for entry, log, delta in zip(free, logs, step, strict=True)]
+        tried_residuals = residuals_of(tried)
         tried_cost = _cost(tried_residuals)
         if tried_cost < cost:
             gain = (cost - tried_cost) / cost
@@ -111,20 +131,11 @@ def fit(form: StackForm, rows: Sequence[PublishedRow]) -> Constants:
             damping *= 8.0
             if damping > 1e6:
                 break
-    return with_values(form.fixed, form.free, [math.exp(log) for log in logs])
+    return logs
 
 
 def _clamp(entry: Free, log: float) -> float:
     return min(max(log, math.log(entry.limits[0])), math.log(entry.limits[1]))
-
-
-def _residuals(form: StackForm, rows: Sequence[PublishedRow], logs: Sequence[float]) -> list[float]:
-    constants = with_values(form.fixed, form.free, [math.exp(log) for log in logs])
-    found = [math.log(predicted_s(row, constants) / row.measured_s) for row in rows]
-    prior = [
-        PRIOR_COST * (log - math.log(entry.start)) / entry.width for entry, log in zip(form.free, logs, strict=True)
-    ]
-    return found + prior
 
 
 def _weight(residual: float) -> float:
@@ -135,15 +146,13 @@ def _cost(residuals: Sequence[float]) -> float:
     return sum(r * r if abs(r) <= HUBER else HUBER * (2.0 * abs(r) - HUBER) for r in residuals)
 
 
-def _jacobian(
-    form: StackForm, rows: Sequence[PublishedRow], logs: Sequence[float], residuals: Sequence[float]
-) -> list[list[float]]:
+def _jacobian(residuals_of: Residuals, logs: Sequence[float], residuals: Sequence[float]) -> list[list[float]]:
     """Columns: derivative of every residual by one log constant."""
     columns = []
     for i in range(len(logs)):
         moved = list(logs)
         moved[i] += 1e-4
-        columns.append([(new - old) / 1e-4 for new, old in zip(_residuals(form, rows, moved), residuals, strict=True)])
+        columns.append([(new - old) / 1e-4 for new, old in zip(residuals_of(moved), residuals, strict=True)])
     return columns
 
 

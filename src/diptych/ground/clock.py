@@ -37,6 +37,11 @@ class VirtualClock:
         assert by_s >= 0.0, by_s
         self._now_s += by_s
 
+    def move_to(self, at_s: float) -> None:
+        """Move forward to an instant."""
+        assert at_s >= self._now_s, (at_s, self._now_s)
+        self._now_s = at_s
+
 
 def wall_time_s() -> float:
     """Seconds since the epoch, for timestamps in answers and reports (never for durations)."""

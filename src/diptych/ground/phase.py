@@ -21,14 +21,19 @@ class Status(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
+    SENDING = "sending"
+    RECEIVING = "receiving"
     FINISHED = "finished"
 
 
-# A preempted sequence goes back to WAITING and is computed again from its known tokens.
+# A preempted sequence goes back to WAITING and is computed again from its known tokens. One whose prompt is read by one
+# engine and answered by another is SENDING there and RECEIVING here until its keys and values have come.
 MOVES: dict[Status, frozenset[Status]] = {
-    Status.WAITING: frozenset({Status.PREFILL, Status.FINISHED}),
-    Status.PREFILL: frozenset({Status.DECODE, Status.WAITING, Status.FINISHED}),
+    Status.WAITING: frozenset({Status.PREFILL, Status.RECEIVING, Status.FINISHED}),
+    Status.PREFILL: frozenset({Status.DECODE, Status.SENDING, Status.WAITING, Status.FINISHED}),
     Status.DECODE: frozenset({Status.WAITING, Status.FINISHED}),
+    Status.SENDING: frozenset({Status.FINISHED}),
+    Status.RECEIVING: frozenset({Status.DECODE, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 

@@ -57,10 +57,12 @@ class ChunkShape(NamedTuple):
 class StepShape:
     """All chunks of one step; never changed once made. `plus` shares what was there, so it costs O(1).
 
-    own: the chunks that this shape adds to those of `before` (None: nothing before). The sums are over all chunks.
+    before: the shape that this one adds its `own` chunks to (None: nothing). The sums are over all chunks.
     """
 
     __slots__ = (
+        "_moved",
+        "_own",
         "before",
         "decode_context_tokens",
         "decode_pairs",
@@ -68,7 +70,6 @@ class StepShape:
         "n_logits_rows",
         "n_sequences",
         "n_tokens",
-        "own",
         "prefill_context_tokens",
         "prefill_pairs",
         "prefill_start_tokens",
@@ -85,10 +86,11 @@ class StepShape:
     prefill_pairs: int  # (query, key) pairs of prefill, causal, without any window
 
     def __init__(self, shapes: Sequence[ChunkShape], before: StepShape | None = None) -> None:
-        self.own = tuple(shapes)
+        self._own = tuple(shapes)
+        self._moved = 0  # steps since the chunks of _own, each of which moved every chunk one position on
         self.before = before
         decode = context = seen = rows = logits = sequences = prefill_context = prefill_start = pairs = 0
-        for phase, new_tokens, start_pos, samples, count in self.own:
+        for phase, new_tokens, start_pos, samples, count in self._own:
             sequences += count
             tokens = new_tokens * count
             if samples:
@@ -136,6 +138,33 @@ class StepShape:
         _at_least("batch", batch, 1)
         _at_least("context_tokens", context_tokens, 1)
         return cls((ChunkShape(Phase.DECODE, 1, context_tokens - 1, True, batch),))
+
+    def later(self, n_steps: int) -> StepShape:
+        """What a step of decode chunks, one token each, becomes when it has run so many times over. Costs O(1)."""
+        assert self.before is None, self
+        assert self.decode_tokens == self.n_tokens == self.n_sequences, self
+        rows = self.n_tokens
+        moved = StepShape.__new__(StepShape)
+        moved.before = None
+        moved._own, moved._moved = self._own, self._moved + n_steps
+        moved.n_tokens = moved.n_logits_rows = moved.n_sequences = moved.decode_tokens = rows
+        moved.decode_context_tokens = self.decode_context_tokens + n_steps * rows
+        moved.decode_pairs = self.decode_pairs + n_steps * rows
+        moved.prefill_start_tokens = moved.prefill_context_tokens = moved.prefill_pairs = 0
+        return moved
+
+    @property
+    def own(self) -> tuple[ChunkShape, ...]:
+        """The chunks that this shape adds to those of `before`."""
+        moved = self._moved
+        if not moved:
+            return self._own
+        return tuple([one._replace(start_pos=one.start_pos + moved) for one in self._own])
+
+    def own_tokens_within(self, window: int) -> int:
+        """Keys that the chunks of `own` read through a window, where each is one token of decode."""
+        moved = self._moved + 1
+        return sum([min(start + moved, window) * count for _, _, start, _, count in self._own])
 
     def plus(self, other: ChunkShape | StepShape) -> StepShape:
         """One step that does both."""

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -32,6 +32,7 @@ from diptych.server.messages.routes import add_messages
 from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses
 from diptych.server.reader import conversation_of, piece
+from diptych.server.recent import parse_changes, what_if_answer
 from diptych.server.request_id import RequestIds
 from diptych.server.responses.routes import BODIES as RESPONSES_BODIES
 from diptych.server.responses.routes import add_responses
@@ -42,6 +43,7 @@ from diptych.server.state import ServerState
 from diptych.server.telemetry import LiveHistogram
 from diptych.server.text_bodies import DetokenizeBody, TemplateBody, TokenizeBody
 from diptych.server.timelines import timelines_json
+from diptych.sim.counterfactual import USUAL_CHANGES, Minutes
 
 logger = logging.getLogger("diptych.server")
 
@@ -53,6 +55,7 @@ PAGE_FILES = {
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page/try.js": ("try.js", "text/javascript; charset=utf-8"),
+    "/page/whatif.js": ("whatif.js", "text/javascript; charset=utf-8"),
 }
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
@@ -273,6 +276,25 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
             raise ApiError(404, f"no request {request_id[:100]!r} is open or among the last ones", code="not_found")
         now_s = state.now_s()
         return JsonAnswer(await state.workers.run(lambda: json_bytes(timelines_json(request_id, logs, now_s=now_s))))
+
+    one_at_a_time = asyncio.Lock()
+
+    @app.get("/v1/requests/{request_id}/what-if", responses=responses(400, 404))
+    async def what_if(request_id: str, change: Annotated[list[str] | None, Query(max_length=16)] = None) -> Response:
+        """A recent request's times with one change: cached, chunk=N, stall-budget=TIME, pools or device=NAME."""
+        logs, recent = state.timelines.find(request_id), state.recent
+        if recent is None:
+            raise ApiError(404, "this server keeps no minutes of requests (--keep-minutes 0)", code="not_found")
+        if not logs:
+            raise ApiError(404, f"no request {request_id[:100]!r} is open or among the last ones", code="not_found")
+        changes = parse_changes(change or USUAL_CHANGES)
+        async with one_at_a_time:
+            minutes = await state.engine.call(lambda engine: recent.minutes())
+            assert isinstance(minutes, Minutes)
+            asked = logs[0].request_id
+            return JsonAnswer(
+                await state.workers.run(lambda: json_bytes(what_if_answer(minutes, request_id, asked, changes)))
+            )
 
     @app.delete("/v1/requests/{request_id}", responses=responses(404))
     async def abort(request_id: str) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def free_id(request: Request, timelines: Timelines) -> str | None:
 
 async def respond(request: Request, job: Job, body: SamplingBody, workers: Workers) -> Response:
     """Run `job` and answer with what it gives, as the body asks for it."""
-    await job.start()
+    # also while the prompts are read and handed over: of many in one body, each waits for a step of the engine
+    await unless_disconnected(request, asyncio.ensure_future(job.start()))
     headers = ignored_header(body.ignored_fields)
     if body.stream:
         return EventStream(job.stream(), on_close=job.close, headers=headers)

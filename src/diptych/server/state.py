@@ -22,9 +22,11 @@ from diptych.server.generation import Generation
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
 from diptych.server.reader import Reader
+from diptych.server.recent import Recent
 from diptych.server.responses.store import ResponseStore
 from diptych.server.telemetry import Telemetry
 from diptych.server.timelines import Timelines
+from diptych.sim.counterfactual import Machine
 
 MAX_COUNTED_TOKENS = 65536  # of a text that is only tokenised, where the model's context is shorter
 
@@ -65,6 +67,7 @@ class ServerState:
                 cache_block_tokens=self.model.block_tokens if engine.config.scheduler.enable_prefix_cache else None,
             ),
         )
+        self.recent = recent_of(engine, config)
         self.store = ResponseStore(
             config.response_store, max_bytes=config.max_stored_bytes, ttl_s=config.response_ttl_s
         )
@@ -104,6 +107,15 @@ def token_work(engine: AsyncLLM) -> TokenWork:
     """FLOPs of one prompt token: two per parameter it meets, and two products over the context in every layer."""
     spec = engine.loaded.model.spec
     return TokenWork(linear=2.0 * linear_parameter_count(spec), attention=attention_flops_per_pair(spec))
+
+
+def recent_of(engine: AsyncLLM, config: ServerConfig) -> Recent | None:
+    """The engine's last minutes; None where nobody wants them kept."""
+    if not config.kept_minutes:
+        return None
+    view = cost_view(engine)
+    machine = None if view is None else Machine(model=view.spec, quant=view.quant, kv=view.kv)
+    return Recent(engine.engine, keep_s=60.0 * config.kept_minutes, machine=machine)
 
 
 def cost_view(engine: AsyncLLM) -> CostView | None:

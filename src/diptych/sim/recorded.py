@@ -22,7 +22,8 @@ from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.ground.step import StepPlan, StepResult
 from diptych.metrics import Limits
-from diptych.sim.cluster import Cluster
+from diptych.sim.cluster import Cluster, Group
+from diptych.sim.counterfactual import Machine, Minutes, Past, Seen, times_of
 from diptych.sim.load import Due
 from diptych.sim.tally import Tally
 
@@ -41,6 +42,7 @@ class Recorded:
     begins_s: list[float] = field(default_factory=list)  # of every call of begin_step
     plans: list[tuple[int, StepPlan]] = field(default_factory=list)  # with the place of its beginning
     results: list[StepResult] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
     other_calls: set[str] = field(default_factory=set)
     _unseen: list[Request] = field(default_factory=list)
 
@@ -58,27 +60,32 @@ class Recorded:
             self.begins_s.append(args[0])
         elif call == "end_step":
             self.results.append(args[0])
+            self.ends_s.append(args[1])
         else:
             self.other_calls.add(call)
 
-    def output_tokens(self) -> list[int]:
-        """Of each request its longest choice, at least 1.
+    def sequences(self) -> list[list[int]]:
+        """The numbers of each request's sequences; none where it was refused or never began.
 
         A sequence is known by its number alone: numbers rise in the order of submission, and its start tells its prompt.
         """
+        started = sorted((one.seq_id, one.prompt_token_ids) for _, plan in self.plans for one in plan.starts)
+        found, place = [], 0
+        for _, request in self.requests:
+            mine, last = [], place + request.sampling.n
+            while place < min(last, len(started)) and started[place][1] == request.prompt_token_ids:
+                mine.append(started[place][0])
+                place += 1
+            found.append(mine)
+        return found
+
+    def output_tokens(self) -> list[int]:
+        """Of each request its longest choice, at least 1."""
         written: dict[int, int] = {}
         for result in self.results:
             for one in result.results:
                 written[one.seq_id] = written.get(one.seq_id, 0) + len(one.token_ids)
-        started = sorted((one.seq_id, one.prompt_token_ids) for _, plan in self.plans for one in plan.starts)
-        found, place = [], 0
-        for _, request in self.requests:
-            longest, last = 1, place + request.sampling.n
-            while place < min(last, len(started)) and started[place][1] == request.prompt_token_ids:
-                longest = max(longest, written.get(started[place][0], 0))
-                place += 1
-            found.append(longest)
-        return found
+        return [max((1, *(written.get(one, 0) for one in sequences))) for sequences in self.sequences()]
 
 
 def read_recording(lines: Iterator[str], *, name: str = "the recording") -> Recorded:
@@ -111,11 +118,19 @@ class RecordedLoad:
 
     def __init__(self, requests: list[Due]) -> None:
         self._requests = requests
-        self.n_requests = len(requests)
+        self.n_requests = self.n_parts = len(requests)
+
+    def part(self, number: int, of: int) -> RecordedLoad:
+        """Every so-manieth of them."""
+        return RecordedLoad(self._requests[number::of])
 
     def start(self) -> Iterator[Due]:
         """All of them."""
         return iter(self._requests)
+
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """None: the recording begins with an empty cache."""
+        return iter(())
 
     def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """Nothing: what followed is in the recording with its time."""
@@ -183,10 +198,9 @@ def rerun(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
         raise ConfigError(
             f"the run has calls of {calls}; only one that served its requests to their end can be simulated"
         )
-    cluster = Cluster(
-        1, recorded.config, recorded.blocks, predict_s=predict_s or _at_once, tally=Tally(Limits()), seed=recorded.seed
-    )
-    engine = cluster.engines[0].engine
+    group = Group(n_engines=1, config=recorded.config, blocks=recorded.blocks, predict_s=predict_s or _at_once)
+    cluster = Cluster([group], tally=Tally(Limits()), seed=recorded.seed, leaps=False)
+    engine = cluster.members[0].engine
     executor = engine.stepper.executor = _Rerun(recorded, engine.clock)
     try:
         cluster.run(RecordedLoad(recorded.requests))
@@ -198,3 +212,56 @@ def rerun(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
 def _at_once(shape: StepShape) -> float:
     """Fits every stall budget, as no prediction does."""
     return 0.0
+
+
+def minutes_of(lines: Iterator[str], *, name: str = "the recording", machine: Machine | None = None) -> Minutes:
+    """A recording as the minutes that `sim.counterfactual` runs again. ConfigError with the line for one that cannot be read.
+
+    A request counts as over at its last token.
+    """
+    recorded = read_recording(lines, name=name)
+    steps: list[tuple[float, float, StepShape]] = []
+    chunks: dict[int, tuple[float, int]] = {}  # of each sequence: its first chunk's instant and place
+    tokens: dict[int, list[tuple[float, int]]] = {}
+    for (place, plan), result, end_s in zip(recorded.plans, recorded.results, recorded.ends_s, strict=False):
+        begin_s = recorded.begins_s[place]
+        steps.append((begin_s, end_s, plan.shape))
+        for chunk in plan.chunks:
+            chunks.setdefault(chunk.seq_id, (begin_s, chunk.start_pos))
+        for one in result.results:
+            tokens.setdefault(one.seq_id, []).extend((end_s, token_id) for token_id in one.token_ids)
+    pasts = []
+    for (_, request), sequences in zip(recorded.requests, recorded.sequences(), strict=True):
+        if not sequences:
+            continue  # refused, or never begun
+        begin_s, cached = chunks.get(sequences[0], (request.arrival_s, 0))
+        written = [tokens.get(sequence, []) for sequence in sequences]
+        ends_s = [one[-1][0] for one in written if one]
+        first_s = min((one[0][0] for one in written if one), default=None)
+        gaps = [(one[-1][0] - one[0][0], len(one) - 1) for one in written if len(one) > 1]
+        seen = Seen(
+            queue_s=begin_s - request.arrival_s,
+            prefill_s=(begin_s if first_s is None else first_s) - begin_s,
+            ttft_s=None if first_s is None else first_s - request.arrival_s,
+            tpot_s=sum(time_s for time_s, _ in gaps) / sum(n for _, n in gaps) if gaps else None,
+        )
+        outputs = tuple(tuple(token_id for _, token_id in one) for one in written)
+        over_s = max(ends_s, default=None)
+        pasts.append(
+            Past(
+                request=request,
+                came_s=request.arrival_s,
+                outputs=outputs,
+                cached_tokens=cached,
+                end_s=over_s,
+                seen=seen,
+            )
+        )
+    return Minutes(
+        config=recorded.config,
+        blocks=recorded.blocks,
+        requests=tuple(sorted(pasts, key=lambda past: past.request.arrival_s)),
+        steps=times_of(steps),
+        machine=machine,
+        seed=recorded.seed,
+    )

@@ -1,125 +1,57 @@
-"""A service on paper, and what it would have answered: `simulate(Service.of(setup), load)`.
+"""What a simulated service answered a load: `simulate(service, load)`.
 
-setup = setup_of("llama-3.1-8b", "h100-80gb-sxm")
-items = read_trace(Path("trace.csv"))
-load = OpenLoad(items, n_requests=len(items), shares_prefixes=False)
-report = simulate(Service.of(setup, n_engines=2), load, limits=Limits(ttft_s=1.0, tpot_s=0.08))
+A service may be divided into cells, equal parts that each have a router and every so-manieth request or user of the load.
+Cells are simulated one by one or in several processes; what they saw is added in their order, so that nothing depends on
+how many processes there were.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TextIO
 
-from diptych.cost.memory import capacity_of
-from diptych.cost.places import places
-from diptych.cost.setup import Setup
-from diptych.ground.bounds import Bound
-from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
-from diptych.ground.shape import StepShape
 from diptych.metrics import Distribution, Limits
 from diptych.sim.cluster import Cluster
+from diptych.sim.film import Film
 from diptych.sim.load import Load
+from diptych.sim.pools import Pool, Service
 from diptych.sim.statistics import Timeline
-from diptych.sim.tally import Tally
+from diptych.sim.tally import Tally, Work
+from diptych.sim.workers import workers
 
-MAX_ENGINES = 1024
-MAX_BLOCKS = 2**24  # each costs the simulator some 50 bytes per engine
-UNKNOWN_CONTEXT = 1 << 20  # of a model that states no limit
+__all__ = ["Pool", "PoolReport", "Report", "Service", "simulate"]
+
+Told = Callable[[int, float], object]  # requests that are over, seconds simulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """`n_engines` engines of one setup, all prefill and decode in one pool each, behind a router."""
+class PoolReport:
+    """What one pool did. busy: shares of the time of its engines by what a step held; they add up to 1.
 
-    setup: Setup
-    n_engines: int
-    scheduler: SchedulerConfig
-    blocks: BlockConfig
-    router: str
-    places_reason: str
+    Weighted by time in steps: sequences_per_step, kv_share (of a KV pool). Peaks are of one engine.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        setup: Setup,
-        *,
-        n_engines: int = 1,
-        router: str = "least-work",
-        kv_tokens: int | None = None,
-        block_tokens: int = 32,
-        max_step_tokens: int = 2048,
-        max_running_sequences: int | None = None,
-        max_waiting_tokens: int = SchedulerConfig().max_waiting_tokens,
-        stall_budget_s: float | None = None,
-        enable_prefix_cache: bool = True,
-    ) -> Service:
-        """The pool from the device's memory less weights and buffers, and as many places as the engine would give itself.
-
-        Raises ConfigError where the weights do not fit, and for impossible numbers.
-        """
-        Bound(int, 1, MAX_ENGINES, "engines").take("engines", n_engines, ConfigError)
-        blocks = _blocks(setup, kv_tokens, block_tokens)
-        context = min(setup.model.max_context_tokens or UNKNOWN_CONTEXT, blocks.n_blocks * block_tokens)
-        predict_s = setup.model_of_time().predict_s
-
-        def decode_s(sequences: int, tokens: int) -> float:
-            return predict_s(StepShape.decode(batch=sequences, context_tokens=tokens))
-
-        found = places(blocks.n_blocks * block_tokens, context, decode_s)
-        is_given = max_running_sequences is not None
-        scheduler = SchedulerConfig(
-            max_step_tokens=max_step_tokens,
-            max_running_sequences=max_running_sequences if is_given else found.number,
-            stall_budget_s=stall_budget_s,
-            max_waiting_tokens=max_waiting_tokens,
-            max_context_tokens=context,
-            enable_prefix_cache=enable_prefix_cache,
-        )
-        return cls(
-            setup=setup,
-            n_engines=n_engines,
-            scheduler=scheduler,
-            blocks=blocks,
-            router=router,
-            places_reason="as asked" if is_given else found.reason,
-        )
-
-    @property
-    def n_devices(self) -> int:
-        """Of all engines together."""
-        return self.n_engines * self.setup.tp
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that one engine's pool holds."""
-        return self.blocks.n_blocks * self.blocks.block_tokens
-
-
-def _blocks(setup: Setup, kv_tokens: int | None, block_tokens: int) -> BlockConfig:
-    if kv_tokens is None:
-        capacity = capacity_of(setup, context_tokens=1, batch=1)
-        kv_tokens = capacity.kv_tokens
-        if kv_tokens < block_tokens:
-            raise ConfigError(
-                f"{setup.label} leaves room for {kv_tokens} tokens of KV: of {capacity.memory_bytes / 1e9:.4g} GB, weights "
-                f"take {capacity.weight_bytes / 1e9:.4g} GB; at least one block of {block_tokens} tokens is needed",
-                hint="a larger device, a larger --tp or a smaller weight format",
-            )
-    Bound(int, 1, MAX_BLOCKS * block_tokens, "tokens").take("KV tokens", kv_tokens, ConfigError)
-    n_blocks = kv_tokens // block_tokens
-    if n_blocks < 1:
-        raise ConfigError(f"the KV pool is {kv_tokens} tokens; it must be at least one block of {block_tokens} tokens")
-    return BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)
+    busy: Mapping[str, float]  # prefill, decode, mixed, idle
+    n_steps: int
+    sequences_per_step: float
+    kv_share: float
+    kv_peak: float
+    waiting_peak: int
+    preemptions: int
+    prefill_share: float  # of the time of its engines that prefill took, what it added to mixed steps included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What came of a load. Rates are over duration_s, from the first arrival to the last end.
 
-    Latencies are of the requests that completed, percentiles within half a percent. Shares of busy are of the time of all
-    engines together and add up to 1. usd_per_million_tokens: of output tokens; None where no price is known.
+    Latencies are of the requests that completed, percentiles within half a percent. pools: as in the service, the one that
+    decodes first; the same numbers over all engines stand beside it. late_share: of what completed, by the limit missed.
+    sent_*: prompts read in one pool and answered in another; hand_off_s: from their last chunk to their last byte's arrival.
+    usd_per_million_tokens: of output tokens and of all; None where no price is known.
     """
 
     service: Service
@@ -132,6 +64,7 @@ class Report:
     requests_per_s: float
     goodput_requests_per_s: float
     good_share: float
+    late_share: Mapping[str, float]  # ttft, tpot, e2e
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -143,13 +76,17 @@ class Report:
     itl_s: Distribution | None
     queue_s: Distribution | None
     e2e_s: Distribution | None
-    busy: Mapping[str, float]  # prefill, decode, mixed, idle
+    hand_off_s: Distribution | None
+    n_sent: int
+    sent_bytes: float
+    busy: Mapping[str, float]
     n_steps: int
-    sequences_per_step: float  # weighted by time
-    kv_share: float  # of the pool, weighted by time in steps
+    sequences_per_step: float
+    kv_share: float
     kv_peak: float
-    waiting_peak: int  # of one engine
+    waiting_peak: int
     preemptions: int
+    pools: tuple[PoolReport, ...]
     prefix_query_tokens: int
     prefix_hit_tokens: int
     usd_per_hour: float | None
@@ -159,6 +96,27 @@ class Report:
     curves: Mapping[str, list[tuple[float, float]]]  # (seconds, share of values at or below) of ttft, tpot, itl, queue
 
 
+_Part = tuple[Service, Load, Limits, float, int]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one cell saw, or several."""
+
+    tally: Tally
+    refused: Counter[str]
+    preemptions: list[int]  # by pool
+    query_tokens: int
+    hit_tokens: int
+
+    def take(self, other: _Seen) -> None:
+        self.tally.take(other.tally)
+        self.refused += other.refused
+        self.preemptions = [a + b for a, b in zip(self.preemptions, other.preemptions, strict=True)]
+        self.query_tokens += other.query_tokens
+        self.hit_tokens += other.hit_tokens
+
+
 def simulate(
     service: Service,
     load: Load,
@@ -166,31 +124,96 @@ def simulate(
     limits: Limits | None = None,
     usd_per_hour: float | None = None,
     seed: int = 0,
-    progress: Callable[[int, float], object] | None = None,
+    from_s: float = 0.0,
+    cells: int = 1,
+    processes: int = 1,
+    film: TextIO | None = None,
+    progress: Told | None = None,
 ) -> Report:
-    """Serve the load. usd_per_hour: of one device; None: the device's own price. Same arguments, same report."""
-    tally = Tally(Limits() if limits is None else limits)
-    cluster = Cluster(
-        service.n_engines,
-        service.scheduler,
-        service.blocks,
-        predict_s=service.setup.model_of_time().predict_s,
-        tally=tally,
-        router=service.router,
-        seed=seed,
-    )
+    """Serve the load. usd_per_hour: of one device; None: the devices' own prices. Same arguments, same report.
+
+    from_s: requests that come before are served and not counted.
+    film: gets the first minute of the first engine, see `sim.film`.
+    cells: independent equal parts of the service, see the module. processes: run at one time; it changes no number.
+    """
+    if not 1 <= cells <= load.n_parts:
+        raise ConfigError(f"the load cannot be dealt to {cells} cells; it must be between 1 and {load.n_parts}")
+    limits = Limits() if limits is None else limits
+    parts = [(service.part(i, cells), load.part(i, cells), limits, from_s, seed + i) for i in range(cells)]
+    if cells > 1 and film is not None:
+        raise ConfigError(
+            f"the service has {cells} cells; steps are written of one alone", hint="leave --steps or --cells out"
+        )
+    if cells > 1:
+        first, *others = _run_all(parts, processes, progress)
+    else:
+        first, others = _run(*parts[0], progress=progress, film=film), []
+    for other in others:
+        first.take(other)
+    return _report(service, first, service.usd_per_hour(usd_per_hour))
+
+
+def _run(
+    service: Service,
+    load: Load,
+    limits: Limits,
+    from_s: float,
+    seed: int,
+    *,
+    progress: Told | None = None,
+    film: TextIO | None = None,
+) -> _Seen:
+    tally = Tally(limits, n_groups=len(service.pools), from_s=from_s)
+    cluster = Cluster(service.groups(), tally=tally, router=service.router, wire=service.wire(), seed=seed)
+    filmed = cluster.members[0]
+    if film is not None:
+        filmed.film = Film(film, service.pool.setup, filmed.engine)
     cluster.run(load, progress=progress)
-    each = service.setup.hardware.usd_per_hour if usd_per_hour is None else usd_per_hour
-    return _report(service, tally, cluster, None if each is None else each * service.n_devices)
+    if filmed.film is not None:  # it was over before the minute was
+        filmed.film.close(filmed.engine.clock.now_s())
+    cores = [member.engine.core.stats() for member in cluster.members]
+    n_decoders = service.pool.n_engines
+    return _Seen(
+        tally=tally,
+        refused=cluster.refused,
+        preemptions=[sum(one.preemptions for one in part) for part in (cores[:n_decoders], cores[n_decoders:])],
+        query_tokens=sum(one.prefix_queries_tokens for one in cores),
+        hit_tokens=sum(one.prefix_hits_tokens for one in cores),
+    )
 
 
-def _report(service: Service, tally: Tally, cluster: Cluster, usd_per_hour: float | None) -> Report:
+def _run_part(part: _Part) -> _Seen:
+    return _run(*part)
+
+
+def _run_all(parts: list[_Part], processes: int, progress: Told | None) -> list[_Seen]:
+    """In order, each told of when it is done."""
+    seen: list[_Seen] = []
+    n_over = 0
+    with workers(processes) as mapped:
+        for one in mapped(_run_part, parts):
+            seen.append(one)
+            n_over += one.tally.n_arrived
+            if progress is not None:
+                progress(n_over, one.tally.last_end_s)
+    return seen
+
+
+def _report(service: Service, seen: _Seen, usd_per_hour: float | None) -> Report:
+    tally = seen.tally
     duration_s = max(0.0, tally.last_end_s - tally.first_arrival_s)
     per_s = 1.0 / duration_s if duration_s else 0.0
-    stats = [member.engine.core.stats() for member in cluster.engines]
-    step_s, all_s = sum(tally.spent_s.values()), duration_s * service.n_engines
     tokens = tally.prompt_tokens + tally.output_tokens
     usd = None if usd_per_hour is None else usd_per_hour * duration_s / 3600.0
+    pools = tuple(
+        _pool(work, pool.n_engines * tally.steps_s, n)
+        for work, pool, n in zip(tally.work, service.pools, seen.preemptions, strict=False)
+    )
+    whole = Work()
+    for work in tally.work:
+        whole.take(work)
+    all_of_it = _pool(whole, service.n_engines * tally.steps_s, sum(seen.preemptions))
+    late = {"ttft": tally.n_late_ttft, "tpot": tally.n_late_tpot, "e2e": tally.n_late_e2e}
     return Report(
         service=service,
         limits=tally.limits,
@@ -198,10 +221,11 @@ def _report(service: Service, tally: Tally, cluster: Cluster, usd_per_hour: floa
         n_requests=tally.n_arrived,
         n_complete=tally.n_complete,
         n_failed=tally.n_failed,
-        refused=dict(cluster.refused),
+        refused=dict(sorted(seen.refused.items())),
         requests_per_s=tally.n_complete * per_s,
         goodput_requests_per_s=tally.n_good * per_s,
         good_share=tally.n_good / tally.n_arrived if tally.n_arrived else 0.0,
+        late_share={name: n / tally.n_complete if tally.n_complete else 0.0 for name, n in late.items()},
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,
         output_tokens=tally.output_tokens,
@@ -213,21 +237,40 @@ def _report(service: Service, tally: Tally, cluster: Cluster, usd_per_hour: floa
         itl_s=tally.itl_s.distribution(),
         queue_s=tally.queue_s.distribution(),
         e2e_s=tally.e2e_s.distribution(),
-        busy={name: s / all_s if all_s else 0.0 for name, s in tally.spent_s.items()}
-        | {"idle": max(0.0, 1.0 - step_s / all_s) if all_s else 1.0},
-        n_steps=tally.n_steps,
-        sequences_per_step=tally.running_s / step_s if step_s else 0.0,
-        kv_share=tally.kv_share_s / step_s if step_s else 0.0,
-        kv_peak=tally.kv_peak,
-        waiting_peak=tally.waiting_peak,
-        preemptions=sum(one.preemptions for one in stats),
-        prefix_query_tokens=sum(one.prefix_queries_tokens for one in stats),
-        prefix_hit_tokens=sum(one.prefix_hits_tokens for one in stats),
+        hand_off_s=tally.hand_off_s.distribution(),
+        n_sent=tally.n_sent,
+        sent_bytes=tally.sent_bytes,
+        busy=all_of_it.busy,
+        n_steps=all_of_it.n_steps,
+        sequences_per_step=all_of_it.sequences_per_step,
+        kv_share=all_of_it.kv_share,
+        kv_peak=all_of_it.kv_peak,
+        waiting_peak=all_of_it.waiting_peak,
+        preemptions=all_of_it.preemptions,
+        pools=pools,
+        prefix_query_tokens=seen.query_tokens,
+        prefix_hit_tokens=seen.hit_tokens,
         usd_per_hour=usd_per_hour,
         usd_per_million_output_tokens=_per_million(usd, tally.output_tokens),
         usd_per_million_tokens=_per_million(usd, tokens),
-        timeline=tally.timeline,
+        timeline=whole.timeline,
         curves={name: getattr(tally, f"{name}_s").shares() for name in ("ttft", "tpot", "itl", "queue")},
+    )
+
+
+def _pool(work: Work, all_s: float, preemptions: int) -> PoolReport:
+    step_s = work.step_s
+    spent_s = {"prefill": work.prefill_s, "decode": work.decode_s, "mixed": work.mixed_s}
+    return PoolReport(
+        busy={name: s / all_s if all_s else 0.0 for name, s in spent_s.items()}
+        | {"idle": max(0.0, 1.0 - step_s / all_s) if all_s else 1.0},
+        n_steps=work.n_steps,
+        sequences_per_step=work.running_s / step_s if step_s else 0.0,
+        kv_share=work.kv_share_s / step_s if step_s else 0.0,
+        kv_peak=work.kv_peak,
+        waiting_peak=work.waiting_peak,
+        preemptions=preemptions,
+        prefill_share=(work.prefill_s + work.mixed_prefill_s) / all_s if all_s else 0.0,
     )
 
 

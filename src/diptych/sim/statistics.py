@@ -45,6 +45,20 @@ class Stream:
             else:
                 self._zeros += 1
 
+    def take(self, other: Stream) -> None:
+        """Add what another one saw."""
+        self.n += other.n
+        self._sum += other._sum
+        self._least, self._greatest = min(self._least, other._least), max(self._greatest, other._greatest)
+        self._zeros += other._zeros
+        for key, count in other._buckets.items():
+            self._buckets[key] = self._buckets.get(key, 0) + count
+
+    def share_within(self, limit: float) -> float:
+        """The share of values at or below a limit, as exact as the percentiles."""
+        within = self._zeros + sum(count for key, count in self._buckets.items() if self._value(key) <= limit)
+        return within / self.n if self.n else 1.0
+
     def distribution(self) -> Distribution | None:
         """The numbers; None of nothing."""
         if not self.n:
@@ -108,12 +122,24 @@ class Timeline:
     def at(self, at_s: float) -> Bin:
         """The stretch of an instant."""
         place = int(at_s / self.bin_s)
+        if place < len(self.bins):
+            return self.bins[place]
         while place >= N_BINS:
-            for i in range(0, len(self.bins) - 1, 2):
-                self.bins[i].take(self.bins[i + 1])
-            self.bins = self.bins[::2]
-            self.bin_s *= 2.0
+            self._join()
             place = int(at_s / self.bin_s)
         while len(self.bins) <= place:
             self.bins.append(Bin())
         return self.bins[place]
+
+    def take(self, other: Timeline) -> None:
+        """Add another one; the stretches are then those of the coarser."""
+        while self.bin_s < other.bin_s:
+            self._join()
+        for place, one in enumerate(other.bins):
+            self.at((place + 0.5) * other.bin_s).take(one)
+
+    def _join(self) -> None:
+        for i in range(0, len(self.bins) - 1, 2):
+            self.bins[i].take(self.bins[i + 1])
+        self.bins = self.bins[::2]
+        self.bin_s *= 2.0

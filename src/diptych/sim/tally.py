@@ -3,84 +3,178 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from diptych.ground.phase import FinishReason
-from diptych.metrics import Limits, RequestRecord, Sample, StepRecord
+from diptych.ground.shape import StepShape
+from diptych.metrics import Limits, RequestRecord
 from diptych.sim.statistics import Stream, Timeline
 
 
-class Tally:
-    """Told of every arrival, step and end. limits: what a request must meet to count for goodput."""
+@dataclass(slots=True)
+class Work:
+    """What a group of engines did in steps that end from from_s to until_s."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.ttft_s, self.itl_s, self.tpot_s, self.queue_s, self.e2e_s = (Stream() for _ in range(5))
-        self.timeline = Timeline()
-        self.n_arrived = self.n_complete = self.n_failed = self.n_good = 0
-        self.prompt_tokens = self.cached_tokens = self.output_tokens = self.recomputed_tokens = 0
-        self.first_arrival_s, self.last_end_s = math.inf, 0.0
-        self.kv_share_s = self.kv_peak = 0.0
-        self.running_s = 0.0
-        self.n_steps = 0
-        self.spent_s = {"prefill": 0.0, "decode": 0.0, "mixed": 0.0}  # of all engines, by what a step held
-        self.waiting_peak = 0
+    from_s: float = 0.0
+    until_s: float = math.inf
+    timeline: Timeline = field(default_factory=Timeline)
+    n_steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    mixed_s: float = 0.0
+    mixed_prefill_s: float = 0.0  # by how much the prefill in mixed steps made them longer
+    kv_share_s: float = 0.0
+    kv_peak: float = 0.0
+    running_s: float = 0.0
+    waiting_peak: int = 0
 
-    def arrived(self, at_s: float) -> None:
-        """A request came, whatever becomes of it."""
-        self.n_arrived += 1
-        self.first_arrival_s = min(self.first_arrival_s, at_s)
-        self.last_end_s = max(self.last_end_s, at_s)
-        self.timeline.at(at_s).arrivals += 1
+    @property
+    def step_s(self) -> float:
+        """In steps."""
+        return self.prefill_s + self.decode_s + self.mixed_s
 
-    def stepped(self, step: StepRecord, *, kv_share: float, running: int, waiting: int) -> None:
+    def stepped(
+        self, end_s: float, time_s: float, shape: StepShape, *, kv_share: float, running: int, waiting: int
+    ) -> None:
         """A step ended. kv_share: of the engine's pool, held while it ran."""
-        time_s = step.time_s
+        if not self.from_s <= end_s <= self.until_s:
+            return
         self.n_steps += 1
         self.kv_share_s += kv_share * time_s
-        self.kv_peak = max(self.kv_peak, kv_share)
-        self.running_s += step.shape.n_sequences * time_s
-        self.waiting_peak = max(self.waiting_peak, waiting)
-        stretch = self.timeline.at(step.end_s)
+        if kv_share > self.kv_peak:
+            self.kv_peak = kv_share
+        self.running_s += shape.n_sequences * time_s
+        if waiting > self.waiting_peak:
+            self.waiting_peak = waiting
+        stretch = self.timeline.at(end_s)
         stretch.kv_share_s += kv_share * time_s
         stretch.running_s += running * time_s
         stretch.waiting_s += waiting * time_s
-        stretch.output_tokens += step.shape.n_logits_rows
-        if step.shape.decode_tokens == 0:
+        stretch.output_tokens += shape.n_logits_rows
+        if shape.decode_tokens == 0:
             stretch.prefill_s += time_s
-            self.spent_s["prefill"] += time_s
-        elif step.shape.prefill_tokens == 0:
+            self.prefill_s += time_s
+        elif shape.decode_tokens == shape.n_tokens:
             stretch.decode_s += time_s
-            self.spent_s["decode"] += time_s
+            self.decode_s += time_s
         else:
             stretch.mixed_s += time_s
-            self.spent_s["mixed"] += time_s
+            self.mixed_s += time_s
+
+    def take(self, other: Work) -> None:
+        """Add what engines elsewhere did."""
+        for name in ("n_steps", "prefill_s", "decode_s", "mixed_s", "mixed_prefill_s", "kv_share_s", "running_s"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.kv_peak = max(self.kv_peak, other.kv_peak)
+        self.waiting_peak = max(self.waiting_peak, other.waiting_peak)
+        self.timeline.take(other.timeline)
+
+
+class Tally:
+    """Told of every arrival, step and end. limits: what a request must meet to count for goodput.
+
+    from_s: requests that came before are served and not counted, nor are steps before it or after `close`.
+    """
+
+    def __init__(self, limits: Limits, *, n_groups: int = 1, from_s: float = 0.0) -> None:
+        self.limits = limits
+        self._from_s = from_s
+        self.ttft_s, self.itl_s, self.tpot_s, self.queue_s, self.e2e_s, self.hand_off_s = (Stream() for _ in range(6))
+        self.work = [Work(from_s=from_s) for _ in range(n_groups)]
+        self.close_s: float | None = None
+        self.n_arrived = self.n_complete = self.n_failed = self.n_good = 0
+        self.n_late_ttft = self.n_late_tpot = self.n_late_e2e = 0  # of those that completed
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = self.recomputed_tokens = 0
+        self.first_arrival_s, self.last_end_s = math.inf, 0.0
+        self.n_sent = 0
+        self.sent_bytes = 0.0
+
+    def work_of(self, group: int) -> Work:
+        """Where a group of engines puts down its steps."""
+        return self.work[group]
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of all groups together; made anew at every call."""
+        found = Timeline()
+        for work in self.work:
+            found.take(work.timeline)
+        return found
+
+    def arrived(self, at_s: float) -> None:
+        """A request came, whatever becomes of it."""
+        if at_s < self._from_s:
+            return
+        self.n_arrived += 1
+        self.first_arrival_s = min(self.first_arrival_s, at_s)
+        self.last_end_s = max(self.last_end_s, at_s)
+        self.work[0].timeline.at(at_s).arrivals += 1
+
+    def close(self, at_s: float) -> None:
+        """The last request came: what follows is the engines running dry, which is no steady state."""
+        if self._from_s:
+            self.close_s = at_s
+            for work in self.work:
+                work.until_s = at_s
+
+    @property
+    def steps_s(self) -> float:
+        """How long steps were counted."""
+        if self.close_s is not None:
+            return max(0.0, self.close_s - self._from_s)
+        return max(0.0, self.last_end_s - self.first_arrival_s)
+
+    def sent(self, n_bytes: float) -> None:
+        """Keys and values went from one engine to another."""
+        self.sent_bytes += n_bytes
+
+    def handed_off(self, *, wait_s: float) -> None:
+        """A prompt's last keys and values were there so long after they had been computed."""
+        self.n_sent += 1
+        self.hand_off_s.add((wait_s,))
 
     def finished(self, record: RequestRecord) -> None:
         """A request is over."""
-        timings, usage = record.timings(), record.usage()
-        end_s = record.arrival_s + timings.e2e_s
+        end_s = record.end_s
+        assert end_s is not None
+        if record.arrival_s < self._from_s:
+            return
         self.last_end_s = max(self.last_end_s, end_s)
         if any(reason not in (FinishReason.STOP, FinishReason.LENGTH) for reason in record.reasons):
             self.n_failed += 1
             return
+        usage = record.usage()
         self.n_complete += 1
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         self.output_tokens += usage.output_tokens
         self.recomputed_tokens += usage.recomputed_tokens
-        sample = Sample(
-            start_s=record.arrival_s,
-            end_s=end_s,
-            ttft_s=timings.ttft_s,
-            tpot_s=timings.tpot_s,
-            itl_s=(),
-            prompt_tokens=usage.prompt_tokens,
-            output_tokens=usage.output_tokens,
-            is_complete=True,
-        )
-        self.n_good += self.limits.are_met(sample)
-        self.queue_s.add((timings.queue_s,))
-        self.e2e_s.add((timings.e2e_s,))
-        self.ttft_s.add(() if timings.ttft_s is None else (timings.ttft_s,))
-        self.tpot_s.add(() if timings.tpot_s is None else (timings.tpot_s,))
-        self.itl_s.add(timings.itl_s)
+        sample = record.sample()
+        limits = self.limits
+        self.n_good += limits.are_met(sample)
+        self.n_late_ttft += _is_over(sample.ttft_s, limits.ttft_s)
+        self.n_late_tpot += _is_over(sample.tpot_s, limits.tpot_s)
+        self.n_late_e2e += _is_over(sample.e2e_s, limits.e2e_s)
+        self.e2e_s.add((sample.e2e_s,))
+        if record.first_scheduled_s is not None:
+            self.queue_s.add((record.first_scheduled_s - record.arrival_s,))
+        self.ttft_s.add(() if sample.ttft_s is None else (sample.ttft_s,))
+        self.tpot_s.add(() if sample.tpot_s is None else (sample.tpot_s,))
+        self.itl_s.add(sample.itl_s)
+
+    def take(self, other: Tally) -> None:
+        """Add what another part of the service saw."""
+        for name in ("ttft_s", "itl_s", "tpot_s", "queue_s", "e2e_s", "hand_off_s"):
+            getattr(self, name).take(getattr(other, name))
+        for mine, theirs in zip(self.work, other.work, strict=True):
+            mine.take(theirs)
+        counts = ("n_arrived", "n_complete", "n_failed", "n_good", "n_late_ttft", "n_late_tpot", "n_late_e2e")
+        tokens = ("prompt_tokens", "cached_tokens", "output_tokens", "recomputed_tokens", "n_sent", "sent_bytes")
+        for name in (*counts, *tokens):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first_arrival_s = min(self.first_arrival_s, other.first_arrival_s)
+        self.last_end_s = max(self.last_end_s, other.last_end_s)
+
+
+def _is_over(value: float | None, limit: float | None) -> bool:
+    return value is not None and limit is not None and value > limit

@@ -1,6 +1,7 @@
 // The live page: one event stream in, everything on the page redrawn from it four times a second.
 import { drawDistribution, drawRates, drawTimeline, milliseconds, quantile, short } from "./charts.js";
 import { setUpTry } from "./try.js";
+import { setUpWhatIf } from "./whatif.js";
 
 const KEEP_S = 32;
 const RATE_FRAMES = 240;
@@ -19,13 +20,33 @@ setTheme(preferred.matches ? "dark" : "light");
 preferred.addEventListener("change", () => setTheme(preferred.matches ? "dark" : "light"));
 el("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 
+let source = null;
+
+function receive(text) {
+  const data = JSON.parse(text);
+  if (data.kind === "hello") greet(data);
+  else take(data);
+  return data;
+}
+
+// a feed that was kept in a file (`diptych simulate --steps`, or curl of /live), at its own pace
+async function replay(file) {
+  source.close();
+  const events = (await file.text()).split("\n\n").filter((one) => one.startsWith("data: ")).map((one) => one.slice(6));
+  let before = null;
+  for (const text of events) {
+    const at = JSON.parse(text).now_s;
+    if (before !== null) await new Promise((done) => setTimeout(done, Math.min(2, at - before) * 1e3));
+    receive(text);
+    setStatus(file.name, "live");
+    before = at;
+  }
+  setStatus(`${file.name}, at its end`, "lost");
+}
+
 function connect() {
-  const source = new EventSource("live");
-  source.onmessage = (message) => {
-    const data = JSON.parse(message.data);
-    if (data.kind === "hello") greet(data);
-    else take(data);
-  };
+  source = new EventSource("live");
+  source.onmessage = (message) => receive(message.data);
   source.onerror = () => setStatus(source.readyState === EventSource.CLOSED ? "connection refused" : "connection lost, trying again", "lost");
 }
 
@@ -175,22 +196,35 @@ function drawRequests(frame) {
     return [one.id, note, one.prompt_tokens, one.computed_to, one.output_tokens, milliseconds(Math.max(0, frame.now_s - one.arrival_s))];
   });
   for (const one of [...state.finished].reverse()) rows.push([one.id, one.reason, one.prompt_tokens ?? "", one.computed_to ?? "", one.output_tokens ?? "", `${milliseconds(Math.max(0, frame.now_s - one.at_s))} ago`]);
-  for (const row of rows) row[0] = row[0].replace(/^(chat)?cmpl-/, "");
   el("requests-empty").hidden = rows.length > 0;
-  el("requests").tBodies[0].replaceChildren(...rows.slice(0, 40).map((cells) => {
-    const line = document.createElement("tr");
-    for (const cell of cells) {
-      const box = document.createElement("td");
-      box.textContent = cell;
-      line.append(box);
-    }
-    return line;
-  }));
+  el("requests-hint").hidden = state.finished.length === 0;
+  const body = el("requests").tBodies[0];
+  rows.slice(0, 40).forEach((cells, place) => fillRow(body.rows[place] ?? body.insertRow(), cells, place >= frame.requests.length));
+  while (body.rows.length > Math.min(rows.length, 40)) body.deleteRow(-1);
+}
+
+// in place, four times a second: what a person points at or has tabbed to stays what it is
+function fillRow(line, [id, ...cells], isOver) {
+  if (line.cells.length === 0) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "link";
+    line.insertCell().append(button);
+    cells.forEach(() => line.insertCell());
+  }
+  const button = line.cells[0].firstChild;
+  button.textContent = id.replace(/^(chat)?cmpl-/, "");
+  button.disabled = !isOver;
+  if (isOver) button.dataset.request = id;
+  else delete button.dataset.request;
+  cells.forEach((text, place) => { line.cells[place + 1].textContent = text; });
 }
 
 el("window").addEventListener("change", (change) => { state.span = Number(change.target.value) || null; redraw(); });
 el("timeline").addEventListener("pointermove", (move) => { state.pointer = move.offsetX; if (state.frame) drawSteps(); });
 el("timeline").addEventListener("pointerleave", () => { state.pointer = null; });
 window.addEventListener("resize", redraw);
+el("open").addEventListener("change", (change) => { if (change.target.files.length) replay(change.target.files[0]); });
 setUpTry();
+setUpWhatIf();
 connect();

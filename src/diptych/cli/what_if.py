@@ -1,0 +1,76 @@
+"""`diptych explain --request ID --what-if ...`: one request's times, had one thing been different."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from diptych.cost.setup import setup_of
+from diptych.ground.errors import ConfigError
+from diptych.sim.counterfactual import USUAL_CHANGES, Change, Machine, what_if
+from diptych.sim.recorded import minutes_of
+
+TIMEOUT_S = 600.0
+
+
+def asked_of_server(request: str, changes: list[str], *, url: str, key: str | None) -> dict[str, Any]:
+    """A server's answer about one of its last requests. ConfigError where it has none."""
+    for change in changes:
+        Change.parse(change)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as client:
+        try:
+            answer = client.get(f"/v1/requests/{request}/what-if", params={"change": changes} if changes else None)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ConfigError(
+                f"cannot reach {client.base_url}: {error}", hint="give --url of the server, or --recording FILE"
+            ) from error
+    if answer.status_code != 200:
+        raise ConfigError(f"{client.base_url} answers {answer.status_code}: {answer.text[:500]}")
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def asked_of_recording(
+    request: str, changes: list[str], *, recording: Path, model: str, weights: str
+) -> dict[str, Any]:
+    """The same of a recording; model and weights are what another device is priced with."""
+    setup = setup_of(model, "h100-80gb-sxm", weights="bf16" if weights == "auto" else weights)
+    machine = Machine(model=setup.model, quant=setup.quant, kv=setup.kv)
+    wanted = [Change.parse(change) for change in changes or USUAL_CHANGES]
+    try:
+        with recording.open(encoding="utf-8") as file:
+            minutes = minutes_of(iter(file), name=recording.name, machine=machine)
+    except OSError as error:
+        raise ConfigError(f"cannot read {recording}: {error.strerror}") from None
+    return {"id": request} | what_if(minutes, request, wanted)
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """A table: measured, run again, and one line per change."""
+    cells = ("queue_ms", "prefill_ms", "ttft_ms", "tpot_ms")
+    lines = [
+        f"request {found['id']}: {found['prompt_tokens']} prompt tokens; "
+        f"{found['requests']} requests and {found['steps']} steps are remembered",
+        f"  {'':<36}{'queue':>11}{'prefill':>11}{'TTFT':>11}{'TPOT':>11}{'cached':>9}",
+    ]
+    for row in [{"words": "measured"} | found["measured"], *found["outcomes"]]:
+        if "error" in row:
+            lines.append(f"  {row['words']:<36}{row['error']}")
+        else:
+            times = "".join(f"{_ms(row[name]):>11}" for name in cells)
+            lines.append(f"  {row['words']:<36}{times}{row['cached_tokens']:>9}")
+    notes = {f"{row['words']}: {row['note']}" for row in found["outcomes"] if row.get("note")}
+    again, measured = found["outcomes"][0], found["measured"]
+    if measured["ttft_ms"]:
+        off = again["ttft_ms"] / measured["ttft_ms"] - 1.0
+        lines.append(f"run again as it was, TTFT is {off:+.0%} off what was measured; trust the others as far")
+    return "\n".join([*lines, *sorted(notes)])
+
+
+def _ms(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} ms" if value < 10_000 else f"{value / 1e3:.1f} s"

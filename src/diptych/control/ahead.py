@@ -1,0 +1,115 @@
+"""What a simulator, which knows every token beforehand, need not walk through step by step.
+
+Steps in which nothing is left to decide: every running sequence decodes one token, none ends, blocks suffice. `foreseen`
+says how many there are, `commit_run` leaves the scheduler as that many steps would have left it, block ids and prefix index
+included. `warm` leaves a prefix in the cache as a sequence that ended would have.
+`tests/control/test_ahead.py` holds that on random loads. Nothing here is called by an engine that computes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from diptych.control.scheduler import Scheduler
+from diptych.control.sequence import Sequence
+from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
+
+
+class DecodeRun(NamedTuple):
+    """`n_steps` steps, the first of this shape and each one position further than the one before.
+
+    choices: (request id, choice) of every chunk. new_blocks: how many blocks each step takes from the pool.
+    """
+
+    n_steps: int
+    shape: StepShape
+    choices: tuple[tuple[str, int], ...]
+    new_blocks: list[int]
+
+
+def foreseen(scheduler: Scheduler, *, token_id: int, limit: int) -> DecodeRun | None:
+    """The steps from now on that only decode, `limit` at most, where every token drawn is token_id; None for none."""
+    decoding = tuple(scheduler.decoding)
+    if not decoding or not _admits_nobody(scheduler):
+        return None
+    pool = scheduler.pool
+    block_tokens, references = pool.block_tokens, pool.references
+    n_steps = limit
+    for seq in decoding:
+        left = seq.max_output_tokens - seq.output_tokens - 1  # the last one ends the sequence
+        if left < n_steps:
+            n_steps = left
+        i = seq.computed_tokens // block_tokens
+        if token_id in seq.stop_ids or (i < len(seq.block_ids) and references(seq.block_ids[i]) > 1):
+            return None
+    if n_steps < 1:
+        return None
+    new_blocks = [0] * n_steps
+    for seq in decoding:
+        first = len(seq.block_ids) * block_tokens - seq.computed_tokens
+        for step in range(first, n_steps, block_tokens):
+            new_blocks[step] += 1
+    while sum(new_blocks) > pool.available_blocks:
+        del new_blocks[len(new_blocks) // 2 :]
+        if not new_blocks:
+            return None
+    shape = StepShape([ChunkShape(Phase.DECODE, 1, seq.computed_tokens, True) for seq in decoding])
+    choices = tuple([(seq.request.request_id, seq.index) for seq in decoding])
+    return DecodeRun(len(new_blocks), shape, choices, new_blocks)
+
+
+def commit_run(scheduler: Scheduler, n_steps: int, *, token_id: int) -> None:
+    """Leave everything as after so many steps of the run that `foreseen` found just before."""
+    pool = scheduler.pool
+    block_tokens = pool.block_tokens
+    # what the steps do to the pool, in their order: (step, 0 a block taken, 1 one offered to the index, place, sequence)
+    deeds: list[tuple[int, int, int, Sequence]] = []
+    tokens = [token_id] * n_steps
+    for place, seq in enumerate(tuple(scheduler.decoding)):
+        start = seq.computed_tokens
+        for step in range(len(seq.block_ids) * block_tokens - start, n_steps, block_tokens):
+            deeds.append((step, 0, place, seq))
+        if pool.is_caching:
+            for step in range((len(seq.serials) + 1) * block_tokens - start - 1, n_steps, block_tokens):
+                deeds.append((step, 1, place, seq))
+        seq.token_ids += tokens
+        seq.advance(start + n_steps)
+    deeds.sort(key=lambda deed: deed[:3])
+    for _, is_offer, _, seq in deeds:
+        if is_offer:
+            scheduler.register_next(seq)
+        else:
+            seq.block_ids += pool.take(1)
+            seq.table_sent = len(seq.block_ids)
+    if not pool.is_caching:
+        for seq in scheduler.decoding:
+            seq.serials += [None] * (seq.computed_tokens // block_tokens - len(seq.serials))
+
+
+def warm(scheduler: Scheduler, token_ids: tuple[int, ...]) -> None:
+    """Put the full blocks of these tokens into the prefix cache; nothing where the pool has too few blocks."""
+    pool = scheduler.pool
+    n_blocks = len(token_ids) // pool.block_tokens
+    if not pool.is_caching or n_blocks > pool.available_blocks:
+        return
+    digests: list[bytes] = []
+    serial: int | None = 0
+    root, block_ids = scheduler.root_of(None), pool.take(n_blocks)
+    for i, block_id in enumerate(block_ids):
+        serial = pool.register(
+            block_id, i, token_ids=token_ids, salt=None, digests=digests, root=root, previous_serial=serial
+        )
+    for block_id in reversed(block_ids):
+        pool.drop(block_id)
+
+
+def _admits_nobody(scheduler: Scheduler) -> bool:
+    """Whether no prefill would be planned before a sequence ends or a block comes back."""
+    if scheduler.speculates or scheduler.prefilling or scheduler.received:
+        return False
+    head, n_running = scheduler.waiting.first, scheduler.n_running
+    budget = scheduler.config.max_step_tokens
+    if head is None or n_running >= min(scheduler.max_running, budget):
+        return True
+    return head.parked_at_drops == scheduler.pool.n_drops

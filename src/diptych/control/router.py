@@ -1,0 +1,160 @@
+"""Which engine reads a prompt and which one answers it. Integers only: tokens, and work in predicted microseconds.
+
+    router = Router([Place(cache=core, price=price) for core in cores])
+    route = router.choose(request)      # Route(prefill=1, decode=1): both on the second
+    router.handed_off(request_id)       # its prompt is read, where that was another engine's part
+    router.forget(request_id, output_tokens=80)
+
+How long an answer will be is not known when it is asked; the mean of those seen stands for it. A prompt is read apart from
+its answer only where there is a pool for it, and not where what is left to read is short: a suffix that delays the decode
+engine's streams no longer than `local_prefill_us` is read where its history is cached, and nothing travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from diptych.ground.config import one_of
+from diptych.ground.errors import ConfigError
+from diptych.ground.request import Request
+
+POLICIES = ("least-work", "longest-prefix", "round-robin")
+# a decode row beside some tens of others costs about what a few prompt rows do, as it waits for its share of the weights
+OUTPUT_WEIGHT = 8
+FIRST_GUESS_TOKENS = 128  # of an answer, before any was seen
+
+
+class Cache(Protocol):
+    """What the router asks an engine."""
+
+    def prefix_match(
+        self, token_ids: tuple[int, ...], salt: str | None = None, *, digests: list[bytes] | None = None
+    ) -> int:
+        """Leading tokens that are cached there. digests: of its blocks, as far as engines of this model know them."""
+        ...
+
+
+class Price(Protocol):
+    """What work on an engine is worth, in whole microseconds."""
+
+    def prefill_us(self, new_tokens: int, cached_tokens: int) -> int:
+        """Reading so many tokens behind so many cached ones."""
+        ...
+
+    def decode_us(self, context_tokens: int, output_tokens: int) -> int:
+        """One sequence's share of the steps that write so many tokens behind a prompt."""
+        ...
+
+
+class TokenPrice:
+    """Where nothing is known of an engine: tokens, a written one worth some that are read."""
+
+    def prefill_us(self, new_tokens: int, cached_tokens: int) -> int:
+        """One for each."""
+        return new_tokens
+
+    def decode_us(self, context_tokens: int, output_tokens: int) -> int:
+        """OUTPUT_WEIGHT for each."""
+        return OUTPUT_WEIGHT * output_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """An engine as the router sees it. decodes False: it reads prompts for those that do."""
+
+    cache: Cache
+    price: Price
+    decodes: bool = True
+
+
+class Route(NamedTuple):
+    """The engine that reads the prompt, and the one that answers: usually the same."""
+
+    prefill: int
+    decode: int
+
+
+@dataclass(slots=True)
+class _Sent:
+    route: Route
+    prefill_us: int
+    decode_us: int
+
+
+class Router:
+    """least-work: where open requests and this one, less what is cached for it, add up to least. longest-prefix: where most
+    of its prompt is cached, the least work among equals. round-robin: in turn.
+    """
+
+    def __init__(self, places: Sequence[Place], *, policy: str = "least-work", local_prefill_us: int = 0) -> None:
+        one_of("router", policy, POLICIES)
+        self._places = places
+        self._policy = policy
+        self._local_prefill_us = local_prefill_us
+        self._decoders = [i for i, place in enumerate(places) if place.decodes]
+        self._readers = [i for i, place in enumerate(places) if not place.decodes]
+        if not self._decoders:
+            raise ConfigError(f"none of {len(places)} engines decodes; at least 1 must")
+        self._work_us = [0] * len(places)
+        self._open: dict[str, _Sent] = {}
+        self._turn = self._n_apart = 0
+        self._digests: list[bytes] = []  # of the request being placed
+        self._n_answers = 0
+        self._answer_tokens = 0
+
+    def choose(self, request: Request) -> Route:
+        """The engines for this request; its work counts there until `handed_off` and `forget`."""
+        turn, self._turn = self._turn, self._turn + 1
+        self._digests = []
+        prompt_tokens = len(request.prompt_token_ids)
+        output_tokens = self._usual_answer * request.sampling.n
+        decoder, read_us = self._best(request, self._decoders, turn, output_tokens=output_tokens)
+        reader = decoder
+        if self._readers and request.sampling.n == 1 and read_us > self._local_prefill_us:
+            reader, read_us = self._best(request, self._readers, self._n_apart, output_tokens=0)
+            self._n_apart += 1
+        decode_us = self._places[decoder].price.decode_us(prompt_tokens, output_tokens)
+        self._open[request.request_id] = _Sent(Route(reader, decoder), read_us, decode_us)
+        self._work_us[reader] += read_us
+        self._work_us[decoder] += decode_us
+        return Route(reader, decoder)
+
+    def handed_off(self, request_id: str) -> None:
+        """Its prompt is read; what is left is the decode engine's."""
+        sent = self._open[request_id]
+        self._work_us[sent.route.prefill] -= sent.prefill_us
+        sent.prefill_us = 0
+
+    def forget(self, request_id: str, *, output_tokens: int = 0) -> None:
+        """It is over; output_tokens is what it wrote (0: it was refused)."""
+        sent = self._open.pop(request_id)
+        self._work_us[sent.route.prefill] -= sent.prefill_us
+        self._work_us[sent.route.decode] -= sent.decode_us
+        if output_tokens:
+            self._n_answers += 1
+            self._answer_tokens += output_tokens
+
+    def _best(self, request: Request, among: list[int], turn: int, *, output_tokens: int) -> tuple[int, int]:
+        """The engine of `among`, and what reading the prompt takes there."""
+        prompt_tokens, n = len(request.prompt_token_ids), len(among)
+        in_turn = among[turn % n]
+        looks = n > 1 and self._policy != "round-robin"
+        found: list[tuple[int, int, int, int]] = []  # (-cached tokens, work, place in turn, engine)
+        read_us: dict[int, int] = {}
+        for place, i in enumerate(among if looks else [in_turn]):
+            one = self._places[i]
+            asks = looks or self._readers
+            cached = 0
+            if asks:
+                cached = one.cache.prefix_match(request.prompt_token_ids, request.cache_salt, digests=self._digests)
+            read_us[i] = one.price.prefill_us(prompt_tokens - cached, cached)
+            work_us = self._work_us[i] + read_us[i] + one.price.decode_us(prompt_tokens, output_tokens)
+            found.append((-cached if self._policy == "longest-prefix" else 0, work_us, (place - turn) % n, i))
+        best = min(found)[-1]
+        return best, read_us[best]
+
+    @property
+    def _usual_answer(self) -> int:
+        return self._answer_tokens // self._n_answers if self._n_answers else FIRST_GUESS_TOKENS

@@ -1,0 +1,82 @@
+"""How the services of each software are modelled: which constants are fitted to published services.
+
+One form for all software: nothing in it was chosen for one of them. Starting values are those of `cost/forms.py`, and serve as
+priors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from diptych.cost.calibration import Constants
+from diptych.cost.fit import Free, with_values
+
+_FRACTION = (0.02, 0.95)
+_TIME = (1e-7, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceForm:
+    """How one software's services are modelled: constants of both phases.
+
+    A path is "both.X" for one value in both phases, "prefill.X" or "decode.X" for one phase, or "request_s": what passes
+    between a client and the scheduler, seconds per request, all of it before the first token.
+    """
+
+    stack: str
+    fixed: Constants
+    free: tuple[Free, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConstants:
+    """What a form was fitted to."""
+
+    prefill: Constants
+    decode: Constants
+    request_s: float
+
+
+def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
+    """A form with its free constants."""
+    prefill, decode, request_s = form.fixed, form.fixed, 0.0
+    for entry, value in zip(form.free, values, strict=True):
+        where, _, path = entry.path.partition(".")
+        if where == "request_s":
+            request_s = value
+            continue
+        one = (replace(entry, path=path),)
+        if where in ("both", "prefill"):
+            prefill = with_values(prefill, one, (value,))
+        if where in ("both", "decode"):
+            decode = with_values(decode, one, (value,))
+    return ServiceConstants(prefill, decode, request_s)
+
+
+_FREE = (
+    Free(path="decode.step_s", start=1e-3, limits=_TIME, width=1.0),
+    Free(path="prefill.step_s", start=5e-3, limits=_TIME, width=1.0),
+    Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.7),
+    Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=1.0),
+    Free(path="both.moe_layer_s", start=20e-6, limits=_TIME, width=1.0),
+    Free(path="both.sequence_s", start=10e-6, limits=_TIME, width=1.0),
+    Free(path="both.eb.bf16", start=0.8, limits=_FRACTION, width=0.2),
+    Free(path="both.eb.fp8", start=0.75, limits=_FRACTION, width=0.2),
+    Free(path="both.eb.int4", start=0.6, limits=_FRACTION, width=0.3),
+    Free(path="both.ef.bf16", start=0.65, limits=_FRACTION, width=0.3),
+    Free(path="both.ef.fp8", start=0.5, limits=_FRACTION, width=0.3),
+    Free(path="both.ef.fp4", start=0.4, limits=_FRACTION, width=0.4),
+    Free(path="both.expert_ef.bf16", start=0.3, limits=_FRACTION, width=0.7),
+    Free(path="both.expert_ef.fp8", start=0.25, limits=_FRACTION, width=0.7),
+    Free(path="both.expert_ef.fp4", start=0.15, limits=_FRACTION, width=0.7),
+    Free(path="both.kv_eb", start=0.7, limits=_FRACTION, width=0.3),
+    Free(path="both.attention_ef", start=0.4, limits=_FRACTION, width=0.3),
+    Free(path="both.allreduce_s", start=10e-6, limits=_TIME, width=0.7),
+    Free(path="both.link_fraction", start=0.5, limits=_FRACTION, width=0.5),
+    Free(path="request_s", start=15e-3, limits=_TIME, width=1.0),
+)
+
+SERVICE_FORMS = tuple(
+    ServiceForm(stack=stack, fixed=Constants(p=3.0), free=_FREE) for stack in ("tensorrt-llm", "vllm", "sglang")
+)

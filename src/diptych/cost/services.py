@@ -1,0 +1,221 @@
+"""Published numbers of running services that state their load: so many streams, prompts and answers of known lengths.
+
+Two formats are read: deployment rows (TTFT and TPOT of one service per row, the columns of ai-dynamo/aiconfigurator's
+silicon samples) and the service rows among published ones (`cost/rows.py`). What cannot be simulated is counted by reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from diptych.cost.rows import ServiceRow
+from diptych.cost.setup import find_model
+from diptych.cost.tables import device_spec
+from diptych.ground.errors import ConfigError
+from diptych.ground.formats import QUANTS
+
+NEEDED = (
+    "backend", "backend_version", "model_path", "system", "precision", "mode", "isl", "osl", "tp_size", "pp_size",
+    "attention_dp_size", "moe_tp_size", "moe_ep_size", "silicon_ttft_ms", "silicon_tpot_ms", "measured", "concurrency",
+)  # fmt: skip
+STACKS = {"trtllm": "tensorrt-llm", "vllm": "vllm", "sglang": "sglang"}
+_DEVICES = {
+    "h100_sxm": "h100-80gb-sxm",
+    "h200_sxm": "h200-141gb-sxm",
+    "b200_sxm": "b200-180gb",
+    "b300_sxm": "b300",
+    "gb200": "gb200",
+    "gb300": "gb300",
+}
+# what hub names are called in the table of models, where cutting off their endings does not tell
+_MODELS = {
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-r1-nvfp4": "deepseek-v3",
+    "deepseek-v3.1-nvfp4": "deepseek-v3",
+    "qwen3-32b-nvfp4": "qwen3-32b",
+    "kimi-k2.5": "kimi-k2",
+    "minimax-m2.5": "minimax-m2",
+}
+# Dated rows are InferenceX runs (SemiAnalysis): lengths are drawn from 0.8 of the stated one up to it
+# (`--random-range-ratio 0.8`), ten requests per stream, `--request-rate inf --max-concurrency N`. The others are of one length.
+DATED_SPREAD = 0.8
+
+
+CONTRADICTION = 1.25
+USUAL_STEP_TOKENS = 8192  # of a step, where nobody says: what all three engines take on such devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceLoad:
+    """A closed loop: `streams` clients, prompts and answers between `spread` of a length and that length.
+
+    step_tokens: the engine's token budget of a step.
+    """
+
+    streams: int
+    input_tokens: int
+    output_tokens: int
+    spread: float = 1.0
+    step_tokens: int = USUAL_STEP_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredService:
+    """One service under one load, and what was seen: means over requests in seconds, output tokens per second; or None."""
+
+    stack: str
+    version: str
+    device: str
+    model: str
+    quant: str
+    tp: int
+    load: ServiceLoad
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    output_tokens_per_s: float | None = None
+    source: str = ""
+
+    @property
+    def kv(self) -> str:
+        """Format of the KV cache; nobody states it. The recipes of 8 and 4 bit checkpoints ask for 8 bits."""
+        return "bf16" if self.quant in ("bf16", "int4") else "fp8"
+
+    @property
+    def label(self) -> str:
+        """Short text that names the row."""
+        load = self.load
+        lengths = f"{load.input_tokens}/{load.output_tokens} x {load.streams}"
+        return f"{self.model} {self.quant} on {self.tp} x {self.device}, {lengths}"
+
+
+def is_deployments(text: str) -> bool:
+    """Whether a CSV has deployment rows."""
+    return "silicon_ttft_ms" in text.partition("\n")[0]
+
+
+def read_deployments(text: str) -> tuple[list[MeasuredService], Counter[str]]:
+    """The services of a CSV, and how many rows were left out for what reason. ConfigError when columns are missing."""
+    reader = csv.DictReader(io.StringIO(text))
+    missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ConfigError(f"the rows file has no column {', '.join(missing)}")
+    found: list[MeasuredService] = []
+    left_out: Counter[str] = Counter()
+    for entry in reader:
+        try:
+            found.append(_service(entry))
+        except _LeftOut as why:
+            left_out[str(why)] += 1
+    once = list(dict.fromkeys(found))
+    left_out["the same row once more"] = len(found) - len(once)
+    kept = _agreeing(once)
+    left_out["another row of the same setup and load differs by more than a quarter"] = len(once) - len(kept)
+    return kept, +left_out
+
+
+def _agreeing(rows: Iterable[MeasuredService]) -> list[MeasuredService]:
+    """Without those whose TPOT is contradicted: something that nobody states was different (drafts, most likely)."""
+    groups: dict[MeasuredService, list[MeasuredService]] = {}
+    for row in rows:
+        groups.setdefault(replace(row, ttft_s=None, tpot_s=None), []).append(row)
+    kept = []
+    for group in groups.values():
+        times = [row.tpot_s for row in group if row.tpot_s is not None]
+        if not times or max(times) <= CONTRADICTION * min(times):
+            kept += group
+    return kept
+
+
+class _LeftOut(Exception):
+    """Why a row is not used."""
+
+
+def _service(entry: dict[str, str]) -> MeasuredService:
+    if entry["mode"] != "agg":
+        raise _LeftOut("pools of prefill and decode")
+    if entry["attention_dp_size"] not in ("", "0", "1"):
+        raise _LeftOut("attention data parallel")
+    if entry["pp_size"] not in ("", "1"):
+        raise _LeftOut("pipeline parallel")
+    if not entry["concurrency"].isdigit() or not int(entry["concurrency"]):
+        raise _LeftOut("no load stated")
+    try:
+        device = device_spec(_DEVICES.get(entry["system"], entry["system"])).name
+        model = _model(entry["model_path"])
+    except ConfigError:
+        raise _LeftOut(f"{entry['model_path']}: a model or a device that the tables do not have") from None
+    quant, spread = _quant(entry["precision"], model), DATED_SPREAD if entry["measured"] else 1.0
+    load = ServiceLoad(
+        streams=int(entry["concurrency"]),
+        input_tokens=int(entry["isl"]),
+        output_tokens=int(entry["osl"]),
+        spread=spread,
+        step_tokens=_step_tokens(entry, model, quant) if entry["measured"] else USUAL_STEP_TOKENS,
+    )
+    return MeasuredService(
+        stack=STACKS.get(entry["backend"], entry["backend"]),
+        version=entry["backend_version"],
+        device=device,
+        model=model,
+        quant=quant,
+        tp=_split(entry),
+        load=load,
+        ttft_s=float(entry["silicon_ttft_ms"]) / 1e3,
+        tpot_s=float(entry["silicon_tpot_ms"]) / 1e3,
+        source="ai-dynamo/aiconfigurator silicon samples",
+    )
+
+
+def _step_tokens(entry: dict[str, str], model: str, quant: str) -> int:
+    """As the public recipes of InferenceX set it (`max_num_tokens`, `chunked-prefill-size`, `max-num-batched-tokens`)."""
+    if entry["backend"] == "sglang":
+        return 16_384 if quant == "fp4" else 32_768
+    if entry["backend"] == "trtllm" and model == "deepseek-v3":
+        return (int(entry["concurrency"]) + int(entry["isl"]) + 127) // 64 * 64
+    if entry["backend"] == "trtllm":
+        return {"llama-3.1-70b": 16_384, "gpt-oss-120b": 20_000}.get(model, USUAL_STEP_TOKENS)
+    return USUAL_STEP_TOKENS
+
+
+def _split(entry: dict[str, str]) -> int:
+    """Devices that share one copy. Rows of "tensor parallel N, expert parallel N" are written as N x N, on machines of 8."""
+    tp, wide, deep = int(entry["tp_size"]), entry["moe_tp_size"], entry["moe_ep_size"]
+    return int(deep) if wide == deep and tp > int(deep or 0) > 1 and tp == int(deep) ** 2 else tp
+
+
+def _model(path: str) -> str:
+    short = path.lower().rpartition("/")[2]
+    return find_model(_MODELS.get(short, path)).name
+
+
+def _quant(precision: str, model: str) -> str:
+    name = precision or "bf16"
+    if name == "fp4" and model.startswith("gpt-oss"):
+        return "mxfp4"
+    if name not in QUANTS:
+        raise _LeftOut(f"weights in {name}")
+    return name
+
+
+def of_published(rows: Iterable[ServiceRow]) -> list[MeasuredService]:
+    """The service rows among published ones, one measure each."""
+    return [
+        MeasuredService(
+            stack=row.stack,
+            version="",
+            device=row.device,
+            model=row.model,
+            quant=row.quant,
+            tp=row.tp,
+            load=ServiceLoad(streams=row.batch, input_tokens=row.input_tokens, output_tokens=row.output_tokens),
+            ttft_s=row.measured if row.measure == "ttft" else None,
+            tpot_s=row.measured if row.measure == "tpot" else None,
+            output_tokens_per_s=row.measured if row.measure == "throughput" else None,
+            source=row.source,
+        )
+        for row in rows
+    ]

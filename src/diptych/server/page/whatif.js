@@ -1,0 +1,90 @@
+// What a finished request's times would have been: the server runs its last minutes again with one thing changed.
+import { milliseconds } from "./charts.js";
+
+const el = (id) => document.getElementById(id);
+let asked = null; // the request on show
+
+export function setUpWhatIf() {
+  el("requests").addEventListener("click", (click) => {
+    const id = click.target.dataset.request;
+    if (id) ask(id, []);
+  });
+  el("what-if-form").addEventListener("submit", (submit) => {
+    submit.preventDefault();
+    const change = el("what-if-change").value.trim();
+    ask(asked, change ? [change] : []);
+  });
+  el("what-if-close").addEventListener("click", () => { el("what-if").hidden = true; asked = null; });
+}
+
+async function ask(id, changes) {
+  asked = id;
+  el("what-if").hidden = false;
+  el("what-if-id").textContent = id.replace(/^(chat)?cmpl-/, "");
+  el("what-if-note").className = "quiet note";
+  el("what-if-note").textContent = "running its minutes again";
+  el("what-if-rows").replaceChildren();
+  el("what-if-ask").disabled = true;
+  const query = changes.map((one) => `change=${encodeURIComponent(one)}`).join("&");
+  try {
+    const answer = await fetch(`v1/requests/${encodeURIComponent(id)}/what-if?${query}`);
+    const found = await answer.json();
+    if (asked !== id) return;
+    if (answer.ok) show(found);
+    else refuse(found.error.message);
+  } catch (error) {
+    if (asked === id) refuse(String(error));
+  } finally {
+    el("what-if-ask").disabled = false;
+  }
+}
+
+function refuse(text) {
+  el("what-if-note").className = "error note";
+  el("what-if-note").textContent = text;
+}
+
+function show(found) {
+  const rows = [{ words: "measured", ...found.measured }, ...found.outcomes];
+  const longest = Math.max(...rows.map((row) => row.ttft_ms ?? 0), 1e-9);
+  const slowest = Math.max(...rows.map((row) => row.tpot_ms ?? 0), 1e-9);
+  el("what-if-rows").replaceChildren(...rows.map((row) => line(row, longest, slowest)));
+  const off = found.measured.ttft_ms ? found.outcomes[0].ttft_ms / found.measured.ttft_ms - 1 : 0;
+  const notes = found.outcomes.filter((row) => row.note).map((row) => `${row.words}: ${row.note}.`);
+  const trust = `Run again as it was, TTFT comes out ${Math.round(Math.abs(off) * 100)} % ${off < 0 ? "below" : "above"} what was measured: trust the others as far.`;
+  el("what-if-note").textContent = [trust, ...notes].join(" ");
+}
+
+function line(row, longest, slowest) {
+  const tr = document.createElement("tr");
+  const cells = row.error
+    ? [row.words, row.error]
+    : [row.words, time(row.queue_ms), time(row.prefill_ms), time(row.ttft_ms), time(row.tpot_ms), row.cached_tokens];
+  cells.forEach((text) => tr.insertCell().textContent = text);
+  if (row.error) {
+    tr.cells[1].colSpan = 5;
+    tr.cells[1].className = "error";
+    return tr;
+  }
+  bars(tr.cells[3], [["queue", row.queue_ms / longest], ["prefill", row.prefill_ms / longest]]);
+  bars(tr.cells[4], [["decode", (row.tpot_ms ?? 0) / slowest]]);
+  return tr;
+}
+
+// drawn in the cell behind its number
+function bars(cell, parts) {
+  const box = document.createElement("span");
+  box.className = "phases";
+  box.setAttribute("aria-hidden", "true");
+  for (const [kind, share] of parts) {
+    const part = document.createElement("span");
+    part.className = kind;
+    part.style.width = `${100 * Math.max(0, share)}%`;
+    box.append(part);
+  }
+  cell.append(box);
+}
+
+function time(ms) {
+  return ms === null || ms === undefined ? "-" : milliseconds(ms / 1e3);
+}

@@ -1,0 +1,435 @@
+"""What would have been: the minutes around one request run again, as they were and with one thing changed.
+
+    minutes = Minutes(...)                       # a server's last minutes, or a recording (`sim.recorded.minutes_of`)
+    asked = Counterfactual(minutes, "req-7")
+    asked.outcome(), asked.outcome(Change.parse("chunk=512"))
+
+The same requests come at the same times and write the same tokens, through the same scheduler. A step takes as long as the
+minutes' own steps teach, on another device as long as the planner predicts. The outcome without a change: how far it
+stands from what was measured says how far the others can be trusted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diptych.control.loop import EngineCore
+from diptych.cost.components import kv_bytes_of_context
+from diptych.cost.setup import Setup, find_hardware
+from diptych.cost.sizing import parse_duration_s
+from diptych.cost.step_time import StepTimeModel
+from diptych.ground.clock import VirtualClock
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import CapacityError, ConfigError, RequestError
+from diptych.ground.request import Request, SamplingParams
+from diptych.ground.shape import StepShape
+from diptych.ground.specs import KVSpec, QuantSpec
+from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
+from diptych.metrics import EventBook, RequestRecord
+from diptych.models.spec import ModelSpec
+from diptych.sim.executor import DRAWN_TOKEN
+from diptych.stepper import Stepper
+
+LEAST_STEPS = 12  # of the minutes, for their times to teach anything
+LINK_BYTES_PER_S = 12.5e9  # between pools: 100 Gb/s
+KINDS = ("cached", "chunk", "stall-budget", "pools", "device")
+USUAL_CHANGES = ("cached", "chunk=512", "stall-budget=20ms", "pools", "device=h100-80gb-sxm")
+
+Predict = Callable[[StepShape], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """The one thing that is different. kind: one of KINDS; number: tokens of a chunk, seconds of a budget; name: a device."""
+
+    kind: str
+    number: float = 0.0
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Change:
+        """From "chunk=512". ConfigError for anything else."""
+        kind, _, value = text.strip().partition("=")
+        if kind not in KINDS or bool(value) != (kind in ("chunk", "stall-budget", "device")):
+            raise ConfigError(f"cannot change {text[:80]!r}", hint=f"one of {', '.join(USUAL_CHANGES)}")
+        if kind == "device":
+            return cls(kind=kind, name=find_hardware(value)[0].name)
+        if kind == "stall-budget":
+            return cls(kind=kind, number=parse_duration_s(value, "stall budget"))
+        if kind == "chunk":
+            if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= 1 << 20:
+                raise ConfigError(f"chunk is {value[:40]!r}; it must be a number of tokens, 1 to {1 << 20}")
+            return cls(kind=kind, number=int(value))
+        return cls(kind=kind)
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        value = {"chunk": f"{self.number:.0f}", "stall-budget": f"{self.number * 1e3:g}ms", "device": self.name}
+        return self.kind + (f"={value[self.kind]}" if self.kind in value else "")
+
+    @property
+    def words(self) -> str:
+        """For a person."""
+        return {
+            "cached": "its prompt cached",
+            "chunk": f"steps of {self.number:.0f} tokens at most",
+            "stall-budget": f"a stall budget of {self.number * 1e3:g} ms",
+            "pools": "pools of prefill and decode",
+            "device": f"on {self.name}",
+        }[self.kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One request's times in seconds; None where they did not come to pass."""
+
+    queue_s: float
+    prefill_s: float
+    ttft_s: float | None
+    tpot_s: float | None
+
+    @classmethod
+    def of(cls, record: RequestRecord) -> Seen:
+        """As its record has them."""
+        timings = record.timings()
+        return cls(queue_s=timings.queue_s, prefill_s=timings.prefill_s, ttft_s=timings.ttft_s, tpot_s=timings.tpot_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """One request of the minutes: the tokens each choice wrote, what the prefix cache had for it, when it was over, its times.
+
+    came_s: to the scheduler, which is later than it came to the service. end_s: None while it is open. cached_tokens: before
+    its first chunk.
+    """
+
+    request: Request
+    came_s: float
+    outputs: tuple[tuple[int, ...], ...]
+    cached_tokens: int
+    end_s: float | None
+    seen: Seen
+
+
+def past_of(request: Request, outputs: Iterable[Sequence[int]], record: RequestRecord, *, came_s: float) -> Past:
+    """A request with what its record says so far."""
+    return Past(
+        request=request,
+        came_s=came_s,
+        outputs=tuple(tuple(tokens) for tokens in outputs),
+        cached_tokens=record.cached_tokens,
+        end_s=record.end_s,
+        seen=Seen.of(record),
+    )
+
+
+def times_of(steps: Iterable[tuple[float, float, StepShape]]) -> tuple[tuple[StepShape, float], ...]:
+    """How long each step (begin, end, shape) kept its engine, what the host does before the next one included.
+
+    Where the next step decodes, the engine had work all the while; before a step of prefill alone it may have been idle.
+    """
+    known = list(steps)
+    following = [*known[1:], None]
+    return tuple(
+        (shape, (after[0] if after is not None and after[2].decode_tokens else end_s) - begin_s)
+        for (begin_s, end_s, shape), after in zip(known, following, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What ran, where another device is to be priced."""
+
+    model: ModelSpec
+    quant: QuantSpec
+    kv: KVSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minutes:
+    """What is known of an engine's last minutes: requests by arrival, and steps as (shape, seconds), oldest first."""
+
+    config: SchedulerConfig
+    blocks: BlockConfig
+    requests: tuple[Past, ...]
+    steps: tuple[tuple[StepShape, float], ...]
+    machine: Machine | None = None
+    seed: int = 0
+
+    def find(self, request_id: str) -> Past:
+        """ConfigError for one that is not in the minutes."""
+        for past in self.requests:
+            if past.request.request_id == request_id:
+                return past
+        raise ConfigError(
+            f"no request {request_id[:100]!r} in the recorded minutes, which hold {len(self.requests)}",
+            hint="it may be older than what is kept, or not have been taken",
+        )
+
+    def around(self, target: Past) -> list[Past]:
+        """The requests from the last moment on at which nothing was open before the target came."""
+        begin_s = target.request.arrival_s
+        for past in reversed(self.requests[: self.requests.index(target)]):
+            if past.end_s is None or past.end_s > begin_s:
+                begin_s = min(begin_s, past.request.arrival_s)
+        first = bisect_left(self.requests, begin_s, key=lambda past: past.request.arrival_s)
+        return list(self.requests[first:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The request's times; change: None for the minutes as they were. note: what the reader must know."""
+
+    change: Change | None
+    seen: Seen
+    cached_tokens: int
+    note: str = ""
+
+
+class Counterfactual:
+    """One request of some minutes. ConfigError where they do not tell enough."""
+
+    def __init__(self, minutes: Minutes, request_id: str) -> None:
+        self.minutes = minutes
+        self.target = minutes.find(request_id)
+        if self.target.seen.ttft_s is None:
+            raise ConfigError(f"request {request_id[:100]!r} has no token yet", hint="ask again when it has")
+        if len(minutes.steps) < LEAST_STEPS:
+            raise ConfigError(
+                f"the minutes hold {len(minutes.steps)} steps; at least {LEAST_STEPS} tell how long one takes"
+            )
+        self._learned = StepTimeModel()
+        for shape, time_s in minutes.steps:
+            self._learned.observe(shape, time_s)
+
+    def outcome(self, change: Change | None = None) -> Outcome:
+        """The request's times with one change, or with none. ConfigError for a change that cannot be made here."""
+        minutes, target, kind = self.minutes, self.target, None if change is None else change.kind
+        config, note = minutes.config, ""
+        time_s: Predict = self._learned.estimate_s
+        budget_s: Predict = self._learned.predict_s
+        if change is not None and kind == "chunk":
+            config = replace(config, max_step_tokens=int(change.number))
+        elif change is not None and kind == "stall-budget":
+            config = replace(config, stall_budget_s=change.number)
+        elif kind == "cached" and not config.enable_prefix_cache:
+            raise ConfigError("the engine ran without a prefix cache; nothing could have been cached")
+        elif change is not None and kind == "device":
+            time_s = budget_s = setup_on(minutes, change.name).model_of_time().predict_s
+            note = "predicted by the planner; the KV pool and the places as they were"
+        elif kind == "pools":
+            link_s, note = _link(minutes)
+            seen = _pools(minutes, target, time_s, link_s)
+            return Outcome(change=change, seen=seen, cached_tokens=target.cached_tokens, note=note)
+        again = _Again(config, minutes, time_s=time_s, budget_s=budget_s)
+        record = again.run(minutes.around(target), target, is_cached=kind == "cached")
+        return Outcome(change=change, seen=Seen.of(record), cached_tokens=record.cached_tokens, note=note)
+
+
+def what_if(minutes: Minutes, request_id: str, changes: Iterable[Change]) -> dict[str, Any]:
+    """A request's times as they were measured, as they come out when run again, and with each change, in milliseconds.
+
+    A change that cannot be made says why under `error`.
+    """
+    asked = Counterfactual(minutes, request_id)
+    outcomes: list[dict[str, Any]] = [{"change": None, "words": "run again as it was"} | _outcome_json(asked.outcome())]
+    for change in changes:
+        head = {"change": str(change), "words": change.words}
+        try:
+            outcomes.append(head | _outcome_json(asked.outcome(change)))
+        except ConfigError as error:
+            outcomes.append(head | {"error": error.message})
+    return {
+        "measured": _seen_json(asked.target.seen) | {"cached_tokens": asked.target.cached_tokens},
+        "prompt_tokens": len(asked.target.request.prompt_token_ids),
+        "requests": len(minutes.requests),
+        "steps": len(minutes.steps),
+        "outcomes": outcomes,
+    }
+
+
+def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+    return _seen_json(outcome.seen) | {"cached_tokens": outcome.cached_tokens, "note": outcome.note}
+
+
+def _seen_json(seen: Seen) -> dict[str, float | None]:
+    names = {"queue_ms": seen.queue_s, "prefill_ms": seen.prefill_s, "ttft_ms": seen.ttft_s, "tpot_ms": seen.tpot_s}
+    return {name: None if seconds is None else round(seconds * 1e3, 3) for name, seconds in names.items()}
+
+
+def setup_on(minutes: Minutes, device: str) -> Setup:
+    """The model that ran, on another device. ConfigError where nobody said which model it was."""
+    if minutes.machine is None:
+        raise ConfigError("the recording does not say which model ran", hint="name it with --model")
+    hardware, calibration = find_hardware(device)
+    machine = minutes.machine
+    return Setup(
+        model=machine.model, hardware=hardware, quant=machine.quant, kv=machine.kv, tp=1, calibration=calibration
+    )
+
+
+class _Again:
+    """One engine on a virtual clock that gets recorded requests and draws what they drew."""
+
+    def __init__(self, config: SchedulerConfig, minutes: Minutes, *, time_s: Predict, budget_s: Predict) -> None:
+        self.clock = VirtualClock()
+        self.book = EventBook()
+        self._blocks = minutes.blocks
+        core = EngineCore(config, minutes.blocks, model_revision="again", predict_s=budget_s, seed=minutes.seed)
+        self._executor = _Drawn(time_s, self.clock)
+        self.stepper = Stepper(core, self._executor, self.clock, fold=self.book.fold)
+
+    def run(self, pasts: Sequence[Past], target: Past, *, is_cached: bool = False) -> RequestRecord:
+        """Serve them until the target is over."""
+        begin_s = min(past.request.arrival_s for past in pasts)
+        self._executor.is_free = True
+        for number, request in enumerate(_warm(pasts, target if is_cached else None, self._blocks.block_tokens)):
+            self.submit(replace(request, request_id=f"warm {number}"), ((DRAWN_TOKEN,),))
+            while self.stepper.step():
+                pass
+        self._executor.is_free = False
+        coming = iter(sorted(pasts, key=lambda past: past.came_s))
+        past = next(coming, None)
+        name = target.request.request_id
+        while True:
+            while past is not None and past.came_s - begin_s <= self.clock.now_s():
+                self.submit(_again(past, past.request.arrival_s - begin_s), past.outputs)
+                past = next(coming, None)
+            record = self.book.records.get(name)
+            if record is not None and record.is_over:
+                return record
+            if not self.stepper.step():
+                if past is None:
+                    raise ConfigError(f"request {name[:100]!r} could not be served with this change")
+                self.clock.advance(max(0.0, past.came_s - begin_s - self.clock.now_s()))
+
+    def submit(self, request: Request, outputs: tuple[tuple[int, ...], ...]) -> None:
+        """Put one in line; one that is refused with this change is left out."""
+        try:
+            self.stepper.submit(request)
+        except (RequestError, CapacityError):
+            return
+        self._executor.expect(request, outputs)
+
+
+class _Drawn:
+    """An executor whose tokens are the recorded ones. is_free: no time passes."""
+
+    def __init__(self, time_s: Predict, clock: VirtualClock) -> None:
+        self.is_free = False
+        self._time_s = time_s
+        self._clock = clock
+        self._written: list[tuple[int, tuple[int, ...]]] = []  # by sequence: prompt tokens, then what was written
+
+    def expect(self, request: Request, outputs: tuple[tuple[int, ...], ...]) -> None:
+        """Sequences are numbered in the order of submission, one per choice."""
+        written = [*outputs, *((),) * request.sampling.n][: request.sampling.n]
+        self._written += [(len(request.prompt_token_ids), tokens) for tokens in written]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Let the step's time pass."""
+        step_s = 0.0 if self.is_free else self._time_s(plan.shape)
+        self._clock.advance(step_s)
+        results = tuple(
+            ChunkResult(seq_id=chunk.seq_id, token_ids=self._draw(chunk) if chunk.samples else ())
+            for chunk in plan.chunks
+        )
+        return StepResult(step_id=plan.step_id, results=results, device_s=step_s, host_s=0.0)
+
+    def _draw(self, chunk: Chunk) -> tuple[int, ...]:
+        prompt_tokens, written = self._written[chunk.seq_id]
+        drafts = chunk.draft_token_ids
+        place = chunk.end_pos - len(drafts) - prompt_tokens
+        drawn: list[int] = []
+        for draft in (*drafts, None):
+            drawn.append(written[place] if place < len(written) else DRAWN_TOKEN)
+            place += 1
+            if draft != drawn[-1]:
+                break
+        return tuple(drawn)
+
+
+def _again(past: Past, arrival_s: float) -> Request:
+    """The request, writing what it wrote."""
+    sampling = past.request.sampling
+    longest = max((len(tokens) for tokens in past.outputs), default=0)
+    plain = SamplingParams(
+        max_tokens=max(longest, 1),
+        n=sampling.n,
+        temperature=sampling.temperature,
+        ignore_eos=sampling.n == 1 or sampling.ignore_eos,
+        stop_token_ids=() if sampling.n == 1 else sampling.stop_token_ids,
+    )
+    return replace(past.request, arrival_s=arrival_s, sampling=plain, segments=())
+
+
+def _warm(pasts: Sequence[Past], target: Past | None, block_tokens: int) -> Iterator[Request]:
+    """Prompts that put into the prefix cache what stood there before, and all of the target's that it can hold."""
+    known: list[tuple[str | None, tuple[int, ...]]] = []
+    for past in pasts:
+        request, prompt = past.request, past.request.prompt_token_ids
+        cached = past.cached_tokens // block_tokens * block_tokens
+        if past is target:
+            cached = (len(prompt) - 1) // block_tokens * block_tokens
+        before = prompt[:cached]
+        if cached and not any(salt == request.cache_salt and ids[:cached] == before for salt, ids in known):
+            sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+            yield replace(request, prompt_token_ids=before, sampling=sampling, segments=(), arrival_s=0.0)
+            known.append((request.cache_salt, before))
+        known.append((request.cache_salt, prompt + (past.outputs[0] if past.outputs else ())))
+
+
+def _link(minutes: Minutes) -> tuple[Callable[[int], float], str]:
+    """Seconds that a prompt's cache travels, and what to say of it."""
+    machine = minutes.machine
+    if machine is None:
+        return lambda tokens: 0.0, "one engine for each phase; the cache moves at once, as the model is not known"
+    rate = f"{LINK_BYTES_PER_S * 8 / 1e9:g} Gb/s"
+    return (
+        lambda tokens: kv_bytes_of_context(machine.model, machine.kv, tokens) / LINK_BYTES_PER_S,
+        f"one engine for each phase, as large as this one; the cache moves at {rate}",
+    )
+
+
+def _pools(minutes: Minutes, target: Past, time_s: Predict, link_s: Callable[[int], float]) -> Seen:
+    """One engine reads prompts and draws first tokens, another decodes; a hand-off costs it no arithmetic."""
+    around = minutes.around(target)
+    readers = [replace(past, outputs=tuple(tokens[:1] for tokens in past.outputs)) for past in around]
+    reading = _Again(minutes.config, minutes, time_s=time_s, budget_s=time_s)
+    begin_s = around[0].request.arrival_s
+    reading.run(readers, readers[-1])  # those behind the target decode beside it
+    record = reading.book.records[target.request.request_id]
+    first = Seen.of(record)
+    if first.ttft_s is None or len(max(target.outputs, key=len)) < 2:
+        return first
+    handed: list[Past] = []
+    for past in around:
+        done = reading.book.records.get(past.request.request_id)
+        first_s = None if done is None else done.first_token_s
+        if first_s is None or not past.outputs or len(past.outputs[0]) < 2:
+            continue
+        prompt = past.request.prompt_token_ids + past.outputs[0][:1]
+        at_s = begin_s + first_s + link_s(len(prompt))
+        request = replace(past.request, prompt_token_ids=prompt, arrival_s=at_s, segments=())
+        handed.append(
+            replace(past, request=request, came_s=at_s, outputs=tuple(o[1:] for o in past.outputs), cached_tokens=0)
+        )
+    handed.sort(key=lambda past: past.request.arrival_s)
+    config = replace(minutes.config, max_step_tokens=1 << 20, stall_budget_s=None)
+    decoding = _Again(config, minutes, time_s=lambda shape: _decode_s(shape, time_s), budget_s=time_s)
+    mine = next(past for past in handed if past.request.request_id == target.request.request_id)
+    later = decoding.run(handed, mine)
+    n_tokens = len(target.outputs[0]) - 1
+    end_s = later.end_s or 0.0
+    wait_s = mine.request.arrival_s - begin_s - (record.first_token_s or 0.0)
+    since_s = end_s - (mine.request.arrival_s - handed[0].request.arrival_s) + wait_s
+    return replace(first, tpot_s=since_s / n_tokens)
+
+
+def _decode_s(shape: StepShape, time_s: Predict) -> float:
+    """The time of the decode rows alone: what was handed over is not computed again."""
+    rows = tuple(chunk for chunk in shape.shapes if chunk.is_decode)
+    return time_s(StepShape(rows)) if rows else 0.0

@@ -1,0 +1,140 @@
+"""One engine of a cluster: its next step, or a whole run of steps in which nothing is left to decide."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+
+from diptych.control.ahead import DecodeRun
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import InternalError
+from diptych.ground.events import Event, FinishEvent, StepEndEvent
+from diptych.ground.shape import StepShape
+from diptych.metrics import StepRecord
+from diptych.sim.engine import SimulatedEngine
+from diptych.sim.executor import DRAWN_TOKEN
+from diptych.sim.film import Film
+from diptych.sim.tally import Work
+
+# of a run: grown where runs come to their end, shrunk where arrivals cut them, as what was cut was predicted for nothing
+_LEAST_RUN, _LONGEST_RUN = 8, 512
+
+
+class Member:
+    """Owned by a cluster, which tells it when. version: of its entry in the order of steps; an older entry is void.
+
+    on_finish, on_prefill: told of ends, and of steps that held prefill chunks.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockConfig,
+        *,
+        predict_s: Callable[[StepShape], float],
+        seed: int,
+        work: Work,
+    ) -> None:
+        self.engine = SimulatedEngine(
+            config, blocks, predict_s=predict_s, seed=seed, on_events=self._on_events, on_step=self._on_step
+        )
+        self.is_busy = False
+        self.leaps = True
+        self.version = 0
+        self.run_evicts = False  # whether the steps not yet committed throw cached prefixes away
+        self.on_finish: Callable[[FinishEvent], object] | None = None
+        self.on_prefill: Callable[[StepRecord], object] | None = None
+        self.film: Film | None = None  # while there is one every step is walked through
+        self._predict_s = predict_s
+        self._work = work
+        self._kv_share = 0.0  # of the pool, while the step runs
+        self._run: DecodeRun | None = None
+        self._ends_s: list[float] = []
+        self._limit = _LEAST_RUN
+
+    def step(self) -> float | None:
+        """Run what is due now; the instant at which it will have ended, None when nothing is left to do."""
+        self.settle(math.inf)
+        core, clock = self.engine.core, self.engine.clock
+        run = core.foreseen(token_id=DRAWN_TOKEN, limit=self._limit) if self.leaps and self.film is None else None
+        if run is not None and run.n_steps > 1:
+            return self._foresee(run)
+        if self.engine.stepper.step():
+            return clock.now_s()
+        if core.has_work and not core.waits_for_others:
+            raise InternalError("a simulated engine has open requests and plans nothing")
+        self.is_busy = False
+        return None
+
+    def settle(self, at_s: float) -> bool:
+        """Commit the foreseen steps that began before at_s and forget the others; False where none were foreseen."""
+        run, ends_s = self._run, self._ends_s
+        if run is None:
+            return False
+        n = min(bisect_left(ends_s, at_s) + 1, len(ends_s))
+        self._run, self.run_evicts = None, False
+        self._limit = min(2 * n, _LONGEST_RUN) if n == len(ends_s) else max(n, _LEAST_RUN)
+        pool, clock = self.engine.core.pool, self.engine.clock
+        held_blocks, begin_s = pool.held_blocks, clock.now_s()
+        running, waiting = self.engine.core.running_and_waiting
+        self.engine.core.commit_run(n, token_id=DRAWN_TOKEN)
+        del ends_s[n:]
+        steps_s = []
+        for end_s, taken in zip(ends_s, run.new_blocks, strict=False):
+            held_blocks += taken
+            time_s = end_s - begin_s
+            steps_s.append(time_s)
+            self._work.stepped(
+                end_s, time_s, run.shape, kv_share=held_blocks / pool.n_blocks, running=running, waiting=waiting
+            )
+            begin_s = end_s
+        clock.move_to(begin_s)
+        records = self.engine.book.records
+        for request_id, index in run.choices:
+            records[request_id].decoded(index, ends_s, steps_s)
+        return True
+
+    def _foresee(self, run: DecodeRun) -> float:
+        now_s, predict_s, shape = self.engine.clock.now_s(), self._predict_s, run.shape
+        ends_s = []
+        for step in range(run.n_steps):
+            now_s += predict_s(shape.later(step))
+            ends_s.append(now_s)
+        self._run, self._ends_s = run, ends_s
+        self.run_evicts = sum(run.new_blocks) > self.engine.core.pool.free_blocks
+        return now_s
+
+    def _on_events(self, events: list[Event]) -> None:
+        if self.film is not None:
+            self.film.on_events(events)
+        if not events or type(events[-1]) is not StepEndEvent:
+            # before a step runs: those that end with it hold their blocks still
+            pool = self.engine.core.pool
+            self._kv_share = pool.held_blocks / pool.n_blocks
+            return
+        for event in events:
+            if type(event) is FinishEvent and self.on_finish is not None:
+                self.on_finish(event)
+
+    def _on_step(self, record: StepRecord) -> None:
+        if self.film is not None:
+            self.film.on_step(record)
+            self.film = None if self.film.is_over else self.film
+        running, waiting = self.engine.core.running_and_waiting
+        self._work.stepped(
+            record.end_s,
+            record.time_s,
+            record.shape,
+            kv_share=self._kv_share,
+            running=running,
+            waiting=waiting,
+        )
+        shape = record.shape
+        if 0 < shape.decode_tokens < shape.n_tokens:
+            decodes = shape
+            while decodes.before is not None:
+                decodes = decodes.before
+            self._work.mixed_prefill_s += max(0.0, record.time_s - self._predict_s(decodes))
+        if record.prefills and self.on_prefill is not None:
+            self.on_prefill(record)

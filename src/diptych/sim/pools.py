@@ -1,0 +1,242 @@
+"""A service on paper: engines of one setup, or two pools of them joined by a link.
+
+setup = setup_of("llama-3.1-8b", "h100-80gb-sxm")
+items = read_trace(Path("trace.csv"))
+load = OpenLoad(items, shares_prefixes=False)
+report = simulate(Service.of(setup, n_engines=2), load, limits=Limits(ttft_s=1.0, tpot_s=0.08))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from diptych.cost.memory import capacity_of
+from diptych.cost.parameters import kv_bytes_stored
+from diptych.cost.places import places
+from diptych.cost.setup import Setup
+from diptych.ground.bounds import Bound
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
+from diptych.sim.cluster import Group, Wire
+from diptych.sim.link import Link
+
+MAX_ENGINES = 1024
+MAX_BLOCKS = 2**24  # each costs the simulator some 50 bytes per engine
+UNKNOWN_CONTEXT = 1 << 20  # of a model that states no limit
+# a suffix that is read where it is answered may delay the streams there so long: about one step of a full engine
+LOCAL_PREFILL_S = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """`n_engines` engines of one setup. places_reason: what set the number of sequences at one time.
+
+    pace: how much longer steps take than predicted, to see what an error of the prediction would change.
+    """
+
+    setup: Setup
+    n_engines: int
+    scheduler: SchedulerConfig
+    blocks: BlockConfig
+    places_reason: str
+    pace: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        setup: Setup,
+        *,
+        n_engines: int = 1,
+        kv_tokens: int | None = None,
+        block_tokens: int = 32,
+        max_step_tokens: int = 2048,
+        max_running_sequences: int | None = None,
+        max_waiting_tokens: int = SchedulerConfig().max_waiting_tokens,
+        stall_budget_s: float | None = None,
+        enable_prefix_cache: bool = True,
+    ) -> Pool:
+        """KV blocks from the device's memory less weights and buffers, and as many places as the engine would give itself.
+
+        Raises ConfigError where the weights do not fit, and for impossible numbers.
+        """
+        Bound(int, 1, MAX_ENGINES, "engines").take("engines", n_engines, ConfigError)
+        blocks = _blocks(setup, kv_tokens, block_tokens)
+        context = min(setup.model.max_context_tokens or UNKNOWN_CONTEXT, blocks.n_blocks * block_tokens)
+        predict_s = setup.model_of_time().predict_s
+
+        def decode_s(sequences: int, tokens: int) -> float:
+            return predict_s(StepShape.decode(batch=sequences, context_tokens=tokens))
+
+        found = places(blocks.n_blocks * block_tokens, context, decode_s)
+        is_given = max_running_sequences is not None
+        scheduler = SchedulerConfig(
+            max_step_tokens=max_step_tokens,
+            max_running_sequences=max_running_sequences if is_given else found.number,
+            stall_budget_s=stall_budget_s,
+            max_waiting_tokens=max_waiting_tokens,
+            max_context_tokens=context,
+            enable_prefix_cache=enable_prefix_cache,
+        )
+        return cls(
+            setup=setup,
+            n_engines=n_engines,
+            scheduler=scheduler,
+            blocks=blocks,
+            places_reason="as asked" if is_given else found.reason,
+        )
+
+    @property
+    def n_devices(self) -> int:
+        """Of all engines together."""
+        return self.n_engines * self.setup.tp
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that one engine's KV pool holds."""
+        return self.blocks.n_blocks * self.blocks.block_tokens
+
+    def group(self, *, decodes: bool) -> Group:
+        """These engines for a cluster."""
+        predict_s, pace = self.setup.model_of_time().predict_s, self.pace
+        if pace != 1.0:
+            known_s = predict_s
+            predict_s = lambda shape: pace * known_s(shape)  # noqa: E731
+        return Group(
+            n_engines=self.n_engines, config=self.scheduler, blocks=self.blocks, predict_s=predict_s, decodes=decodes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Engines behind a router. readers: the engines of a pool of their own that read prompts for `pool`, over `link`;
+    None: those of `pool` do both.
+
+    local_prefill_s: what is left of a prompt is read where it is answered if that takes no longer.
+    """
+
+    pool: Pool
+    router: str = "least-work"
+    readers: Pool | None = None
+    link: Link | None = None
+    local_prefill_s: float = LOCAL_PREFILL_S
+
+    def __post_init__(self) -> None:
+        """Refuse pools that cannot work together."""
+        if self.readers is None:
+            if self.link is not None:
+                raise ConfigError("a link joins two pools; this service has one", hint="name the engines that prefill")
+            return
+        reader, decoder = self.readers.setup, self.pool.setup
+        if self.link is None:
+            raise ConfigError(
+                "two pools need a link that carries keys and values", hint="for example --link 50GB/s,10us"
+            )
+        if reader.model != decoder.model or reader.kv != decoder.kv:
+            raise ConfigError(
+                f"one pool holds {reader.model.name} with KV {reader.kv.name}, the other {decoder.model.name} with KV "
+                f"{decoder.kv.name}; keys and values of one are of no use to the other"
+            )
+        if self.readers.blocks.block_tokens != self.pool.blocks.block_tokens:
+            raise ConfigError(
+                f"one pool has blocks of {self.readers.blocks.block_tokens} tokens, the other of "
+                f"{self.pool.blocks.block_tokens}; what is handed over must fit"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        setup: Setup,
+        *,
+        n_engines: int = 1,
+        router: str = "least-work",
+        kv_tokens: int | None = None,
+        block_tokens: int = 32,
+        max_step_tokens: int = 2048,
+        max_running_sequences: int | None = None,
+        max_waiting_tokens: int = SchedulerConfig().max_waiting_tokens,
+        stall_budget_s: float | None = None,
+        enable_prefix_cache: bool = True,
+    ) -> Service:
+        """One pool whose engines do both; see `Pool.of`."""
+        pool = Pool.of(
+            setup,
+            n_engines=n_engines,
+            kv_tokens=kv_tokens,
+            block_tokens=block_tokens,
+            max_step_tokens=max_step_tokens,
+            max_running_sequences=max_running_sequences,
+            max_waiting_tokens=max_waiting_tokens,
+            stall_budget_s=stall_budget_s,
+            enable_prefix_cache=enable_prefix_cache,
+        )
+        return cls(pool=pool, router=router)
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """All of them, the one that decodes first."""
+        return (self.pool,) if self.readers is None else (self.pool, self.readers)
+
+    @property
+    def n_engines(self) -> int:
+        """Of all pools."""
+        return sum(pool.n_engines for pool in self.pools)
+
+    @property
+    def n_devices(self) -> int:
+        """Of all pools."""
+        return sum(pool.n_devices for pool in self.pools)
+
+    @property
+    def label(self) -> str:
+        """Short text that names it."""
+        parts = [f"{pool.n_engines} x ({pool.setup.label})" for pool in self.pools]
+        return parts[0] if len(parts) == 1 else f"prefill on {parts[1]}, decode on {parts[0]}"
+
+    def usd_per_hour(self, price: float | None = None) -> float | None:
+        """Of all devices; price: of one, where it is not the device's own. None: some price is not known."""
+        prices = [pool.setup.hardware.usd_per_hour if price is None else price for pool in self.pools]
+        if None in prices:
+            return None
+        return sum(each * pool.n_devices for each, pool in zip(prices, self.pools, strict=True) if each is not None)
+
+    def kv_bytes(self, tokens: int) -> float:
+        """Of so many leading tokens of a prompt: what a hand-off must move."""
+        return kv_bytes_stored(self.pool.setup.model, self.pool.setup.kv, tokens)
+
+    def groups(self) -> list[Group]:
+        """The pools for a cluster, in their order."""
+        return [pool.group(decodes=pool is self.pool) for pool in self.pools]
+
+    def wire(self) -> Wire | None:
+        """What joins them."""
+        if self.link is None:
+            return None
+        kv_bytes: Callable[[int], float] = self.kv_bytes
+        return Wire(link=self.link, kv_bytes=kv_bytes, local_prefill_us=int(self.local_prefill_s * 1e6))
+
+    def part(self, number: int, of: int) -> Service:
+        """One of several equal cells that each have a router of their own. ConfigError where they do not divide."""
+        for pool in self.pools:
+            if pool.n_engines % of:
+                raise ConfigError(f"{pool.n_engines} engines cannot be divided into {of} cells", hint="use a divisor")
+        pools = [replace(pool, n_engines=pool.n_engines // of) for pool in self.pools]
+        return replace(self, pool=pools[0], readers=pools[1] if len(pools) > 1 else None)
+
+
+def _blocks(setup: Setup, kv_tokens: int | None, block_tokens: int) -> BlockConfig:
+    if kv_tokens is None:
+        capacity = capacity_of(setup, context_tokens=1, batch=1)
+        kv_tokens = capacity.kv_tokens
+        if kv_tokens < block_tokens:
+            raise ConfigError(
+                f"{setup.label} leaves room for {kv_tokens} tokens of KV: of {capacity.memory_bytes / 1e9:.4g} GB, weights "
+                f"take {capacity.weight_bytes / 1e9:.4g} GB; at least one block of {block_tokens} tokens is needed",
+                hint="a larger device, a larger --tp or a smaller weight format",
+            )
+    Bound(int, 1, MAX_BLOCKS * block_tokens, "tokens").take("KV tokens", kv_tokens, ConfigError)
+    n_blocks = kv_tokens // block_tokens
+    if n_blocks < 1:
+        raise ConfigError(f"the KV pool is {kv_tokens} tokens; it must be at least one block of {block_tokens} tokens")
+    return BlockConfig(n_blocks=n_blocks, block_tokens=block_tokens)

@@ -1,0 +1,270 @@
+"""How right services are: every published service that states its load, run by the real scheduler, and constants for it
+that were fitted without its model, or without its device.
+
+    errors = held_out_errors(rows)          # rows of `cost/services.py`
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.calibration import Calibration, Constants
+from diptych.cost.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
+from diptych.cost.memory import capacity_of
+from diptych.cost.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
+from diptych.cost.services import MeasuredService
+from diptych.cost.setup import Setup, find_model
+from diptych.cost.tables import device_spec, kv_spec, quant_spec
+from diptych.sim.closed import ClosedLoop, Schedule, schedule_of
+from diptych.workload import LengthRange
+
+FIT_ROWS = 10  # of each model, device and format
+# requests of each stream that are simulated, of the ten that published runs have: fewer where all write much
+PER_STREAM = 4
+PER_LONG_STREAM = 2
+LONG_TOKENS = 200_000  # of all streams at one time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A row with what the scheduler does under its load."""
+
+    row: MeasuredService
+    setup: Setup
+    schedule: Schedule
+    is_short_of_kv: bool = False
+
+
+def case_of(row: MeasuredService) -> Case:
+    """ConfigError where the model does not fit the device, or cannot be split so."""
+    load = row.load
+    setup = _setup(row.model, row.device, row.quant, row.kv, row.tp)
+    longest = load.input_tokens + load.output_tokens
+    pool = capacity_of(setup, context_tokens=longest, batch=1).kv_tokens
+    is_short = load.streams * load.output_tokens <= LONG_TOKENS
+    loop = ClosedLoop(
+        streams=load.streams,
+        input=_lengths(load.input_tokens, load.spread),
+        output=_lengths(load.output_tokens, load.spread),
+        n_requests=max(load.streams * (PER_STREAM if is_short else PER_LONG_STREAM), 12),
+        max_step_tokens=load.step_tokens,
+        kv_tokens=_rounded(pool) if pool < load.streams * longest else None,
+    )
+    return Case(row=row, setup=setup, schedule=schedule_of(loop), is_short_of_kv=loop.kv_tokens is not None)
+
+
+def _rounded(tokens: int) -> int:
+    """Down to a tenth more than the next smaller one: pools of nearly one size share a schedule."""
+    return int(1.1 ** math.floor(math.log(max(tokens, 1), 1.1)))
+
+
+def _lengths(tokens: int, spread: float) -> LengthRange:
+    return LengthRange(low=max(int(tokens * spread), 1), high=tokens)
+
+
+@lru_cache(maxsize=1024)
+def _setup(model: str, device: str, quant: str, kv: str, tp: int) -> Setup:
+    return Setup(
+        model=find_model(model),
+        hardware=device_spec(device),
+        quant=quant_spec(quant),
+        kv=kv_spec(kv),
+        tp=tp,
+        calibration=Calibration(
+            name="services", prefill=Constants(), decode=Constants(), prefill_residual=NO_RESIDUAL,
+            decode_residual=NO_RESIDUAL, source="fit",
+        ),
+    )  # fmt: skip
+
+
+def measured_of(row: MeasuredService) -> dict[str, float]:
+    """What a row has of MEASURES."""
+    found = {"ttft": row.ttft_s, "tpot": row.tpot_s, "throughput": row.output_tokens_per_s}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
+    """What these constants say about a row, by measure."""
+    calibration = replace(case.setup.calibration, prefill=constants.prefill, decode=constants.decode)
+    setup = case.setup
+    predictor = CalibratedModel(
+        setup.model, setup.hardware, setup.quant, calibration=calibration, kv=setup.kv, tp=setup.tp
+    )
+    times = case.schedule.times(predictor.predict_s)
+    return {
+        "ttft": times.ttft_s + constants.request_s,
+        "tpot": times.tpot_s,
+        "throughput": times.output_tokens_per_s,
+    }
+
+
+def fit_services(form: ServiceForm, cases: Sequence[Case]) -> list[float]:
+    """Logs of the free constants that fit these rows best."""
+
+    def residuals(logs: Sequence[float]) -> list[float]:
+        constants = put_in(form, [math.exp(log) for log in logs])
+        found = []
+        for case in cases:
+            said = predicted_of(case, constants)
+            found += [math.log(said[name] / value) for name, value in measured_of(case.row).items()]
+        return found
+
+    return gauss_newton(form.free, residuals)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One number of one service beside what constants say that were fitted without its model, or its device.
+
+    low, high: of the 80 % interval, from what other models' (or devices') rows of that software needed.
+    """
+
+    case: Case
+    measure: str
+    held_out: str  # model | device
+    measured: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted / self.measured - 1.0
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the interval holds what was measured."""
+        return self.low <= self.measured <= self.high
+
+    def group(self, by: str) -> str:
+        """The value of a field that rows are grouped by."""
+        row = self.case.row
+        load = row.load
+        return {
+            "software": row.stack,
+            "device": row.device,
+            "model": row.model,
+            "weights": row.quant,
+            "measure": self.measure,
+            "streams": _streams(load.streams),
+            "lengths": f"{load.input_tokens} in, {load.output_tokens} out",
+            "pool": "requests wait for KV" if self.case.is_short_of_kv else "all fit",
+        }[by]
+
+
+def _streams(streams: int) -> str:
+    bounds = (4, 16, 64, 128)
+    return next((f"up to {bound}" for bound in bounds if streams <= bound), f"over {bounds[-1]}")
+
+
+def judge(
+    targets: Sequence[Case], others: Sequence[Case], *, held_out: str, told: Callable[[str], object] = lambda text: None
+) -> list[Judged]:
+    """Every number of the targets by a fit that saw nothing of its model (or device), on the rows that are left of all cases.
+
+    told: of each fit before it begins. Software without a form is left out, and so is what no other model (or device) was
+    measured with.
+    """
+    found: list[Judged] = []
+    everything = [*targets, *others]
+    for form in SERVICE_FORMS:
+        mine = [case for case in everything if case.row.stack == form.stack]
+        wanted = [case for case in targets if case.row.stack == form.stack]
+        if not wanted:
+            continue
+        raw: list[tuple[Case, str, float, float]] = []
+        for value in sorted({_field(case, held_out) for case in wanted}):
+            kept = [case for case in mine if _field(case, held_out) != value]
+            if not kept:
+                continue
+            told(f"{form.stack} without {value}")
+            constants = put_in(form, [math.exp(log) for log in fit_services(form, few_of(kept))])
+            for case in wanted:
+                if _field(case, held_out) == value:
+                    said = predicted_of(case, constants)
+                    raw += [(case, name, seen, said[name]) for name, seen in measured_of(case.row).items()]
+        found += _with_intervals(raw, held_out)
+    return found
+
+
+def _field(case: Case, held_out: str) -> str:
+    return case.row.model if held_out == "model" else case.row.device
+
+
+def _with_intervals(raw: Sequence[tuple[Case, str, float, float]], held_out: str) -> list[Judged]:
+    """A row's interval is made of the errors of all other models' (devices') rows."""
+    found: list[Judged] = []
+    bounds: dict[tuple[str, str], tuple[float, float]] = {}
+    for case, measure, measured, predicted in raw:
+        key = _field(case, held_out), measure
+        if key not in bounds:
+            ratios = [
+                seen / said for other, name, seen, said in raw if name == measure and _field(other, held_out) != key[0]
+            ]
+            bounds[key] = (
+                (rank(ratios, (1.0 - SHARE) / 2.0), rank(ratios, (1.0 + SHARE) / 2.0)) if ratios else (1.0, 1.0)
+            )
+        low, high = bounds[key]
+        found.append(
+            Judged(
+                case=case, measure=measure, held_out=held_out, measured=measured, predicted=predicted,
+                low=predicted * low, high=predicted * high,
+            )
+        )  # fmt: skip
+    return found
+
+
+def few_of(cases: Iterable[Case]) -> list[Case]:
+    """At most FIT_ROWS of each model, device and format, from all over their loads: they weigh alike, and a fit ends."""
+    groups: dict[tuple[str, str, str], list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.row.model, case.row.device, case.row.quant), []).append(case)
+    kept: list[Case] = []
+    for _, members in sorted(groups.items()):
+        members.sort(key=lambda case: repr((case.row.tp, case.row.load)))
+        random.Random(len(members)).shuffle(members)
+        kept += members[:FIT_ROWS]
+    return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupError:
+    """Errors of a group as sizes, and the share of rows that their intervals hold."""
+
+    by: str
+    group: str
+    rows: int
+    median: float
+    p90: float
+    bias: float  # median of the signed errors
+    held: float
+
+
+def summarise_services(judged: Sequence[Judged], *, by: Sequence[str]) -> list[GroupError]:
+    """Of all rows, then by each field."""
+    found = [_group("all", "all", judged)]
+    for field in by:
+        groups: dict[str, list[Judged]] = {}
+        for one in judged:
+            groups.setdefault(one.group(field), []).append(one)
+        found += [_group(field, name, members) for name, members in sorted(groups.items())]
+    return found
+
+
+def _group(by: str, name: str, members: Sequence[Judged]) -> GroupError:
+    sizes = [abs(one.error) for one in members]
+    return GroupError(
+        by=by,
+        group=name,
+        rows=len(members),
+        median=quantile(sizes, 0.5),
+        p90=quantile(sizes, 0.9),
+        bias=quantile([one.error for one in members], 0.5),
+        held=sum(one.is_held for one in members) / len(members),
+    )

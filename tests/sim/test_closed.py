@@ -1,0 +1,101 @@
+"""A closed loop's schedule, priced, against a simulation with the same prices."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diptych.cost.setup import setup_of
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import ConfigError
+from diptych.ground.events import Event, FinishEvent
+from diptych.metrics import RequestRecord
+from diptych.sim.closed import BLOCK_TOKENS, ClosedLoop, schedule_of
+from diptych.sim.engine import SimulatedEngine
+from diptych.sim.load import request_of
+from diptych.workload import LengthRange, WorkloadItem
+
+
+def simulated(loop: ClosedLoop, predict_s) -> list[RequestRecord]:
+    """The same clients, with every step as long as predicted while the loop runs."""
+    ended: list[str] = []
+
+    def note(events: list[Event]) -> None:
+        ended.extend(event.request_id for event in events if isinstance(event, FinishEvent))
+
+    longest = loop.input.high + loop.output.high
+    config = SchedulerConfig(
+        max_step_tokens=loop.max_step_tokens, max_running_sequences=loop.streams, max_context_tokens=longest,
+        max_waiting_tokens=(loop.streams + 1) * longest, enable_prefix_cache=False,
+    )  # fmt: skip
+    kv_tokens = loop.kv_tokens or loop.streams * (longest + BLOCK_TOKENS)
+    blocks = BlockConfig(n_blocks=-(-kv_tokens // BLOCK_TOKENS), block_tokens=BLOCK_TOKENS)
+    engine = SimulatedEngine(config, blocks, predict_s=predict_s, on_events=note)
+    rng, n_sent = random.Random(f"closed loop {loop.seed}"), 0
+
+    def send(n: int) -> int:
+        n = min(n, loop.n_requests - n_sent)
+        for number in range(n_sent, n_sent + n):
+            prompt, output = loop.input.draw(rng), loop.output.draw(rng)
+            item = WorkloadItem(index=number, at_s=0.0, prompt_tokens=prompt, output_tokens=output)
+            engine.stepper.submit(request_of(item, engine.clock.now_s()))
+        return n
+
+    n_sent += send(loop.streams)
+    seen = 0
+    while engine.stepper.step():
+        n_new, seen = len(ended) - seen, len(ended)
+        n_sent += send(n_new)
+    return list(engine.book.records.values())
+
+
+@pytest.mark.parametrize("kv_tokens", [None, 6400])
+def test_what_a_schedule_says_is_what_a_simulation_does(kv_tokens: int | None) -> None:
+    """The schedule is made without any prices; if decisions depended on them, or steps were lumped too coarsely, the two
+    would part. With 6,400 tokens of KV, requests wait for blocks.
+    """
+    loop = ClosedLoop(
+        streams=12,
+        input=LengthRange(low=400, high=900),
+        output=LengthRange(low=60, high=140),
+        n_requests=48,
+        of_each=4,
+        max_step_tokens=2048,
+        kv_tokens=kv_tokens,
+    )
+    predict_s = setup_of("llama-3.1-8b", "h100-80gb-sxm").model_of_time().predict_s
+    times = schedule_of(loop).times(predict_s)
+    records = simulated(loop, predict_s)
+    assert len(records) == 48
+    mean_ttft_s = sum(one.timings().ttft_s for one in records) / 48
+    mean_tpot_s = sum(one.timings().tpot_s for one in records) / 48
+    assert times.ttft_s == pytest.approx(mean_ttft_s, rel=0.03)
+    assert times.tpot_s == pytest.approx(mean_tpot_s, rel=0.01)
+    end_s = max(one.end_s for one in records)
+    assert times.output_tokens_per_s == pytest.approx(sum(one.output_tokens for one in records) / end_s, rel=0.01)
+
+
+def test_the_first_of_many_requests_weigh_as_in_the_published_run() -> None:
+    """All streams begin at once, so the first requests wait longest; 4 of each are simulated, and published runs had 10."""
+    loop = ClosedLoop(
+        streams=32, input=LengthRange(low=1024, high=1024), output=LengthRange(low=50, high=90), n_requests=128
+    )
+    predict_s = setup_of("llama-3.1-8b", "h100-80gb-sxm").model_of_time().predict_s
+    few = schedule_of(
+        ClosedLoop(**{name: getattr(loop, name) for name in ("streams", "input", "output", "n_requests")}, of_each=4)
+    )
+    assert schedule_of(loop).times(predict_s).ttft_s < few.times(predict_s).ttft_s
+
+
+def test_a_pool_that_holds_no_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one request takes 1100"):
+        schedule_of(
+            ClosedLoop(
+                streams=1,
+                input=LengthRange(low=1000, high=1000),
+                output=LengthRange(low=100, high=100),
+                n_requests=1,
+                kv_tokens=640,
+            )
+        )

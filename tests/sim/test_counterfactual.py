@@ -1,0 +1,139 @@
+"""One request's minutes run again with one thing changed, on an engine whose step times are known exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diptych.control.loop import EngineCore
+from diptych.control.recording import Recorder
+from diptych.cost.setup import setup_of
+from diptych.ground.clock import VirtualClock
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import ConfigError
+from diptych.ground.request import Request, SamplingParams
+from diptych.ground.shape import StepShape
+from diptych.sim.counterfactual import Change, Counterfactual, Machine, Minutes, times_of
+from diptych.sim.executor import PredictedExecutor
+from diptych.sim.recorded import minutes_of
+from diptych.stepper import Stepper, serve
+
+LONG = tuple(range(5000, 5900))
+
+
+def seconds(shape: StepShape) -> float:
+    """2 ms a step, 0.1 ms a row, 1 us for each position that decode reads."""
+    return 2e-3 + 1e-4 * shape.n_tokens + 1e-6 * shape.decode_context_tokens
+
+
+def request(name: str, tokens: tuple[int, ...], *, at_s: float, writes: int = 30) -> Request:
+    sampling = SamplingParams(max_tokens=writes, temperature=0.0, ignore_eos=True)
+    return Request(request_id=name, prompt_token_ids=tokens, sampling=sampling, arrival_s=at_s)
+
+
+def recorded(requests: list[Request], **settings: object) -> Minutes:
+    """What a recording of an engine says whose steps take `seconds`."""
+    clock = VirtualClock()
+    config = SchedulerConfig(**{"max_step_tokens": 2048, "max_running_sequences": 8} | settings)
+    core = EngineCore(config, BlockConfig(n_blocks=512, block_tokens=16), model_revision="x", predict_s=seconds)
+    recorder = Recorder(core)
+    stepper = Stepper(recorder, PredictedExecutor(seconds, clock), clock, fold=lambda events: None)
+    serve(stepper, requests, wait=clock.advance)
+    return minutes_of(iter(recorder.lines()))
+
+
+def crowd() -> list[Request]:
+    """Four streams; a long prompt comes among them, then the same prompt once more."""
+    streams = [request(f"s{i}", tuple(range(100 * i, 100 * i + 40)), at_s=0.01 * i, writes=200) for i in range(1, 5)]
+    return [*streams, request("long", LONG, at_s=0.5), request("again", (*LONG, 7, 8), at_s=0.9)]
+
+
+def test_without_a_change_the_minutes_come_out_as_they_were() -> None:
+    """The model learned from the steps is all that stands between the two; were requests, tokens or the cache not the
+    same, queues and prefix hits would differ.
+    """
+    minutes = recorded(crowd())
+    for past in minutes.requests:
+        again = Counterfactual(minutes, past.request.request_id).outcome()
+        assert again.cached_tokens == past.cached_tokens
+        for name in ("ttft_s", "tpot_s"):
+            assert getattr(again.seen, name) == pytest.approx(getattr(past.seen, name), rel=0.05), (
+                past.request.request_id
+            )
+    assert minutes.find("again").cached_tokens == 896
+
+
+def test_one_thing_is_changed_and_the_scheduler_answers() -> None:
+    minutes = recorded(crowd())
+    long, stream = Counterfactual(minutes, "long"), Counterfactual(minutes, "s1")
+    before = long.outcome().seen
+    cached = long.outcome(Change.parse("cached"))
+    assert cached.cached_tokens == 896
+    assert cached.seen.ttft_s < 0.2 * before.ttft_s
+    chunked = long.outcome(Change.parse("chunk=128")).seen
+    assert chunked.ttft_s > before.ttft_s  # eight steps, each with the streams' rows
+    budget = long.outcome(Change.parse("stall-budget=10ms")).seen
+    assert budget.ttft_s > chunked.ttft_s
+    apart = stream.outcome(Change.parse("pools")).seen
+    assert apart.tpot_s < stream.outcome().seen.tpot_s  # nobody's prefill stands in its way
+    again = Counterfactual(minutes, "again")
+    assert again.outcome(Change.parse("pools")).seen.ttft_s > 0.0
+
+
+def test_another_device_is_priced_by_the_planner() -> None:
+    minutes = recorded(crowd())
+    with pytest.raises(ConfigError, match="does not say which model"):
+        Counterfactual(minutes, "long").outcome(Change.parse("device=h100-80gb-sxm"))
+    setup = setup_of("llama-3.1-8b", "a100-80gb-sxm")
+    minutes = replace(minutes, machine=Machine(model=setup.model, quant=setup.quant, kv=setup.kv))
+    asked = Counterfactual(minutes, "long")
+    fast, slow = (asked.outcome(Change.parse(f"device={name}")).seen for name in ("h100-80gb-sxm", "l4"))
+    assert fast.ttft_s < slow.ttft_s
+    assert fast.tpot_s < slow.tpot_s
+
+
+def test_what_stood_in_the_cache_before_the_minutes_stands_there_again() -> None:
+    """The minutes begin somewhere: a prompt whose prefix an older, forgotten request had left would be read whole."""
+    minutes = recorded(crowd())
+    kept = replace(minutes, requests=tuple(p for p in minutes.requests if p.request.request_id != "long"))
+    again = Counterfactual(kept, "again").outcome()
+    assert again.cached_tokens == 896
+    assert again.seen.ttft_s == pytest.approx(minutes.find("again").seen.ttft_s, rel=0.2)
+
+
+def test_a_recording_with_a_stall_budget_is_run_again() -> None:
+    minutes = recorded(crowd(), stall_budget_s=0.01)
+    free = Counterfactual(minutes, "long").outcome(Change.parse("stall-budget=1s")).seen
+    assert free.ttft_s < minutes.find("long").seen.ttft_s
+
+
+def test_a_step_lasts_until_the_next_one_where_there_was_work() -> None:
+    """What the host does between two steps is part of every token's time; an idle engine's pause is not."""
+    decode, prefill = StepShape.decode(batch=1, context_tokens=9), StepShape.prefill(batch=1, new_tokens=9)
+    steps = [(0.0, 1.0, prefill), (1.5, 2.0, decode), (7.0, 8.0, prefill)]
+    assert times_of(steps) == ((prefill, 1.5), (decode, 0.5), (prefill, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("faster", "cannot change 'faster'"),
+        ("chunk", "cannot change 'chunk'"),
+        ("cached=1", "cannot change"),
+        ("chunk=-4", "must be a number of tokens"),
+        ("stall-budget=x", "stall budget"),
+        ("device=h1000", "h1000"),
+    ],
+)
+def test_a_change_that_is_none_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Change.parse(text)
+
+
+def test_minutes_that_do_not_tell_enough_are_refused() -> None:
+    minutes = recorded(crowd())
+    with pytest.raises(ConfigError, match="no request 'nobody'"):
+        Counterfactual(minutes, "nobody")
+    with pytest.raises(ConfigError, match="hold 3 steps; at least 12"):
+        Counterfactual(replace(minutes, steps=minutes.steps[:3]), "long")

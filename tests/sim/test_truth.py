@@ -1,0 +1,126 @@
+"""Published services against the simulated ones: which rows are used, and that no row judges itself."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from diptych.cost.calibration import Constants
+from diptych.cost.fit import Free
+from diptych.cost.service_forms import ServiceForm, put_in
+from diptych.cost.services import MeasuredService, ServiceLoad, read_deployments
+from diptych.cost.tables import data_text
+from diptych.ground.errors import ConfigError
+from diptych.sim import truth
+from diptych.sim.truth import case_of, judge, predicted_of, summarise_services
+
+FORM = ServiceForm(
+    stack="vllm",
+    fixed=Constants(),
+    free=(
+        Free(path="both.eb.bf16", start=0.8),
+        Free(path="decode.layer_s", start=30e-6),
+        Free(path="request_s", start=0.02),
+    ),
+)
+TRUE = put_in(FORM, (0.6, 60e-6, 0.01))
+
+
+def service(model: str, device: str, streams: int, **fields: object) -> MeasuredService:
+    """A row that a world of constants TRUE would have published."""
+    load = ServiceLoad(streams=streams, input_tokens=256, output_tokens=64)
+    row = MeasuredService(
+        stack="vllm", version="1", device=device, model=model, quant="bf16", tp=1, load=load, ttft_s=1.0, tpot_s=1.0
+    )
+    said = predicted_of(case_of(row), TRUE)
+    return replace(row, **{"ttft_s": said["ttft"], "tpot_s": said["tpot"], **fields})
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> list[MeasuredService]:
+    monkeypatch.setattr(truth, "SERVICE_FORMS", (FORM,))
+    models, devices = ("llama-3.1-8b", "qwen3-8b", "llama-3.2-3b"), ("h100-80gb-sxm", "a100-80gb-sxm")
+    return [service(model, device, streams) for model in models for device in devices for streams in (1, 8)]
+
+
+@pytest.mark.parametrize("held_out", ["model", "device"])
+def test_constants_that_made_the_rows_are_found_again(world: list[MeasuredService], held_out: str) -> None:
+    """The whole way: schedules, fit without the row's own, errors and their groups."""
+    judged = judge([case_of(row) for row in world], [], held_out=held_out)
+    assert len(judged) == 2 * len(world)
+    assert all(abs(one.error) < 0.06 for one in judged)
+    groups = summarise_services(judged, by=("measure", "device"))
+    assert [(one.by, one.group, one.rows) for one in groups][:3] == [
+        ("all", "all", 24),
+        ("measure", "tpot", 12),
+        ("measure", "ttft", 12),
+    ]
+    assert sum(one.rows for one in groups if one.by == "device") == 24
+
+
+def test_no_service_is_judged_by_a_fit_that_saw_its_model(world: list[MeasuredService]) -> None:
+    """Rows of one model made ten times slower must not change what is predicted for it."""
+
+    def said(rows: list[MeasuredService]) -> list[float]:
+        judged = judge([case_of(row) for row in rows], [], held_out="model")
+        return [one.predicted for one in judged if one.case.row.model == "qwen3-8b"]
+
+    slower = [replace(row, tpot_s=10 * (row.tpot_s or 0)) if row.model == "qwen3-8b" else row for row in world]
+    assert said(slower) == said(world)
+
+
+def test_intervals_come_from_other_models(world: list[MeasuredService]) -> None:
+    """A model that is wrong by a factor of three lies outside, and widens the intervals of the others, not its own."""
+    odd = [replace(row, tpot_s=3 * (row.tpot_s or 0)) if row.model == "qwen3-8b" else row for row in world]
+    judged = [one for one in judge([case_of(row) for row in odd], [], held_out="model") if one.measure == "tpot"]
+    assert not any(one.is_held for one in judged if one.case.row.model == "qwen3-8b")
+    for one in judged:
+        assert one.low <= one.predicted * 1.5
+        assert (one.high > 2 * one.predicted) == (one.case.row.model != "qwen3-8b")
+
+
+def row_of(**fields: object) -> dict[str, object]:
+    return {
+        "backend": "vllm", "backend_version": "1", "model_path": "openai/gpt-oss-120b", "system": "h100_sxm",
+        "precision": "fp4", "mode": "agg",
+        "isl": 1024, "osl": 512, "tp_size": 2, "pp_size": 1, "attention_dp_size": 1, "moe_tp_size": 2,
+        "moe_ep_size": 1, "silicon_ttft_ms": 50, "silicon_tpot_ms": 8, "measured": "2026-01-01", "concurrency": 16,
+    } | fields  # fmt: skip
+
+
+def read(*rows: dict[str, object]) -> tuple[list[MeasuredService], Counter[str]]:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(row_of()))
+    writer.writeheader()
+    writer.writerows(rows)
+    return read_deployments(text.getvalue())
+
+
+def test_rows_are_read_with_their_load_and_counted_by_reason() -> None:
+    other = row_of(silicon_tpot_ms=14, concurrency=8)
+    rows, left_out = read(
+        row_of(), row_of(), row_of(concurrency=8), other, row_of(mode="disagg"), row_of(concurrency=""),
+        row_of(attention_dp_size=4), row_of(model_path="nobody/unknown"), row_of(measured="", isl=2048),
+        row_of(backend="trtllm", tp_size=64, moe_tp_size=8, moe_ep_size=8),
+    )  # fmt: skip
+    assert [(one.stack, one.tp, one.load.spread, one.load.input_tokens) for one in rows] == [
+        ("vllm", 2, 0.8, 1024),
+        ("vllm", 2, 1.0, 2048),
+        ("tensorrt-llm", 8, 0.8, 1024),
+    ]
+    assert (rows[0].ttft_s, rows[0].tpot_s, rows[0].quant, rows[0].load.step_tokens) == (0.05, 0.008, "mxfp4", 8192)
+    assert rows[2].load.step_tokens == 20_000
+    assert sorted(left_out.values()) == [1, 1, 1, 1, 1, 2]
+    with pytest.raises(ConfigError, match="no column"):
+        read_deployments("a,b\n1,2\n")
+
+
+def test_the_shipped_rows_are_read() -> None:
+    rows, left_out = read_deployments(data_text("service_rows.csv"))
+    assert len(rows) > 2000
+    assert {row.stack for row in rows} == {"tensorrt-llm", "vllm", "sglang"}
+    assert sum(left_out.values()) < len(rows) / 2
