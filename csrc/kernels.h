@@ -93,12 +93,14 @@ using EmbedRow = void (*)(const void* row, Source source, int64_t n, float scale
 using SoftmaxRow = void (*)(float* x, int64_t n);
 // The largest of some numbers and the first place that holds it; NaN is no number.
 struct Best {
-  float value = __builtin_nanf("");
-  int32_t index = 0;
+  float value = 0.0f;
+  int32_t index = -1;  // nothing was seen yet
 
+  bool is_nan() const { return value != value; }
   bool is_before(const Best& other) const {
-    if (value == other.value) return index < other.index;
-    return value > other.value || (value == value && other.value != other.value);
+    if (index < 0 || other.index < 0) return index > other.index;
+    if (value == other.value || (is_nan() && other.is_nan())) return index < other.index;
+    return value > other.value || is_nan();
   }
 };
 // Goes on with x [n], whose places are first, first + 1, ... and lie behind all places seen before.
@@ -107,8 +109,8 @@ using FindBest = void (*)(const float* x, int64_t n, int64_t first, Best* best);
 // One token drawn from softmax(x / temperature): the first whose running sum of weights exceeds quantile * total.
 struct Drawn {
   int32_t index = 0;
-  float best = 0.0f;    // the largest logit; where it is not finite nothing was drawn
-  double total = 0.0;   // sum of exp((x - best) / temperature); NaN where x holds one
+  float best = 0.0f;    // the largest logit, NaN where x holds one; where it is not finite nothing was drawn
+  double total = 0.0;   // sum of exp((x - best) / temperature)
 };
 using DrawRow = void (*)(const float* x, int64_t n, float temperature, double quantile, Drawn* drawn);
 

@@ -96,22 +96,34 @@ static void softmax_row(float* x, int64_t n) {
   }
 }
 
-// A block's largest value first; its place is looked for only where that beats all before.
+// A block's largest value first; its place is looked for only where that beats all before. NaN beats every number.
 static void find_best(const float* x, int64_t n, int64_t first, Best* best) {
   constexpr int64_t kBlock = 2048;
   const float lowest = -__builtin_inff();
+  const F32 floor = set1(-1.0f);  // so that no sum is inf - inf
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t end = begin + kBlock < n ? begin + kBlock : n;
     F32 most[4] = {set1(lowest), set1(lowest), set1(lowest), set1(lowest)};
+    F32 numbers[4] = {zero(), zero(), zero(), zero()};  // NaN once the block held one
     int64_t i = begin;
     for (; i + 64 <= end; i += 64)
-      for (int64_t j = 0; j < 4; ++j) most[j] = max(load(x + i + 16 * j), most[j]);  // max(NaN, y) is y
-    float block = horizontal_max(max(max(most[0], most[1]), max(most[2], most[3])));
-    for (; i < end; ++i)
-      if (x[i] > block) block = x[i];
-    if (block <= best->value) continue;  // not so where best is still NaN
-    for (i = begin; i < end && x[i] != block;) ++i;
-    if (i < end) *best = {block, static_cast<int32_t>(first + i)};
+      for (int64_t j = 0; j < 4; ++j) {
+        const F32 values = load(x + i + 16 * j);
+        most[j] = max(values, most[j]);  // max(NaN, y) is y
+        numbers[j] = add(numbers[j], max(floor, values));
+      }
+    Best block{horizontal_max(max(max(most[0], most[1]), max(most[2], most[3])))};
+    float sum = horizontal_sum(add(add(numbers[0], numbers[1]), add(numbers[2], numbers[3])));
+    for (; i < end; ++i) {
+      if (x[i] > block.value) block.value = x[i];
+      if (x[i] != x[i]) sum = x[i];
+    }
+    if (sum != sum) block.value = sum;
+    block.index = static_cast<int32_t>(first + begin);
+    if (!block.is_before(*best)) continue;
+    for (i = begin; i < end && x[i] != block.value && x[i] == x[i];) ++i;
+    block.index = static_cast<int32_t>(first + i);
+    *best = block;
   }
 }
 

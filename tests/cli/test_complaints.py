@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from diptych.ground.clock import MonotonicClock, sleep_s
+
 RUN = [sys.executable, "-m", "diptych"]
+CLOCK = MonotonicClock()
 FULL = Path("/dev/full")
 PLAN = ("plan", "llama-3.1-8b", "--hardware", "h100-80gb-sxm")
 
@@ -96,6 +99,50 @@ def test_ctrl_c_in_generate_reports_what_there_was() -> None:
     assert "decode" in err
 
 
+def test_ctrl_c_in_the_lab_keeps_what_was_finished(tmp_path: Path) -> None:
+    """A real signal within an experiment: a report of those before it, a word on resuming, and a run that does so."""
+    command = ("lab", "--longest-tokens", "128", "--repeat", "2", "-o", str(tmp_path), "--only", "kv-cache")
+    assert run(*command, "--budget", "0", stdout=subprocess.PIPE).returncode == 0
+    saved = tmp_path / "kv-cache.json"
+    saved.write_text(saved.read_text().replace('"is_noisy": true', '"is_noisy": false'))  # else it is measured again
+    (tmp_path / "results.json").unlink()
+    with subprocess.Popen(
+        [*RUN, *command, "--only", "decode-position", "--budget", "600"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        deadline_s = CLOCK.now_s() + 200
+        while not (tmp_path / "results.json").exists():  # written when kv-cache was taken over
+            assert process.poll() is None
+            assert CLOCK.now_s() < deadline_s
+            sleep_s(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "stopped by Ctrl-C: 1 of 2 experiments are finished" in err
+    assert "the same command goes on from there" in err
+    assert "Traceback" not in err
+    assert "kv-cache" in (tmp_path / "report.html").read_text()
+    assert not (tmp_path / "decode-position.json").exists()
+    again = run(*command, "--only", "decode-position", "--budget", "0", stdout=subprocess.PIPE)
+    assert again.returncode == 0
+    assert "1 of 2 results were found" in again.stderr
+    assert (tmp_path / "decode-position.json").exists()
+
+
+def test_options_are_checked_before_standard_input_is_read() -> None:
+    """`generate - --temperature nan` waited for the end of a standard input that nobody closed."""
+    with subprocess.Popen(
+        [*RUN, "generate", "-", "--temperature", "nan"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.wait(timeout=60) == 2
+        finally:
+            process.kill()
+        assert process.stderr is not None
+        assert "temperature is nan" in process.stderr.read()
+
+
 def test_chat_reports_no_cold_start() -> None:
     """The third turn's report said 64.4 ms "from a cold start" for 3.8: the loading was counted in each."""
     done = run("chat", "--max-tokens", "4", stdout=subprocess.PIPE, input="hi\nhi\n/report\n")
@@ -121,11 +168,13 @@ def test_messages_lead_on(arguments: tuple[str, ...], message: str) -> None:
     assert "ConnectError" not in done.stderr
 
 
-def test_a_gguf_file_is_named_as_one(tmp_path: Path) -> None:
-    """To be told of "a folder" does not say that no folder would help."""
+def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """Whatever it is called; to be told of "a folder" would not help."""
     file = tmp_path / "model.bin"
     file.write_bytes(b"GGUF\x03\x00\x00\x00")
-    assert "is a GGUF file" in run("generate", "hi", "-m", str(file), stdout=subprocess.PIPE).stderr
+    done = run("generate", "hi", "-m", str(file), stdout=subprocess.PIPE)
+    assert done.returncode == 2
+    assert "reaches to byte 16; the file has 8" in done.stderr
 
 
 @pytest.mark.native

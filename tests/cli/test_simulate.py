@@ -77,6 +77,29 @@ def test_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_steps_are_the_live_page_s_feed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hello, then frames whose steps and tokens add up to what the engine did; nothing else changes."""
+    file = tmp_path / "steps.txt"
+    load = ["--rate", "4/s", "--requests", "30"]
+    with_film, without = (answer(capsys, *load, *more) for more in (["--steps", str(file)], []))
+    assert with_film == without
+    events = [json.loads(line.removeprefix("data: ")) for line in file.read_text().split("\n\n") if line]
+    hello, *frames = events
+    assert (hello["kind"], hello["model"]) == ("hello", "llama-3.1-8b")
+    assert [one["now_s"] for one in frames] == sorted(one["now_s"] for one in frames)
+    steps = [step for frame in frames for step in frame["steps"]]
+    assert 0 < len(steps) <= with_film["n_steps"]  # type: ignore[operator]
+    assert sum(step["d"] for step in steps) == sum(frame["decode_tokens"] for frame in frames)
+    last = frames[-1]["totals"]
+    assert last["output_tokens"] == with_film["output_tokens"]
+    assert last["finished"]["length"] == 30
+    assert frames[-1]["requests"] == []
+    assert "cannot write" in complaint(capsys, *load, "--steps", "/nowhere/steps.txt")
+    assert "steps are written of one alone" in complaint(
+        capsys, *load, "--engines", "2", "--cells", "2", "--steps", str(file)
+    )
+
+
 def test_users_are_a_load(capsys: pytest.CaptureFixture[str]) -> None:
     """Their conversations share the system prompt and their own history."""
     found = answer(
@@ -84,6 +107,26 @@ def test_users_are_a_load(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert found["n_complete"] == 30
     assert float(str(found["prefix_hit_tokens"])) > 25 * 320
+
+
+def test_two_pools_are_a_service(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each pool has its own lines; what went over the link is counted in prompts, bytes and time."""
+    pools = ["--engines", "2", "--prefill-hardware", "l40s", "--prefill-engines", "2", "--link", "50GB/s,10us"]
+    load = ["--rate", "8/s", "--requests", "40", "--local-prefill", "0s"]
+    found = answer(capsys, *pools, *load)
+    assert found["n_sent"] == found["n_complete"] == 40
+    assert len(found["pools"]) == 2  # type: ignore[arg-type]
+    app([*SERVICE, *pools, *load])
+    page = capsys.readouterr().out
+    for words in (
+        "decode on 2 engines",
+        "prefill on 2 engines",
+        "link: 50 GB/s",
+        "40 prompts handed over",
+        "prefill pool:",
+    ):
+        assert words in page
+    assert answer(capsys, *pools, *load, "--cells", "2")["n_complete"] == 40
 
 
 @pytest.mark.parametrize(
@@ -94,6 +137,7 @@ def test_users_are_a_load(capsys: pytest.CaptureFixture[str]) -> None:
         (mooncake(0, input_length=-1), "its prompt has -1 tokens; it must be from 0 to 2147483647"),
         (mooncake(0, output_length=10**12), "its answer has 1000000000000 tokens"),
         (mooncake(0, input_length=float("inf")), "line 1 cannot be read"),
+        (mooncake(0, input_length=2_000_000_000), "request 0 has a prompt of 2000000000 tokens; at most 16777216"),
         ("{]\n", "line 1 cannot be read"),
         ('{"core": 1}\n', "line 1 cannot be read"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "has 0 requests; a trace needs at least 1"),
@@ -127,6 +171,19 @@ def test_a_damaged_trace_is_told_by_line(
         (["--trace", "/nowhere/t.csv"], "cannot read the trace /nowhere/t.csv: No such file"),
         (["--rate", "1/s", "--tp", "3"], "3"),
         (["--rate", "1/s", "--seed", "1", "--router", "luck"], "router is 'luck'"),
+        (["--rate", "1/s", "--link", "50GB/s"], "--link is of a pool that prefills"),
+        (["--rate", "1/s", "--prefill-engines", "2"], "--prefill-engines is of a pool that prefills"),
+        (["--rate", "1/s", "--prefill-hardware", "l40s"], "two pools need a link"),
+        (["--rate", "1/s", "--prefill-hardware", "l40s", "--link", "400Gb/s"], "cannot read the link '400Gb/s'"),
+        (["--rate", "1/s", "--prefill-hardware", "l40s", "--link", "0GB/s"], "the link carries 0 bytes a second"),
+        (["--rate", "1/s", "--prefill-hardware", "toaster", "--link", "1GB/s"], "toaster"),
+        (["--rate", "1/s", "--prefill-hardware", "l40s", "--link", "1GB/s", "--prefill-engines", "0"], "engines is 0"),
+        (["--rate", "1/s", "--cells", "3", "--engines", "4"], "4 engines cannot be divided into 3 cells"),
+        (["--rate", "1/s", "--cells", "0"], "cannot be dealt to 0 cells"),
+        (["--rate", "1/s", "--cells", "2", "--engines", "2", "--processes", "0"], "processes is 0"),
+        (["--rate", "1/s", "--prompt", "1:99999999999"], "a prompt may have 99999999999 tokens; at most 16777216"),
+        (["--users", "3", "--shared-prefix", "99999999999"], "at most 16777216 can be simulated"),
+        (["--users", "3", "--turns", "100000000"], "turns is 100000000"),
     ],
 )
 def test_impossible_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

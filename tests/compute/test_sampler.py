@@ -41,7 +41,7 @@ def drawing(request: pytest.FixtureRequest) -> Drawing:
 def native_drawing() -> Drawing:
     """A native model's weights, without the model."""
     native = SimpleNamespace(program=cpu_kernels._cpu.Program(cpu_kernels.instruction_sets()[0], 2))
-    return SimpleNamespace(argmax=PlainDrawing().argmax, weigh=partial(CpuModel.weigh, native))
+    return SimpleNamespace(argmax=partial(CpuModel.argmax, native), weigh=partial(CpuModel.weigh, native))
 
 
 def started(
@@ -311,6 +311,16 @@ def test_logits_that_are_not_numbers_fail_their_own_row_alone(options, drawing):
     assert "the largest logit is nan" in second.message
     alone = started(drawing=drawing, **options).sample(good, [1], [4])[0]
     assert first == third == alone
+
+
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"min_tokens": 4, "stop_token_ids": (516,)}, {"logprobs": 2}])
+def test_a_nan_anywhere_in_a_wide_row_fails_it(options, drawing):
+    """One behind the last whole block, or at a masked token, was passed over: the others were drawn from."""
+    bad = torch.zeros(1, 517)
+    bad[0, 516] = math.nan
+    sampler = Sampler(517, drawing=drawing)
+    sampler.begin(start(**options))
+    assert isinstance(sampler.sample(bad, [1], [4])[0], SequenceError)
 
 
 def test_a_row_that_meets_a_bug_of_ours_is_the_error_of_its_sequence(caplog):

@@ -215,7 +215,8 @@ class Referee:
         if 0 < n_decode < len(plan.chunks):
             self.n_mixed += 1
             is_least = n_decode == len(plan.chunks) - 1 and prefill_tokens(plan) <= MIN_PREFILL_TOKENS
-            if config.stall_budget_s is not None and toy_seconds(plan.shape) > config.stall_budget_s:
+            is_priced = config.stall_budget_s is not None and self.core._scheduler.predict_s is not None
+            if is_priced and toy_seconds(plan.shape) > config.stall_budget_s:
                 assert is_least, "more than the smallest chunk over the stall budget"
 
     def check_drafts(self, plan) -> None:
@@ -322,6 +323,7 @@ def test_speculation_changes_no_answer_in_random_worlds(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # half a minute alone; others may be using the cores
 @pytest.mark.parametrize("shard", range(10))
 def test_speculation_changes_no_answer_in_ten_thousand_worlds(shard, monkeypatch):
     """The same for many more."""

@@ -15,7 +15,7 @@ from tests.engine.conftest import tiny_config
 from diptych.engine.llm import LLM, AsyncLLM, RequestHandle
 from diptych.engine.load import LoadedModel
 from diptych.engine.phases import TwoPhase
-from diptych.ground.errors import ConfigError, RequestError
+from diptych.ground.errors import ConfigError, LoadError, RequestError
 from diptych.ground.request import SamplingParams, StructuredSpec
 
 GREEDY = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
@@ -175,3 +175,12 @@ def test_settings_that_cannot_be_followed_are_refused(loaded: LoadedModel, kind:
     with pytest.raises(ConfigError, match="did you mean max_context_tokens"):
         kind(loaded, max_context_token=64)
     assert kind(loaded, tiny_config(), max_context_tokens=64) is not None
+
+
+@pytest.mark.parametrize(
+    "model", ["", "\0", "a\0b", "a" * 5000, "\ud800", "~no-such-user/x", None, 5, b"bundled", ["bundled"]]
+)
+def test_what_is_no_models_name_is_refused_as_such(model: object) -> None:
+    """`LLM("")` blamed ".", `LLM(None)` asked the hub for a model of that name, and long names ended in a raw OSError."""
+    with pytest.raises((ConfigError, LoadError), match=r"model is .*; it must be"):
+        LLM(model)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.conftest import tiny_config
 
+from diptych.compute.quant import CHECKSUMS, checksum
 from diptych.engine.load import LoadedModel
 from diptych.engine.phases import FORMAT, TwoPhase
 from diptych.ground.errors import CapacityError, LoadError, PromptTooLong, RequestError
@@ -114,11 +116,61 @@ def test_a_state_of_wrong_shapes_is_refused_and_takes_no_block(
         del tensors[name]
     else:
         tensors[name] = bad
-    save_file(tensors, path, metadata={"format": FORMAT, "revision": phases.model.revision})
+    sums = json.dumps({name: checksum(tensor) for name, tensor in tensors.items()})
+    save_file(tensors, path, metadata={"format": FORMAT, "revision": phases.model.revision, CHECKSUMS: sums})
     free_before = len(phases._free_block_ids)
     with pytest.raises(LoadError):
         phases.load_state(path)
     assert len(phases._free_block_ids) == free_before
+
+
+def test_a_flipped_bit_in_a_saved_state_is_refused(phases: TwoPhase, tmp_path: Path) -> None:
+    """It was loaded and decoded: a wrong answer without a word."""
+    path = tmp_path / "state.safetensors"
+    phases.save(phases.prefill(TOKENS), path)
+    whole = path.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    free_before = len(phases._free_block_ids)
+    for place in range(begin, len(whole), (len(whole) - begin) // 40):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(LoadError, match="checksum"):
+            phases.load_state(path)
+    assert len(phases._free_block_ids) == free_before
+    path.write_bytes(whole.replace(b"xxh3_64", b"xxh3_46"))
+    with pytest.raises(LoadError, match="no list of checksums"):
+        phases.load_state(path)
+    path.write_bytes(whole)
+    phases.load_state(path)
+
+
+def test_a_freed_or_foreign_state_is_refused(phases: TwoPhase, tmp_path: Path) -> None:
+    """A freed state went on from an empty cache, with the logits of a prompt that it no longer held."""
+    state = phases.prefill(TOKENS)
+    verbs = [
+        phases.decode, phases.fork, lambda one: phases.extend(one, [1]), lambda one: phases.truncate(one, 1),
+        lambda one: phases.keys_values(one, 0), lambda one: phases.save(one, tmp_path / "state"),
+    ]  # fmt: skip
+    other = TwoPhase(phases.loaded, tiny_config())
+    for verb in [*verbs, phases.free]:
+        with pytest.raises(RequestError, match="another TwoPhase"):
+            verb(other.prefill(TOKENS))
+    phases.free(state)
+    for verb in verbs:
+        with pytest.raises(RequestError, match="was freed"):
+            verb(state)
+    phases.free(state)
+    assert len(phases._free_block_ids) == phases.kv.n_blocks
+
+
+@pytest.mark.parametrize("bad", [1.5, "a", None, True, [1], -1, 10**30])
+def test_numbers_of_wrong_kinds_are_refused_by_name(phases: TwoPhase, bad: object) -> None:
+    """They ended in a raw TypeError, half-way."""
+    state = phases.prefill(TOKENS)
+    with pytest.raises(RequestError, match="n_tokens is"):
+        phases.truncate(state, bad)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="layer is"):
+        phases.keys_values(state, bad)  # type: ignore[arg-type]
+    assert state.token_ids == TOKENS
 
 
 def test_bad_input_names_the_limit(phases: TwoPhase) -> None:

@@ -8,12 +8,13 @@ import psutil
 import pytest
 import torch
 
+from diptych.compute.weights import Checkpoint
 from diptych.cost.places import MAX_PLACES, MAX_STEP_S, places
 from diptych.engine import memory
 from diptych.engine.load import load, make_engine, size_pool
-from diptych.engine.memory import memory_of
-from diptych.ground.config import EngineConfig, SchedulerConfig
-from diptych.ground.errors import CapacityError
+from diptych.engine.memory import Memory, memory_of
+from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
+from diptych.ground.errors import CapacityError, ConfigError
 
 CPU = torch.device("cpu")
 
@@ -50,6 +51,46 @@ def test_more_kv_memory_than_there_is_is_refused_with_what_fits() -> None:
     assert str(asked) in caught.value.message
     assert str(memory_of(CPU).total_bytes) in caught.value.message
     assert "at most 4096" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=pytest.mark.native)])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_too_much_kv_memory_is_refused_before_the_weights_are_read(
+    backend: str, kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took minutes of loading to hear it. What is said of tokens is what the loaded model would say."""
+    if backend == "torch" and kv == "int8":
+        pytest.skip("the torch backend has no int8 cache")
+    compute = ComputeConfig(backend=backend, kv=kv, weights="bf16", threads=1)
+    model = load("bundled", EngineConfig(compute=compute)).model
+    too_much = EngineConfig(compute=compute, kv_memory_bytes=2**50)
+    gigabyte = Memory(2**31, 2**30)
+    monkeypatch.setattr("diptych.engine.load.memory_of", lambda device: gigabyte)
+    with pytest.raises(CapacityError) as late:
+        size_pool(model, too_much)
+
+    def read(self: Checkpoint, name: str) -> torch.Tensor:
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+    with pytest.raises(CapacityError) as early:
+        load("bundled", too_much)
+    assert early.value.message == late.value.message
+    largest = 2**30 // model.kv_bytes_per_block(32) * 32
+    assert f"of the {2**31} bytes of memory here {2**30} are free, which hold at most {largest} tokens" in str(
+        early.value
+    )
+    with pytest.raises(ConfigError, match="max_context_tokens is 100000"):
+        load("bundled", EngineConfig(compute=compute, max_context_tokens=100_000))
+
+
+@pytest.mark.parametrize("kv_memory_bytes", [1, 1000])
+def test_memory_for_no_block_is_told_in_bytes(kv_memory_bytes: int) -> None:
+    """The hint was to ask for a context of at most 0 tokens."""
+    with pytest.raises(CapacityError) as caught:
+        load("bundled", EngineConfig(kv_memory_bytes=kv_memory_bytes))
+    assert "at most 0" not in (caught.value.hint or "")
+    assert "a block of 32 tokens has 98304 bytes" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -102,7 +102,7 @@ def test_no_field_takes_anything_strange(name: str) -> None:
     ("values", "message"),
     [
         ({"stop": [1]}, "stop has the entry 1"),
-        ({"stop": b"END"}, "stop is b'END'"),
+        ({"stop": b"END"}, "stop is b.END.; it must be a string or a list of strings"),
         ({"stop": ""}, "stop has 0 characters"),
         ({"stop": "\ud800"}, "lone surrogate"),
         ({"stop": "é" * 200}, "400 bytes"),

@@ -103,6 +103,7 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "turns whole heads"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "warp": 3}}, "warp"),
+        ("llama", {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 64}}, "factor in .* is None"),
         ("llama", {"num_local_experts": 4}, "num_local_experts"),
         ("llama", {"sliding_window": 4096}, "sliding_window"),
         ("llama", {"layer_types": ["linear_attention"] * 4}, "layer_types"),

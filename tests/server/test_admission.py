@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import resource
 from contextlib import suppress
 
 import pytest
 
+from diptych.ground.errors import ConfigError
 from diptych.server.admission import BURST_S, MAX_RETRY_S, MIN_QUEUE_S, OVERLOAD_S, Admission, Backlog
+from diptych.server.config import FILES_KEPT, MOST_OPEN_REQUESTS, open_requests_limit
 from diptych.server.errors import ApiError
 
 
@@ -204,3 +207,26 @@ def test_a_flood_costs_one_burst_and_then_the_admitted_wait_as_at_normal_load(
     assert 0.8 * lasted_s * capacity_per_s <= len(flooded_s) <= 10_000
     limit_s = max(2.0 * normal_s[len(normal_s) * 99 // 100], MIN_QUEUE_S + read_s)
     assert sum(wait_s > limit_s for wait_s in flooded_s) <= 64 + BURST_S * capacity_per_s
+
+
+def test_no_more_requests_are_open_than_there_are_files_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 150 files the 136th stream was reset without a word, and so was /health."""
+    limits, raised = [(256, 512)], []
+
+    def set_limit(_: int, wanted: tuple[int, int]) -> None:
+        raised.append(wanted)
+        limits[0] = wanted
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[0])
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    assert open_requests_limit(100) == 100
+    assert raised == []
+    assert open_requests_limit(300) == 300
+    assert open_requests_limit(None) == 512 - FILES_KEPT
+    assert raised == [(428, 512), (512, 512)]
+    with pytest.raises(
+        ConfigError, match=r"max_open_requests is 1000; this process may open 512 files, enough for 384"
+    ):
+        open_requests_limit(1000)
+    limits[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert open_requests_limit(None) == MOST_OPEN_REQUESTS

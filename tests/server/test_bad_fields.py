@@ -9,7 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.server.schema import Body, ChatBody, CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
+from diptych.server.messages.body import MessagesBody
+from diptych.server.responses.body import ResponsesBody
+from diptych.server.schema import Body, ChatBody, CompletionBody
+from diptych.server.text_bodies import DetokenizeBody, TemplateBody, TokenizeBody
 from server_process import ServerProcess, events_of
 
 STREAM = {"prompt": "A long story:", "max_tokens": 900, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -18,6 +21,8 @@ ROUTES: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "/v1/chat/completions": (ChatBody, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
     "/tokenize": (TokenizeBody, {"prompt": "Hi"}),
     "/detokenize": (DetokenizeBody, {"tokens": [1, 2]}),
+    "/v1/messages": (MessagesBody, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+    "/v1/responses": (ResponsesBody, {"input": "Hi", "max_output_tokens": 2}),
     "/apply-template": (TemplateBody, {"messages": [{"role": "user", "content": "Hi"}]}),
 }
 # as JSON text, because Python's encoder would not write some of them

@@ -26,6 +26,7 @@ from diptych.server.telemetry import LiveHistogram, Telemetry
 
 GOLDEN = Path(__file__).with_name("metrics.golden.txt")
 MODEL = ServedModel(
+    fingerprint=None,
     name="tiny",
     backend="cpu",
     weights="int8",

@@ -25,15 +25,30 @@ MAX_OUTPUT_TOKENS = 3
 TIMEOUT_S = 900
 
 
-def tamed(body: object) -> object:
+# routes that generate -> what they call the limit of an answer
+LIMITS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+
+
+def tamed(body: object, limit: str) -> object:
     """The same body, but short in what it makes the model write: what is tried here is the door, not the engine."""
     if not isinstance(body, dict):
         return body
-    n_max = body.get("max_tokens")
+    if limit == "max_output_tokens" and isinstance(body.get("previous_response_id"), str):
+        body = {
+            **body,
+            "previous_response_id": None,
+            "input": body.get("input") or "Hi",
+        }  # a made-up id is never stored
+    n_max = body.get(limit)
     if n_max is None:
-        return body | {"max_tokens": MAX_OUTPUT_TOKENS}
+        return body | {limit: MAX_OUTPUT_TOKENS}
     is_number = isinstance(n_max, int) and not isinstance(n_max, bool)
-    return body | {"max_tokens": min(n_max, MAX_OUTPUT_TOKENS)} if is_number else body
+    return body | {limit: min(n_max, MAX_OUTPUT_TOKENS)} if is_number else body
 
 
 def try_operation(
@@ -52,14 +67,17 @@ def try_operation(
     )
     @given(case=operation.as_strategy(mode))
     def send(case: schemathesis.Case) -> None:
-        if operation.path in ("/v1/completions", "/v1/chat/completions"):
-            case.body = tamed(case.body)
+        limit = LIMITS.get(operation.path.removesuffix("/input_tokens"))
+        if limit is not None:
+            case.body = tamed(case.body, limit)
         answer = case.call(base_url=url, session=session, timeout=TIMEOUT_S)
         counts[answer.status_code] += 1
         assert answer.status_code < 500, (case.as_curl_command(), answer.text)
         assert answer.status_code != 422
         if answer.status_code >= 400:
-            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+            is_anthropic = operation.path.startswith("/v1/messages")
+            shape = {"type", "message"} if is_anthropic else {"message", "type", "param", "code"}
+            assert set(answer.json()["error"]) == shape
 
     send()
     return counts
@@ -85,7 +103,8 @@ def try_operations(server: ServerProcess, *, examples: int, mode: GenerationMode
 def check_modes(server: ServerProcess, *, examples: int) -> None:
     good = try_operations(server, examples=examples, mode=GenerationMode.POSITIVE)
     bad = try_operations(server, examples=examples, mode=GenerationMode.NEGATIVE)
-    for route in ("POST /v1/completions", "POST /v1/chat/completions", "POST /tokenize", "POST /apply-template"):
+    texts = ("/tokenize", "/apply-template", "/v1/responses/input_tokens", "/v1/messages/count_tokens")
+    for route in (f"POST {path}" for path in (*LIMITS, *texts)):
         assert good[route][200] > 0, (route, good[route])
         assert bad[route][400] > 0, (route, bad[route])
     server.wait_idle(TIMEOUT_S)

@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.doctor import app as doctor
+from diptych.cli.simulate import app as simulate
 from server_process import ServerProcess
 
 CHROMIUM = next(
@@ -186,3 +187,28 @@ def test_refusals_are_seen_on_the_page_and_by_the_doctor(browser: object) -> Non
         told = CliRunner().invoke(doctor, ["--url", server.url]).output
         assert "refusals: overload" in told
         assert "1 requests were refused (503)" in told
+
+
+@pytest.mark.browser
+@needs_browser
+def test_simulated_steps_are_seen_as_a_server_s(server: ServerProcess, browser: object, tmp_path: Path) -> None:
+    """The page that shows what happened shows what would happen: the file of `diptych simulate --steps`."""
+    wait = pytest.importorskip("playwright.sync_api").expect
+    file = tmp_path / "steps.txt"
+    simulate(["llama-3.1-8b", "-d", "l40s", "--rate", "9/s", "--requests", "6", "--output", "9", "--steps", str(file)])
+    page = browser.new_page()  # type: ignore[attr-defined]
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    try:
+        page.goto(f"{server.url}/")
+        wait(page.locator("#status")).to_have_text("live", timeout=60_000)
+        page.set_input_files("#open", str(file))
+        wait(page.locator("#model")).to_contain_text("simulated, l40s", timeout=60_000)
+        wait(page.locator("#status")).to_have_text("steps.txt, at its end", timeout=60_000)
+        wait(page.locator("#requests tbody tr").first).to_be_visible(timeout=60_000)
+        page.screenshot(
+            path=Path(os.environ.get("DIPTYCH_SCREENSHOTS", tmp_path)) / "page-simulated.png", timeout=90_000
+        )
+        assert problems == []
+    finally:
+        page.close()

@@ -17,7 +17,8 @@ from diptych.ground.errors import (
 from diptych.server.config import ServerConfig
 from diptych.server.door import parse
 from diptych.server.errors import ApiError, error_body, error_response, from_engine_error
-from diptych.server.schema import Body, ChatBody, CompletionBody, TokenizeBody, depth_of
+from diptych.server.schema import Body, ChatBody, CompletionBody, depth_of
+from diptych.server.text_bodies import TokenizeBody
 
 USER = {"role": "user", "content": "hi"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 
@@ -51,6 +52,22 @@ def test_only_names_of_this_machine_are_answered_to(http: httpx.Client, host: st
             assert answer.status_code == 403
             assert answer.json()["error"]["code"] == "host_not_allowed"
             assert "--allowed-host" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status", "code"),
+    [("GET /v1/models HTTP/1.0", b"200", None), ("GET /v1/models HTTP/1.1", b"400", "no_host")],
+)
+def test_a_request_without_host_is_a_programs(
+    server: ServerProcess, request_line: str, status: bytes, code: str | None
+) -> None:
+    """Both were told that the host '' is not allowed; every browser names its host."""
+    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+        connection.sendall(f"{request_line}\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.split(b" ")[1] == status
+    assert json.loads(body).get("error", {}).get("code") == code
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example.com", "http://localhost:1", "null", "file://"])

@@ -74,7 +74,15 @@ def test_oversize_bodies_headers_and_broken_requests_are_refused(server: ServerP
         in raw_exchange(server, post(b"{}", headers="".join(f"X-{i}: {'y' * 1000}\r\n" for i in range(100))))[:40]
     )
     assert b" 431 " in raw_exchange(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 400_000)[:40]
-    assert b" 400 " in raw_exchange(server, b"\x00\x01\x02 nonsense\r\n\r\n")[:40]
+    for nonsense in (
+        b"\x00\x01\x02 nonsense\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n",
+        b"{}\r\n",
+    ):
+        head, _, body = raw_exchange(server, nonsense).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n"), nonsense
+        assert json.loads(body)["error"]["code"] == "invalid_http"  # it was plain text, which no client reads
     for raw in (b'{"prompt":"\xff\xfe"}', b"{", b"[]", b'{"prompt":"\\ud800"}', b"\xef\xbb\xbf{}"):
         answer = http.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
         assert answer.status_code == 400
@@ -358,6 +366,42 @@ def test_half_closed_sockets_slow_writers_and_silent_readers(server: ServerProce
 
 
 @pytest.mark.usefixtures("answer_before")
+def test_nonsense_behind_a_request_does_not_become_part_of_its_answer(server: ServerProcess) -> None:
+    """A 400 with its headers was written into the middle of the stream."""
+    body = json.dumps({**PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}).encode()
+    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+        connection.sendall(post(body))
+        received = connection.recv(65536)
+        while received.count(b"data: ") < 3:
+            received += connection.recv(65536)
+        connection.sendall(b"\x00\x01 nonsense\r\n\r\n")
+        while part := connection.recv(65536):
+            received += part
+    assert received.count(b"HTTP/1.1") == 1
+    assert b"[DONE]" not in received
+
+
+@pytest.mark.usefixtures("answer_before")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompts_go_in_costs_no_more_steps(server: ServerProcess, stream: bool) -> None:
+    """Of many prompts in one body each waited for a step, and nobody looked whether the client was still there."""
+    prompts = [[number, *range(4, 3000)] for number in range(4, 68)]
+    body = json.dumps(
+        {"prompt": prompts, "max_tokens": 900, "ignore_eos": True, "stream": stream, "cache_salt": str(stream)}
+    )
+    before = server.metric("diptych_prompt_tokens_total")  # of prompts that the engine took, read or not
+    with socket.create_connection((server.host, server.port), timeout=30) as connection:
+        connection.sendall(post(body.encode()))
+        deadline_s = CLOCK.now_s() + 60
+        while server.metric("diptych_sequences_running") == 0:
+            assert CLOCK.now_s() < deadline_s
+            sleep_s(0.01)
+    server.wait_idle()
+    taken = server.metric("diptych_prompt_tokens_total") - before
+    assert 0 < taken < 32 * 3000
+
+
+@pytest.mark.usefixtures("answer_before")
 def test_three_hundred_clients_killed_at_once_leave_nothing_behind(server: ServerProcess) -> None:
     aborted = server.metric("vllm:request_success_total")
     connections = []
@@ -391,7 +435,9 @@ def test_every_route_needs_the_key_but_health_and_ready(guarded: ServerProcess) 
                 assert answer.status_code == 200
             else:
                 assert answer.status_code == 401, (method, path, headers)
-                assert answer.json()["error"]["code"] == "invalid_api_key"
+                error = answer.json()["error"]
+                assert error.get("code", "invalid_api_key") == "invalid_api_key"
+                assert error["type"] == "authentication_error"
     assert httpx.get(f"{guarded.url}/", auth=("anyone", KEY)).status_code == 200  # a browser asks for it this way
     assert guarded.openai().models.list().data
 

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("diptych.cli.serve", "serve a model over HTTP, OpenAI-compatible"),
     "bench": ("diptych.cli.bench", "measure prefill and decode against the machine's ceilings"),
     "plan": ("diptych.cli.plan", "predict both phases for a model on a device"),
+    "inspect": ("diptych.cli.inspect", "say what a model's files hold, and the memory and time it will need"),
     "simulate": ("diptych.cli.simulate", "serve a load on paper: the scheduler, with predicted step times"),
     "lab": ("diptych.cli.lab", "run the experiments on the two phases and write a report"),
     "explain": ("diptych.cli.explain", "say where a prompt's tokens and its time to first token come from"),

@@ -9,6 +9,7 @@ import typer
 
 from diptych.cli import options
 from diptych.cli.options import console, engine_config, interrupts, loading_bar, sampling_params, tell_room
+from diptych.cli.prompt_bar import PromptBar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM
@@ -87,14 +88,16 @@ class Conversation:
         end_listening = self._llm.engine.listen(observer)
 
         def on_delta(_: int, delta: OutputDelta) -> None:
+            bar.close()
             written.append(delta.text)
             sys.stdout.write(delta.text)
             sys.stdout.flush()
 
         try:
             prompt = self._llm.render(self._messages, kwargs={"enable_thinking": self._think})
-            tell_room(self._llm, len(prompt.token_ids), self._sampling)
-            with interrupts() as is_interrupted:
+            prompt_tokens = len(prompt.token_ids)
+            tell_room(self._llm, prompt_tokens, self._sampling)
+            with interrupts() as is_interrupted, PromptBar(self._llm.engine, prompt_tokens, console=console) as bar:
                 done = self._llm.generate([prompt], self._sampling, on_delta=on_delta, is_cancelled=is_interrupted)[0]
                 if done.error is not None:
                     raise done.error

@@ -27,7 +27,7 @@ from diptych.insight.segments import cover
 from diptych.server.door import parse
 from diptych.server.errors import ApiError
 from diptych.server.reader import message_dicts, tool_dicts
-from diptych.server.schema import TemplateBody
+from diptych.server.text_bodies import TemplateBody
 
 app = typer.Typer(add_completion=False)
 TIMEOUT_S = 600.0

@@ -12,6 +12,7 @@ import typer
 
 from diptych.cli import INTERRUPTED, options
 from diptych.cli.options import console, engine_config, interrupts, loading_bar, read_prompt, sampling_params, tell_room
+from diptych.cli.prompt_bar import PromptBar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
@@ -40,28 +41,31 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
     """Write the continuation of PROMPT and report both phases."""
-    text = read_prompt(prompt, prompt_file)
     config = engine_config(max_running_sequences=max(n, 1), **engine)
     sampling = sampling_params(
         max_tokens=max_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         ignore_eos=ignore_eos, n=n, **drawing,
     )  # fmt: skip
+    text = read_prompt(prompt, prompt_file)  # behind the options: standard input may take its time
     with loading_bar(f"loading {model}") as progress:
         llm = LLM(model, config, progress=progress)
     asked = llm.render([{"role": "user", "content": text}]) if chat else llm.loaded.tokenizer.encode(text)
-    tell_room(llm, len(asked if isinstance(asked, list) else asked.token_ids), sampling)
+    prompt_tokens = len(asked if isinstance(asked, list) else asked.token_ids)
+    tell_room(llm, prompt_tokens, sampling)
     streams = n == 1 and not as_json
     before = [text] if streams and not chat else []
 
     def write(_: int, delta: OutputDelta) -> None:
+        bar.close()
         while before:  # once the prompt was taken: one that is refused may be a megabyte long
             _write(before.pop())
         _write(delta.text)
 
     observer = PhaseObserver()
     llm.engine.listen(observer)
-    with interrupts() as is_interrupted:
+    with interrupts() as is_interrupted, PromptBar(llm.engine, prompt_tokens, console=console) as bar:
         done = llm.generate([asked], sampling, on_delta=write if streams else None, is_cancelled=is_interrupted)[0]
+        bar.close()
         _tell(llm, observer, done, as_json=as_json, streams=streams, quiet=quiet)
         if is_interrupted():
             raise typer.Exit(INTERRUPTED)

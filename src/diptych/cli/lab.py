@@ -89,11 +89,20 @@ def lab(
             if shape is None:
                 console.print(f"--shape {BUNDLED_SHAPE} (random weights) goes to any length", style="dim")
         run = LabRun(stage, out)
+        finished: list[str] = []
+
+        def tell(experiment: Experiment, outcome: Outcome) -> None:
+            finished.append(experiment.name)
+            _print(experiment, outcome)
+
         try:
-            page = run.run(experiments, on_result=_print)
+            page = run.run(experiments, on_result=tell)
         except KeyboardInterrupt:
             console.print(
-                f"stopped; what was measured is in {out}: the same command goes on from there", soft_wrap=True
+                f"stopped by Ctrl-C: {len(finished)} of {len(experiments)} experiments are finished"
+                + (f" and in {out / 'report.html'}" if finished else "")
+                + "; the same command goes on from there",
+                soft_wrap=True,
             )
             raise
     if run.kept:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # doctor needs options, and no tensor library
     from diptych.engine.llm import LLM
     from diptych.engine.load import Progress as ProgressCall
 
-Model = Annotated[str, typer.Option("--model", "-m", help="'bundled', a checkpoint folder, or a hub name")]
+Model = Annotated[str, typer.Option("--model", "-m", help="'bundled', a checkpoint folder, a GGUF file, or a hub name")]
 Backend = Annotated[str, typer.Option(help=" | ".join(BACKENDS))]
 Device = Annotated[str, typer.Option(help="auto | cpu | cuda (torch backend)")]
 Weights = Annotated[str, typer.Option(help=" | ".join(WEIGHT_FORMATS))]

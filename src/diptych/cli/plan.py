@@ -2,6 +2,7 @@
 
     diptych plan llama-3.1-8b --hardware a100-80gb-sxm
     diptych plan --ask ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200 llama-3.1-8b --devices l40s,h100-80gb-sxm
+    diptych plan llama-3.1-8b --users 1000 --think 30s --turns 8 --slo ttft=1s,tpot=80ms --hardware l40s,h100
     diptych plan compare llama-3.1-8b,qwen3-8b --hardware l40s,rtx-4090
     diptych plan accuracy · diptych plan --list
 
@@ -19,14 +20,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from diptych.cli.written import refuse_unread, written
+from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.cost.advice import chunk_for, pools_for, speculation, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, size
 from diptych.cost.stacks import stack_names
 from diptych.cost.tables import data_text, device_names, device_spec, model_names
-from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.errors import ConfigError
 from diptych.ground.formats import QUANTS
 
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
@@ -49,13 +50,12 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> N
 
     argparse on purpose: importing typer costs more than the whole answer.
     """
+    if any(word == "--users" or word.startswith("--users=") for word in (sys.argv[1:] if args is None else args)):
+        import_module("diptych.cli.plan_users").app(args, prog_name)
+        return
     options = _parser(prog_name).parse_args(args)
-    try:
+    with errors_told():
         _answer(options, given=written(_parser(prog_name), args))
-        sys.stdout.flush()
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _parser(prog_name: str) -> argparse.ArgumentParser:
@@ -64,6 +64,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         description="Predict both phases of a model on a device.",
         usage=f"{prog_name} MODEL --hardware NAME [options]\n"
         f"       {prog_name} MODEL --ask ttft=500ms,tpot=50ms,rate=3/s,in=1500,out=200 [--devices NAME,NAME]\n"
+        f"       {prog_name} MODEL --users 1000 --think 30s --turns 8 --slo ttft=1s,tpot=80ms [--hardware NAME,NAME]\n"
         f"       {prog_name} compare MODEL[,MODEL] --hardware NAME[,NAME]\n"
         f"       {prog_name} accuracy [--rows FILE.csv] [--neutral]\n"
         f"       {prog_name} --list",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.llm import AsyncLLM
 from diptych.ground.config import env_text
-from diptych.server.config import ServerConfig
+from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
 from diptych.server.run import bind, run_server
 
 app = typer.Typer(add_completion=False)
@@ -36,7 +37,12 @@ def serve(
         list[str] | None,
         typer.Option(help="let pages of this site use the server: https://app.example.com (may be repeated; *: any)"),
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="name of the model in answers")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="answer to this name (may be repeated; the first stands in answers)")
+    ] = None,
+    any_model_name: Annotated[
+        bool, typer.Option("--any-model-name", help="answer whatever model a request names")
+    ] = False,
     max_queue_s: Annotated[
         float | None,
         typer.Option(help="in overload, refuse (503) what would wait longer for its first step; 0: never refuse"),
@@ -44,10 +50,20 @@ def serve(
     max_waiting_tokens: Annotated[
         int | None, typer.Option(help="refuse requests beyond this many waiting tokens")
     ] = None,
-    max_open_requests: Annotated[int, typer.Option(help="requests open at one time")] = 1024,
+    max_open_requests: Annotated[
+        int | None,
+        typer.Option(
+            help=f"requests open at one time (default: {MOST_OPEN_REQUESTS}, or as many as files may be open)"
+        ),
+    ] = None,
     max_body_bytes: Annotated[
         int | None, typer.Option(help="most bytes of a request's body (default: 4 MiB and 32 bytes per context token)")
     ] = None,
+    response_store: Annotated[
+        Path | None, typer.Option(help="keep responses in this file, beyond a restart (default: in memory)")
+    ] = None,
+    max_stored_bytes: Annotated[int, typer.Option(help="forget responses used longest ago beyond this")] = 256 * 2**20,
+    response_ttl_s: Annotated[float, typer.Option(help="forget responses unused for this long")] = 30 * 86400.0,
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     *,
@@ -77,10 +93,14 @@ def serve(
         is_insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
         allow_origins=tuple(origin.lower() for origin in allow_origin or ()),
-        served_model_name=served_model_name,
+        served_model_names=tuple(served_model_name or ()),
+        takes_any_model_name=any_model_name,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
-        max_open_requests=max_open_requests,
+        max_open_requests=open_requests_limit(max_open_requests),
         max_body_bytes=max_body_bytes,
+        response_store=response_store,
+        max_stored_bytes=max_stored_bytes,
+        response_ttl_s=response_ttl_s,
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
         reads_control_tokens=reads_control_tokens,

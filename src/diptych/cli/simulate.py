@@ -16,21 +16,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
-from diptych.cli.written import refuse_unread, written
+from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.control.router import POLICIES
 from diptych.cost.setup import setup_of
 from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound
-from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
 from diptych.sim.link import parse_link
-from diptych.sim.load import Load, OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
 from diptych.sim.recorded import is_recording, recorded_load
 from diptych.sim.service import simulate
@@ -42,7 +43,7 @@ MAX_USERS = 1_000_000
 _SERVICE = {
     "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
     "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
-    "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes",
+    "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes", "steps",
 }  # fmt: skip
 _LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
 # what each kind of load reads, beside the service's: any other option given with it is refused
@@ -57,17 +58,13 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych simulate") 
     """Run the command. Exit code 2 on an error of input, said on standard error."""
     parser = _parser(prog_name)
     options = parser.parse_args(args)
-    try:
+    with errors_told():
         kinds = [kind for kind in READS if getattr(options, kind) is not None]
         if len(kinds) != 1:
             given = " and ".join(f"--{kind}" for kind in kinds) or "none"
             raise ConfigError(f"a load is one of --trace, --rate and --users; given: {given}")
         refuse_unread(f"--{kinds[0]}", written(_parser(prog_name), args), READS[kinds[0]] | _SERVICE)
         _simulate(options, kinds[0])
-        sys.stdout.flush()
-    except EngineError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 def _parser(prog_name: str) -> argparse.ArgumentParser:
@@ -126,6 +123,12 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         metavar="N",
         help="tokens that stand before every prompt or conversation",
     )
+    add(
+        "--steps",
+        type=Path,
+        metavar="FILE",
+        help="also write the first engine's first minute for the live page to open",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and think times")
     add("--json", dest="as_json", action="store_true", help="print JSON")
     add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
@@ -141,7 +144,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         tp=options.tp,
         stack=options.stack,
     )
-    limits = _limits(options.slo)
+    limits = limits_of(options.slo)
     usd = options.usd_per_hour
     if usd is not None:
         usd = Bound(float, 0.0, None, "USD").take("--usd-per-hour", usd, ConfigError)
@@ -158,7 +161,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         enable_prefix_cache=load.shares_prefixes and not options.no_prefix_cache,
     )
     service = _service(options, pool)
-    with _progress(load.n_requests) as tell:
+    with _progress(load.n_requests) as tell, _written(options.steps) as film:
         report = simulate(
             service,
             load,
@@ -167,6 +170,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
             seed=options.seed,
             cells=options.cells,
             processes=options.processes,
+            film=film,
             progress=tell,
         )
     if options.picture is not None:
@@ -212,11 +216,11 @@ def _service(options: argparse.Namespace, pool: Pool) -> Service:
         router=options.router,
         readers=readers,
         link=parse_link(options.link),
-        local_prefill_s=LOCAL_PREFILL_S if local is None else _seconds(local, "local prefill"),
+        local_prefill_s=LOCAL_PREFILL_S if local is None else seconds(local, "local prefill"),
     )
 
 
-def _seconds(text: str, what: str) -> float:
+def seconds(text: str, what: str) -> float:
     """A duration, 0 included."""
     return 0.0 if text in ("0", "0s", "0ms") else parse_duration_s(text, what)
 
@@ -230,7 +234,7 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
     lengths = f"prompts of {options.prompt} and answers of {options.output} tokens"
     if kind == "users":
         _count("--users", options.users, MAX_USERS)
-        think_s = _seconds(options.think, "think time")
+        think_s = seconds(options.think, "think time")
         spec = UsersSpec(
             n_users=options.users,
             n_requests=options.requests,
@@ -242,6 +246,10 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
             seed=options.seed,
         )
         return UsersLoad(spec), f"{options.users} users, {options.turns} turns, thinking {options.think}, {lengths}"
+    if options.shared_prefix + prompt.high > MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            f"a prompt may have {options.shared_prefix + prompt.high} tokens; at most {MOST_PROMPT_TOKENS} can be simulated"
+        )
     rate = WorkloadSpec(
         n_requests=options.requests,
         prompt=prompt,
@@ -277,7 +285,7 @@ def _count(name: str, value: int, most: int) -> None:
     Bound(int, 1, most, name).take(name, value, ConfigError)
 
 
-def _limits(text: str | None) -> Limits:
+def limits_of(text: str | None) -> Limits:
     """Limits from ttft=1s,tpot=80ms,e2e=30s."""
     found: dict[str, float] = {}
     for part in (text or "").split(",") if text is not None else ():
@@ -288,6 +296,20 @@ def _limits(text: str | None) -> Limits:
             )
         found[f"{name}_s"] = parse_duration_s(value, name)
     return Limits(**found)
+
+
+@contextmanager
+def _written(path: Path | None) -> Iterator[TextIO | None]:
+    """A file to write, if one is named. ConfigError when it cannot be."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    with file:
+        yield file
 
 
 @contextmanager

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import ConfigError, EngineError
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """What is asked wrongly is said on standard error and ends the command with 2."""
+    try:
+        yield
+        sys.stdout.flush()
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def written(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> dict[str, str]:

@@ -34,7 +34,7 @@ SAMPLES = 1024  # values that a mean is taken over; 256 give int4 5 % more diver
 LARGEST_SHIFT = 24  # for a channel that one side ignores: the other side's numbers must not take levels from the rest
 
 
-class ScaledTensor:
+class ScaledTensor(WeightTensor):
     """Another tensor times 2^rows down its first axis and 2^columns along its last, when it is read.
 
     `offset` is what the model adds to the values: (values + offset) is scaled, and values so that it comes out are given.
@@ -119,10 +119,16 @@ def _mean_log2(tensors: Sequence[WeightTensor], *, axis: int) -> torch.Tensor:
     """
     tensors = [tensor.plain if isinstance(tensor, ScaledTensor) else tensor for tensor in tensors]
     if axis == 1:
-        return torch.cat([_log2(tensor.read().detach()[:, :SAMPLES]).nanmean(1) for tensor in tensors])
+        return torch.cat([_log2(tensor.part(slice(None), SAMPLES).detach()).nanmean(1) for tensor in tensors])
     n = max(4, SAMPLES // len(tensors))
-    sampled = [tensor.read().detach()[:: max(1, tensor.shape[0] // n)][:n] for tensor in tensors]
+    sampled = [tensor.part(_every(tensor.shape[0], n), tensor.shape[1]).detach() for tensor in tensors]
     return torch.cat([_log2(rows) for rows in sampled]).nanmean(0)
+
+
+def _every(rows: int, n: int) -> slice:
+    """n rows, spread evenly; all where there are fewer."""
+    step = max(1, rows // n)
+    return slice(0, min(rows, n * step), step)
 
 
 def _log2(values: torch.Tensor) -> torch.Tensor:

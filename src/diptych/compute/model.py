@@ -32,7 +32,7 @@ from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
 
-# Of each logits row the likeliest token, the lowest id among equals, and its logit; NaN where the row holds no number.
+# Of each logits row the likeliest token, the lowest id among equals, and its logit; NaN where the row holds one.
 Best = tuple[list[int], list[float]]
 
 
@@ -179,7 +179,7 @@ class Model(ABC):
 
     @abstractmethod
     def argmax(self, logits_RV: torch.Tensor) -> Sequence[int]:
-        """The likeliest id of each row of logits on `device`, the lowest among equals; any id for a row of NaN."""
+        """The likeliest id of each row of logits on `device`, the lowest among equals; that of a NaN where there is one."""
 
     @abstractmethod
     def weigh(

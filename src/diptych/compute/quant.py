@@ -18,13 +18,14 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 
 from diptych.compute.model import draw_blueprint
+from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
 from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_model_dir
 from diptych.ground.config import ComputeConfig
@@ -56,7 +57,7 @@ def stored_weights(hf_config: Mapping[str, Any]) -> str | None:
     return str(section.get("weights"))
 
 
-class PackedTensor:
+class PackedTensor(WeightTensor):
     """A WeightTensor of which only the packed form is on disk."""
 
     random_seed: int | None = None
@@ -78,11 +79,12 @@ class QuantisedCheckpoint(Checkpoint):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        metadata = self._files[self._file_of[next(iter(self._file_of))]].metadata() or {}
+        self.metadata: dict[str, str] = self._files[self._file_of[next(iter(self._file_of))]].metadata() or {}
+        metadata = self.metadata
         try:
             shapes = json.loads(metadata["packed_shapes"])
             self._packed = {str(name): tuple(int(n) for n in shape) for name, shape in shapes.items()}
-            self._checksums = {str(name): int(value) for name, value in json.loads(metadata[CHECKSUMS]).items()}
+            self._checksums = checksums_of(metadata)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise LoadError(
                 f"{directory} has no list of packed shapes and checksums: {error}",
@@ -111,7 +113,7 @@ class QuantisedCheckpoint(Checkpoint):
         """The values as a view of the mapped file; LoadError where their bytes are not the ones that were written."""
         tensor = super().read(name)
         if name not in self._intact:
-            if _checksum(tensor) != self._checksums.get(name):
+            if checksum(tensor) != self._checksums.get(name):
                 raise LoadError(
                     f"tensor {name} in {self.directory} does not have its checksum: the file was damaged",
                     hint="copy the folder again, or write it again with `diptych quantize`",
@@ -142,8 +144,14 @@ def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
     return flat
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """XXH3-64 of a tensor's bytes."""
     return xxhash.xxh3_64_intdigest(_bytes_of(tensor).data)
+
+
+def checksums_of(metadata: Mapping[str, str]) -> dict[str, int]:
+    """Checksums of a file's tensors by name. KeyError, ValueError, TypeError or AttributeError where they are none."""
+    return {str(name): int(value) for name, value in json.loads(metadata[CHECKSUMS]).items()}
 
 
 def save_quantised(
@@ -199,16 +207,28 @@ def _write_folder(
         for path in sorted(checkpoint.directory.glob(pattern)):
             if path.name not in NOT_COPIED:
                 shutil.copyfile(path, directory / path.name)
-    written = _write_tensors(directory / "model.safetensors", loader, checkpoint)
+    written = write_tensors(directory / "model.safetensors", loader, checkpoint)
     section = {"quant_method": METHOD, "weights": weights, "packed_layout": PACKED_LAYOUT, "group": INT4_GROUP}
     text = json.dumps({**hf_config, "quantization_config": section}, indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     return written
 
 
-def _write_tensors(path: Path, loader: CpuLoader, checkpoint: Checkpoint) -> int:
-    """The safetensors file, tensor by tensor, so that no second copy of the weights is held."""
-    shapes = {name: checkpoint.shape_of(name) for key in loader.packed for name in _stored_names(key)}
+class TensorSource(Protocol):
+    """The checkpoint whose tensors were packed."""
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that was asked for."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A digest that differs where the numbers differ."""
+        ...
+
+
+def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadata: str) -> int:
+    """The safetensors file, tensor by tensor, so that no second copy of the weights is held; returns its bytes."""
+    shapes = {name: source.shape_of(name) for key in loader.packed for name in _stored_names(key)}
     parts: dict[str, Callable[[], torch.Tensor]] = {
         PREFIX + key: partial(_blob, loader, index) for key, index in loader.packed.items()
     }
@@ -222,10 +242,10 @@ def _write_tensors(path: Path, loader: CpuLoader, checkpoint: Checkpoint) -> int
         header[name] = {
             "dtype": TENSOR_TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]
         }  # fmt: skip
-        checksums[name] = _checksum(tensor)
+        checksums[name] = checksum(tensor)
         at = end
     header["__metadata__"] = {
-        "format": "pt", "packed_shapes": json.dumps(shapes), CHECKSUMS: json.dumps(checksums)
+        "format": "pt", "packed_shapes": json.dumps(shapes), CHECKSUMS: json.dumps(checksums), **metadata
     }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)

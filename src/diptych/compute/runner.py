@@ -10,23 +10,30 @@ The backend is chosen once, here, and logged; nothing falls back later.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.model import Blueprint, Model, draw_blueprint
 from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu_kernels import choose_instruction_set
+from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_model import build_cpu_model
-from diptych.compute.ops.torch_model import build_torch_model
+from diptych.compute.ops.torch_model import build_torch_model, torch_device
+from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_model_dir
-from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError
+from diptych.ground.config import ComputeConfig, packed_cache
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
+from diptych.models.gguf import read_config
+from diptych.models.gguf_file import find_gguf, open_gguf
 from diptych.models.read import refuse_unrun
+from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
 
@@ -39,33 +46,104 @@ def load_model(
     *,
     max_context_tokens: int | None = None,
     progress: Progress | None = None,
+    check: Callable[[ModelSpec], None] = lambda spec: None,
 ) -> Model:
-    """A checkpoint folder or hub name as a Model.
+    """A checkpoint folder, a GGUF file or a hub name as a Model.
 
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
-    progress: called with (bytes read, bytes in all). Raises LoadError, UnsupportedModel or ConfigError.
+    progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
+    Raises LoadError, UnsupportedModel or ConfigError.
     """
-    directory = resolve_model_dir(path_or_name)
+    gguf = find_gguf(Path(path_or_name).expanduser())
+    hf_config, path, checkpoint, config = (
+        _open_folder(resolve_model_dir(path_or_name), config) if gguf is None else _open_gguf(gguf, config)
+    )
+
+    def build(source: Checkpoint | GgufCheckpoint, on_packed: Callable[[CpuLoader], None] | None = None) -> Model:
+        source.progress = progress
+        blueprint = draw_blueprint(
+            hf_config, source, path=path, max_context_tokens=max_context_tokens, longrope=config.longrope
+        )
+        check(blueprint.spec)
+        return _build(blueprint, config, on_packed)
+
+    model = _build_once(build, checkpoint, hf_config, config)
+    if isinstance(checkpoint, GgufCheckpoint):
+        checkpoint.log_formats(model.weights_format)
+    return model
+
+
+def _build_once(
+    build: Callable[..., Model],
+    checkpoint: Checkpoint | GgufCheckpoint,
+    hf_config: Mapping[str, Any],
+    config: ComputeConfig,
+) -> Model:
+    """The model from packed weights that an earlier start kept, else from the checkpoint, whose packed weights are kept."""
+    kept = packed_cache()
+    is_packing = choose_backend(config)[0] == "cpu" and cpu_kernels.is_available()[0]
+    if kept is None or not is_packing or isinstance(checkpoint, QuantisedCheckpoint):
+        return build(checkpoint)
+    cache = PackedCache(folder=kept[0], limit_bytes=kept[1])
+    weights = "bf16" if config.weights == "auto" else config.weights
+    key = cache.key(checkpoint.paths, hf_config, weights, choose_instruction_set(config.instruction_set))
+    packed = cache.find(key)
+    if packed is not None:
+        try:
+            model = build(packed)
+        except LoadError as error:  # a checksum that does not hold; a fault of the checkpoint itself will be said again
+            cache.drop(key, error.message)
+        else:
+            logger.info("packed weights of an earlier start used entry=%s", packed.directory)
+            return model
+    return build(checkpoint, lambda loader: cache.store(key, loader, checkpoint))
+
+
+# a checkpoint opened: its config.json and where that is from, its tensors, and the config that it settles
+Opened = tuple[dict[str, Any], str, Checkpoint | GgufCheckpoint, ComputeConfig]
+
+
+def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     hf_config = read_json(directory / "config.json")
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
     refuse_unrun(parsed)
     stored = stored_weights(hf_config)
     if stored is None:
         parsed.refuse_quantised()
-        checkpoint = Checkpoint(directory)
-    else:
-        config = settle_stored(config, stored)
-        checkpoint = QuantisedCheckpoint(directory)
-    checkpoint.progress = progress
-    blueprint = draw_blueprint(
-        hf_config, checkpoint, path=parsed.path, max_context_tokens=max_context_tokens, longrope=config.longrope
+        return hf_config, parsed.path, Checkpoint(directory), config
+    return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
+
+
+def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
+    file = open_gguf(path)
+    hf_config = read_config(file)
+    refuse_unrun(HfConfig(hf_config, path=str(path)))
+    # what is packed as int8 or int4 is rounded once, from fp32; the embedding is kept, so it is bf16 unless fp32 is asked
+    checkpoint = GgufCheckpoint(
+        file,
+        dtype=torch.bfloat16 if config.weights in ("auto", "bf16") else torch.float32,
+        table_dtype=torch.float32 if config.weights == "fp32" else torch.bfloat16,
     )
-    return _build(blueprint, config)
+    return hf_config, str(path), checkpoint, config
 
 
 def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
     """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
     return _build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
+
+
+def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -> tuple[torch.device, int]:
+    """Where the KV cache of a model will lie that is not loaded yet, and the bytes of a block of it.
+
+    Where fp32 follows from the files alone (torch backend, nothing asked for), bf16 is taken.
+    """
+    backend, _ = choose_backend(config)
+    if backend == "cpu" and cpu_kernels.is_available()[0]:
+        kv_format = "bf16" if config.kv == "auto" else config.kv
+        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens)
+    bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
+    block_bytes = spec.n_layers * 2 * spec.n_kv_heads * spec.head_dim * block_tokens * bits // 8
+    return torch_device(config.device if backend == "torch" else "cpu"), block_bytes
 
 
 def settle_stored(config: ComputeConfig, stored: str) -> ComputeConfig:
@@ -97,11 +175,11 @@ def choose_backend(config: ComputeConfig) -> tuple[str, str]:
     return ("cpu" if available else "torch"), detail
 
 
-def _build(blueprint: Blueprint, config: ComputeConfig) -> Model:
+def _build(blueprint: Blueprint, config: ComputeConfig, on_packed: Callable[[CpuLoader], None] | None = None) -> Model:
     backend, reason = choose_backend(config)
     if reason == cpu_kernels.is_available()[1] and backend == "torch":
         logger.warning("the torch backend is used, which is several times slower on a CPU: %s", reason)
     logger.info("backend chosen name=%s reason=%s", backend, reason)
     if backend == "cpu":
-        return build_cpu_model(blueprint, config)
+        return build_cpu_model(blueprint, config, on_packed=on_packed)
     return build_torch_model(blueprint, config)

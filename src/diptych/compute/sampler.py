@@ -64,7 +64,7 @@ def _mix(z: int) -> int:
 class Weighed:
     """One row's draw from softmax(logits / temperature), uncut.
 
-    best: the largest logit. total: sum of exp((logit - best) / temperature), NaN where a logit is no number.
+    best: the largest logit, NaN where one is. total: sum of exp((logit - best) / temperature).
     """
 
     token_id: int
@@ -76,7 +76,7 @@ class Drawing(Protocol):
     """The arithmetic of draws over whole vocabularies; a Model does it where its logits are."""
 
     def argmax(self, logits_RV: torch.Tensor) -> Sequence[int]:
-        """The likeliest id of each row, the lowest among equals; any id for a row of NaN."""
+        """The likeliest id of each row, the lowest among equals; that of a NaN where there is one."""
         ...
 
     def weigh(
@@ -101,7 +101,7 @@ class PlainDrawing:
     def weigh(
         self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
     ) -> list[Weighed]:
-        """Row by row. A row that holds a NaN or no finite number is not drawn from: its `best` or `total` says so."""
+        """Row by row. A row that holds a NaN or no finite number is not drawn from: its `best` says so."""
         if logits_RV.shape[1] != len(self._scratch.row_V):
             self._scratch = _Scratch(logits_RV.shape[1])
         return [
@@ -397,6 +397,7 @@ def _processed(logits_V: np.ndarray, state: _SequenceState, n_output: int, scrat
     bans_end = _bans_end(state, n_output)
     row_V = scratch.row_V
     row_V[:] = logits_V
+    _finite(float(row_V.max()))  # what is masked below may be a NaN
     if state.penalty is not None:
         state.penalty.apply(row_V)
     if state.bias is not None:
@@ -524,7 +525,7 @@ def _top(logits_V: np.ndarray, k: int, scratch: _Scratch) -> tuple[np.ndarray, n
         # The k-th largest of the blocks' maxima is a lower bound for the k-th largest of all, whatever lies in a block. Every
         # blocks-th logit: numpy takes the maxima of whole rows. Not torch: its threads would wait for those of the kernels.
         maxima = logits_V[: blocks * _LANES].reshape(_LANES, blocks).max(axis=0)
-        _finite(float(maxima.max()))
+        _finite(float(np.max(logits_V[blocks * _LANES :], initial=maxima.max())))
         low = float(np.partition(maxima, blocks - k)[blocks - k])
     else:
         _finite(float(logits_V.max()))

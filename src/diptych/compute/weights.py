@@ -34,6 +34,7 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 INDEX_FILE = "model.safetensors.index.json"
 SAMPLE_BYTES = 256  # of the end of each file, into the revision: tells two fine-tunes of one shape apart
+SAMPLED_VALUES = 64  # of the middle of each tensor, likewise
 # random tensors repeat a block of this many values (a prime, so that rows differ): a 7B shape in seconds, not minutes
 RANDOM_BLOCK = 1_048_573
 # mapped pages of tensors already read are given back whenever this much has been read since the last time
@@ -108,7 +109,7 @@ class Source(Protocol):
         ...
 
 
-class FileTensor:
+class FileTensor(WeightTensor):
     """A WeightTensor in a mapped safetensors file."""
 
     random_seed: int | None = None
@@ -124,7 +125,7 @@ class FileTensor:
         return self._checkpoint.read(self.name)
 
 
-class SlicedTensor:
+class SlicedTensor(WeightTensor):
     """Entry `index` along the first axis of another tensor, for checkpoints that stack their experts."""
 
     def __init__(self, tensor: WeightTensor, index: int) -> None:
@@ -260,11 +261,18 @@ class Checkpoint:
         return FLOAT_DTYPES[max(held, key=lambda dtype: held[dtype])]
 
     def fingerprint(self) -> str:
-        """SHA-256 over tensor names, shapes, dtypes, file sizes and a sample of each file's bytes."""
+        """SHA-256 over names, shapes and dtypes, sizes of files, and a sample of the bytes of each tensor.
+
+        A fine-tune changes nearly all numbers of the tensors that it changes, so a page of each tells two of them apart.
+        """
         digest = hashlib.sha256()
         for name in sorted(self._used):
-            view = self._files[self._file_of[name]].get_slice(name)
+            file = self._files[self._file_of[name]]
+            view = file.get_slice(name)
             digest.update(f"{name} {view.get_shape()} {view.get_dtype()}\n".encode())
+            values = file.get_tensor(name).flatten()
+            middle = len(values) // 2
+            digest.update(values[middle : middle + SAMPLED_VALUES].view(torch.uint8).numpy().tobytes())
         for file_name in sorted(self._files):
             path = self.directory / file_name
             size = path.stat().st_size
@@ -273,6 +281,11 @@ class Checkpoint:
                 file.seek(max(0, size - SAMPLE_BYTES))
                 digest.update(file.read(SAMPLE_BYTES))
         return digest.hexdigest()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return tuple(self.directory / name for name in sorted(self._files))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor in the files."""
@@ -322,7 +335,7 @@ class Checkpoint:
             self._file_of[name] = file_name
 
 
-class RandomTensor:
+class RandomTensor(WeightTensor):
     """A WeightTensor of seeded random numbers, scaled so that activations stay of order one through many layers."""
 
     dtype = torch.bfloat16

@@ -15,8 +15,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from diptych.control.ahead import DecodeRun, commit_run, foreseen, warm
 from diptych.control.blocks import BlockPool
-from diptych.control.decode_run import DecodeRun, commit_run, foreseen
 from diptych.control.policy import rank_of
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
@@ -350,7 +350,7 @@ class EngineCore:
         return events
 
     def foreseen(self, *, token_id: int, limit: int) -> DecodeRun | None:
-        """The coming steps in which nothing is left to decide, if every token drawn is token_id (`control.decode_run`)."""
+        """The coming steps in which nothing is left to decide, if every token drawn is token_id (`control.ahead`)."""
         assert self._plan is None, "the step before has not ended"
         return foreseen(self._scheduler, token_id=token_id, limit=limit)
 
@@ -407,6 +407,10 @@ class EngineCore:
             max_blocks=max(0, len(token_ids) - 1) // self.pool.block_tokens,
         )
         return len(entries) * self.pool.block_tokens
+
+    def warm(self, token_ids: tuple[int, ...]) -> None:
+        """Put the full blocks of these tokens into the prefix cache, as if a sequence had left them. For simulations."""
+        warm(self._scheduler, token_ids)
 
     def check(self) -> None:
         """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context
 from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
-from diptych.models.spec import MlpSpec
+from diptych.ground.formats import engine_quant, head_format
+from diptych.models.spec import MlpSpec, ModelSpec
 
 # The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.
 MEMORY_SHARE = 0.9
@@ -52,6 +53,19 @@ def capacity_of(setup: Setup, *, context_tokens: int, batch: int) -> Capacity:
         max_context_tokens=longest,
         is_fitting=max_batch >= batch,
     )
+
+
+def engine_weight_bytes(model: ModelSpec, weights: str) -> float:
+    """Bytes of all weights in the engine's format of that name, with the embedding, which stays in 16 bits (32 for fp32).
+
+    A tied embedding is the head itself where both have 16 or 32 bits.
+    """
+    quant, table = engine_quant(weights, head_format(weights)), model.vocab_size * model.hidden
+    stored = weight_bytes_stored(model, quant)
+    plain = 4.0 if weights == "fp32" else 2.0
+    if model.is_tied:
+        return stored if quant.head_bytes >= 2.0 else stored + table * plain
+    return stored + table * (plain - quant.head_bytes)
 
 
 def activation_bytes_of(setup: Setup) -> float:

@@ -15,9 +15,11 @@ from diptych.cost.roofline import compute_dtype, link_rate
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
+from diptych.models.gguf import load_gguf_spec
+from diptych.models.gguf_file import SUFFIX, find_gguf
 from diptych.models.read import load_model_file
 from diptych.models.spec import ModelSpec
-from diptych.models.stored import check_stored
+from diptych.models.stored import check_gguf, check_stored
 
 BUNDLED = "diptych-10m"
 
@@ -57,18 +59,30 @@ class Setup:
 
 
 def find_model(name: str) -> ModelSpec:
-    """A model by table or hub name, by the path of a config.json or of a folder that holds one, or the bundled one.
+    """A model by table or hub name, by the path of a config.json, of its folder, or of a GGUF file, or the bundled one.
 
     LoadError when the weights beside a config are of another size than it says.
     """
-    path = Path(str(files("diptych").joinpath("bundled", BUNDLED)) if name == "bundled" else name)
-    if not (path.exists() or name.endswith(".json") or name.startswith((".", "/", "~"))):
+    path = model_path(name)
+    if path is None:
         return model_spec(_table_name(name))
-    path = path.expanduser()
+    gguf = find_gguf(path)
+    if gguf is not None:
+        spec = load_gguf_spec(gguf)
+        check_gguf(gguf, parameter_count(spec))
+        return spec
     spec = load_model_file(path)
     if path.is_dir() or path.name == "config.json":
         check_stored(path if path.is_dir() else path.parent, spec, parameter_count(spec))
     return spec
+
+
+def model_path(name: str) -> Path | None:
+    """The file or folder that a model's name is; None for a name of the table."""
+    path = Path(str(files("diptych").joinpath("bundled", BUNDLED)) if name == "bundled" else name)
+    if path.exists() or name.endswith((".json", SUFFIX)) or name.startswith((".", "/", "~")):
+        return path.expanduser()
+    return None
 
 
 def _table_name(name: str) -> str:

@@ -170,10 +170,6 @@ class Engine:
         """Requests not yet finished."""
         return len(self._open)
 
-    def open_request_ids(self) -> list[str]:
-        """Ids of the requests not yet finished, oldest first."""
-        return list(self._open)
-
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks right now."""
         return self.core.stats()
@@ -249,11 +245,23 @@ class Engine:
         """
         return self.stepper.step()
 
-    def fail_all(self, error: EngineError) -> None:
-        """After a failed step: end every open request with ERROR, so that each gets its answer."""
-        for opened in list(self._open.values()):
-            opened.error = error
-            self._publish(self.core.cancel(opened.request.request_id, self.clock.now_s(), reason=FinishReason.ERROR))
+    def end_all(self, reason: FinishReason, error: EngineError | None = None) -> None:
+        """End every open request, so that each gets its answer, whatever a listener raises on the way."""
+        for request_id, opened in list(self._open.items()):
+            opened.error = error or opened.error
+            try:
+                self.abort(request_id, reason=reason)
+            except Exception as fault:
+                logger.error("request id=%s could not end in order", request_id, exc_info=fault)
+            for index, choice in enumerate(opened.choices):
+                end = FinishEvent(
+                    request_id=request_id,
+                    index=index,
+                    at_s=self.clock.now_s(),
+                    reason=reason,
+                    output_tokens=len(choice.token_ids),
+                )
+                self._on_finish(opened, end)  # nothing where the choice has ended
 
     def _publish(self, events: list[Event]) -> None:
         """Fold events into records, turn tokens into text, tell listeners; stop strings may end choices on the way."""

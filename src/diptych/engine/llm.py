@@ -386,9 +386,12 @@ class AsyncLLM:
             try:
                 answer = function(self.engine)
             except EngineError as error:
-                loop.call_soon_threadsafe(_settle, future, None, error)
+                _tell(loop, future, None, error)
+            except BaseException as error:
+                _tell(loop, future, None, ExecutorError(f"the engine failed: {error}"))
+                raise
             else:
-                loop.call_soon_threadsafe(_settle, future, answer, None)
+                _tell(loop, future, answer, None)
 
         self._post(run)
         return await future
@@ -419,14 +422,13 @@ class AsyncLLM:
                 raise CapacityError("the engine has stopped", hint="restart the server")
             handle.opened = self.engine.submit(handle.request, on_delta)
         except EngineError as error:
-            loop.call_soon_threadsafe(_settle, accepted, None, error)
+            _tell(loop, accepted, None, error)
         except BaseException as error:
             # a bug of ours ends the engine; the client must not wait for it
-            answer = ExecutorError(f"the engine failed: {error}")
-            loop.call_soon_threadsafe(_settle, accepted, None, answer)
+            _tell(loop, accepted, None, ExecutorError(f"the engine failed: {error}"))
             raise
         else:
-            loop.call_soon_threadsafe(_settle, accepted, None, None)
+            _tell(loop, accepted, None, None)
 
     def _run(self) -> None:
         try:
@@ -438,10 +440,7 @@ class AsyncLLM:
         finally:
             with self._wake:
                 self._is_stopping = self._is_over = True
-            self._drain_inbox()
-            for request_id in self.engine.open_request_ids():
-                self.engine.abort(request_id)
-            self._flush()
+            self._end_all(FinishReason.ABORT)
 
     def _serve_inbox(self) -> bool:
         """Run what others asked for; sleep while there is nothing to do. False when it is time to end."""
@@ -463,25 +462,47 @@ class AsyncLLM:
         # one wake-up of each event loop per step, however many tokens the step made
         outbox, self._outbox = self._outbox, {}
         for loop, items in outbox.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, items)
+            _call_soon(loop, _deliver, items)
 
     def _fail(self, error: BaseException) -> None:
         logger.error("engine failed: %s: %s", type(error).__name__, error, exc_info=error)
         self.failure = error
         answer = error if isinstance(error, EngineError) else ExecutorError(f"the engine failed: {error}")
-        self.engine.fail_all(answer)
-        self._drain_inbox()
-        self._flush()
+        self._end_all(FinishReason.ERROR, answer)
         with self._wake:
             self._wake.notify_all()
         if self._on_failure is not None:
             self._on_failure(error)
 
+    def _end_all(self, reason: FinishReason, error: EngineError | None = None) -> None:
+        """Answer everybody, also where what failed before fails again."""
+        while self._inbox:
+            try:
+                self._drain_inbox()
+            except Exception as fault:
+                logger.error("an action failed while the engine ended", exc_info=fault)
+        self.engine.end_all(reason, error)
+        self._flush()
+
 
 def _deliver(items: list[tuple[RequestHandle, OutputDelta | EngineError]]) -> None:
     for handle, item in items:
         handle.put(item)
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], value: object, error: BaseException | None
+) -> None:
+    _call_soon(loop, _settle, future, value, error)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
+    """Call on a loop that may have been closed by its owner: then nobody waits there any more."""
+    try:
+        loop.call_soon_threadsafe(function, *arguments)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
 
 
 def _settle(future: asyncio.Future[Any], value: object, error: BaseException | None) -> None:

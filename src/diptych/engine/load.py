@@ -11,26 +11,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diptych.compute.runner import Model, load_model
+from diptych.compute.runner import Model, load_model, memory_of_block
 from diptych.compute.sampler import Sampler
 from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.places import Places, places
+from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
-from diptych.engine.memory import memory_of
+from diptych.engine.memory import Memory, memory_of
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
+from diptych.engine.text.words import words_of
+from diptych.ground.bounds import shown
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.shape import StepShape
+from diptych.models.gguf_file import find_gguf
 from diptych.models.named import SHAPES
+from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.engine")
 
@@ -39,6 +43,8 @@ BUNDLED_MODEL = "diptych-10m"
 KV_MEMORY_SHARE = 0.5
 # sequences of the whole context that a pool has room for, where nobody says how many run and memory allows
 POOL_CONTEXTS = 64
+# a full step of prefill that is predicted to take longer is worth a word: it holds every running stream
+LONG_STEP_S = 1.0
 Progress = Callable[[int, int], None]
 
 
@@ -47,7 +53,7 @@ class LoadedModel:
     """A model with its words: what `LLM`, `AsyncLLM` and `TwoPhase` start from."""
 
     name: str
-    directory: Path
+    directory: Path  # or the GGUF file
     model: Model
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -62,15 +68,21 @@ def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
 
 
 def model_dir(name: str) -> Path:
-    """The folder of 'bundled', of a local path or of a hub name. Raises LoadError that says what the name is instead."""
+    """The folder of 'bundled', of a local path or of a hub name, or a GGUF file. LoadError says what the name is instead."""
+    try:
+        Path(name).expanduser().stat()
+        is_name = bool(name)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        is_name = True  # of the hub, or told below what is wrong with it
+    except (OSError, RuntimeError, ValueError):  # too long, a home that nobody has, no Unicode text
+        is_name = False
+    if not is_name:
+        raise LoadError(f"model is {shown(name)}; it must be 'bundled', the path of a model, or a name on the hub")
     if name == "bundled":
         return bundled_dir()
-    path = Path(name).expanduser()
-    if _is_gguf(path):
-        raise LoadError(
-            f"{path} is a GGUF file; a checkpoint is a Hugging Face folder with config.json and *.safetensors",
-            hint="take the original checkpoint, and --weights int8 or int4 for packed weights",
-        )
+    gguf = find_gguf(Path(name).expanduser())
+    if gguf is not None:
+        return gguf
     try:
         return resolve_model_dir(name)
     except LoadError as error:
@@ -80,24 +92,21 @@ def model_dir(name: str) -> Path:
         raise LoadError(error.message, hint=hint) from error
 
 
-def _is_gguf(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF" or path.suffix == ".gguf"
-    except OSError:  # a folder, or nothing at all
-        return False
-
-
 def load(
     name: str, config: EngineConfig, *, progress: Progress | None = None, clock: Clock | None = None
 ) -> LoadedModel:
-    """Load `name`: 'bundled', a local folder, or a hub name. Raises LoadError, UnsupportedModel or ConfigError."""
+    """Load `name`: 'bundled', a folder, a GGUF file, or a hub name. Raises LoadError, UnsupportedModel or ConfigError."""
     clock = clock or MonotonicClock()
     begin_s = clock.now_s()
     directory = model_dir(name)
-    tokenizer = Tokenizer.from_dir(directory)
-    template = ChatTemplate.from_dir(directory, tokenizer)
-    model = load_model(directory, config.compute, max_context_tokens=config.max_context_tokens, progress=progress)
+    tokenizer, template = words_of(directory)
+    model = load_model(
+        directory,
+        config.compute,
+        max_context_tokens=config.max_context_tokens,
+        progress=progress,
+        check=lambda spec: _check_pool(spec, config),
+    )
     served_name = BUNDLED_MODEL if name == "bundled" else name
     checkpoint_s = clock.now_s() - begin_s
     return LoadedModel(
@@ -123,6 +132,8 @@ def opened(
     Raises ConfigError for unknown or impossible settings, and for those that a loaded model can no longer follow.
     """
     config = engine_config(config, **settings)
+    if not isinstance(model, str | Path | LoadedModel):
+        raise ConfigError(f"model is {shown(model)}; it must be a name, a path or a loaded model")
     if not isinstance(model, LoadedModel):
         return load(str(model), config, progress=progress), config
     late = [name for name in settings if SETTINGS[name] == "compute"]
@@ -139,38 +150,51 @@ def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
     Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory or
     when more memory is given than there is; the message names the largest context that fits.
     """
-    model_context = model.spec.max_context_tokens
-    asked = config.max_context_tokens
+    block_bytes, memory = model.kv_bytes_per_block(config.block_tokens), memory_of(model.device)
+    context, n_blocks = _pool(model.spec.max_context_tokens, block_bytes, memory, config)
+    asked = config.max_context_tokens or model.spec.max_context_tokens
+    if context < asked:
+        given = n_blocks * block_bytes
+        logger.warning("context lowered from=%d to=%d reason=kv_memory bytes=%d", asked, context, given)
+    return context, n_blocks
+
+
+def _check_pool(spec: ModelSpec, config: EngineConfig) -> None:
+    """Refuse before the weights are read what `size_pool` would refuse after, when less memory is free."""
+    device, block_bytes = memory_of_block(spec, config.compute, config.block_tokens)
+    _pool(spec.max_context_tokens, block_bytes, memory_of(device), config)
+
+
+def _pool(model_context: int, block_bytes: int, memory: Memory, config: EngineConfig) -> tuple[int, int]:
+    asked, block_tokens = config.max_context_tokens, config.block_tokens
     if asked is not None and asked > model_context:
         raise ConfigError(
             f"max_context_tokens is {asked}; {model_context} is the most this model has positions for",
             hint=f"ask for at most {model_context}",
         )
     context = asked or model_context
-    block_bytes = model.kv_bytes_per_block(config.block_tokens)
-    memory = memory_of(model.device)
     memory_bytes = config.kv_memory_bytes
     if memory_bytes is None:
         memory_bytes = int(memory.available_bytes * KV_MEMORY_SHARE)
     elif memory_bytes > memory.available_bytes:
-        largest = memory.available_bytes // block_bytes * config.block_tokens
+        largest = memory.available_bytes // block_bytes * block_tokens
         raise CapacityError(
             f"kv_memory_bytes is {memory_bytes}; of the {memory.total_bytes} bytes of memory here {memory.available_bytes} "
             f"are free, which hold at most {largest} tokens",
-            hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free, and ask for a context of at most "
-            f"{min(largest, model_context)}",
+            hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free"
+            + (f", and ask for a context of at most {min(largest, model_context)}" if largest else ""),
         )
     fitting_blocks = memory_bytes // block_bytes
-    needed_blocks = _blocks(context, config.block_tokens)
+    needed_blocks = _blocks(context, block_tokens)
     if needed_blocks > fitting_blocks:
-        largest = fitting_blocks * config.block_tokens
+        largest = fitting_blocks * block_tokens
         if asked is not None or config.kv_memory_bytes is not None or largest < 2:
+            smaller = f"ask for max_context_tokens of at most {largest}, or " if largest >= 2 else ""
             raise CapacityError(
                 f"a context of {context} tokens needs {needed_blocks * block_bytes} bytes of KV cache; "
                 f"{memory_bytes} bytes are allowed, which hold at most {largest} tokens ({fitting_blocks} blocks)",
-                hint=f"ask for max_context_tokens of at most {largest}, or raise kv_memory_bytes",
+                hint=f"{smaller}raise kv_memory_bytes (a block of {block_tokens} tokens has {block_bytes} bytes)",
             )
-        logger.warning("context lowered from=%d to=%d reason=kv_memory bytes=%d", context, largest, memory_bytes)
         context, needed_blocks = largest, fitting_blocks
     wanted_blocks = needed_blocks * (config.scheduler.max_running_sequences or POOL_CONTEXTS)
     return context, max(needed_blocks, min(wanted_blocks, fitting_blocks))
@@ -246,6 +270,7 @@ def make_machinery(
         predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
         seed=config.seed,
     )
+    _tell_defaults(model, config, context, n_blocks, calibrated)
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     executor = ModelExecutor(model, kv, sampler, clock=clock)
     logger.info(
@@ -253,6 +278,30 @@ def make_machinery(
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
     )  # fmt: skip
     return Machinery(core=core, executor=executor, step_time=step_time)
+
+
+def _tell_defaults(
+    model: Model, config: EngineConfig, context: int, n_blocks: int, calibrated: CalibratedModel | None
+) -> None:
+    """Say at start what was settled and why; docs/serving.md has the reasons at length."""
+    if config.kv_memory_bytes is not None:
+        why = "asked for"
+    elif n_blocks == _blocks(context, config.block_tokens) * POOL_CONTEXTS:
+        why = f"{POOL_CONTEXTS} whole contexts"
+    else:
+        why = f"{KV_MEMORY_SHARE:.0%} of the free memory, or one context"
+    logger.info("kv pool chosen bytes=%d reason=%s", n_blocks * model.kv_bytes_per_block(config.block_tokens), why)
+    most, budget_s = config.scheduler.max_step_tokens, config.scheduler.stall_budget_s
+    if calibrated is None:
+        logger.info("step limits max_step_tokens=%d stall_budget_s=%s", most, budget_s)
+        return
+    full_s = calibrated.predict_s(StepShape.prefill(batch=1, new_tokens=min(most, context)))
+    logger.info("step limits max_step_tokens=%d stall_budget_s=%s predicted_full_step_s=%.3g", most, budget_s, full_s)
+    if budget_s is None and full_s > LONG_STEP_S:
+        logger.warning(
+            "running streams may wait %.1f s for others' prompts; --stall-budget-ms %d keeps their steps short",
+            full_s, MAX_STEP_S * 1e3,
+        )  # fmt: skip
 
 
 def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:

@@ -22,25 +22,28 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.quant import CHECKSUMS, checksum, checksums_of
 from diptych.engine.load import LoadedModel, opened, size_pool
 from diptych.ground.bounds import Bound, ids
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, LoadError, PromptTooLong, RequestError
 
-FORMAT = "diptych-phase-state-1"
+FORMAT = "diptych-phase-state-2"  # 2: with checksums
 _CHUNK = Bound(int, 1, None, "tokens per chunk", is_optional=True)
+_KEPT = Bound(int, 1, None, "tokens that stay")
 
 
 @dataclass(slots=True)
 class PhaseState:
     """One sequence between two calls. Every token in `token_ids` has its KV in `block_ids`; made by TwoPhase only.
 
-    logits: [V] fp32, over the token that comes next.
+    logits: [V] fp32, over the token that comes next. owner: whose pool the blocks are of; None once they were given back.
     """
 
     token_ids: list[int]
     logits: torch.Tensor
     block_ids: list[int] = field(repr=False)
+    owner: TwoPhase | None = field(repr=False, compare=False)
 
 
 class TwoPhase:
@@ -67,7 +70,7 @@ class TwoPhase:
 
     def prefill(self, token_ids: Sequence[int], *, chunk_tokens: int | None = None) -> PhaseState:
         """Compute the KV of a whole prompt, at once or in chunks of `chunk_tokens`, and the logits after it."""
-        state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[])
+        state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[], owner=self)
         try:
             self.extend(state, token_ids, chunk_tokens=chunk_tokens)
         except BaseException:
@@ -86,13 +89,14 @@ class TwoPhase:
 
     def decode(self, state: PhaseState, token_id: int | None = None) -> tuple[int, torch.Tensor]:
         """Write one token: `token_id`, or the likeliest by `state.logits`. Returns it and the logits [V] after it."""
+        self._check_owner(state)
         (chosen,) = self._checked(state, [int(torch.argmax(state.logits)) if token_id is None else token_id])
         self._compute(state, [chosen])
         return chosen, state.logits
 
     def logits_at_every_position(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V] fp32: what the model expects after each token of a text (for measuring its loss)."""
-        state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[])
+        state = PhaseState(token_ids=[], logits=torch.empty(0), block_ids=[], owner=self)
         token_ids = self._checked(state, token_ids)
         try:
             return self._forward(state, list(token_ids), np.arange(len(token_ids), dtype=np.int32)).clone()
@@ -107,35 +111,41 @@ class TwoPhase:
 
     def keys_values(self, state: PhaseState, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each [B=1, H=n_kv_heads, T, d] (keys after rotary embedding)."""
-        if not 0 <= layer < self.model.spec.n_layers:
-            raise RequestError(f"layer is {layer}; this model has layers 0 to {self.model.spec.n_layers - 1}")
+        self._check_owner(state)
+        layer = int(Bound(int, 0, self.model.spec.n_layers - 1, "layer").take("layer", layer, RequestError) or 0)
         keys_KTd, values_KTd = self.kv.read(layer, state.block_ids, len(state.token_ids))
         return keys_KTd[None], values_KTd[None]
 
     def fork(self, state: PhaseState) -> PhaseState:
         """An independent copy: decoding one does not touch the other."""
+        self._check_owner(state)
         block_ids = self._take_blocks(len(state.block_ids))
         self.kv.copy_blocks(list(zip(state.block_ids, block_ids, strict=True)))
-        return PhaseState(token_ids=list(state.token_ids), logits=state.logits.clone(), block_ids=block_ids)
+        logits = state.logits.clone()
+        return PhaseState(token_ids=list(state.token_ids), logits=logits, block_ids=block_ids, owner=self)
 
     def truncate(self, state: PhaseState, n_tokens: int) -> None:
         """Forget all but the first n_tokens; the logits after the last one kept are computed again."""
-        if not 1 <= n_tokens <= len(state.token_ids):
-            raise RequestError(
-                f"n_tokens is {n_tokens}; the state holds {len(state.token_ids)} and at least 1 must stay"
-            )
+        self._check_owner(state)
+        n_tokens = int(_KEPT.take("n_tokens", n_tokens, RequestError) or 0)
+        if n_tokens > len(state.token_ids):
+            raise RequestError(f"n_tokens is {n_tokens}; the state holds {len(state.token_ids)}", param="n_tokens")
         last = state.token_ids[n_tokens - 1]
         del state.token_ids[n_tokens - 1 :]
         self._give_back_blocks(state, n_tokens)
         self._compute(state, [last])
 
     def free(self, state: PhaseState) -> None:
-        """Give the state's blocks back; the state is empty afterwards."""
+        """Give the state's blocks back; nothing can be done with the state afterwards. Freed twice is freed once."""
+        if state.owner is not None:
+            self._check_owner(state)
         state.token_ids.clear()
         self._give_back_blocks(state, 0)
+        state.owner = None
 
     def save(self, state: PhaseState, path: Path | str) -> None:
-        """Write tokens, logits, keys and values to a safetensors file."""
+        """Write tokens, logits, keys and values to a safetensors file, with a checksum of each."""
+        self._check_owner(state)
         tensors = {
             "token_ids": torch.tensor(state.token_ids, dtype=torch.int64),
             "logits": state.logits.detach().cpu().contiguous(),
@@ -147,8 +157,10 @@ class TwoPhase:
         # the file is renamed into place: a device of that name would be replaced
         if Path(path).exists() and not Path(path).is_file():
             raise RequestError(f"{path} is no regular file; a state is written to one", param="path")
+        checksums = json.dumps({name: checksum(tensor) for name, tensor in tensors.items()})
+        metadata = {"format": FORMAT, "revision": self.model.revision, CHECKSUMS: checksums}
         try:
-            save_file(tensors, str(path), metadata={"format": FORMAT, "revision": self.model.revision})
+            save_file(tensors, str(path), metadata=metadata)
         except (OSError, SafetensorError) as error:
             raise RequestError(f"cannot write the state to {path}: {error}", param="path") from error
 
@@ -156,11 +168,11 @@ class TwoPhase:
         """Read what `save` wrote. Raises LoadError for a damaged file or one of another model."""
         try:
             with safe_open(str(path), framework="pt") as file:
-                self._check_metadata(path, file.metadata() or {})
-                token_ids = self._saved_token_ids(path, file.get_tensor("token_ids"))
-                logits = _saved(path, file, "logits", (self.model.spec.vocab_size,), torch.float32)
-                state = PhaseState(token_ids=token_ids, logits=logits.to(self.model.device), block_ids=[])
-                self._load_blocks(path, file, state)
+                saved = _Saved(path, file, self.model.revision)
+                token_ids = self._saved_token_ids(path, saved.tensor("token_ids"))
+                logits = saved.tensor("logits", (self.model.spec.vocab_size,), torch.float32).to(self.model.device)
+                state = PhaseState(token_ids=token_ids, logits=logits, block_ids=[], owner=self)
+                self._load_blocks(saved, state)
         except (OSError, SafetensorError) as error:
             raise LoadError(f"cannot read the state in {path}: {error}") from error
         return state
@@ -176,7 +188,7 @@ class TwoPhase:
             raise LoadError(f"{path} has token id {int(saved.max())}; ids are between 0 and {vocab_size - 1}")
         return [int(token_id) for token_id in saved]
 
-    def _load_blocks(self, path: Path | str, file: Any, state: PhaseState) -> None:
+    def _load_blocks(self, saved: _Saved, state: PhaseState) -> None:
         """Take blocks for the state and fill them; nothing is taken when anything is wrong."""
         sample = self.kv.read(0, [0], 1)[0]
         shape = (sample.shape[0], len(state.token_ids), sample.shape[2])
@@ -184,22 +196,22 @@ class TwoPhase:
         try:
             for layer in range(self.model.spec.n_layers):
                 names = f"layers.{layer}.keys", f"layers.{layer}.values"
-                keys, values = (_saved(path, file, name, shape, sample.dtype) for name in names)
+                keys, values = (saved.tensor(name, shape, sample.dtype) for name in names)
                 self.kv.write(layer, state.block_ids, keys, values)
         except BaseException:
             self._give_back_blocks(state, 0)
             raise
 
-    def _check_metadata(self, path: Path | str, metadata: dict[str, str]) -> None:
-        if metadata.get("format") != FORMAT:
-            raise LoadError(f"{path} is not a saved state (format {metadata.get('format')!r}; {FORMAT!r} is needed)")
-        if metadata.get("revision") != self.model.revision:
-            raise LoadError(
-                f"{path} was saved by another model or format: {json.dumps(metadata.get('revision'))}",
-                hint="a state can only be loaded by the very model, weights and KV format that made it",
-            )
+    def _check_owner(self, state: PhaseState) -> None:
+        """A freed state has no blocks, and the blocks of another pool hold other sequences here."""
+        if state.owner is None:
+            raise RequestError("the state was freed; nothing of it is left", hint="fork a state to keep a copy of it")
+        if state.owner is not self:
+            hint = "save it there and load it here"
+            raise RequestError("the state belongs to another TwoPhase, in whose pool its blocks lie", hint=hint)
 
     def _checked(self, state: PhaseState, token_ids: Sequence[int]) -> tuple[int, ...]:
+        self._check_owner(state)
         checked = ids("prompt", token_ids, RequestError, n_ids=self.model.spec.vocab_size)
         total = len(state.token_ids) + len(checked)
         if total > self.max_context_tokens:
@@ -238,11 +250,34 @@ class TwoPhase:
         del state.block_ids[kept:]
 
 
-def _saved(path: Path | str, file: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """One tensor of a saved state, which must be what `save` writes for this model."""
-    tensor: torch.Tensor = file.get_tensor(name)
-    if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
-        raise LoadError(
-            f"{name} in {path} is {tensor.dtype} of shape {tuple(tensor.shape)}; {dtype} of shape {shape} is needed"
-        )
-    return tensor
+class _Saved:
+    """An open file that `save` wrote for a model of that revision. Raises LoadError where it is not."""
+
+    def __init__(self, path: Path | str, file: Any, revision: str) -> None:
+        self._path, self._file = path, file
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise LoadError(f"{path} is not a saved state (format {metadata.get('format')!r}; {FORMAT!r} is needed)")
+        if metadata.get("revision") != revision:
+            raise LoadError(
+                f"{path} was saved by another model or format: {json.dumps(metadata.get('revision'))}",
+                hint="a state can only be loaded by the very model, weights and KV format that made it",
+            )
+        try:
+            self._checksums = checksums_of(metadata)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise LoadError(f"{path} has no list of checksums: {error}", hint="save the state again") from error
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor, which must be what `save` writes for this model, with no bit changed."""
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        if (shape is not None and tuple(tensor.shape) != shape) or (dtype is not None and tensor.dtype is not dtype):
+            raise LoadError(
+                f"{name} in {self._path} is {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                f"{dtype} of shape {shape} is needed"
+            )
+        if checksum(tensor) != self._checksums.get(name):
+            raise LoadError(
+                f"{name} in {self._path} does not have its checksum: the file was damaged", hint="save the state again"
+            )
+        return tensor

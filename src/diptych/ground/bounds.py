@@ -118,16 +118,16 @@ def text(name: str, value: object, error: type[EngineError], *, least: int = 0, 
     return words
 
 
-def entries(name: str, value: object, error: type[EngineError]) -> tuple[object, ...]:
+def entries(name: str, value: object, error: type[EngineError], *, rule: str = "a list") -> tuple[object, ...]:
     """The entries of a list-like `value`; None has none. Texts and mappings are not lists."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | bytearray | Mapping) or not isinstance(value, Iterable):
-        raise error(f"{name} is {shown(value)}; it must be a list", param=name)
+        raise error(f"{name} is {shown(value)}; it must be {rule}", param=name)
     try:
         return tuple(value)
     except TypeError as cause:  # a NumPy array without dimensions calls itself iterable
-        raise error(f"{name} is {shown(value)}; it must be a list", param=name) from cause
+        raise error(f"{name} is {shown(value)}; it must be {rule}", param=name) from cause
 
 
 def ids(name: str, value: object, error: type[EngineError], *, n_ids: int) -> tuple[int, ...]:

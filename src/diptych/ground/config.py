@@ -23,6 +23,7 @@ WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
 SPECULATE = ("off", "lookup")
+PACKED_CACHE_BYTES = 32 * 2**30  # a dozen models of the sizes that a CPU serves
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
@@ -221,7 +222,20 @@ def env_text(name: str) -> str | None:
     return os.environ.get(f"DIPTYCH_{name}") or None
 
 
+def packed_cache() -> tuple[Path, int] | None:
+    """Where packed weights are kept between starts, and how many bytes of them; None for DIPTYCH_PACKED_CACHE=off.
+
+    DIPTYCH_PACKED_CACHE: `off`, or the most bytes; PACKED_CACHE_BYTES where it is unset.
+    """
+    asked = env_text("PACKED_CACHE")
+    if asked == "off":
+        return None
+    if asked is not None and not (asked.isascii() and asked.isdigit()):
+        raise ConfigError(f"DIPTYCH_PACKED_CACHE is {shown(asked)}; it must be off, or a number of bytes")
+    return profile_dir() / "packed", PACKED_CACHE_BYTES if asked is None else int(asked)
+
+
 def profile_dir() -> Path:
-    """Where measured hardware profiles live: DIPTYCH_HOME, else the user's cache folder."""
+    """Where measured hardware profiles and packed weights live: DIPTYCH_HOME, else the user's cache folder."""
     home = env_text("HOME")
     return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "diptych"

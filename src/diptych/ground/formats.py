@@ -56,6 +56,11 @@ ENGINE_WEIGHTS: dict[str, tuple[NumberFormat, str]] = {
 ENGINE_KV = ("fp32", "bf16", "int8")
 
 
+def head_format(weights: str) -> str:
+    """The format of the output projection beside weights of that format: every token's probabilities pass through it."""
+    return "int8" if weights == "int4" else weights
+
+
 def engine_quant(weights: str, head: str) -> QuantSpec:
     """How the engine stores and multiplies weights of that format, with the output projection in `head`."""
     body, compute = ENGINE_WEIGHTS[weights]

@@ -153,7 +153,8 @@ def _instance(name: str, value: object, kind: type) -> None:
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
-    given = (value,) if isinstance(value, str) else entries("stop", value, BadSampling)
+    rule = "a string or a list of strings"
+    given = (value,) if isinstance(value, str) else entries("stop", value, BadSampling, rule=rule)
     _at_most("stop", len(given), MAX_STOP_STRINGS)
     stop = []
     for entry in given:

@@ -117,7 +117,8 @@ def make_rope(
             high_freq_factor=rope.number("high_freq_factor"),
             trained_tokens=old_length,
         )
-    factor = rope.number("factor", trained / old_length)
+    # longrope's follows from the lengths; yarn without one is refused, as transformers does
+    factor = rope.number("factor", None if kind == "yarn" else trained / old_length)
     if kind == "yarn":
         return made(
             factor=factor,

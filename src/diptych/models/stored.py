@@ -1,4 +1,4 @@
-"""How many parameters lie beside a config: from the headers of safetensors files, else from their index. Nothing is read
+"""How many parameters lie beside a config: from the headers of safetensors and GGUF files, else from an index. Nothing is read
 but names, shapes and sizes. The check that a price is the price of the model that is there.
 """
 
@@ -13,6 +13,8 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import MAX_JSON_BYTES, read_json
 from diptych.models.families import BY_MODEL_TYPE
+from diptych.models.gguf import count_parameters
+from diptych.models.gguf_file import open_gguf
 from diptych.models.spec import ModelSpec
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -41,13 +43,25 @@ def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
         )
 
 
+def check_gguf(path: Path, expected: int) -> None:
+    """LoadError when a GGUF file holds another number of parameters than its metadata gives."""
+    found = count_parameters(open_gguf(path))
+    if found != expected:
+        raise LoadError(
+            f"the metadata of {path} gives {expected} parameters; its tensors hold {found}",
+            hint="the file is of a variant of its architecture that is not known here",
+        )
+
+
 def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX_FILE).is_file():
         named = read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(named, dict) or {path.name for path in files} != {str(name) for name in named.values()}:
             return None
-    tensors = [(name, tensor) for path in files for name, tensor in _header(path).items() if name != "__metadata__"]
+    tensors = [
+        (name, tensor) for path in files for name, tensor in safetensors_header(path).items() if name != "__metadata__"
+    ]
     if not tensors or any(tensor.get("dtype") not in PLAIN for _, tensor in tensors):
         return None
     ignored = BY_MODEL_TYPE[spec.family].ignored
@@ -60,7 +74,7 @@ def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
     return count
 
 
-def _header(path: Path) -> dict[str, Any]:
+def safetensors_header(path: Path) -> dict[str, Any]:
     """Names, dtypes and shapes: 8 bytes of length, then JSON (the safetensors format)."""
     try:
         with path.open("rb") as file:

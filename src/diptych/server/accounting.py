@@ -55,11 +55,13 @@ class Accountant:
         view: CostView | None,
         ceilings: Ceilings | None,
         cold_start_s: float,
+        cache_block_tokens: int | None,
     ) -> None:
         self._work = work
         self._view = view
         self._ceilings = ceilings
         self._cold_start_s = cold_start_s
+        self._cache_block_tokens = cache_block_tokens  # None: no prefix is kept
         self._is_cold = True
 
     def account(self, handle: RequestHandle, thinking: Sequence[Thinking] = ()) -> Account:
@@ -89,6 +91,13 @@ class Accountant:
                 "rejected_prediction_tokens": sum(one.usage.drafted_tokens for one in accounts) - accepted,
             },
         }
+
+    def cache_written_tokens(self, usage: Usage) -> int:
+        """Prompt tokens that were computed and are kept for later prompts: those of full blocks."""
+        block = self._cache_block_tokens
+        if block is None:
+            return 0
+        return max(0, (usage.cached_tokens + usage.computed_tokens) // block * block - usage.cached_tokens)
 
     def timings(self, accounts: Sequence[Account]) -> dict[str, Any]:
         """llama.cpp's keys and ours. Several prompts: counts and times of all together, each under `diptych.prompts`."""

@@ -6,6 +6,7 @@ The standard library's encoder and one large write hold the interpreter, and wit
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic_core import to_json
@@ -14,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 SLICE_ENTRIES = 256  # of a list that are encoded in one call; with 20 alternatives each, about 2 ms
 SEND_BYTES = 256 * 1024
-# the answer, its choices, a choice, its logprobs: only their leaves are encoded whole
-_LEVELS = 4
+# a response, its output, an item, its content, a part, its logprobs (a chat has four): only their leaves are encoded whole
+_LEVELS = 6
 
 
 class Fragments:
@@ -37,17 +38,40 @@ class Fragments:
 
 def json_bytes(value: Any, *, levels: int = _LEVELS) -> bytes:
     """Compact JSON of `value`. Objects in the upper levels are entered, lists are encoded slice by slice."""
-    if levels and isinstance(value, dict):
-        fields = (to_json(name) + b":" + json_bytes(one, levels=levels - 1) for name, one in value.items())
-        return b"{" + b",".join(fields) + b"}"
+    # joined once: a copy of 40 MB holds the interpreter for 5 ms
+    return b"".join(_parts(value, levels))
+
+
+def _parts(value: Any, levels: int) -> Iterator[bytes]:
     if isinstance(value, Fragments):
-        return b"[" + b",".join(value.parts) + b"]"
-    if not isinstance(value, list):
-        return to_json(value)
-    if levels and value and isinstance(value[0], dict):
-        return b"[" + b",".join(json_bytes(one, levels=levels - 1) for one in value) + b"]"
-    slices = (value[start : start + SLICE_ENTRIES] for start in range(0, len(value), SLICE_ENTRIES))
-    return b"[" + b",".join(to_json(part)[1:-1] for part in slices) + b"]"
+        yield from _listed(value.parts)
+    elif levels and isinstance(value, dict):
+        yield b"{"
+        for number, (name, one) in enumerate(value.items()):
+            yield (b"," if number else b"") + to_json(name) + b":"
+            yield from _parts(one, levels - 1)
+        yield b"}"
+    elif isinstance(value, list) and levels and any(isinstance(one, dict) for one in value[:1]):
+        yield b"["
+        for number, one in enumerate(value):
+            if number:
+                yield b","
+            yield from _parts(one, levels - 1)
+        yield b"]"
+    elif isinstance(value, list):
+        slices = (value[start : start + SLICE_ENTRIES] for start in range(0, len(value), SLICE_ENTRIES))
+        yield from _listed(to_json(part)[1:-1] for part in slices)
+    else:
+        yield to_json(value)
+
+
+def _listed(parts: Iterable[bytes]) -> Iterator[bytes]:
+    yield b"["
+    for number, part in enumerate(parts):
+        if number:
+            yield b","
+        yield part
+    yield b"]"
 
 
 class JsonAnswer(Response):

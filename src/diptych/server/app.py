@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from importlib import resources
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic_core import to_json
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
@@ -21,27 +22,26 @@ from diptych.engine.engine import Engine
 from diptych.ground.clock import wall_time_s
 from diptych.ground.errors import EngineError
 from diptych.server.answers import JsonAnswer, json_bytes
-from diptych.server.chat import ChatAnswer
+from diptych.server.chat import ChatAnswer, turn_request
 from diptych.server.completions import CompletionAnswer
-from diptych.server.door import RequireKey, unless_disconnected
+from diptych.server.door import RequireKey
 from diptych.server.errors import ApiError, error_response, from_engine_error
-from diptych.server.fields import ignored_header
+from diptych.server.jobs import generate
+from diptych.server.messages.routes import BODIES as MESSAGES_BODIES
+from diptych.server.messages.routes import add_messages
 from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses
+from diptych.server.reader import conversation_of, piece
 from diptych.server.recent import parse_changes, what_if_answer
-from diptych.server.request_id import RequestIds, request_id_of
-from diptych.server.schema import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    GenerationBody,
-    TemplateBody,
-    TokenizeBody,
-)
+from diptych.server.request_id import RequestIds
+from diptych.server.responses.routes import BODIES as RESPONSES_BODIES
+from diptych.server.responses.routes import add_responses
+from diptych.server.schema import ChatBody, CompletionBody
 from diptych.server.sites import site_middleware
 from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
 from diptych.server.telemetry import LiveHistogram
+from diptych.server.text_bodies import DetokenizeBody, TemplateBody, TokenizeBody
 from diptych.server.timelines import timelines_json
 from diptych.sim.counterfactual import USUAL_CHANGES, Minutes
 
@@ -77,6 +77,7 @@ def create_app(state: ServerState) -> FastAPI:
             watch.cancel()
             state.live.close()
             state.workers.close()
+            state.store.close()
 
     key = state.config.api_key
     middleware = [
@@ -95,12 +96,24 @@ def create_app(state: ServerState) -> FastAPI:
     )
     _add_error_handlers(app, state)
     _add_generation(app, state)
+    add_responses(app, state)
+    add_messages(app, state)
     _add_text(app, state)
     _add_requests(app, state)
     _add_status(app, state)
     _add_page(app, state)
-    install_openapi(app, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, TemplateBody)
+    _add_short_paths(app)
+    texts = (TokenizeBody, DetokenizeBody, TemplateBody)
+    install_openapi(app, CompletionBody, ChatBody, *RESPONSES_BODIES, *MESSAGES_BODIES, *texts)
     return app
+
+
+def _add_short_paths(app: FastAPI) -> None:
+    """Every route of /v1 answers without it too: many clients are given an address and add the rest."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and route.path.startswith("/v1/"):
+            methods = sorted(route.methods or ())
+            app.add_api_route(route.path.removeprefix("/v1"), route.endpoint, methods=methods, include_in_schema=False)
 
 
 async def watch_loop(lag_s: LiveHistogram) -> None:
@@ -130,31 +143,31 @@ class OverloadLog:
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     overload = OverloadLog()
 
-    def refuse(error: ApiError) -> Response:
+    def refuse(error: ApiError, request: Request) -> Response:
         state.telemetry.on_refused(error.status)
         if error.status == 503:
             overload.note(error, state.now_s())
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def on_known(request: Request, error: Exception) -> Response:
-        return refuse(from_engine_error(error, retry_after_s=state.desk.retry_after_s()))
+        return refuse(from_engine_error(error, retry_after_s=state.desk.retry_after_s()), request)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         words = {404: f"there is no {request.url.path[:200]!r} here", 405: f"{request.method} is not allowed here"}
-        response = refuse(ApiError(error.status_code, words.get(error.status_code, str(error.detail))))
+        response = refuse(ApiError(error.status_code, words.get(error.status_code, str(error.detail))), request)
         response.headers.update(error.headers or {})
         return response
 
     async def on_validation(request: Request, error: Exception) -> Response:
-        return refuse(ApiError(400, "the path or query of this request is malformed", code="invalid_value"))
+        return refuse(ApiError(400, "the path or query of this request is malformed", code="invalid_value"), request)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
     async def on_unknown(request: Request, error: Exception) -> Response:
         logger.error("request failed path=%s", request.url.path, exc_info=error)
-        return refuse(from_engine_error(error))
+        return refuse(from_engine_error(error), request)
 
     app.add_exception_handler(ApiError, on_known)
     app.add_exception_handler(EngineError, on_known)
@@ -165,40 +178,25 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
 
 def _add_generation(app: FastAPI, state: ServerState) -> None:
-    def free_id(request: Request) -> str | None:
-        """The id in the client's header, unless a request under it is still open: proxies send a retry under the same one."""
-        name = request_id_of(request)
-        is_open = name is not None and any(log.end_s is None for log in state.timelines.find(name))
-        return None if is_open else name
+    refusals = responses(400, 404, 413, 503)
 
-    async def generate(
-        request: Request, schema: type[GenerationBody], make: Callable[..., CompletionAnswer | ChatAnswer]
-    ) -> Response:
-        arrival_s = state.now_s()
-        body = await state.bodies.read(request, schema)
-        body.request_id = body.request_id or free_id(request)
-        job = make(state.generation, body, arrival_s=arrival_s)
-        await job.start()
-        headers = ignored_header(body.ignored_fields)
-        if body.stream:
-            return EventStream(job.stream(), on_close=job.close, headers=headers)
-        try:
-            answer = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
-        finally:
-            job.close()
-        if body.is_answered_at_length:
-            return JsonAnswer(await state.workers.run(json_bytes, answer), headers=headers)
-        return JsonAnswer(to_json(answer), headers=headers)
-
-    @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=responses(400, 404, 413, 503))
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=refusals)
     async def completions(request: Request) -> Response:
         """Continue a text or token ids."""
-        return await generate(request, CompletionBody, CompletionAnswer)
+        return await generate(state, request, CompletionBody, CompletionAnswer)
 
-    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=responses(400, 404, 413, 503))
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=refusals)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await generate(request, ChatBody, ChatAnswer)
+        return await generate(state, request, ChatBody, ChatAnswer)
+
+    @app.post("/v1/chat/completions/input_tokens", openapi_extra=body_of(ChatBody), responses=responses(400, 404, 413))
+    async def chat_input_tokens(request: Request) -> dict[str, Any]:
+        """How many tokens the prompt of a chat has; nothing is generated."""
+        body = await state.bodies.read(request, ChatBody)
+        state.generation.check_model(body.model)
+        rendered = await turn_request(state.generation, body).render(state.counted_tokens)
+        return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:
@@ -211,15 +209,17 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         body = await state.bodies.read(request, TokenizeBody)
         state.generation.check_model(body.model)
         if body.messages is not None:
-            ids = (await reader.render(body, limit_tokens=counted_tokens)).token_ids
+            ids = (await reader.render(lambda: conversation_of(body), limit_tokens=counted_tokens)).token_ids
+        elif body.parse_special is False:
+            ids = await reader.plain_ids(body.text, limit_tokens=counted_tokens, add_special_tokens=body.adds_special)
         else:
-            add = body.add_special_tokens is not False
-            [ids] = await reader.ids([body.prompt or ""], limit_tokens=counted_tokens, add_special_tokens=add)
-        with_texts = bool(body.return_token_strs)
+            [ids] = await reader.ids([body.text], limit_tokens=counted_tokens, add_special_tokens=body.adds_special)
 
         def encoded() -> bytes:
             answer: dict[str, Any] = {"count": len(ids), "max_model_len": context_tokens, "tokens": list(ids)}
-            if with_texts:
+            if body.with_pieces:
+                answer["tokens"] = [{"id": one, "piece": piece(reader.tokenizer.token_bytes(one))} for one in ids]
+            if body.return_token_strs:
                 answer["token_strs"] = [reader.tokenizer.token_bytes(one).decode(errors="replace") for one in ids]
             return json_bytes(answer)
 
@@ -233,14 +233,17 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         highest, asked = state.engine.loaded.model.spec.vocab_size - 1, max(body.tokens, default=0)
         if asked > highest:
             raise ApiError(400, f"tokens holds {asked}; ids must be at most {highest}", param="tokens")
-        return {"prompt": await reader.text(body.tokens, skip_special_tokens=False)}
+        text = await reader.text(body.tokens, skip_special_tokens=False)
+        return {"prompt": text, "content": text}  # vLLM's name and llama.cpp's
 
     @app.post("/apply-template", openapi_extra=body_of(TemplateBody), responses=responses(400, 404, 413))
     async def apply_template(request: Request) -> Response:
         """What the chat template makes of messages, with the token range of each part and what the cache holds."""
         body = await state.bodies.read(request, TemplateBody)
         state.generation.check_model(body.model)
-        rendered = await reader.render(body, limit_tokens=counted_tokens, documents=body.documents)
+        rendered = await reader.render(
+            lambda: conversation_of(body, documents=body.documents), limit_tokens=counted_tokens
+        )
 
         def hits(engine: Engine) -> int:
             return engine.core.prefix_match(rendered.token_ids, body.cache_salt)
@@ -326,11 +329,15 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
         state.desk.refuse_when_draining()
         return {"status": "ready"}
 
-    def model_card() -> dict[str, Any]:
+    def model_card(name: str) -> dict[str, Any]:
         return {
-            "id": state.model.name,
+            "id": name,
             "object": "model",
             "created": created,
+            # as Anthropic's clients read it
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
             "owned_by": "diptych",
             "root": state.engine.loaded.name,  # where clients look for the tokenizer
             "max_model_len": state.model.max_context_tokens,
@@ -347,14 +354,16 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model served here."""
-        return {"object": "list", "data": [model_card()]}
+        """The one model served here, once for each of its names."""
+        names = state.config.served_model_names or (state.model.name,)
+        cards = [model_card(name) for name in dict.fromkeys(names)]
+        return {"object": "list", "data": cards, "has_more": False, "first_id": names[0], "last_id": cards[-1]["id"]}
 
     @app.get("/v1/models/{name:path}", responses=responses(404))
     async def model(name: str) -> dict[str, Any]:
         """One model by name."""
         state.generation.check_model(name)
-        return model_card()
+        return model_card(name)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -5,50 +5,23 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.tools import ToolCallDelta
 from diptych.ground.clock import wall_time_s
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
-from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import running_usage
 from diptych.server.answers import Fragments
-from diptych.server.completions import finite
 from diptych.server.errors import ApiError
 from diptych.server.generation import Generation, asked, sampling_params
-from diptych.server.reader import tool_dicts
+from diptych.server.logprobs import logprobs_json
+from diptych.server.reader import conversation_of, tool_dicts
 from diptych.server.schema import ChatBody, NamedToolChoice
 from diptych.server.sse import DONE, error_event, event
-from diptych.server.structured import structured_spec
-from diptych.server.turn import ToolUse, Turn, TurnRequest
+from diptych.server.structured import constraint_field, structured_spec
+from diptych.server.template_settings import effort_settings, verbosity_settings
+from diptych.server.turn import ToolUse, TurnRequest, TurnShape
 from diptych.server.turn_parts import ChoiceParts, Finish, Part, TextPart, ThinkingPart, TurnDelta
-
-
-def template_kwargs(body: ChatBody, template_source: str) -> dict[str, Any]:
-    """The fields that only a template can honour, as its variables. Raises ApiError 400 where it knows none of that name."""
-    made: dict[str, Any] = {}
-    effort, verbosity = body.reasoning_effort, body.verbosity
-    if effort is not None:
-        if "enable_thinking" in template_source:  # as vLLM does: it can only be on or off
-            made["enable_thinking"] = effort != "none"
-        if "reasoning_effort" in template_source:
-            made["reasoning_effort"] = effort
-        if not made:
-            raise _unknown_to_template("reasoning_effort", effort)
-    if verbosity is not None and "verbosity" in template_source:
-        made["verbosity"] = verbosity
-    elif verbosity not in (None, "medium"):  # OpenAI's default
-        raise _unknown_to_template("verbosity", verbosity)
-    return made
-
-
-def _unknown_to_template(name: str, value: str | None) -> ApiError:
-    return ApiError(
-        400,
-        f"{name} is {value!r}; the chat template of this model has no such setting "
-        "(hint: leave it out; what the template does know can be sent as chat_template_kwargs)",
-        param=name,
-        code="invalid_value",
-    )
 
 
 def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:
@@ -63,11 +36,13 @@ def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:
         )
 
     has_tools = body.tool_choice != "none"
-    kwargs = template_kwargs(body, generation.reader.template.source)
+    source = generation.reader.template.source
+    variables = {**effort_settings(source, body.reasoning_effort), **verbosity_settings(source, body.verbosity)}
     max_tokens, limit_param = body.asked_tokens
     return TurnRequest(
         render=lambda limit_tokens: generation.reader.render(
-            body, limit_tokens=limit_tokens, documents=body.documents, has_tools=has_tools, kwargs=kwargs
+            lambda: conversation_of(body, documents=body.documents, has_tools=has_tools, variables=variables),
+            limit_tokens=limit_tokens,
         ),
         continues=bool(body.continue_final_message),
         tool_use=ToolUse(
@@ -81,37 +56,25 @@ def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:
         max_tokens=max_tokens,
         limit_param=limit_param,
         sampling=sampling,
+        wants_progress=bool(body.return_progress),
     )
 
 
-class ChatAnswer:
+class ChatAnswer(TurnShape):
     """One body on its way to an answer; `close` must follow in every case."""
 
     def __init__(self, generation: Generation, body: ChatBody, *, arrival_s: float) -> None:
-        self._generation = generation
+        known = asked(body, prefix="chatcmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
+        super().__init__(generation, known)
         self._body = body
-        self._asked = asked(body, prefix="chatcmpl", arrival_s=arrival_s)
         self._created = int(wall_time_s())
-        self._turn: Turn | None = None
 
     async def start(self) -> None:
         """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
         self._generation.check_model(self._body.model)
         if self._body.max_tokens == 0:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
-        turn = Turn(self._generation, turn_request(self._generation, self._body), self._asked)
-        await turn.start()
-        self._turn = turn
-
-    def close(self) -> None:
-        """Abort what still runs."""
-        if self._turn is not None:
-            self._turn.close()
-
-    @property
-    def _started(self) -> Turn:
-        assert self._turn is not None, "not started"
-        return self._turn
+        await self._begin(turn_request(self._generation, self._body))
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
@@ -120,7 +83,7 @@ class ChatAnswer:
         async for deltas in turn.deltas():
             if self._body.logprobs:
                 for delta in deltas:
-                    logprobs[delta.index].add(self._logprobs(delta.logprobs))
+                    logprobs[delta.index].add(logprobs_json(self._tokenizer, delta.logprobs))
         choices = [self._whole(one, at, logprobs[at]) for at, one in enumerate(turn.choices)]
         whole = self._frame("chat.completion", choices)
         if self._body.return_token_ids:
@@ -133,9 +96,23 @@ class ChatAnswer:
         n_open, n_made = len(turn.choices), 0
         includes_usage = options is not None and bool(options.include_usage)
         counts_usage = options is not None and bool(options.continuous_usage_stats)
+        begun: set[int] = set()
+
+        def role(index: int) -> dict[str, Any]:
+            """OpenAI's first chunk of a choice says who speaks and nothing else; many clients read no text from it."""
+            message = {} if index in begun else {"role": "assistant", "content": ""}
+            begun.add(index)
+            choice = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
+            usage = running_usage(len(turn.prompt_token_ids), n_made) if counts_usage else {}
+            return self._frame("chat.completion.chunk", [choice]) | usage
+
         try:
+            async for told in turn.progress():
+                yield event(role(0) | {"prompt_progress": told.json()})
             async for deltas in turn.deltas():
                 for delta in deltas:
+                    if delta.index not in begun:
+                        yield event(role(delta.index))
                     n_open -= delta.finish is not None
                     data = self._frame("chat.completion.chunk", [self._part(delta)])
                     n_made += len(delta.token_ids)
@@ -167,8 +144,8 @@ class ChatAnswer:
     def _part(self, delta: TurnDelta) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": delta.index,
-            "delta": ({"role": "assistant"} if delta.is_first else {}) | delta_json(delta.parts),
-            "logprobs": {"content": self._logprobs(delta.logprobs)} if self._body.logprobs else None,
+            "delta": delta_json(delta.parts),
+            "logprobs": {"content": logprobs_json(self._tokenizer, delta.logprobs)} if self._body.logprobs else None,
             "finish_reason": finish_word(delta.finish),
         }
         if delta.finish is not None:
@@ -177,16 +154,9 @@ class ChatAnswer:
             shown["token_ids"] = list(delta.token_ids)
         return shown
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        return [
-            self._token(entry.token_id, entry.logprob)
-            | {"top_logprobs": [self._token(token_id, logprob) for token_id, logprob in entry.top]}
-            for entry in entries
-        ]
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = self._generation.reader.tokenizer.token_bytes(token_id)
-        return {"token": raw.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(raw)}
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._generation.reader.tokenizer
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -194,6 +164,7 @@ class ChatAnswer:
             "object": kind,
             "created": self._created,
             "model": self._generation.model.name,
+            "system_fingerprint": self._generation.model.fingerprint,
             "choices": choices,
         }
 
@@ -228,9 +199,9 @@ def delta_json(parts: Sequence[Part]) -> dict[str, Any]:
     for part in parts:
         match part:
             case ThinkingPart(text):
-                shown["reasoning_content"] = text
+                shown["reasoning_content"] = shown.get("reasoning_content", "") + text
             case TextPart(text):
-                shown["content"] = text
+                shown["content"] = shown.get("content", "") + text
             case ToolCallDelta():
                 shown.setdefault("tool_calls", []).append(_call_delta(part))
     return shown or {"content": ""}

@@ -24,13 +24,13 @@ from diptych.server.generation import (
     StepDelta,
     asked,
     close_all,
-    merged_steps,
-    open_requests,
     sampling_params,
 )
+from diptych.server.logprobs import finite
+from diptych.server.progress import WatchedSteps, open_watched
 from diptych.server.schema import MAX_PROMPTS, CompletionBody
 from diptych.server.sse import DONE, error_event, event
-from diptych.server.structured import structured_spec
+from diptych.server.structured import constraint_field, structured_spec
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -55,12 +55,13 @@ class CompletionAnswer:
     def __init__(self, generation: Generation, body: CompletionBody, *, arrival_s: float) -> None:
         self._generation = generation
         self._body = body
-        self._asked = asked(body, prefix="cmpl", arrival_s=arrival_s)
+        self._asked = asked(body, prefix="cmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
         self._created = int(wall_time_s())
         self._echoes: list[str] = []
         # lm-eval asks for no output at all, only for the prompt's log-probabilities
         self._is_prompt_only = body.asked_tokens[0] == 0 and bool(body.echo)
         self.opened: list[OpenedRequest] = []
+        self._steps: WatchedSteps | None = None
 
     async def start(self) -> None:
         """Tokenise, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
@@ -95,16 +96,20 @@ class CompletionAnswer:
             )
             for ids in prompts
         ]
-        self.opened = await open_requests(generation.desk, prompts, sampling, self._asked)
+        self.opened, self._steps = await open_watched(
+            generation.desk, prompts, sampling, self._asked, wants_progress=bool(body.return_progress)
+        )
 
     def close(self) -> None:
         """Abort what still runs."""
+        if self._steps is not None:
+            self._steps.close()
         close_all(self.opened)
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         choices = self._new_choices()
-        async for steps in merged_steps(self.opened):
+        async for steps in self._started:
             for step in steps:
                 self._add(choices[step.prompt * self._n + step.index], step)
 
@@ -123,7 +128,9 @@ class CompletionAnswer:
         includes_usage = options is not None and bool(options.include_usage)
         counts_usage = options is not None and bool(options.continuous_usage_stats)
         try:
-            async for steps in merged_steps(self.opened):
+            async for told in self._started.progress():
+                yield event(self._frame([]) | {"prompt_progress": told.json()})
+            async for steps in self._started:
                 for step in steps:
                     number = step.prompt * self._n + step.index
                     n_open -= step.finish_reason is not None
@@ -145,6 +152,11 @@ class CompletionAnswer:
             yield error_event(error)
         finally:
             self.close()
+
+    @property
+    def _started(self) -> WatchedSteps:
+        assert self._steps is not None, "not started"
+        return self._steps
 
     @property
     def _n(self) -> int:
@@ -258,6 +270,7 @@ class CompletionAnswer:
             "object": "text_completion",
             "created": self._created,
             "model": self._generation.model.name,
+            "system_fingerprint": self._generation.model.fingerprint,
             "choices": choices,
         }
 
@@ -268,8 +281,3 @@ class CompletionAnswer:
         if self._is_prompt_only:
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return {"usage": usage, "timings": accountant.timings(accounts)}
-
-
-def finite(logprob: float) -> float:
-    """JSON knows no infinity; an impossible token gets the number that other servers send."""
-    return max(logprob, -9999.0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import resource
 from dataclasses import dataclass
+from pathlib import Path
 
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
@@ -12,12 +14,18 @@ from diptych.ground.errors import ConfigError
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 _HOST = re.compile(r"[A-Za-z0-9._-]+")
 METRICS_COMPAT = ("vllm", "none")
+# four times the most places that an engine chooses: a burst beyond them waits within a few turns, and memory for so many open
+# streams (some 20 KB each) is nothing
+MOST_OPEN_REQUESTS = 1024
+FILES_KEPT = 128  # for the model, libraries, the page, scrapes of metrics, and connections that ask for nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """How the server listens, whom it lets in, and when it refuses.
 
+    served_model_names: what the model is asked for by, the first of them told in answers; none: its own name.
+    takes_any_model_name: answer whatever model is asked for, as tools with a name built in need it.
     max_queue_s: a request that would wait longer than this for its first step is refused with 503, bursts excepted (see
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
@@ -26,6 +34,8 @@ class ServerConfig:
     max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
     kept_minutes: of requests and steps, for what would have been (see `server.recent`); 0: none.
     reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
+    response_store: the file that responses are kept in; None: memory. max_stored_bytes, response_ttl_s: at most so much, and
+    none that was unused for longer (OpenAI keeps 30 days).
     """
 
     host: str = "127.0.0.1"
@@ -34,15 +44,19 @@ class ServerConfig:
     is_insecure: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
-    served_model_name: str | None = None
+    served_model_names: tuple[str, ...] = ()
+    takes_any_model_name: bool = False
     max_queue_s: float | None = None
-    max_open_requests: int = 1024
+    max_open_requests: int = MOST_OPEN_REQUESTS
     max_body_bytes: int | None = None
     drain_timeout_s: float = 30.0
     metrics_compat: str = "vllm"
     kept_timelines: int = 256
     kept_minutes: float = 2.0
     reads_control_tokens: bool = False
+    response_store: Path | None = None
+    max_stored_bytes: int = 256 * 2**20
+    response_ttl_s: float = 30 * 86400.0
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -59,6 +73,11 @@ class ServerConfig:
         at_least("kept_timelines", self.kept_timelines, 0)
         if not 0.0 <= self.kept_minutes <= 60.0:
             raise ConfigError(f"kept_minutes is {self.kept_minutes}; it must be 0 to 60", hint="0 keeps nothing")
+        at_least("max_stored_bytes", self.max_stored_bytes, 0)
+        if self.response_ttl_s <= 0.0:
+            raise ConfigError(f"response_ttl_s is {self.response_ttl_s}; it must be greater than 0")
+        if not all(name.strip() for name in self.served_model_names):
+            raise ConfigError("served_model_name is empty; it must be a name")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
             raise ConfigError(
                 "the API key is empty, or holds a line break or another character that no HTTP header can carry",
@@ -85,6 +104,28 @@ class ServerConfig:
                 f"host is {self.host!r} and no API key is set; others could use this server",
                 hint="give --api-key KEY (or DIPTYCH_API_KEY), bind to 127.0.0.1, or say --insecure",
             )
+
+
+def open_requests_limit(asked: int | None) -> int:
+    """How many requests may be open: what was asked for, else the default, as far as this process may open files.
+
+    Raises ConfigError when more is asked for than the system gives it files for.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = (asked or MOST_OPEN_REQUESTS) + FILES_KEPT
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = wanted if soft == resource.RLIM_INFINITY else soft
+    if room >= wanted:
+        return wanted - FILES_KEPT
+    # beyond that, connections would be reset, scrapes and health checks with them
+    if asked is not None:
+        raise ConfigError(
+            f"max_open_requests is {asked}; this process may open {room} files, enough for {max(1, room - FILES_KEPT)}",
+            hint="raise the limit (ulimit -n) or ask for fewer",
+        )
+    return max(1, room - FILES_KEPT)
 
 
 def is_loopback(host: str) -> bool:

@@ -12,6 +12,7 @@ import hmac
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,11 +35,13 @@ BODY_ROOM_BYTES = 4 * 1024 * 1024
 INLINE_BODY_BYTES = 16 * 1024
 # above it, bodies are parsed one after the other, as each parse holds the interpreter, and with it every stream
 SERIAL_BODY_BYTES = 256 * 1024
-# A parse holds the interpreter for about a microsecond per key, object or list, and a tenth of that per entry of a list
-# (2.1 GHz, pydantic 2.14), so that these take some 60 ms
-# each. 16,384 messages have 50,000 keys and objects.
+# A parse holds the interpreter, and with it every stream, for 0.3 to 0.4 us per key, object or list, a twentieth of that per
+# entry of a list, and 7 ns per character that is escaped or not ASCII (benchmarks/interpreter_held.py), so that each of these
+# takes at most some 20 ms. 16,384 messages have 50,000 keys and objects.
 MAX_NODES = 65_536
 MAX_ENTRIES = 300_000  # 64 prompts of 4,096 token ids have 262,144
+MAX_SLOW_CHARS = 2_500_000
+SLOW_CHARS_PER_TOKEN = 8  # no text has more: a token of Hindi has 4 characters, an escaped one of Chinese 2
 _PIECE_BYTES = 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
@@ -47,7 +50,10 @@ Answer = TypeVar("Answer")
 
 
 class BoundedHeaders(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on header bytes and on the time a client may take to send them."""
+    """uvicorn's protocol with a limit on header bytes and on the time a client may take to send them.
+
+    What is no HTTP is refused in the API's shape too.
+    """
 
     _header_bytes = 0
     _in_headers = True
@@ -100,20 +106,27 @@ class BoundedHeaders(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self) -> None:
+        message = f"request headers are longer than {MAX_HEADER_BYTES} bytes"
+        self._end_with(ApiError(431, message, code="headers_too_large"))
+
+    def send_400_response(self, msg: str) -> None:
+        """What the parser could not read, in the API's shape."""
+        self._end_with(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
+
+    def _end_with(self, error: ApiError) -> None:
+        """Answer and close; only close where an answer has begun, as these bytes would become part of it."""
         if self.transport.is_closing():
             return
-        body = bytes(
-            error_response(
-                ApiError(431, f"request headers are longer than {MAX_HEADER_BYTES} bytes", code="headers_too_large")
-            ).body
-        )
-        head = f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-        self.transport.write(f"{head}\r\nconnection: close\r\n\r\n".encode() + body)
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            body = bytes(error_response(error).body)
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json"
+            head += f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
         self.transport.close()
 
 
 class RequireKey:
-    """Middleware: every route but `/health` and `/ready` needs the key, as a bearer token.
+    """Middleware: every route but `/health` and `/ready` needs the key, as a bearer token or as Anthropic's `x-api-key`.
 
     HTTP basic with the key as password is taken too, so that a browser can ask for it and show the live page.
     """
@@ -126,16 +139,19 @@ class RequireKey:
         """Answer 401 or pass on."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_allowed(scope):
             refusal = ApiError(
-                401, "no valid API key was sent; send 'Authorization: Bearer KEY'", code="invalid_api_key"
+                401,
+                "no valid API key was sent; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key",
             )
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _is_allowed(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:
-            if name == b"authorization":
-                return hmac.compare_digest(_sent_key(value), self._key)
+            sent = _sent_key(value) if name == b"authorization" else value.strip() if name == b"x-api-key" else None
+            if sent is not None and hmac.compare_digest(sent, self._key):
+                return True
         return False
 
 
@@ -153,11 +169,14 @@ def _sent_key(header: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """What a body may have: bytes, keys + objects + lists, entries of lists; and bytes of all bodies at one time."""
+    """What a body may have: bytes, keys + objects + lists, entries of lists, escaped and other characters that are slow to
+    read; and bytes of all bodies at one time.
+    """
 
     max_bytes: int
     max_nodes: int
     max_entries: int
+    max_slow_chars: int
 
     @classmethod
     def of_context(cls, context_tokens: int, max_bytes: int | None = None) -> BodyLimits:
@@ -166,6 +185,7 @@ class BodyLimits:
             max_bytes=max_bytes or BODY_ROOM_BYTES + BODY_BYTES_PER_TOKEN * context_tokens,
             max_nodes=max(MAX_NODES, context_tokens),
             max_entries=max(MAX_ENTRIES, 4 * context_tokens),
+            max_slow_chars=max(MAX_SLOW_CHARS, SLOW_CHARS_PER_TOKEN * context_tokens),
         )
 
     @property
@@ -189,21 +209,29 @@ class BodyLimits:
         """Raise 413 for millions of values in few bytes: parsing would hold every stream and take 50 bytes per byte."""
         if len(raw) <= min(self.max_nodes, self.max_entries):
             return
-        nodes, entries = json_shape(raw)
+        nodes, entries, slow_chars = json_shape(raw)
         for name, number, limit in (
             ("keys, objects and lists", nodes, self.max_nodes),
             ("entries", entries, self.max_entries),
+            ("characters that are escaped or not ASCII", slow_chars, self.max_slow_chars),
         ):
             if number > limit:
                 raise ApiError(413, f"body has {number} {name}; at most {limit} are read", code="body_too_large")
 
 
-def json_shape(raw: bytearray) -> tuple[int, int]:
-    """(keys + objects + lists, commas) of JSON text, strings left out. For any bytes; nearly all of it without the GIL."""
-    nodes = entries = 0
+def json_shape(raw: bytearray) -> tuple[int, int, int]:
+    """(keys + objects + lists, commas) of JSON text, strings left out, and its backslashes and characters beyond ASCII.
+
+    For any bytes; nearly all of it without the GIL.
+    """
+    nodes = entries = slow_chars = 0
     is_inside, held = 0, b""
     for start in range(0, len(raw), _PIECE_BYTES):
-        piece = held + raw[start : start + _PIECE_BYTES]
+        piece = bytes(raw[start : start + _PIECE_BYTES])
+        codes = np.frombuffer(piece, np.uint8)
+        # a character beyond ASCII begins with a byte of 0xC0 or more
+        slow_chars += int(np.count_nonzero(codes >= 0xC0)) + int(np.count_nonzero(codes == ord("\\")))
+        piece = held + piece
         # a pair of backslashes is a character of a string, and so is a quote behind one: neither ends it
         held = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
         piece = piece[: len(piece) - len(held)].replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -213,7 +241,7 @@ def json_shape(raw: bytearray) -> tuple[int, int]:
         is_inside ^= int(quotes[-1]) & 1 if len(quotes) else 0
         entries += int(np.count_nonzero(outside == ord(",")))
         nodes += sum(int(np.count_nonzero(outside == ord(mark))) for mark in ":{[")
-    return nodes, entries
+    return nodes, entries, slow_chars
 
 
 class Workers:

@@ -1,4 +1,4 @@
-"""Errors as clients of the OpenAI API expect them: one JSON shape, the right status, nothing else.
+"""Errors as clients expect them: one JSON shape for each protocol, the right status, nothing else.
 
 Owns the mapping from `EngineError` to HTTP. Imports ground only, besides the web framework.
 
@@ -39,6 +39,9 @@ _TYPES = {
 }
 
 
+_ANTHROPIC_TYPES = {405: "invalid_request_error", 413: "request_too_large", 500: "api_error"}
+
+
 class ApiError(Exception):
     """A refusal with its HTTP status; becomes `{"error": {"message", "type", "param", "code"}}`."""
 
@@ -59,6 +62,17 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether a route speaks Anthropic's protocol."""
+    return path.removeprefix("/v1").startswith("/messages")
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """The JSON object of an error in Anthropic's protocol, which has no place for the field but the message."""
+    kind = _ANTHROPIC_TYPES.get(error.status, _TYPES.get(error.status, "api_error"))
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON object of an error answer or of an SSE `error` event."""
     return {
@@ -71,14 +85,15 @@ def error_body(error: ApiError) -> dict[str, Any]:
     }
 
 
-def error_response(error: ApiError) -> Response:
-    """The whole answer, with `Retry-After` where trying again makes sense and `WWW-Authenticate` on 401."""
+def error_response(error: ApiError, path: str = "") -> Response:
+    """The whole answer in the shape of the route `path`, with what 401 and a later try need in its head."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["WWW-Authenticate"] = 'Bearer, Basic realm="diptych"'
-    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+    body = anthropic_error(error) if is_anthropic(path) else error_body(error)
+    return JSONResponse(body, status_code=error.status, headers=headers)
 
 
 def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> ApiError:

@@ -43,7 +43,7 @@ REFUSED: Mapping[str, Refusal] = {
     "functions": Refusal(_OLD_CALLS),
     "function_call": Refusal(_OLD_CALLS, ("none", "auto")),
     "moderation": Refusal("nothing is moderated here"),
-    "store": Refusal("no answer is stored here", (False,)),
+    "store": Refusal("chats are not stored here; /v1/responses stores", (False,)),
     "web_search_options": Refusal("nothing is searched here; give what was found as messages or documents"),
     # vLLM
     "allowed_token_ids": Refusal("hold the output with structured_outputs, or lower tokens with logit_bias"),
@@ -128,13 +128,15 @@ NO_EFFECT: Mapping[str, str] = {
 }
 
 
-def check_extra(extra: Mapping[str, Any], elsewhere: Mapping[str, Refusal]) -> Iterator[str]:
-    """The names of unknown fields. Raises FieldRefused for the first one that is refused, here or on this route alone."""
+def check_extra(
+    extra: Mapping[str, Any], refused: Mapping[str, Refusal], no_effect: Mapping[str, str]
+) -> Iterator[str]:
+    """The names of unknown fields. Raises FieldRefused for the first one that is refused."""
     for name, value in extra.items():
-        refusal = REFUSED.get(name) or elsewhere.get(name)
+        refusal = refused.get(name)
         if refusal is not None and not refusal.spares(value):
             raise FieldRefused(name, refusal.why)
-        if refusal is None and name not in NO_EFFECT:
+        if refusal is None and name not in no_effect:
             yield name
 
 

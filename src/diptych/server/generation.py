@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from diptych.engine.engine import OutputDelta
@@ -25,18 +25,21 @@ from diptych.server.door import Workers
 from diptych.server.errors import ApiError, from_engine_error
 from diptych.server.metrics_export import ServedModel
 from diptych.server.reader import Ids, Reader
-from diptych.server.schema import GenerationBody
-from diptych.server.structured import constraint_field
+from diptych.server.schema import SamplingBody
 
 logger = logging.getLogger("diptych.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What the generation routes need of the server, and nothing else. names: those under which the model may be asked for."""
+    """What the generation routes need of the server, and nothing else.
+
+    names: those under which the model may be asked for; takes_any_name: under any other too.
+    """
 
     model: ServedModel
     names: frozenset[str]
+    takes_any_name: bool
     reader: Reader
     desk: Desk
     workers: Workers
@@ -49,7 +52,7 @@ class Generation:
 
     def check_model(self, name: str | None) -> None:
         """Raise 404 when a body names a model that is not served here; no name means the served one."""
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and not self.takes_any_name:
             raise ApiError(
                 404,
                 f"model {name[:100]!r} is not served here; this server has {self.model.name!r}",
@@ -181,21 +184,29 @@ class Asked:
     constraint: str | None  # the field that a constraint on the output comes from
 
 
-def asked(body: GenerationBody, *, prefix: str, arrival_s: float) -> Asked:
+def asked(body: SamplingBody, *, prefix: str, arrival_s: float, constraint: str | None) -> Asked:
     """Choose the answer's id, under which the request can also be aborted and its timeline read."""
     return Asked(
-        response_id=f"{prefix}-{body.request_id or uuid.uuid4().hex}",
+        response_id=f"{prefix}{body.request_id or uuid.uuid4().hex}",
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         arrival_s=arrival_s,
-        constraint=constraint_field(body),
+        constraint=constraint,
     )
 
 
 async def open_requests(
-    desk: Desk, prompts: Sequence[RenderedPrompt | Ids], sampling: Sequence[SamplingParams], asked: Asked
+    desk: Desk,
+    prompts: Sequence[RenderedPrompt | Ids],
+    sampling: Sequence[SamplingParams],
+    asked: Asked,
+    *,
+    follow: Callable[[str, int], None] | None = None,
 ) -> list[OpenedRequest]:
-    """Admit and submit every prompt, or none: when one is refused the others are taken back."""
+    """Admit and submit every prompt, or none: when one is refused the others are taken back.
+
+    follow(request id, prompt tokens) is told of each before it is submitted.
+    """
     desk.refuse_when_draining()
     opened: list[OpenedRequest] = []
     try:
@@ -204,6 +215,8 @@ async def open_requests(
         desk.timelines.group(asked.response_id, ids)
         for number, (request_id, prompt, params) in enumerate(zip(ids, prompts, sampling, strict=True)):
             tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
+            if follow is not None:
+                follow(request_id, tokens)
             with desk.admit(request_id, tokens):
                 handle = await desk.engine.generate(
                     prompt,
@@ -263,7 +276,7 @@ async def merged_steps(opened: Sequence[OpenedRequest]) -> AsyncIterator[list[St
 
 
 def sampling_params(
-    body: GenerationBody,
+    body: SamplingBody,
     *,
     max_tokens: int,
     logprobs: int | None,
@@ -282,12 +295,12 @@ def sampling_params(
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=body.logit_bias or {},
         seed=body.seed,
-        n=body.n or 1,
+        n=body.choices,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         min_tokens=body.min_tokens or 0,
         ignore_eos=bool(body.ignore_eos),
-        stop=body.stop,
+        stop=body.stop_strings,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         structured=structured,

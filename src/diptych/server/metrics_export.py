@@ -24,6 +24,7 @@ class ServedModel:
     """What the info metrics and the page say about the model."""
 
     name: str
+    fingerprint: str | None
     backend: str
     weights: str
     kv: str

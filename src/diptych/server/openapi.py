@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,6 +26,18 @@ _ERROR_SCHEMA = {
         }
     },
 }
+ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 _WORDS = {
     400: "the request is wrong; the message names the field, the value and the limit",
@@ -41,10 +54,10 @@ def body_of(body_type: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The documented refusals of a route, all in the error shape."""
+def responses(*statuses: int, schema: Mapping[str, Any] = _ERROR_SCHEMA) -> dict[int | str, dict[str, Any]]:
+    """The documented refusals of a route, all in the shape `schema`."""
     return {
-        status: {"description": _WORDS[status], "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+        status: {"description": _WORDS[status], "content": {"application/json": {"schema": schema}}}
         for status in statuses
     }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ from diptych.engine.text.template import ChatTemplate, RenderedPrompt
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import TemplateError
 from diptych.server.door import Workers
-from diptych.server.schema import ChatBody, Message, Prompt, TemplateBody, TokenizeBody, Tool
+from diptych.server.schema import ChatBody, Message, Prompt, Tool
+from diptych.server.text_bodies import TemplateBody, TokenizeBody
 
 Ids = tuple[int, ...]
 
@@ -30,12 +32,12 @@ def message_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if message.role == "developer":
             fields["role"] = "system"
         for call in fields.get("tool_calls", ()):
-            call["function"]["arguments"] = _object_or_text(call["function"]["arguments"])
+            call["function"]["arguments"] = object_or_text(call["function"]["arguments"])
         made.append(fields)
     return made
 
 
-def _object_or_text(arguments: str) -> Any:
+def object_or_text(arguments: str) -> Any:
     """Templates print arguments as JSON themselves, so they want the object; broken JSON stays text."""
     try:
         value = json.loads(arguments)
@@ -49,6 +51,48 @@ def tool_dicts(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     return [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a chat template is run over, in its own words. continues: the prompt ends within the last message.
+
+    variables: those of the template besides its own (chat_template_kwargs).
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    adds_prompt: bool = True
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def conversation_of(
+    body: ChatBody | TokenizeBody | TemplateBody,
+    *,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    has_tools: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> Conversation:
+    """The conversation of a body with OpenAI's messages. variables: of the template, besides the body's own."""
+    continues = bool(body.continue_final_message)
+    return Conversation(
+        messages=message_dicts(body.messages or ()),
+        tools=tool_dicts(body.tools) if has_tools else None,
+        documents=documents,
+        adds_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+        continues=continues,
+        variables={**(variables or {}), **(body.chat_template_kwargs or {})},
+    )
+
+
+def piece(raw: bytes) -> str | list[int]:
+    """A token as llama.cpp shows it: its text, or its bytes where these are no whole characters."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
+
+
 class Reader:
     """The words of one model. Used on the event loop."""
 
@@ -60,42 +104,31 @@ class Reader:
         self._workers = workers
         self._reads_control_tokens = reads_control_tokens
 
-    async def render(
-        self,
-        body: ChatBody | TokenizeBody | TemplateBody,
-        *,
-        limit_tokens: int,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        has_tools: bool = True,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> RenderedPrompt:
-        """Run the chat template. Raises TemplateError, or PromptTooLong for far more than limit_tokens.
+    async def render(self, make: Callable[[], Conversation], *, limit_tokens: int) -> RenderedPrompt:
+        """Run the chat template over what `make` returns, on a thread.
 
-        What the template would drop is refused.
-
-        kwargs: variables of the template besides the body's own.
+        Raises TemplateError, or PromptTooLong for far more than limit_tokens. What the template would drop is refused.
         """
-        for name, given in (("tools", body.tools if has_tools else None), ("documents", documents)):
+        return await self._workers.run(self._render, make, limit_tokens)
+
+    def _render(self, make: Callable[[], Conversation], limit_tokens: int) -> RenderedPrompt:
+        conversation = make()
+        for name, given in (("tools", conversation.tools), ("documents", conversation.documents)):
             if given and not self.template.names(name):
                 raise TemplateError(
                     f"{name} has {len(given)} entries; the chat template of this model shows none of them",
                     hint="write into a message what the model should know of them",
                     param=name,
                 )
-        continues = bool(body.continue_final_message)
-        adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-        return await self._workers.run(
-            partial(
-                self.template.render,
-                message_dicts(body.messages or ()),
-                tools=tool_dicts(body.tools) if has_tools else None,
-                documents=documents,
-                add_generation_prompt=adds_prompt,
-                continue_final_message=continues,
-                kwargs={**(kwargs or {}), **(body.chat_template_kwargs or {})},
-                limit_tokens=limit_tokens,
-                reads_control_tokens=self._reads_control_tokens,
-            )
+        return self.template.render(
+            conversation.messages,
+            tools=conversation.tools,
+            documents=conversation.documents,
+            add_generation_prompt=conversation.adds_prompt,
+            continue_final_message=conversation.continues,
+            kwargs=conversation.variables,
+            limit_tokens=limit_tokens,
+            reads_control_tokens=self._reads_control_tokens,
         )
 
     async def ids(self, prompts: Sequence[Prompt], *, limit_tokens: int, add_special_tokens: bool = True) -> list[Ids]:
@@ -110,6 +143,16 @@ class Reader:
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE_CHARS:
             return [ids_of(prompt) for prompt in prompts]
         return await self._workers.run(lambda: [ids_of(prompt) for prompt in prompts])
+
+    async def plain_ids(self, text: str, *, limit_tokens: int, add_special_tokens: bool) -> Ids:
+        """Token ids of a text in which no control token is read."""
+
+        def ids() -> Ids:
+            self.tokenizer.refuse_endless(text, limit_tokens)
+            around = self.tokenizer.encode("", add_special_tokens=add_special_tokens)
+            return (*around, *self.template.plain_ids(text))
+
+        return await self._workers.run(ids)
 
     async def text(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""

@@ -8,6 +8,7 @@ import uuid
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diptych.server.errors import is_anthropic
 from diptych.server.schema import REQUEST_ID_PATTERN
 
 HEADER = b"x-request-id"
@@ -27,12 +28,13 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         sent = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER), "")
+        names = (HEADER, b"request-id") if is_anthropic(scope["path"]) else (HEADER,)
         own = scope[_SCOPE_KEY] = sent if _IS_SOUND.fullmatch(sent) else None
         shown = (own or uuid.uuid4().hex).encode()
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (HEADER, shown)]
+                message["headers"] = [*message.get("headers", ()), *((name, shown) for name in names)]
             await send(message)
 
         await self._app(scope, receive, send_named)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -34,7 +34,7 @@ from diptych.ground.request import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from diptych.server.fields import OF_CHATS, OF_PROMPTS, FieldRefused, Refusal, check_extra
+from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, FieldRefused, Refusal, check_extra
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
@@ -155,12 +155,18 @@ def _check_user(value: str | None) -> str | None:
     return value
 
 
-def _conflict(field: str, message: str) -> PydanticCustomError:
+def conflict(field: str, message: str) -> PydanticCustomError:
     """What fields that exclude or need each other raise; `field` is the one to change."""
     return PydanticCustomError("conflict", "{message}", {"message": message, "param": field})
 
 
-def _bounded(name: str, *, low: float | None = None) -> Any:
+def branch_of_type(value: object) -> str | None:
+    """Which branch of a union an object's `type` names. The mark before it keeps it out of the paths of messages."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"~{kind}" if isinstance(kind, str) else None
+
+
+def bounded(name: str, *, low: float | None = None) -> Any:
     """An optional field with the bounds of the sampling option; `low` where clients of other servers may send less."""
     bound = BOUNDS[name]
     if bound.is_low_open:
@@ -168,7 +174,7 @@ def _bounded(name: str, *, low: float | None = None) -> Any:
     return Field(None, ge=bound.low if low is None else low, le=bound.high)
 
 
-class _StopAtFirst(FailFast):
+class StopAtFirst(FailFast):
     """FailFast that may stand in a union: a union hashes its members, and the dataclass it comes from has no hash."""
 
     def __hash__(self) -> int:
@@ -228,6 +234,8 @@ LogitBias = Annotated[
 ]
 CacheSalt = Annotated[str | None, Field(min_length=1, max_length=256)]
 JsonSchema = Annotated[dict[str, Any] | None, AfterValidator(_check_schema)]
+TemplateVariables = Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)]
+Name = Annotated[str, Field(max_length=1024)]
 User = Annotated[str | None, Field(None, max_length=MAX_USER_BYTES), AfterValidator(_check_user)]
 
 
@@ -284,7 +292,7 @@ class ResponseFormat(Body):
 Schema = dict[str, Any] | str
 Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_BYTES)]
 Choices = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=4096)]], _StopAtFirst(), Field(min_length=1, max_length=1024)
+    list[Annotated[str, Field(min_length=1, max_length=4096)]], StopAtFirst(), Field(min_length=1, max_length=1024)
 ]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_SCHEMA_BYTES)]
 
@@ -368,44 +376,86 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], _StopAtFirst()] | None = None
+    content: str | Annotated[list[ContentPart], StopAtFirst()] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name
     name: str | None = Field(None, max_length=256)
-    tool_calls: Annotated[list[HistoryToolCall], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
+    tool_calls: Annotated[list[HistoryToolCall], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=256)
 
 
-class GenerationBody(Body):
-    """Fields that both generation routes share."""
+class SamplingBody(Body):
+    """Fields that every route that generates has, in whichever protocol: the model, how tokens are drawn, whose cache."""
 
     # unknown fields are kept as far as `fields` has looked at them
     model_config = ConfigDict(extra="allow")
 
-    model: str | None = Field(None, max_length=1024)
-    max_tokens: Whole | None = _bounded("max_tokens", low=0)
-    max_completion_tokens: Whole | None = _bounded("max_tokens")
-    temperature: float | None = _bounded("temperature")
-    top_p: float | None = _bounded("top_p")
-    top_k: Whole | None = _bounded("top_k", low=-1)
-    min_p: float | None = _bounded("min_p")
-    repetition_penalty: float | None = _bounded("repetition_penalty")
-    presence_penalty: float | None = _bounded("presence_penalty")
-    frequency_penalty: float | None = _bounded("frequency_penalty")
+    model: Name | None = None
+    temperature: float | None = bounded("temperature")
+    top_p: float | None = bounded("top_p")
+    top_k: Whole | None = bounded("top_k", low=-1)
+    min_p: float | None = bounded("min_p")
+    repetition_penalty: float | None = bounded("repetition_penalty")
+    presence_penalty: float | None = bounded("presence_penalty")
+    frequency_penalty: float | None = bounded("frequency_penalty")
     logit_bias: LogitBias = None
     seed: Whole | None = None
-    n: Whole | None = _bounded("n")
-    best_of: Whole | None = _bounded("n")
-    suffix: str | None = Field(None, max_length=0)
-    stop: Stop = ()
-    stop_token_ids: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], _StopAtFirst()] | None = Field(
+    stop_token_ids: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], StopAtFirst()] | None = Field(
         None, max_length=MAX_STOP_TOKEN_IDS
     )
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: Whole | None = _bounded("min_tokens")
+    min_tokens: Whole | None = bounded("min_tokens")
     stream: bool | None = None
+    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
+    cache_salt: CacheSalt = None
+    _ignored: tuple[str, ...] = PrivateAttr(())
+    # fields that this protocol knows and does not read: refused by name, or of no effect
+    _refused: ClassVar[Mapping[str, Refusal]] = REFUSED
+    _no_effect: ClassVar[Mapping[str, str]] = NO_EFFECT
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Fields that nobody here knows."""
+        return self._ignored
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The texts that end an answer."""
+        return ()
+
+    @property
+    def choices(self) -> int:
+        """How many answers are asked for."""
+        return 1
+
+    @property
+    def is_answered_at_length(self) -> bool:
+        """Whether the answer has more than its text for each token: too much to be made on the event loop."""
+        return False
+
+    @model_validator(mode="after")
+    def _without_extra(self) -> Self:
+        try:
+            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}, self._refused, self._no_effect))
+        except FieldRefused as error:
+            raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
+        self.__pydantic_extra__ = {}
+        return self
+
+
+class GenerationBody(SamplingBody):
+    """Fields that both of OpenAI's older generation routes share."""
+
+    max_tokens: Whole | None = bounded("max_tokens", low=0)
+    max_completion_tokens: Whole | None = bounded("max_tokens")
+    n: Whole | None = bounded("n")
+    best_of: Whole | None = bounded("n")
+    suffix: str | None = Field(None, max_length=0)
+    stop: Stop = ()
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -414,41 +464,33 @@ class GenerationBody(Body):
     guided_grammar: Grammar | None = None
     json_schema: Schema | None = None
     grammar: Grammar | None = None
-    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
-    cache_salt: CacheSalt = None
     return_token_ids: bool | None = None
     user: User
     metadata: dict[str, Any] | None = None
-    _ignored: tuple[str, ...] = PrivateAttr(())
-    _elsewhere: ClassVar[Mapping[str, Refusal]] = {}  # what the other route honours, and this one cannot
 
     @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """Fields that nobody here knows."""
-        return self._ignored
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`."""
+        return self.stop
 
-    @model_validator(mode="after")
-    def _without_extra(self) -> GenerationBody:
-        try:
-            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}, self._elsewhere))
-        except FieldRefused as error:
-            raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
-        self.__pydantic_extra__ = {}
-        return self
+    @property
+    def choices(self) -> int:
+        """`n`."""
+        return self.n or 1
 
     @property
     def is_answered_at_length(self) -> bool:
-        """Whether the answer has more than its text for each token: too much to be made on the event loop."""
+        """Log-probabilities or token ids come with every token."""
         logprobs = getattr(self, "logprobs", None)
         return bool(self.return_token_ids) or (logprobs is not None and logprobs is not False)
 
     @model_validator(mode="after")
-    def _consistent(self) -> GenerationBody:
-        if self.stream_options is not None and not self.stream:
-            raise _conflict("stream_options", "stream_options is set; it is only allowed when stream is true")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _conflict("best_of", f"best_of is {self.best_of}; it must equal n, which is {self.n or 1}")
+    def _consistent(self) -> Self:
+        for name in ("stream_options", "return_progress"):
+            if getattr(self, name) and not self.stream:
+                raise conflict(name, f"{name} is set; it is only allowed when stream is true")
+        if self.best_of is not None and self.best_of != self.choices:
+            raise conflict("best_of", f"best_of is {self.best_of}; it must equal n, which is {self.choices}")
         return self
 
     @property
@@ -462,23 +504,30 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    _elsewhere = OF_CHATS
+    _refused = {**REFUSED, **OF_CHATS}  # what the other route honours, and this one cannot
 
     prompt: Prompts
-    logprobs: Whole | None = _bounded("logprobs")
+    logprobs: Whole | None = bounded("logprobs")
     echo: bool | None = None
     add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_progress(self) -> Self:
+        if self.return_progress and len(self.prompt) > 1:
+            message = f"return_progress is set; it is only allowed with one prompt, and there are {len(self.prompt)}"
+            raise conflict("return_progress", message)
+        return self
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    _elsewhere = OF_PROMPTS
+    _refused = {**REFUSED, **OF_PROMPTS}
 
-    messages: Annotated[list[Message], _StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[Message], StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
-    top_logprobs: Whole | None = _bounded("logprobs")
-    tools: Annotated[list[Tool], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
+    top_logprobs: Whole | None = bounded("logprobs")
+    tools: Annotated[list[Tool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -486,64 +535,24 @@ class ChatBody(GenerationBody):
     # of the prompt: the template writes BOS itself, and the prompt is no part of an answer
     add_special_tokens: Literal[False] | None = None
     echo: Literal[False] | None = None
-    documents: Annotated[list[dict[str, Any]], _StopAtFirst()] | None = Field(None, max_length=1024)
+    documents: Annotated[list[dict[str, Any]], StopAtFirst()] | None = Field(None, max_length=1024)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)] = None
+    chat_template_kwargs: TemplateVariables = None
 
     @model_validator(mode="after")
     def _tools_agree(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _conflict("top_logprobs", "top_logprobs is set; it is only allowed when logprobs is true")
+            raise conflict("top_logprobs", "top_logprobs is set; it is only allowed when logprobs is true")
         if isinstance(self.tool_choice, NamedToolChoice):
             name = self.tool_choice.function.name
             if name not in [tool.function.name for tool in self.tools or ()]:
-                raise _conflict("tool_choice", f"tool_choice names {name!r}; it must be one of the tools")
+                raise conflict("tool_choice", f"tool_choice names {name!r}; it must be one of the tools")
         if self.tool_choice == "required" and not self.tools:
-            raise _conflict("tool_choice", "tool_choice is 'required'; it is only allowed when tools are given")
+            raise conflict("tool_choice", "tool_choice is 'required'; it is only allowed when tools are given")
         if self.continue_final_message and self.add_generation_prompt:
-            raise _conflict(
+            raise conflict(
                 "continue_final_message",
                 "continue_final_message is true; it is only allowed when add_generation_prompt is not",
             )
         return self
-
-
-class TokenizeBody(Body):
-    """`POST /tokenize`: a prompt, or messages that go through the chat template first."""
-
-    model: str | None = Field(None, max_length=1024)
-    prompt: str | None = None
-    messages: Annotated[list[Message], _StopAtFirst()] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    tools: Annotated[list[Tool], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)] = None
-
-    @model_validator(mode="after")
-    def _one_input(self) -> TokenizeBody:
-        if (self.prompt is None) == (self.messages is None):
-            raise _conflict("prompt", "exactly one of prompt and messages must be given")
-        return self
-
-
-class DetokenizeBody(Body):
-    """`POST /detokenize`."""
-
-    model: str | None = Field(None, max_length=1024)
-    tokens: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], _StopAtFirst()]
-
-
-class TemplateBody(Body):
-    """`POST /apply-template`: what the template makes of messages, without generating; cache_salt: whose cache is asked."""
-
-    model: str | None = Field(None, max_length=1024)
-    messages: Annotated[list[Message], _StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: Annotated[list[Tool], _StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
-    documents: Annotated[list[dict[str, Any]], _StopAtFirst()] | None = Field(None, max_length=1024)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)] = None
-    cache_salt: CacheSalt = None

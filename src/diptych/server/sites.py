@@ -58,14 +58,17 @@ class KnownSites:
         """Answer 403 or pass on."""
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is not None:
-            await error_response(refusal)(scope, receive, send)
+            await error_response(refusal, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = {name: value for name, value in scope["headers"] if name in (b"host", b"origin")}
         host = headers.get(b"host", b"").decode("latin-1").lower()
-        if not self._is_ours(host):
+        # every browser names the host, so HTTP/1.0 without one is a program's; HTTP/1.1 demands it
+        if b"host" not in headers and scope["http_version"] != "1.0":
+            return ApiError(400, "the request names no host; HTTP/1.1 demands the header Host", code="no_host")
+        if b"host" in headers and not self._is_ours(host):
             return ApiError(
                 403,
                 f"this server does not answer to the host {host[:100]!r}\nhint: start it with --allowed-host NAME",
@@ -74,7 +77,7 @@ class KnownSites:
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
         if not origin or scope["method"] in SAFE_METHODS or origin in self._origins or ANY in self._origins:
             return None
-        if origin.partition("://")[2] == host:
+        if host and origin.partition("://")[2] == host:
             return None
         return ApiError(
             403,

@@ -30,6 +30,11 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + _encode(data).encode() + b"\n\n"
 
 
+def named_event(data: dict[str, Any]) -> bytes:
+    """One event whose `event:` line says its type, as Responses and Messages send it."""
+    return b"event: " + data["type"].encode() + b"\n" + event(data)
+
+
 def error_event(error: ApiError) -> bytes:
     """The last event of a stream that fails after its first byte."""
     return b"event: error\n" + event(error_body(error))

@@ -17,11 +17,13 @@ from diptych.server.admission import Admission
 from diptych.server.config import ServerConfig
 from diptych.server.desk import Desk
 from diptych.server.door import BodyLimits, BodyReader, Workers
+from diptych.server.fingerprint import system_fingerprint
 from diptych.server.generation import Generation
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
 from diptych.server.reader import Reader
 from diptych.server.recent import Recent
+from diptych.server.responses.store import ResponseStore
 from diptych.server.telemetry import Telemetry
 from diptych.server.timelines import Timelines
 from diptych.sim.counterfactual import Machine
@@ -52,7 +54,8 @@ class ServerState:
         )
         self.generation = Generation(
             model=self.model,
-            names=frozenset({self.model.name, loaded.name, str(loaded.directory)}),
+            names=frozenset({self.model.name, *config.served_model_names, loaded.name, str(loaded.directory)}),
+            takes_any_name=config.takes_any_model_name,
             reader=self.reader,
             desk=self.desk,
             workers=self.workers,
@@ -61,9 +64,13 @@ class ServerState:
                 view=cost_view(engine),
                 ceilings=ceilings,
                 cold_start_s=loaded.load_s,
+                cache_block_tokens=self.model.block_tokens if engine.config.scheduler.enable_prefix_cache else None,
             ),
         )
         self.recent = recent_of(engine, config)
+        self.store = ResponseStore(
+            config.response_store, max_bytes=config.max_stored_bytes, ttl_s=config.response_ttl_s
+        )
         self.live = LiveFeed(self.desk, self.model, work=work, ceilings=ceilings)
 
     @property
@@ -81,7 +88,8 @@ def served_model(engine: AsyncLLM, config: ServerConfig) -> ServedModel:
     loaded, core = engine.loaded, engine.engine.core
     model = loaded.model
     return ServedModel(
-        name=config.served_model_name or loaded.name,
+        name=config.served_model_names[0] if config.served_model_names else loaded.name,
+        fingerprint=system_fingerprint(engine, reads_control_tokens=config.reads_control_tokens),
         backend=model.backend_name,
         weights=model.weights_format,
         kv=model.kv_format,

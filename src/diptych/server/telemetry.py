@@ -109,6 +109,7 @@ class Telemetry:
         self.unread_tokens = 0  # of open requests' prompts: not cached and not yet in any step
         self.step_end_s: float | None = None  # when the running step should end
         self.records: dict[str, RequestRecord] = {}
+        self.watches: dict[str, Callable[[ScheduledEvent], None]] = {}  # of requests whose client wants progress
         self.on_record: list[
             Callable[[RequestRecord], None]
         ] = []  # called on the engine's thread with each that is over
@@ -189,6 +190,9 @@ class Telemetry:
             self.recomputed_tokens += event.chunk_tokens + event.cached_tokens
             return
         record = self.records.get(event.request_id)
+        watch = self.watches.get(event.request_id)
+        if watch is not None and event.index == 0:
+            watch(event)
         if record is not None and event.index == 0:
             computed_tokens = record.prompt_part(event)
             self.computed_tokens += computed_tokens

@@ -13,6 +13,8 @@ from diptych.server.telemetry import Telemetry
 SPARE_LOGS = 1024
 # the ids of the prompts of one body: how many of its answers are remembered
 KEPT_GROUPS = 1024
+# what each protocol puts before the client's own id
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 class Timelines:
@@ -41,7 +43,7 @@ class Timelines:
 
     def find(self, name: str) -> list[RequestRecord]:
         """The records behind an answer's id or the client's own: one per prompt, none for an unknown id."""
-        for known in (name, f"chatcmpl-{name}", f"cmpl-{name}"):
+        for known in (name, *(f"{prefix}{name}" for prefix in ID_PREFIXES)):
             records = [found for one in self._groups.get(known, (known,)) if (found := self._of(one)) is not None]
             if records:
                 return records

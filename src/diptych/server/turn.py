@@ -18,10 +18,12 @@ from typing import Any
 from diptych.engine.text.reasoning import Opening, opening_of_prompt, tags_of_template
 from diptych.engine.text.template import RenderedPrompt
 from diptych.engine.text.tools import CALL_TAGS, ToolFormat, tool_call_spec, tool_format_of_template
+from diptych.ground.events import Usage
 from diptych.ground.request import FreeReasoning, SamplingParams, StructuredSpec
 from diptych.server.accounting import Account
 from diptych.server.errors import ApiError
-from diptych.server.generation import Asked, Generation, OpenedRequest, close_all, merged_steps, open_requests
+from diptych.server.generation import Asked, Generation, OpenedRequest, close_all
+from diptych.server.progress import PromptProgress, WatchedSteps, open_watched
 from diptych.server.turn_parts import ChoiceParts, TurnDelta
 
 
@@ -44,7 +46,7 @@ class TurnRequest:
 
     render: the prompt for at most so many tokens, by the chat template. continues: the prompt ends within an answer.
     sampling(max_tokens, constraint): how tokens are chosen. max_tokens: None for all the room that the context leaves;
-    limit_param: the name that the protocol gives it.
+    limit_param: the name that the protocol gives it; is_limit_cut_to_room: more than the room is taken for all of it.
     """
 
     render: Callable[[int], Any]
@@ -55,6 +57,8 @@ class TurnRequest:
     max_tokens: int | None
     limit_param: str
     sampling: Callable[[int, StructuredSpec | None], SamplingParams]
+    is_limit_cut_to_room: bool = False
+    wants_progress: bool = False
 
 
 class Turn:
@@ -68,6 +72,7 @@ class Turn:
         # Hermes where the template does not say
         self._format = tool_format_of_template(generation.reader.template.source) or ToolFormat.HERMES
         self._opened: list[OpenedRequest] = []
+        self._steps: WatchedSteps | None = None
         self.choices: list[ChoiceParts] = []
 
     async def start(self) -> None:
@@ -75,8 +80,11 @@ class Turn:
         generation, request = self._generation, self._request
         rendered: RenderedPrompt = await request.render(generation.context_tokens)
         opening = self._opening_of(rendered.text)
+        asked_tokens, room = request.max_tokens, generation.context_tokens - len(rendered.token_ids)
+        if request.is_limit_cut_to_room and asked_tokens is not None and asked_tokens > room:
+            asked_tokens = None
         max_tokens = generation.output_limit(
-            request.max_tokens, default=None, prompt_tokens=len(rendered.token_ids), param=request.limit_param
+            asked_tokens, default=None, prompt_tokens=len(rendered.token_ids), param=request.limit_param
         )
         sampling = request.sampling(max_tokens, self._behind_reasoning(self._constraint(), opening))
         tools = request.tool_use.tools
@@ -89,17 +97,28 @@ class Turn:
             )
             for _ in range(request.n)
         ]
-        self._opened = await open_requests(generation.desk, [rendered], [sampling], self._asked)
+        self._opened, self._steps = await open_watched(
+            generation.desk, [rendered], [sampling], self._asked, wants_progress=request.wants_progress
+        )
+
+    async def progress(self) -> AsyncIterator[PromptProgress]:
+        """How far the prompt is, until the first delta can be read; nothing unless it was asked for."""
+        assert self._steps is not None, "not started"
+        async for told in self._steps.progress():
+            yield told
 
     async def deltas(self) -> AsyncIterator[list[TurnDelta]]:
         """What each step adds, by choice. Raises ApiError when the engine failed."""
-        async for steps in merged_steps(self._opened):
+        assert self._steps is not None, "not started"
+        async for steps in self._steps:
             yield [self.choices[step.index].push(step) for step in steps]
         self._note_reasoning()
 
     def close(self) -> None:
         """Abort what still runs."""
         self._note_reasoning()
+        if self._steps is not None:
+            self._steps.close()
         close_all(self._opened)
 
     def account(self) -> Account:
@@ -107,6 +126,15 @@ class Turn:
         self._note_reasoning()
         thinking = [choice.thinking for choice in self.choices]
         return self._generation.accountant.account(self._opened[0].handle, thinking)
+
+    def usage(self) -> Usage:
+        """Tokens by source, so far."""
+        return self._opened[0].handle.record().usage()
+
+    @property
+    def max_tokens(self) -> int:
+        """How long the answer may be."""
+        return self._opened[0].handle.request.sampling.max_tokens
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
@@ -151,3 +179,27 @@ class Turn:
             return spec
         begin = None if opening is Opening.INSIDE else tags[0]
         return replace(spec, reasoning=FreeReasoning(begin=begin, end=tags[1]))
+
+
+class TurnShape:
+    """What the shapes around a turn share: it is started once, and closed in every case."""
+
+    def __init__(self, generation: Generation, asked: Asked) -> None:
+        self._generation = generation
+        self._asked = asked
+        self._turn: Turn | None = None
+
+    async def _begin(self, request: TurnRequest) -> None:
+        turn = Turn(self._generation, request, self._asked)
+        await turn.start()
+        self._turn = turn
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        if self._turn is not None:
+            self._turn.close()
+
+    @property
+    def _started(self) -> Turn:
+        assert self._turn is not None, "not started"
+        return self._turn

@@ -5,11 +5,12 @@ Knows no protocol: the JSON shapes of answers stand in `chat` (and in whichever 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diptych.engine.text.reasoning import Opening, ReasoningSplitter
-from diptych.engine.text.tools import ToolCall, ToolCallDelta, ToolCallParser, ToolFormat
+from diptych.engine.text.tools import ToolCall, ToolCallDelta, ToolCallParser, ToolDelta, ToolFormat
 from diptych.ground.phase import FinishReason
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import Thinking
@@ -31,6 +32,8 @@ class ThinkingPart:
 
 
 Part = TextPart | ThinkingPart | ToolCallDelta
+# of the tags and the JSON of calls, in every format
+_CALL_EDGES = re.compile(r"(?<=[>\]}{])|(?=[<\[{])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +47,9 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnDelta:
-    """What one step added to one choice, in the order in which it is read: thinking, calls, text."""
+    """What one step added to one choice, in the order in which the model wrote it."""
 
     index: int
-    is_first: bool
     parts: tuple[Part, ...]
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
@@ -71,7 +73,6 @@ class ChoiceParts:
     finish: Finish | None = None
     _texts: list[str] = field(default_factory=list)
     _thoughts: list[str] = field(default_factory=list)
-    _has_begun: bool = False
     _splitter: ReasoningSplitter | None = None
     _parser: ToolCallParser | None = None
 
@@ -94,21 +95,16 @@ class ChoiceParts:
 
     def push(self, step: StepDelta) -> TurnDelta:
         """Take a step; returns what it adds to the answer."""
-        is_first, self._has_begun = not self._has_begun, True
         self.token_ids += step.token_ids
         is_last = step.finish_reason is not None
         thought, rest = self._split(step, is_last=is_last)
-        calls, text = self._parse(rest, is_last=is_last)
         parts: list[Part] = [ThinkingPart(thought)] if thought else []
-        parts += calls
-        parts += [TextPart(text)] if text else []
+        parts += self._parse(rest, is_last=is_last)
         self._thoughts.append(thought)
-        self._texts.append(text)
         if step.finish_reason is not None:
             self.finish = Finish(reason=step.finish_reason, has_calls=bool(self.calls), stop=step.stop_reason)
         return TurnDelta(
             index=step.index,
-            is_first=is_first,
             parts=tuple(parts),
             token_ids=step.token_ids,
             logprobs=step.logprobs,
@@ -131,15 +127,26 @@ class ChoiceParts:
             thinking.visible_s = step.at_s
         return "".join(piece.reasoning for piece in pieces), "".join(piece.answer for piece in pieces)
 
-    def _parse(self, text: str, *, is_last: bool) -> tuple[list[ToolCallDelta], str]:
-        """(pieces of calls, content) of what is no reasoning."""
+    def _parse(self, text: str, *, is_last: bool) -> list[TextPart | ToolCallDelta]:
+        """Content and pieces of calls in what is no reasoning."""
         if self._parser is None:
-            return [], text
-        pieces = [self._parser.push(text)]
-        if is_last:
-            pieces.append(self._parser.finish())
-        calls = [call for piece in pieces for call in piece.calls]
-        for call in calls:
-            known = self.calls.get(call.index, ToolCall(id=call.id or "", name=call.name or "", arguments=""))
-            self.calls[call.index] = ToolCall(id=known.id, name=known.name, arguments=known.arguments + call.arguments)
-        return calls, "".join(piece.content for piece in pieces)
+            pieces = [ToolDelta(content=text)]
+        else:
+            # a step may end a call and go on with text, or the other way round: cut where either can begin, order shows
+            pieces = [self._parser.push(part) for part in _CALL_EDGES.split(text)]
+            if is_last:
+                pieces.append(self._parser.finish())
+        parts: list[TextPart | ToolCallDelta] = []
+        for piece in pieces:
+            if piece.content:
+                self._texts.append(piece.content)
+                if parts and isinstance(parts[-1], TextPart):
+                    parts[-1] = TextPart(parts[-1].text + piece.content)
+                else:
+                    parts.append(TextPart(piece.content))
+            for call in piece.calls:
+                known = self.calls.get(call.index, ToolCall(id=call.id or "", name=call.name or "", arguments=""))
+                arguments = known.arguments + call.arguments
+                self.calls[call.index] = ToolCall(id=known.id, name=known.name, arguments=arguments)
+                parts.append(call)
+        return parts

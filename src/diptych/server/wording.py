@@ -45,6 +45,11 @@ def complaint(error: Mapping[str, Any], path: str, value: str) -> str:
     rule = _RULES.get(kind)
     if rule is not None:
         return f"{subject} is {value}; it must be {rule.format(**context)}"
+    if kind == "union_tag_not_found":
+        return f"{subject} is {value}; it must be an object with a type"
+    if kind == "union_tag_invalid":
+        known = context["expected_tags"].replace("~", "")
+        return f"{subject}.type is {context['tag'].lstrip('~')[:100]!r}; it must be one of {known}"
     if kind == "value_error":  # our own checks say the rest of the sentence
         return f"{subject} {context['error']}"
     if kind in ("conflict", "refused"):  # ours, whole sentences

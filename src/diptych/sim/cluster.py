@@ -4,7 +4,7 @@ One heap holds the instant at which each engine with work begins its next step, 
 and keys and values that have travelled. Whatever is due first happens. A step can only cause what comes after its end, so
 nothing ever happens in an engine's past. What the router sees of an engine in a step is how the step will leave it.
 
-Steps in which nothing is left to decide (`control.decode_run`) are not walked through one by one: their ends are known at
+Steps in which nothing is left to decide (`control.ahead`) are not walked through one by one: their ends are known at
 once, and they are committed when the last has ended or when something comes to their engine, as far as they had begun.
 """
 
@@ -110,10 +110,14 @@ class Cluster:
         self._n_coming = 0
         self._steps: list[tuple[float, int, int]] = []  # when, whose, and its number where that changed meanwhile
         self._load: Load | None = None
+        self._n_left = 0  # requests to come
 
     def run(self, load: Load, *, progress: Callable[[int, float], object] | None = None) -> None:
         """Serve the whole load. progress(requests that are over, seconds simulated) is called now and then."""
-        self._load = load
+        self._load, self._n_left = load, load.n_requests
+        decoders = [member.engine.core for member in self.members if member.on_prefill is None]
+        for number, token_ids in enumerate(load.histories()):
+            decoders[number % len(decoders)].warm(token_ids)
         starting = load.start()
         coming, steps = self._coming, self._steps
         self._expect(next(starting, None))
@@ -171,6 +175,9 @@ class Cluster:
 
     def _dispatch(self, request: Request, at_s: float) -> None:
         self.tally.arrived(at_s)
+        self._n_left -= 1
+        if not self._n_left:
+            self.tally.close(at_s)
         if self._looks:
             for i, member in enumerate(self.members):
                 if member.run_evicts and member.settle(at_s):

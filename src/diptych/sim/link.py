@@ -29,7 +29,7 @@ class Link:
 
 
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_PER_S = {"us": 1e6, "ms": 1e3, "s": 1.0}
 
 
 def parse_link(text: str) -> Link:
@@ -42,7 +42,7 @@ def parse_link(text: str) -> Link:
         )
     rate, unit, wait, time_unit = found.groups()
     return Link(
-        bytes_per_s=float(rate) * _UNITS[unit], latency_s=float(wait) * _TIMES[time_unit] if wait is not None else 0.0
+        bytes_per_s=float(rate) * _UNITS[unit], latency_s=float(wait) / _PER_S[time_unit] if wait is not None else 0.0
     )
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
+from diptych.ground.bounds import Bound
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request, SamplingParams
@@ -20,8 +21,12 @@ from diptych.sim.executor import DRAWN_TOKEN
 from diptych.workload import LengthRange, WorkloadItem, WorkloadSpec, items_of
 
 # prompts' own ids and those of shared prefixes must not meet, nor the one that simulated answers are made of
-_OWN_BASE, _SHARED_BASE = DRAWN_TOKEN + 1, 1 << 40
+_OWN_BASE, _SHARED_BASE, _PAST_BASE = DRAWN_TOKEN + 1, 1 << 40, 1 << 50
 
+
+# of one prompt: each is held in memory while it is served, and no context is as long
+MOST_PROMPT_TOKENS = 1 << 24
+MOST_TURNS = 10_000
 
 Due = tuple[float, Request]  # the instant at which it comes to the service, in seconds, and the request
 
@@ -41,6 +46,10 @@ class Load(Protocol):
         """Requests that come whatever happens, in order of time."""
         ...
 
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """Tokens that engines have cached before anything comes, the latest last."""
+        ...
+
     def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """What follows the end of a request, if anything; output_tokens is 0 when it was refused."""
         ...
@@ -54,6 +63,11 @@ def _exactly(output_tokens: int) -> SamplingParams:
 
 def request_of(item: WorkloadItem, arrival_s: float) -> Request:
     """One item of a workload as a request."""
+    if item.prompt_tokens > MOST_PROMPT_TOKENS:
+        raise ConfigError(
+            f"request {item.index} has a prompt of {item.prompt_tokens} tokens; at most {MOST_PROMPT_TOKENS} can be simulated",
+            hint="leave it out of the trace",
+        )
     ids: list[int] = []
     for prefix_id in item.prefix_ids:
         ids += (_SHARED_BASE + prefix_id,) * item.prefix_block_tokens
@@ -101,6 +115,10 @@ class OpenLoad:
             at_s = item.at_s / self._speed
             yield at_s, request_of(item, at_s)
 
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """None."""
+        return iter(())
+
     def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """Nothing."""
         return None
@@ -113,7 +131,8 @@ class UsersSpec:
 
     Think times are exponential with mean think_s; so is the wait before everyone's first message. `message` and `output`
     are lengths in tokens; system_tokens stand before every conversation, the same for all.
-    n_requests: how many are sent by all users together.
+    n_requests: how many are sent by all users together. is_midway: everyone begins somewhere in a conversation whose history
+    is cached already, as in a service that has run for long.
     """
 
     n_users: int
@@ -124,13 +143,19 @@ class UsersSpec:
     output: LengthRange
     system_tokens: int = 0
     seed: int = 0
+    is_midway: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible values."""
         at_least("users", self.n_users, 1)
         at_least("requests", self.n_requests, 1)
-        at_least("turns", self.turns, 1)
         at_least("system tokens", self.system_tokens, 0)
+        Bound(int, 1, MOST_TURNS, "messages").take("turns", self.turns, ConfigError)
+        longest = self.system_tokens + self.message.high
+        if self.is_midway:
+            longest += (self.turns - 1) * (self.message.high + self.output.high)
+        if longest > MOST_PROMPT_TOKENS:
+            raise ConfigError(f"a prompt may have {longest} tokens; at most {MOST_PROMPT_TOKENS} can be simulated")
         if not 0.0 <= self.think_s < float("inf"):
             raise ConfigError(f"think time is {self.think_s} s; it must be 0 or more")
 
@@ -147,6 +172,9 @@ class UsersLoad:
         users = range(number, spec.n_users, of)
         self._random = {user: random.Random(f"user {spec.seed} {user}") for user in users}
         self._turns = dict.fromkeys(users, 0)  # of the conversation now
+        self._histories: dict[int, tuple[int, ...]] = {}
+        for user in self._random if spec.is_midway else ():
+            self._begin_midway(user)
         self._n_sent = 0
 
     def part(self, number: int, of: int) -> UsersLoad:
@@ -155,9 +183,24 @@ class UsersLoad:
 
     def start(self) -> Iterator[Due]:
         """Everyone's first message."""
-        users = islice(self._random, self.n_requests)
-        first = sorted((self._think(user), user) for user in users)
-        return (self._send(user, at_s, ()) for at_s, user in first)
+        for at_s, user in sorted((self._think(user), user) for user in self._random):
+            if self._n_sent >= self.n_requests:  # others went on meanwhile
+                return
+            yield self._send(user, at_s, self._histories.get(user, ()))
+
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """What was said before, of each user."""
+        return iter(self._histories.values())
+
+    def _begin_midway(self, user: int) -> None:
+        spec, rng = self.spec, self._random[user]
+        self._turns[user] = rng.randrange(spec.turns)
+        said: tuple[int, ...] = (_SHARED_BASE,) * spec.system_tokens
+        for turn in range(self._turns[user]):
+            own = _PAST_BASE + user * spec.turns + turn
+            said += (own,) * spec.message.draw(rng) + (DRAWN_TOKEN,) * spec.output.draw(rng)
+        if self._turns[user]:
+            self._histories[user] = said
 
     def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """The same user's next message, behind what was said so far."""

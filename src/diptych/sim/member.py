@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 
-from diptych.control.decode_run import DecodeRun
+from diptych.control.ahead import DecodeRun
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import InternalError
 from diptych.ground.events import Event, FinishEvent, StepEndEvent
@@ -14,6 +14,7 @@ from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.executor import DRAWN_TOKEN
+from diptych.sim.film import Film
 from diptych.sim.tally import Work
 
 # of a run: grown where runs come to their end, shrunk where arrivals cut them, as what was cut was predicted for nothing
@@ -41,8 +42,10 @@ class Member:
         self.is_busy = False
         self.leaps = True
         self.version = 0
+        self.run_evicts = False  # whether the steps not yet committed throw cached prefixes away
         self.on_finish: Callable[[FinishEvent], object] | None = None
         self.on_prefill: Callable[[StepRecord], object] | None = None
+        self.film: Film | None = None  # while there is one every step is walked through
         self._predict_s = predict_s
         self._work = work
         self._kv_share = 0.0  # of the pool, while the step runs
@@ -50,16 +53,11 @@ class Member:
         self._ends_s: list[float] = []
         self._limit = _LEAST_RUN
 
-    @property
-    def run_evicts(self) -> bool:
-        """Whether the steps not yet committed may throw cached prefixes away."""
-        return self._run is not None and sum(self._run.new_blocks) > self.engine.core.pool.free_blocks
-
     def step(self) -> float | None:
         """Run what is due now; the instant at which it will have ended, None when nothing is left to do."""
         self.settle(math.inf)
         core, clock = self.engine.core, self.engine.clock
-        run = core.foreseen(token_id=DRAWN_TOKEN, limit=self._limit) if self.leaps else None
+        run = core.foreseen(token_id=DRAWN_TOKEN, limit=self._limit) if self.leaps and self.film is None else None
         if run is not None and run.n_steps > 1:
             return self._foresee(run)
         if self.engine.stepper.step():
@@ -75,7 +73,7 @@ class Member:
         if run is None:
             return False
         n = min(bisect_left(ends_s, at_s) + 1, len(ends_s))
-        self._run = None
+        self._run, self.run_evicts = None, False
         self._limit = min(2 * n, _LONGEST_RUN) if n == len(ends_s) else max(n, _LEAST_RUN)
         pool, clock = self.engine.core.pool, self.engine.clock
         held_blocks, begin_s = pool.held_blocks, clock.now_s()
@@ -104,9 +102,12 @@ class Member:
             now_s += predict_s(shape.later(step))
             ends_s.append(now_s)
         self._run, self._ends_s = run, ends_s
+        self.run_evicts = sum(run.new_blocks) > self.engine.core.pool.free_blocks
         return now_s
 
     def _on_events(self, events: list[Event]) -> None:
+        if self.film is not None:
+            self.film.on_events(events)
         if not events or type(events[-1]) is not StepEndEvent:
             # before a step runs: those that end with it hold their blocks still
             pool = self.engine.core.pool
@@ -117,6 +118,9 @@ class Member:
                 self.on_finish(event)
 
     def _on_step(self, record: StepRecord) -> None:
+        if self.film is not None:
+            self.film.on_step(record)
+            self.film = None if self.film.is_over else self.film
         running, waiting = self.engine.core.running_and_waiting
         self._work.stepped(
             record.end_s,
@@ -126,5 +130,11 @@ class Member:
             running=running,
             waiting=waiting,
         )
+        shape = record.shape
+        if 0 < shape.decode_tokens < shape.n_tokens:
+            decodes = shape
+            while decodes.before is not None:
+                decodes = decodes.before
+            self._work.mixed_prefill_s += max(0.0, record.time_s - self._predict_s(decodes))
         if record.prefills and self.on_prefill is not None:
             self.on_prefill(record)

@@ -31,13 +31,17 @@ LOCAL_PREFILL_S = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """`n_engines` engines of one setup. places_reason: what set the number of sequences at one time."""
+    """`n_engines` engines of one setup. places_reason: what set the number of sequences at one time.
+
+    pace: how much longer steps take than predicted, to see what an error of the prediction would change.
+    """
 
     setup: Setup
     n_engines: int
     scheduler: SchedulerConfig
     blocks: BlockConfig
     places_reason: str
+    pace: float = 1.0
 
     @classmethod
     def of(
@@ -95,7 +99,10 @@ class Pool:
 
     def group(self, *, decodes: bool) -> Group:
         """These engines for a cluster."""
-        predict_s = self.setup.model_of_time().predict_s
+        predict_s, pace = self.setup.model_of_time().predict_s, self.pace
+        if pace != 1.0:
+            known_s = predict_s
+            predict_s = lambda shape: pace * known_s(shape)  # noqa: E731
         return Group(
             n_engines=self.n_engines, config=self.scheduler, blocks=self.blocks, predict_s=predict_s, decodes=decodes
         )

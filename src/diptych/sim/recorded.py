@@ -128,6 +128,10 @@ class RecordedLoad:
         """All of them."""
         return iter(self._requests)
 
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """None: the recording begins with an empty cache."""
+        return iter(())
+
     def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
         """Nothing: what followed is in the recording with its time."""
         return None

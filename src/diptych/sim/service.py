@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TextIO
 
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Distribution, Limits
 from diptych.sim.cluster import Cluster
+from diptych.sim.film import Film
 from diptych.sim.load import Load
 from diptych.sim.pools import Pool, Service
 from diptych.sim.statistics import Timeline
@@ -39,6 +41,7 @@ class PoolReport:
     kv_peak: float
     waiting_peak: int
     preemptions: int
+    prefill_share: float  # of the time of its engines that prefill took, what it added to mixed steps included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,9 @@ class Report:
     curves: Mapping[str, list[tuple[float, float]]]  # (seconds, share of values at or below) of ttft, tpot, itl, queue
 
 
+_Part = tuple[Service, Load, Limits, float, int]
+
+
 @dataclass(slots=True)
 class _Seen:
     """What one cell saw, or several."""
@@ -118,28 +124,53 @@ def simulate(
     limits: Limits | None = None,
     usd_per_hour: float | None = None,
     seed: int = 0,
+    from_s: float = 0.0,
     cells: int = 1,
     processes: int = 1,
+    film: TextIO | None = None,
     progress: Told | None = None,
 ) -> Report:
     """Serve the load. usd_per_hour: of one device; None: the devices' own prices. Same arguments, same report.
 
+    from_s: requests that come before are served and not counted.
+    film: gets the first minute of the first engine, see `sim.film`.
     cells: independent equal parts of the service, see the module. processes: run at one time; it changes no number.
     """
     if not 1 <= cells <= load.n_parts:
         raise ConfigError(f"the load cannot be dealt to {cells} cells; it must be between 1 and {load.n_parts}")
     limits = Limits() if limits is None else limits
-    parts = [(service.part(i, cells), load.part(i, cells), limits, seed + i) for i in range(cells)]
-    first, *others = _run_all(parts, processes, progress) if cells > 1 else [_run(*parts[0], progress=progress)]
+    parts = [(service.part(i, cells), load.part(i, cells), limits, from_s, seed + i) for i in range(cells)]
+    if cells > 1 and film is not None:
+        raise ConfigError(
+            f"the service has {cells} cells; steps are written of one alone", hint="leave --steps or --cells out"
+        )
+    if cells > 1:
+        first, *others = _run_all(parts, processes, progress)
+    else:
+        first, others = _run(*parts[0], progress=progress, film=film), []
     for other in others:
         first.take(other)
     return _report(service, first, service.usd_per_hour(usd_per_hour))
 
 
-def _run(service: Service, load: Load, limits: Limits, seed: int, *, progress: Told | None = None) -> _Seen:
-    tally = Tally(limits, n_groups=len(service.pools))
+def _run(
+    service: Service,
+    load: Load,
+    limits: Limits,
+    from_s: float,
+    seed: int,
+    *,
+    progress: Told | None = None,
+    film: TextIO | None = None,
+) -> _Seen:
+    tally = Tally(limits, n_groups=len(service.pools), from_s=from_s)
     cluster = Cluster(service.groups(), tally=tally, router=service.router, wire=service.wire(), seed=seed)
+    filmed = cluster.members[0]
+    if film is not None:
+        filmed.film = Film(film, service.pool.setup, filmed.engine)
     cluster.run(load, progress=progress)
+    if filmed.film is not None:  # it was over before the minute was
+        filmed.film.close(filmed.engine.clock.now_s())
     cores = [member.engine.core.stats() for member in cluster.members]
     n_decoders = service.pool.n_engines
     return _Seen(
@@ -151,11 +182,11 @@ def _run(service: Service, load: Load, limits: Limits, seed: int, *, progress: T
     )
 
 
-def _run_part(part: tuple[Service, Load, Limits, int]) -> _Seen:
+def _run_part(part: _Part) -> _Seen:
     return _run(*part)
 
 
-def _run_all(parts: list[tuple[Service, Load, Limits, int]], processes: int, progress: Told | None) -> list[_Seen]:
+def _run_all(parts: list[_Part], processes: int, progress: Told | None) -> list[_Seen]:
     """In order, each told of when it is done."""
     seen: list[_Seen] = []
     n_over = 0
@@ -175,13 +206,13 @@ def _report(service: Service, seen: _Seen, usd_per_hour: float | None) -> Report
     tokens = tally.prompt_tokens + tally.output_tokens
     usd = None if usd_per_hour is None else usd_per_hour * duration_s / 3600.0
     pools = tuple(
-        _pool(work, pool.n_engines * duration_s, n)
+        _pool(work, pool.n_engines * tally.steps_s, n)
         for work, pool, n in zip(tally.work, service.pools, seen.preemptions, strict=False)
     )
     whole = Work()
     for work in tally.work:
         whole.take(work)
-    all_of_it = _pool(whole, service.n_engines * duration_s, sum(seen.preemptions))
+    all_of_it = _pool(whole, service.n_engines * tally.steps_s, sum(seen.preemptions))
     late = {"ttft": tally.n_late_ttft, "tpot": tally.n_late_tpot, "e2e": tally.n_late_e2e}
     return Report(
         service=service,
@@ -239,6 +270,7 @@ def _pool(work: Work, all_s: float, preemptions: int) -> PoolReport:
         kv_peak=work.kv_peak,
         waiting_peak=work.waiting_peak,
         preemptions=preemptions,
+        prefill_share=(work.prefill_s + work.mixed_prefill_s) / all_s if all_s else 0.0,
     )
 
 

@@ -13,13 +13,16 @@ from diptych.sim.statistics import Stream, Timeline
 
 @dataclass(slots=True)
 class Work:
-    """What a group of engines did. spent_s: by what a step held, over all of them."""
+    """What a group of engines did in steps that end from from_s to until_s."""
 
+    from_s: float = 0.0
+    until_s: float = math.inf
     timeline: Timeline = field(default_factory=Timeline)
     n_steps: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     mixed_s: float = 0.0
+    mixed_prefill_s: float = 0.0  # by how much the prefill in mixed steps made them longer
     kv_share_s: float = 0.0
     kv_peak: float = 0.0
     running_s: float = 0.0
@@ -34,6 +37,8 @@ class Work:
         self, end_s: float, time_s: float, shape: StepShape, *, kv_share: float, running: int, waiting: int
     ) -> None:
         """A step ended. kv_share: of the engine's pool, held while it ran."""
+        if not self.from_s <= end_s <= self.until_s:
+            return
         self.n_steps += 1
         self.kv_share_s += kv_share * time_s
         if kv_share > self.kv_peak:
@@ -58,7 +63,7 @@ class Work:
 
     def take(self, other: Work) -> None:
         """Add what engines elsewhere did."""
-        for name in ("n_steps", "prefill_s", "decode_s", "mixed_s", "kv_share_s", "running_s"):
+        for name in ("n_steps", "prefill_s", "decode_s", "mixed_s", "mixed_prefill_s", "kv_share_s", "running_s"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.kv_peak = max(self.kv_peak, other.kv_peak)
         self.waiting_peak = max(self.waiting_peak, other.waiting_peak)
@@ -66,12 +71,17 @@ class Work:
 
 
 class Tally:
-    """Told of every arrival, step and end. limits: what a request must meet to count for goodput."""
+    """Told of every arrival, step and end. limits: what a request must meet to count for goodput.
 
-    def __init__(self, limits: Limits, *, n_groups: int = 1) -> None:
+    from_s: requests that came before are served and not counted, nor are steps before it or after `close`.
+    """
+
+    def __init__(self, limits: Limits, *, n_groups: int = 1, from_s: float = 0.0) -> None:
         self.limits = limits
+        self._from_s = from_s
         self.ttft_s, self.itl_s, self.tpot_s, self.queue_s, self.e2e_s, self.hand_off_s = (Stream() for _ in range(6))
-        self.work = [Work() for _ in range(n_groups)]
+        self.work = [Work(from_s=from_s) for _ in range(n_groups)]
+        self.close_s: float | None = None
         self.n_arrived = self.n_complete = self.n_failed = self.n_good = 0
         self.n_late_ttft = self.n_late_tpot = self.n_late_e2e = 0  # of those that completed
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.recomputed_tokens = 0
@@ -93,10 +103,26 @@ class Tally:
 
     def arrived(self, at_s: float) -> None:
         """A request came, whatever becomes of it."""
+        if at_s < self._from_s:
+            return
         self.n_arrived += 1
         self.first_arrival_s = min(self.first_arrival_s, at_s)
         self.last_end_s = max(self.last_end_s, at_s)
         self.work[0].timeline.at(at_s).arrivals += 1
+
+    def close(self, at_s: float) -> None:
+        """The last request came: what follows is the engines running dry, which is no steady state."""
+        if self._from_s:
+            self.close_s = at_s
+            for work in self.work:
+                work.until_s = at_s
+
+    @property
+    def steps_s(self) -> float:
+        """How long steps were counted."""
+        if self.close_s is not None:
+            return max(0.0, self.close_s - self._from_s)
+        return max(0.0, self.last_end_s - self.first_arrival_s)
 
     def sent(self, n_bytes: float) -> None:
         """Keys and values went from one engine to another."""
@@ -111,6 +137,8 @@ class Tally:
         """A request is over."""
         end_s = record.end_s
         assert end_s is not None
+        if record.arrival_s < self._from_s:
+            return
         self.last_end_s = max(self.last_end_s, end_s)
         if any(reason not in (FinishReason.STOP, FinishReason.LENGTH) for reason in record.reasons):
             self.n_failed += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 from diptych.ground.bounds import Bound
@@ -23,6 +25,19 @@ class Mapped(Protocol):
         ...
 
 
+def _teach() -> None:
+    """This process, and each of those, to send read-only tables, which specs are full of."""
+    ForkingPickler.register(MappingProxyType, _rebuilt)
+
+
+def _rebuilt(table: MappingProxyType[object, object]) -> tuple[Callable[..., object], tuple[dict[object, object]]]:
+    return _read_only, (dict(table),)
+
+
+def _read_only(table: dict[object, object]) -> MappingProxyType[object, object]:
+    return MappingProxyType(table)
+
+
 @contextmanager
 def workers(processes: int) -> Iterator[Mapped]:
     """A map over so many processes; over none but this one for 1. What is asked and answered must be picklable."""
@@ -30,5 +45,6 @@ def workers(processes: int) -> Iterator[Mapped]:
     if processes == 1:
         yield map
         return
-    with get_context("spawn").Pool(processes) as pool:
+    _teach()
+    with get_context("spawn").Pool(processes, initializer=_teach) as pool:
         yield pool.imap

@@ -92,6 +92,10 @@ class WeightTensor(Protocol):
         """The values on the CPU in the file's dtype, a view of the mapped file where there is one; do not write to it."""
         ...
 
+    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
+        """`read()[rows, :n_columns]` of a matrix; a source that has to make the values makes no others."""
+        return self.read()[rows, :n_columns]
+
 
 class Split(Enum):
     """How a projection is divided among ranks: each has some of the outputs, or sums over some of the inputs."""

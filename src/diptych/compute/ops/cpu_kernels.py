@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from diptych.compute.ops.cpus import Placement
 from diptych.ground.errors import ConfigError
+from diptych.models.spec import ModelSpec
 
 try:
     from diptych.compute.ops import _cpu  # type: ignore[attr-defined]
@@ -63,6 +64,12 @@ def choose_instruction_set(name: str) -> str:
     if name != known[0]:
         logger.warning("kernels use %s; this processor also has %s, which is faster", name, known[0])
     return name
+
+
+def kv_bytes_per_block(spec: ModelSpec, kv_format: str, block_tokens: int) -> int:
+    """Bytes of one block in all layers of a model whose layers' caches have one shape."""
+    cache = {"n_layers": spec.n_layers, "n_kv_heads": spec.n_kv_heads, "head_dim": spec.head_dim}
+    return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, format=kv_format, **cache))
 
 
 def measure_read_bytes_per_s(n_bytes: int, placement: Placement, repeats: int) -> float:

@@ -85,7 +85,7 @@ class CpuKVStore:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
         n_heads, head_dim = self._heads
         keys, values = (torch.empty((n_heads, n_tokens, head_dim), dtype=torch.float32) for _ in range(2))
-        self.native.read(layer, np.asarray(block_ids, dtype=np.int32), keys, values)
+        self.native.read(layer, np.asarray(block_ids, dtype=np.int32), keys.numpy(), values.numpy())
         return keys, values
 
     def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -93,6 +93,6 @@ class CpuKVStore:
         self.native.write(
             layer,
             np.asarray(block_ids, dtype=np.int32),
-            keys.to(torch.float32).contiguous(),
-            values.to(torch.float32).contiguous(),
+            keys.to(torch.float32).contiguous().numpy(),
+            values.to(torch.float32).contiguous().numpy(),
         )

@@ -22,7 +22,7 @@ from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.ground.formats import ENGINE_WEIGHTS
+from diptych.ground.formats import ENGINE_WEIGHTS, head_format
 from diptych.models.spec import MoeSpec
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
@@ -165,8 +165,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
-        head_format = "bf16" if self.weights_format == "bf16" else "int8"
-        return self._pack(LinearParts(weights=(tensor,)), head_format, role=role)
+        return self._pack(LinearParts(weights=(tensor,)), head_format(self.weights_format), role=role)
 
     def _pack(
         self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None, role: Role | None = None

@@ -8,7 +8,7 @@ kernels and its threads: models of different instruction sets live side by side.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,13 @@ logger = logging.getLogger("diptych.compute")
 KEPT_LOGITS_ROWS = 64
 
 
-def build_cpu_model(blueprint: Blueprint, config: ComputeConfig) -> CpuModel:
-    """Pack the weights and record the program. Raises ConfigError for what this backend lacks, LoadError."""
+def build_cpu_model(
+    blueprint: Blueprint, config: ComputeConfig, *, on_packed: Callable[[CpuLoader], None] | None = None
+) -> CpuModel:
+    """Pack the weights, hand them to `on_packed`, record the program. ConfigError for what this backend lacks, LoadError."""
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device is {config.device!r}; the cpu backend runs on cpu", hint="use --backend torch")
-    return CpuModel(blueprint, config)
+    return CpuModel(blueprint, config, on_packed)
 
 
 class CpuModel(Model):
@@ -44,11 +46,15 @@ class CpuModel(Model):
     backend_name = "cpu"
     device = torch.device("cpu")
 
-    def __init__(self, blueprint: Blueprint, config: ComputeConfig) -> None:
+    def __init__(
+        self, blueprint: Blueprint, config: ComputeConfig, on_packed: Callable[[CpuLoader], None] | None
+    ) -> None:
         self.spec = blueprint.spec
         self.hf_config = blueprint.hf_config
         loader = CpuLoader(config, blueprint.source)
         weights = blueprint.load(loader)
+        if on_packed is not None:
+            on_packed(loader)
         blueprint.forward(CpuOps(loader), weights)
         self.program = loader.program
         self.weights_format = loader.weights_format
@@ -106,10 +112,11 @@ class CpuModel(Model):
                 return best
             if want is Want.HIDDEN:
                 hidden_RD = torch.empty((len(batch.logits_rows_R), self.program.hidden_width), dtype=torch.float32)
-                self.program.run_hidden(*arrays, kv.native, hidden_RD)
+                self.program.run_hidden(*arrays, kv.native, hidden_RD.numpy())
                 return hidden_RD
             logits_RV = self._logits(len(batch.logits_rows_R))
-            self.program.run(*arrays, kv.native, logits_RV)
+            # as numpy: the binding asks a tensor in Python for its memory, and loses a Ctrl-C that arrives meanwhile
+            self.program.run(*arrays, kv.native, logits_RV.numpy())
         except ValueError as error:
             raise ExecutorError(f"the step was refused: {error}") from error
         return logits_RV
@@ -124,7 +131,7 @@ class CpuModel(Model):
 
     def argmax(self, logits_RV: torch.Tensor) -> list[int]:
         """On the program's threads; faster than torch for wide rows."""
-        return [int(token_id) for token_id in self.program.argmax(logits_RV)]
+        return [int(token_id) for token_id in self.program.argmax(logits_RV.numpy())]
 
     def weigh(
         self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]

@@ -81,9 +81,22 @@ class ChatTemplate:
         """The jinja text used when no tools are given."""
         return self._sources.get("default") or next(iter(self._sources.values()))
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The jinja text of every template there is, with its name before it."""
+        return tuple(f"{name}\n{text}" for name, text in sorted(self._sources.items()))
+
     def names(self, variable: str) -> bool:
         """Whether any of the templates reads a variable of this name; what no template reads, no model sees."""
         return any(variable in source for source in self._sources.values())
+
+    def plain_ids(self, text: str) -> list[int]:
+        """Token ids of a text that is not a prompt: what spells a control token in it stays text, and no BOS is added."""
+        guard = self._control.guard()
+        shielded = guard.shield(text)
+        if not guard.has_shielded:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._control.encode(guard.read(shielded))[0]
 
     def render(
         self,

@@ -20,13 +20,33 @@ setTheme(preferred.matches ? "dark" : "light");
 preferred.addEventListener("change", () => setTheme(preferred.matches ? "dark" : "light"));
 el("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
 
+let source = null;
+
+function receive(text) {
+  const data = JSON.parse(text);
+  if (data.kind === "hello") greet(data);
+  else take(data);
+  return data;
+}
+
+// a feed that was kept in a file (`diptych simulate --steps`, or curl of /live), at its own pace
+async function replay(file) {
+  source.close();
+  const events = (await file.text()).split("\n\n").filter((one) => one.startsWith("data: ")).map((one) => one.slice(6));
+  let before = null;
+  for (const text of events) {
+    const at = JSON.parse(text).now_s;
+    if (before !== null) await new Promise((done) => setTimeout(done, Math.min(2, at - before) * 1e3));
+    receive(text);
+    setStatus(file.name, "live");
+    before = at;
+  }
+  setStatus(`${file.name}, at its end`, "lost");
+}
+
 function connect() {
-  const source = new EventSource("live");
-  source.onmessage = (message) => {
-    const data = JSON.parse(message.data);
-    if (data.kind === "hello") greet(data);
-    else take(data);
-  };
+  source = new EventSource("live");
+  source.onmessage = (message) => receive(message.data);
   source.onerror = () => setStatus(source.readyState === EventSource.CLOSED ? "connection refused" : "connection lost, trying again", "lost");
 }
 
@@ -204,6 +224,7 @@ el("window").addEventListener("change", (change) => { state.span = Number(change
 el("timeline").addEventListener("pointermove", (move) => { state.pointer = move.offsetX; if (state.frame) drawSteps(); });
 el("timeline").addEventListener("pointerleave", () => { state.pointer = null; });
 window.addEventListener("resize", redraw);
+el("open").addEventListener("change", (change) => { if (change.target.files.length) replay(change.target.files[0]); });
 setUpTry();
 setUpWhatIf();
 connect();

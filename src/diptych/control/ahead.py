@@ -1,8 +1,9 @@
-"""Steps in which nothing is left to decide: every running sequence decodes one token, none ends, blocks suffice.
+"""What a simulator, which knows every token beforehand, need not walk through step by step.
 
-A simulator that knows every token beforehand need not walk through them one by one: `foreseen` says how many there are,
-`commit_run` leaves the scheduler as that many steps would have left it, block ids and prefix index included.
-`tests/control/test_decode_run.py` holds that on random loads. Nothing here is called by an engine that computes.
+Steps in which nothing is left to decide: every running sequence decodes one token, none ends, blocks suffice. `foreseen`
+says how many there are, `commit_run` leaves the scheduler as that many steps would have left it, block ids and prefix index
+included. `warm` leaves a prefix in the cache as a sequence that ended would have.
+`tests/control/test_ahead.py` holds that on random loads. Nothing here is called by an engine that computes.
 """
 
 from __future__ import annotations
@@ -84,6 +85,23 @@ def commit_run(scheduler: Scheduler, n_steps: int, *, token_id: int) -> None:
     if not pool.is_caching:
         for seq in scheduler.decoding:
             seq.serials += [None] * (seq.computed_tokens // block_tokens - len(seq.serials))
+
+
+def warm(scheduler: Scheduler, token_ids: tuple[int, ...]) -> None:
+    """Put the full blocks of these tokens into the prefix cache; nothing where the pool has too few blocks."""
+    pool = scheduler.pool
+    n_blocks = len(token_ids) // pool.block_tokens
+    if not pool.is_caching or n_blocks > pool.available_blocks:
+        return
+    digests: list[bytes] = []
+    serial: int | None = 0
+    root, block_ids = scheduler.root_of(None), pool.take(n_blocks)
+    for i, block_id in enumerate(block_ids):
+        serial = pool.register(
+            block_id, i, token_ids=token_ids, salt=None, digests=digests, root=root, previous_serial=serial
+        )
+    for block_id in reversed(block_ids):
+        pool.drop(block_id)
 
 
 def _admits_nobody(scheduler: Scheduler) -> bool:

@@ -1,0 +1,228 @@
+"""`diptych inspect MODEL`: what a file or a folder holds, the memory it will need, and both phases on this machine.
+
+Headers are read, no tensor is: the answer comes at once for any size.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diptych.cli.plan_json import dump
+from diptych.cli.tables import amount, duration, page, plain_table
+from diptych.cost.memory import engine_weight_bytes
+from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
+from diptych.cost.planner import Plan, Question, make_plan
+from diptych.cost.setup import Setup, find_hardware, find_model, model_path
+from diptych.cost.tables import kv_spec
+from diptych.engine.text.template import ChatTemplate
+from diptych.engine.text.tokenizer import Tokenizer
+from diptych.engine.text.words import words_of
+from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.formats import engine_quant, head_format
+from diptych.models.contents import Contents, contents_of
+from diptych.models.gguf_file import find_gguf
+from diptych.models.spec import ModelSpec
+
+SHOWN_WEIGHTS = ("bf16", "int8", "int4")
+SHOWN_KV = ("bf16", "int8")
+SHOWN_CONTEXTS = (2048, 8192, 32_768, 131_072)
+QUESTION = Question(prompt_tokens=512, output_tokens=128)
+
+
+def app(args: Sequence[str] | None = None, prog_name: str = "diptych inspect") -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog=prog_name, description="Say what a model's files hold and what it will need.")
+    parser.add_argument(
+        "model", nargs="?", default="bundled", metavar="MODEL", help="a GGUF file, a folder, or a table's name"
+    )
+    parser.add_argument(
+        "--hardware", "-d", default="local", metavar="NAME", help="device of the two phases (default: local)"
+    )
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
+    options = parser.parse_args(args)
+    facts = facts_of(options.model, options.hardware)
+    if options.as_json:
+        print(dump(facts))
+    else:
+        _show(facts)
+
+
+def facts_of(name: str, hardware: str) -> dict[str, Any]:
+    """Everything the command says. Raises LoadError and ConfigError."""
+    spec, path = find_model(name), model_path(name)
+    contents = None if path is None else contents_of(path)
+    return {
+        "model": _model(spec),
+        "contents": contents,
+        "words": None if path is None else _words(path),
+        "memory": _memory(spec),
+        **_phases(spec, hardware),
+    }
+
+
+def _model(spec: ModelSpec) -> dict[str, Any]:
+    rope, moe = spec.attention.rope, spec.moe
+    return {
+        "name": spec.name,
+        "architecture": spec.architecture,
+        "is_run": spec.is_run,
+        "parameters": parameter_count(spec),
+        "active_parameters": active_parameter_count(spec),
+        "layers": spec.n_layers,
+        "hidden": spec.hidden,
+        "ffn": None if spec.mlp is None else spec.mlp.ffn,
+        "expert_ffn": None if moe is None else moe.expert_ffn,
+        "heads": spec.n_heads,
+        "kv_heads": spec.n_kv_heads,
+        "head_dim": spec.head_dim,
+        "experts": None if moe is None else moe.n_experts,
+        "experts_per_token": None if moe is None else moe.experts_per_token,
+        "vocab_size": spec.vocab_size,
+        "is_tied": spec.is_tied,
+        "context_tokens": spec.max_context_tokens,
+        "windowed_layers": sum(window is not None for window in spec.windows),
+        "window": next((window for window in spec.windows if window is not None), None),
+        "rope": None if rope is None else rope.kind,
+    }
+
+
+def _words(path: Path) -> dict[str, Any]:
+    """Tokenizer and template, or why there are none: a model without words can still be planned."""
+    try:
+        tokenizer, template = words_of(find_gguf(path) or path)
+    except LoadError as error:
+        return {"error": error.message}
+    return _named_words(tokenizer, template)
+
+
+def _named_words(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, Any]:
+    return {
+        "kind": tokenizer.piece_kind.value,
+        "tokens": tokenizer.vocab_size,
+        "bos": tokenizer.bos_token,
+        "ends": [tokenizer.token(token_id) for token_id in tokenizer.eos_token_ids],
+        "has_template": not template.is_default,
+        "template_reads_tools": template.names("tools"),
+    }
+
+
+def _memory(spec: ModelSpec) -> dict[str, Any]:
+    contexts = sorted({*(n for n in SHOWN_CONTEXTS if n < spec.max_context_tokens), spec.max_context_tokens})
+    return {
+        "weight_bytes": {weights: engine_weight_bytes(spec, weights) for weights in SHOWN_WEIGHTS},
+        "kv_bytes": {
+            kv: {str(context): kv_bytes_stored(spec, kv_spec(kv), context) for context in contexts} for kv in SHOWN_KV
+        },
+    }
+
+
+def _phases(spec: ModelSpec, hardware: str) -> dict[str, Any]:
+    try:
+        device, calibration = find_hardware(hardware)
+    except ConfigError as error:
+        if hardware != "local":
+            raise
+        return {"phases": {}, "phases_missing": error.message, "hint": error.hint}
+    plans = {}
+    question = replace(QUESTION, prompt_tokens=min(QUESTION.prompt_tokens, spec.max_context_tokens // 2))
+    for weights in SHOWN_WEIGHTS:
+        quant = engine_quant(weights, head_format(weights))
+        if quant.compute in device.flops_per_s:
+            setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)
+            plans[weights] = _phase_facts(make_plan(setup, question))
+    return {"hardware": device.name, "phases": plans}
+
+
+def _phase_facts(plan: Plan) -> dict[str, Any]:
+    return {
+        "prompt_tokens": plan.prefill.new_tokens,
+        "prefill_s": plan.prefill.predicted_s,
+        "prefill_tokens_per_s": plan.prefill.tokens_per_s,
+        "prefill_bound": plan.prefill.bound,
+        "decode_s": plan.decode.predicted_s,
+        "decode_tokens_per_s": plan.decode.tokens_per_s,
+        "decode_bound": plan.decode.bound,
+    }
+
+
+def _show(facts: dict[str, Any]) -> None:
+    console, model = page(), facts["model"]
+    console.print(
+        f"[bold]{model['name']}[/bold]: {model['architecture']}"
+        + ("" if model["is_run"] else " (priced here, not run)")
+    )
+    console.print(
+        f"{_count(model['parameters'])} parameters, {_count(model['active_parameters'])} active per token; "
+        f"{model['layers']} layers of width {model['hidden']}, MLP {model['ffn'] or model['expert_ffn']}"
+        + (f", {model['experts_per_token']} of {model['experts']} experts" if model["experts"] else "")
+        + f"; {model['heads']} heads on {model['kv_heads']} of {model['head_dim']}"
+    )
+    windows = f"; {model['windowed_layers']} layers see {model['window']} tokens" if model["window"] else ""
+    console.print(
+        f"vocabulary {model['vocab_size']}{', tied' if model['is_tied'] else ''}; context {model['context_tokens']} tokens, "
+        f"rope {model['rope'] or 'none'}{windows}"
+    )
+    if facts["words"] is not None:
+        console.print(_words_line(facts["words"]))
+    if facts["contents"] is not None:
+        _show_contents(console, facts["contents"])
+    _show_memory(console, facts["memory"])
+    _show_phases(console, facts)
+
+
+def _count(n: int) -> str:
+    return amount(n).strip()
+
+
+def _words_line(words: dict[str, Any]) -> str:
+    if "error" in words:
+        return f"tokenizer: none ({words['error']})"
+    template = "a chat template" + (" that reads tools" if words["template_reads_tools"] else "")
+    return (
+        f"tokenizer: {words['kind']}, {words['tokens']} tokens, begins with {words['bos'] or 'nothing'}, "
+        f"ends with {', '.join(words['ends']) or 'nothing'}; {template if words['has_template'] else 'no chat template'}"
+    )
+
+
+def _show_contents(console: Any, contents: Contents) -> None:
+    title = (
+        f"{contents.container}, {len(contents.files)} file(s), {amount(contents.file_bytes)}B, "
+        f"{contents.bits:.2f} bits a weight"
+    )
+    table = plain_table(title, "part", "stored as", "tensors", "parameters", "bytes", "bits each")
+    for group in contents.groups:
+        table.add_row(group.part, group.stored, str(group.tensors), _count(group.parameters), f"{amount(group.nbytes)}B",
+                      f"{group.bits:.2f}")  # fmt: skip
+    console.print(table)
+
+
+def _show_memory(console: Any, memory: dict[str, Any]) -> None:
+    contexts = list(next(iter(memory["kv_bytes"].values())))
+    table = plain_table("memory: weights and the KV cache of one sequence", "--weights", "--kv", "weights",
+                        *(f"at {context}" for context in contexts))  # fmt: skip
+    for weights, weight_bytes in memory["weight_bytes"].items():
+        for kv, by_context in memory["kv_bytes"].items():
+            cells = (f"{amount(weight_bytes + by_context[context])}B" for context in contexts)
+            table.add_row(weights, kv, f"{amount(weight_bytes)}B", *cells)
+    console.print(table)
+
+
+def _show_phases(console: Any, facts: dict[str, Any]) -> None:
+    if not facts["phases"]:
+        console.print(f"phases: {facts.get('phases_missing', 'this device has no rate for any format')}")
+        if facts.get("hint"):
+            console.print(f"hint: {facts['hint']}")
+        return
+    tokens = next(iter(facts["phases"].values()))["prompt_tokens"]
+    table = plain_table(f"the two phases on {facts['hardware']}, predicted: a prompt of {tokens} tokens, one sequence",
+                        "--weights", "prefill", "rate", "bound by", "decode", "rate", "bound by")  # fmt: skip
+    for weights, phase in facts["phases"].items():
+        table.add_row(
+            weights, duration(phase["prefill_s"]), f"{phase['prefill_tokens_per_s']:,.0f} tok/s", phase["prefill_bound"].value,
+            duration(phase["decode_s"]), f"{phase['decode_tokens_per_s']:,.1f} tok/s", phase["decode_bound"].value,
+        )  # fmt: skip
+    console.print(table)

@@ -1,0 +1,242 @@
+"""GGUF files as a `Source` of weights: tensors by the names of a Hugging Face checkpoint, dequantised when asked.
+
+Plain floats (F32, F16, BF16) are views of the mapped file. Blocks become 16- or 32-bit floats, some rows at a time, by the
+`gguf` package, whose formulas are those of llama.cpp; what it is given was checked by `models.gguf_file`. Only one tensor
+is held in full at a time, and its pages of the file go back when it is read.
+
+    checkpoint = GgufCheckpoint(open_gguf(Path("model.gguf")), dtype=torch.bfloat16)
+    weight = checkpoint.tensor("model.layers.0.mlp.up_proj.weight", 5632, 2048).read()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from diptych.compute.ops.contract import WeightTensor
+from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, give_pages_back
+from diptych.ground.errors import LoadError
+from diptych.ground.formats import ENGINE_WEIGHTS
+from diptych.models.gguf import ROPE_TENSOR, Place, architecture_of, place_of
+from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
+
+logger = logging.getLogger("diptych.compute")
+
+# values dequantised at one time: few enough that what numpy makes on the way stays in the cache (measured: 2**18 to 2**20)
+PIECE_VALUES = 2**19
+
+
+class GgufTensorView(WeightTensor):
+    """A WeightTensor in a GGUF file. dtype: of what `read` gives."""
+
+    random_seed: int | None = None
+
+    def __init__(
+        self, checkpoint: GgufCheckpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype, place: Place
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self._checkpoint = checkpoint
+        self._place = place
+
+    def read(self) -> torch.Tensor:
+        """The values: of a plain tensor a view of the mapped file, else made now."""
+        return self._checkpoint.read(self._place, self.shape, self.dtype)
+
+    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
+        """Some rows and the first columns, of which only the blocks are dequantised."""
+        return self._checkpoint.read(self._place, self.shape, self.dtype, rows=rows, n_columns=n_columns)
+
+
+class GgufCheckpoint:
+    """The tensors of a GGUF file. `dtype`: of what blocks become; `table_dtype`: of the embedding, which is kept as it is read.
+
+    Rows of q and k come in the order of the Hugging Face checkpoint, norms without what the converter added.
+    """
+
+    is_balanceable = True
+
+    def __init__(self, file: GgufFile, *, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+        self.file = file
+        self.progress: Progress | None = None
+        self._kind = architecture_of(file)
+        self._dtype = dtype
+        self._table_dtype = table_dtype
+        self._used: dict[str, tuple[int, ...]] = {}  # our name -> shape
+        self._places: set[str] = set()  # their names of tensors asked for
+        self._read_bytes = 0
+        self._read: set[Place] = set()
+        self._resident: list[torch.Tensor] = []
+
+    def has(self, name: str) -> bool:
+        """Whether the file holds that tensor; stacked experts are asked for one by one."""
+        place = place_of(name, self._kind)
+        return place is not None and place.name in self.file.tensors
+
+    def tensor(self, name: str, *shape: int) -> GgufTensorView:
+        """The tensor `name`, checked against the shape that the metadata gives. Raises LoadError."""
+        place = place_of(name, self._kind)
+        stored = self.file.tensors.get(place.name) if place is not None else None
+        if place is None or stored is None:
+            raise LoadError(
+                f"tensor {place.name if place else name} is missing from {self.file.path} ({len(self.file.tensors)} "
+                f"tensors); its metadata calls for shape {list(shape)}",
+                hint="the file may be incomplete, or of another kind than its architecture says",
+            )
+        found = stored.shape if place.expert is None else stored.shape[1:]
+        if found != shape or (place.expert is not None and place.expert >= stored.shape[0]):
+            raise LoadError(
+                f"tensor {stored.name} in {self.file.path} has shape {list(stored.shape)}; {list(shape)} is expected"
+                + ("" if place.expert is None else f" of expert {place.expert}"),
+                hint="the file's metadata contradicts its tensors",
+            )
+        self._used[name] = shape
+        self._places.add(stored.name)
+        dtype = FLOAT_DTYPES.get(stored.type.name)
+        if dtype is None or place.heads is not None or place.added:
+            is_table = stored.name == "token_embd.weight"
+            dtype = dtype or (self._table_dtype if is_table else self._dtype)
+            dtype = torch.float32 if place.added else dtype
+        return GgufTensorView(self, name, shape, dtype, place)
+
+    def read(
+        self,
+        place: Place,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        rows: slice = slice(None),
+        n_columns: int | None = None,
+    ) -> torch.Tensor:
+        """The values of a checked tensor, or some rows and the first columns of it; counts towards progress once."""
+        stored = self.file.tensors[place.name]
+        for tensor in self._resident:  # views are read again from the file should anyone still need them
+            give_pages_back(tensor)
+        raw = self._bytes(stored, place.expert)
+        self._resident = [raw]
+        if place not in self._read:
+            self._read.add(place)
+            self._read_bytes += raw.nbytes
+            if self.progress is not None:
+                self.progress(self._read_bytes, max(self.file.file_bytes, self._read_bytes))
+        n_columns = shape[-1] if n_columns is None else min(n_columns, shape[-1])
+        order: slice | torch.Tensor = rows if place.heads is None else self._rows_of(place.heads, shape[0])[rows]
+        plain = FLOAT_DTYPES.get(stored.type.name)
+        if plain is not None:
+            values = raw.view(plain).view(shape)[order]
+            values = values if values.ndim == 1 else values[:, :n_columns]
+        else:
+            blocks = raw.view(-1, shape[-1] // stored.type.elements * stored.type.nbytes)[order]
+            blocks = blocks[:, : -(-n_columns // stored.type.elements) * stored.type.nbytes]
+            values = dequantised(blocks, stored.type, dtype)[:, :n_columns]
+            values = values if len(shape) > 1 else values[0]
+        return values if not place.added else values.to(torch.float32) - place.added
+
+    def _bytes(self, stored: GgufTensor, expert: int | None) -> torch.Tensor:
+        """The stored bytes, of one expert where asked, as a view of the mapped file."""
+        begin, nbytes = stored.begin, stored.nbytes
+        if expert is not None:
+            nbytes //= stored.shape[0]
+            begin += expert * nbytes
+        return torch.frombuffer(self.file.mapped(stored.part), dtype=torch.uint8, count=nbytes, offset=begin)
+
+    def _rows_of(self, heads: str, n_rows: int) -> torch.Tensor:
+        """Where our rows lie: the converter puts row i of a head's first half beside row i of its second."""
+        key = "attention.head_count" if heads == "q" else "attention.head_count_kv"
+        prefix = self.file.metadata["general.architecture"]
+        n_heads = self.file.metadata.get(f"{prefix}.{key}") or self.file.metadata[f"{prefix}.attention.head_count"]
+        n_heads = n_heads if isinstance(n_heads, int) else n_heads.values()[0]
+        return torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def differ(self, name: str, other: str) -> bool:
+        """Never: a file with an output projection of its own says that it is not tied."""
+        return False
+
+    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+        """None: nothing is packed here."""
+        return None
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """All is loaded. LoadError when the file holds tensors that nobody asked for."""
+        unused = sorted(name for name in self.file.tensors if name not in self._places and not ROPE_TENSOR.match(name))
+        if unused:
+            raise LoadError(
+                f"{self.file.path} holds {len(unused)} tensors that its architecture does not call for, "
+                f"the first is {unused[0]}",
+                hint="the file is of a newer or another model than its architecture says",
+            )
+        for tensor in self._resident:
+            give_pages_back(tensor)
+        if self.progress is not None:
+            self.progress(self.file.file_bytes, self.file.file_bytes)
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all tensors asked for, each counted once."""
+        return sum(math.prod(shape) for shape in self._used.values())
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype that most elements are stored in; of blocks, the one they become."""
+        held: Counter[torch.dtype] = Counter()
+        for tensor in self.file.tensors.values():
+            held[FLOAT_DTYPES.get(tensor.type.name, self._dtype)] += math.prod(tensor.shape)
+        return held.most_common(1)[0][0]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files."""
+        return self.file.paths
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that was asked for."""
+        return self._used[name]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over what was made of the file, its tensors' names, shapes and types, sizes, and a sample of its bytes."""
+        digest = hashlib.sha256(f"gguf {self._dtype} {self._table_dtype}\n".encode())
+        for name, tensor in sorted(self.file.tensors.items()):
+            digest.update(f"{name} {tensor.shape} {tensor.type.name}\n".encode())
+        for number in range(len(self.file.paths)):
+            mapped = self.file.mapped(number)
+            digest.update(f"{number} {len(mapped)}\n".encode())
+            digest.update(mapped[-SAMPLE_BYTES:])
+        return digest.hexdigest()
+
+    def log_formats(self, kept: str) -> None:
+        """Say once how the weights lie in the file, as what they are kept, and why."""
+        values: Counter[BlockType] = Counter()
+        for tensor in self.file.tensors.values():
+            if len(tensor.shape) > 1:
+                values[tensor.type] += math.prod(tensor.shape)
+        has_blocks = any(not kind.is_plain for kind in values)
+        logger.info(
+            "weights stored=%s at %.2f bits per weight, kept=%s at %.2f, because %s",
+            " ".join(f"{kind.name}:{n / values.total():.1%}" for kind, n in values.most_common()),
+            sum(kind.bits * n for kind, n in values.items()) / values.total(),
+            kept,
+            ENGINE_WEIGHTS[kept][0].bytes * 8,
+            "no kernel multiplies these blocks" if has_blocks else "the backend multiplies that",
+        )
+
+
+def dequantised(raw: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of blocks as rows of floats of `dtype`. Bounded: some PIECE_VALUES at a time besides what it returns."""
+    quants, types = import_module("gguf.quants"), import_module("gguf.constants").GGMLQuantizationType
+    rows, width = raw.shape[0], raw.shape[1] // kind.nbytes * kind.elements
+    values = torch.empty((rows, width), dtype=dtype)
+    step = max(1, PIECE_VALUES // width)
+    with np.errstate(all="ignore"):  # a damaged scale may be infinite: what it makes is seen by whoever cannot hold it
+        for begin in range(0, rows, step):
+            piece = quants.dequantize(raw[begin : begin + step].numpy(), types[kind.name])
+            values[begin : begin + step] = torch.from_numpy(piece)
+    return values

@@ -1,0 +1,124 @@
+"""What lies in a model's files: each tensor's kind, stored type and bytes, from the headers alone.
+
+>>> contents_of(Path("model.gguf")).groups[0]  # doctest: +SKIP
+Group(part='embedding', stored='Q6_K', tensors=1, parameters=262144, nbytes=215040)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diptych.ground.errors import LoadError
+from diptych.models.gguf import ROPE_TENSOR
+from diptych.models.gguf_file import find_gguf, open_gguf
+from diptych.models.stored import safetensors_header
+
+# parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
+PARTS: tuple[tuple[str, str], ...] = (
+    ("vision", "other"), ("multi_modal", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"),
+    ("embed_tokens", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"), ("lm_head", "head"),
+    ("norm", "norms"), ("layernorm", "norms"), ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"),
+    ("mlp.gate.", "router"), ("moe.gate.", "router"), ("gate_inp", "router"), ("attn", "attention"), ("mlp", "mlp"),
+    ("ffn", "mlp"), ("output.weight", "head"),
+)  # fmt: skip
+ORDER = ("embedding", "head", "attention", "mlp", "router", "experts", "norms", "positions", "other")
+ELEMENT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I64": 64, "I32": 32, "I16": 16,
+                "I8": 8, "U8": 8}  # fmt: skip
+PACKED = "packed:"  # what `diptych quantize` writes before the names of the tensors that it packed together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Tensors of one part of the model that are stored alike."""
+
+    part: str
+    stored: str
+    tensors: int
+    parameters: int
+    nbytes: int
+
+    @property
+    def bits(self) -> float:
+        """Bits per parameter."""
+        return 8 * self.nbytes / self.parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The files of a model. container: 'GGUF' or 'safetensors'; groups: by part, then by stored type."""
+
+    container: str
+    files: tuple[str, ...]
+    file_bytes: int
+    groups: tuple[Group, ...]
+
+    @property
+    def bits(self) -> float:
+        """Bits per parameter over all that is stored."""
+        return 8 * sum(group.nbytes for group in self.groups) / max(1, sum(group.parameters for group in self.groups))
+
+
+def contents_of(path: Path) -> Contents:
+    """What lies in a GGUF file, or in the safetensors files of a folder. LoadError for neither, or a damaged one."""
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return _gguf(gguf)
+    folder = path if path.is_dir() else path.parent
+    files = sorted(folder.glob("*.safetensors"))
+    entries = (entry for file in files for entry in _safetensors(file))
+    return _contents("safetensors", files, sum(file.stat().st_size for file in files), entries)
+
+
+Entry = tuple[str, str, int, int]  # name, stored type, parameters, bytes
+
+
+def _gguf(path: Path) -> Contents:
+    file = open_gguf(path)
+    entries = ((t.name, t.type.name, math.prod(t.shape), t.nbytes) for t in file.tensors.values())
+    return _contents("GGUF", list(file.paths), file.file_bytes, entries)
+
+
+def _safetensors(path: Path) -> Iterator[Entry]:
+    header = safetensors_header(path)
+    metadata = header.pop("__metadata__", None) or {}
+    packed = json.loads(metadata["packed_shapes"]) if "packed_shapes" in metadata else {}
+    for name, tensor in header.items():
+        try:
+            begin, end = tensor["data_offsets"]
+            nbytes, count, stored = int(end) - int(begin), math.prod(tensor["shape"]), str(tensor["dtype"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise LoadError(f"tensor {name} in {path} has no shape, type or place: {error}") from None
+        if name.startswith(PACKED):
+            count = sum(math.prod(packed.get(one, (0,))) for one in name.removeprefix(PACKED).split("+"))
+            stored = f"packed {8 * nbytes / max(1, count):.2g} bit"
+        yield name, stored, count, nbytes
+
+
+def _contents(container: str, files: list[Path], file_bytes: int, entries: Any) -> Contents:
+    sums: dict[tuple[str, str], list[int]] = {}
+    for name, stored, count, nbytes in entries:
+        held = sums.setdefault((part_of(name), stored), [0, 0, 0])
+        for i, value in enumerate((1, count, nbytes)):
+            held[i] += value
+    groups = sorted(sums.items(), key=lambda item: (ORDER.index(item[0][0]), -item[1][2]))
+    return Contents(
+        container=container,
+        files=tuple(str(path) for path in files),
+        file_bytes=file_bytes,
+        groups=tuple(
+            Group(part=part, stored=stored, tensors=tensors, parameters=count, nbytes=nbytes)
+            for (part, stored), (tensors, count, nbytes) in groups
+        ),
+    )
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a tensor belongs to, by its name."""
+    if ROPE_TENSOR.match(name):
+        return "positions"
+    return next((part for mark, part in PARTS if mark in name), "other")

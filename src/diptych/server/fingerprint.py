@@ -1,0 +1,36 @@
+"""`system_fingerprint`: equal fingerprint, seed and request give equal bits, whatever else the server does meanwhile.
+
+It is a digest of all that decides them: the weights, their formats, the kernels and this version (the model's `revision`),
+the tokenizer, the chat templates, the libraries that read templates, text and grammars, and the two settings that change an
+answer. What phase equality takes out of the game is not in it: batches, chunks, threads, memory, the cache, speculation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+
+from diptych.engine.llm import AsyncLLM
+
+_LIBRARIES = ("jinja2", "llguidance", "tokenizers")
+_CHARS = 16  # of the digest, behind "fp_"
+
+
+def system_fingerprint(engine: AsyncLLM, *, reads_control_tokens: bool) -> str | None:
+    """The fingerprint; None on the torch backend, whose sums depend on how the work was cut."""
+    loaded = engine.loaded
+    if loaded.model.backend_name != "cpu":
+        return None
+    digest = hashlib.sha256(loaded.model.revision.encode())
+    # an answer that is not told how long to be ends where the context does
+    settings = f"context {engine.engine.core.context_limit_tokens} control {reads_control_tokens}"
+    libraries = [f"{name} {version(name)}" for name in _LIBRARIES]
+    for part in (
+        loaded.tokenizer.json_text,
+        repr(loaded.tokenizer.eos_token_ids),
+        *loaded.template.sources,
+        settings,
+        *libraries,
+    ):
+        digest.update(f"{len(part)} ".encode() + part.encode())
+    return f"fp_{digest.hexdigest()[:_CHARS]}"

@@ -1,0 +1,75 @@
+"""A request on its way through a protocol's shape: started, then answered whole or as a stream, and closed in every case."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol, TypeVar
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diptych.server.answers import JsonAnswer, json_bytes
+from diptych.server.door import Workers, unless_disconnected
+from diptych.server.fields import ignored_header
+from diptych.server.request_id import request_id_of
+from diptych.server.schema import SamplingBody
+from diptych.server.sse import EventStream
+from diptych.server.state import ServerState
+from diptych.server.timelines import Timelines
+
+AnyBody = TypeVar("AnyBody", bound=SamplingBody)
+
+
+class Job(Protocol):
+    """What every protocol's answer is to the routes."""
+
+    async def start(self) -> None:
+        """Admit and submit. Raises ApiError or EngineError; then nothing is left open."""
+        ...
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The events of the answer."""
+        ...
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        ...
+
+
+def free_id(request: Request, timelines: Timelines) -> str | None:
+    """The id in the client's header, unless a request under it is still open: proxies send a retry under the same one."""
+    name = request_id_of(request)
+    is_open = name is not None and any(log.end_s is None for log in timelines.find(name))
+    return None if is_open else name
+
+
+async def respond(request: Request, job: Job, body: SamplingBody, workers: Workers) -> Response:
+    """Run `job` and answer with what it gives, as the body asks for it."""
+    # also while the prompts are read and handed over: of many in one body, each waits for a step of the engine
+    await unless_disconnected(request, asyncio.ensure_future(job.start()))
+    headers = ignored_header(body.ignored_fields)
+    if body.stream:
+        return EventStream(job.stream(), on_close=job.close, headers=headers)
+    try:
+        answer = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
+    finally:
+        job.close()
+    if body.is_answered_at_length:
+        return JsonAnswer(await workers.run(json_bytes, answer), headers=headers)
+    return JsonAnswer(to_json(answer), headers=headers)
+
+
+async def generate(
+    state: ServerState, request: Request, body_type: type[AnyBody], make: Callable[..., Job]
+) -> Response:
+    """Read the body of a request that generates, and answer it by what `make` makes of it."""
+    arrival_s = state.now_s()
+    body = await state.bodies.read(request, body_type)
+    body.request_id = body.request_id or free_id(request, state.timelines)
+    return await respond(request, make(state.generation, body, arrival_s=arrival_s), body, state.workers)

@@ -1,0 +1,1 @@
+"""Anthropic's Messages: another shape around a turn."""

@@ -1,0 +1,1 @@
+"""Open Responses: another shape around a turn, with a store behind it."""

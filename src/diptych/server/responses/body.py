@@ -1,0 +1,368 @@
+"""What clients of Responses may send: the Open Responses specification of 2026-04-24, and what OpenAI's clients add to it.
+
+Fields that nothing here could honour are refused by name (`REFUSED`), or have no effect on the answer (`NO_EFFECT`);
+`docs/serving.md` shows all of them, and a test holds them to the params of the `openai` package.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from diptych.ground.request import BOUNDS
+from diptych.server.fields import NO_EFFECT as NO_EFFECT_ON_ALL
+from diptych.server.fields import REFUSED as REFUSED_BY_ALL
+from diptych.server.fields import Refusal
+from diptych.server.schema import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Body,
+    FunctionName,
+    FunctionSpec,
+    JsonSchema,
+    SamplingBody,
+    Stop,
+    StopAtFirst,
+    TemplateVariables,
+    User,
+    Whole,
+    bounded,
+    branch_of_type,
+    conflict,
+)
+
+_STORED_ONLY = "only responses are kept here; go on from one with previous_response_id"
+
+REFUSED: Mapping[str, Refusal] = {
+    **{name: one for name, one in REFUSED_BY_ALL.items() if name != "store"},
+    "access_programs": Refusal("there are none here"),
+    "context_management": Refusal("nothing is summarised here; truncation 'auto' drops the oldest items"),
+    "conversation": Refusal(_STORED_ONLY),
+    "image": Refusal("this server reads and writes text only"),
+    "max_tool_calls": Refusal("tools run at the client, which can count their calls"),
+    "personality": Refusal("no template here has one; write it into instructions"),
+    "prompt": Refusal("no prompts are kept here; send instructions and input"),
+    # the chat route's names for what Responses call otherwise
+    "logprobs": Refusal("include message.output_text.logprobs here, or send top_logprobs", (False,)),
+    "max_completion_tokens": Refusal("it is max_output_tokens here"),
+    "max_tokens": Refusal("it is max_output_tokens here"),
+    "messages": Refusal("they are input here"),
+    "n": Refusal("a response is one answer; the chat route gives several", (1,)),
+    "reasoning_effort": Refusal("it is reasoning.effort here"),
+    "response_format": Refusal("it is text.format here"),
+    "return_progress": Refusal("Responses have no event for it; the chat route has", (False,)),
+    "structured_outputs": Refusal("it is text.format here; the chat route takes other constraints too"),
+    "verbosity": Refusal("it is text.verbosity here"),
+}
+NO_EFFECT: Mapping[str, str] = {name: why for name, why in NO_EFFECT_ON_ALL.items() if name not in ("metadata", "user")}
+# reasoning as an opaque string that comes back with the next request; nothing in it is a secret
+ENCODED_REASONING = "diptych.1."
+
+
+class InputText(Body):
+    """Text that is given."""
+
+    type: Literal["input_text", "text"]
+    text: str
+
+
+class OutputText(Body):
+    """Text of an earlier answer; what was noted beside it is not shown to the model."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class RefusalText(Body):
+    """A refusal of an earlier answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+ContentPart = Annotated[
+    Annotated[InputText, Tag("~input_text")]
+    | Annotated[InputText, Tag("~text")]
+    | Annotated[OutputText, Tag("~output_text")]
+    | Annotated[RefusalText, Tag("~refusal")],
+    Discriminator(branch_of_type),
+]
+ItemId = Annotated[str, Field(min_length=1, max_length=256)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class Item(Body):
+    """What every item may have."""
+
+    id: ItemId | None = None
+    status: Status | None = None
+
+
+class MessageItem(Item):
+    """A message. phase labels it for models that know the label; no template here does."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Annotated[list[ContentPart], StopAtFirst()]
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class FunctionCallItem(Item):
+    """A call that an earlier answer made; arguments is JSON text."""
+
+    type: Literal["function_call"]
+    call_id: ItemId
+    name: str = Field(min_length=1, max_length=256)
+    arguments: str
+
+
+class FunctionCallOutputItem(Item):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: ItemId
+    output: str | Annotated[list[InputText], StopAtFirst()]
+
+
+class SummaryText(Body):
+    """A part of a summary."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningText(Body):
+    """A part of the reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Item):
+    """Reasoning of an earlier answer, which the template shows or leaves out: its content, else what this server encoded."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryText], StopAtFirst()] = Field(default_factory=list)
+    content: Annotated[list[ReasoningText], StopAtFirst()] | None = None
+    encrypted_content: str | None = None
+
+    @model_validator(mode="after")
+    def _is_readable(self) -> Self:
+        if not self.content and not self.summary and self.encrypted_content is not None:
+            decoded_reasoning(self.encrypted_content)
+        return self
+
+
+class ItemReference(Body):
+    """An item of a stored response, by its id."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: ItemId
+
+
+def _branch_of_item(value: object) -> str | None:
+    """Messages and references may leave out their type."""
+    branch = branch_of_type(value)
+    if branch is not None or not isinstance(value, dict):
+        return branch
+    return "~message" if "role" in value else "~item_reference" if "id" in value else None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("~message")]
+    | Annotated[FunctionCallItem, Tag("~function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("~function_call_output")]
+    | Annotated[ReasoningItem, Tag("~reasoning")]
+    | Annotated[ItemReference, Tag("~item_reference")],
+    Discriminator(_branch_of_item),
+]
+
+
+class FunctionTool(FunctionSpec):
+    """A tool that the client runs."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f"has the type {kind[:100]!r}; only functions can be offered, which the client runs")
+        return value
+
+
+class FunctionChoice(FunctionName):
+    """`tool_choice` that names one function."""
+
+    type: Literal["function"]
+
+
+class AllowedTools(Body):
+    """`tool_choice` that names some of the tools; the model is shown no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["none", "auto", "required"] = "auto"
+    tools: Annotated[list[FunctionChoice], StopAtFirst()] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+def _branch_of_choice(value: object) -> str | None:
+    return "~word" if isinstance(value, str) else branch_of_type(value)
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("~word")]
+    | Annotated[FunctionChoice, Tag("~function")]
+    | Annotated[AllowedTools, Tag("~allowed_tools")],
+    Discriminator(_branch_of_choice),
+]
+
+
+class TextFormat(Body):
+    """The form that the text must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, max_length=64)
+    description: str | None = Field(None, max_length=4096)
+    schema_: JsonSchema = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("must have a schema when its type is json_schema, and only then")
+        return self
+
+
+class TextParam(Body):
+    """Form and length of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningParam(Body):
+    """How much to think. Reasoning comes whole; nobody summarises it, and "auto" leaves that to the server."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponsesStreamOptions(Body):
+    """Padding of events is left out here, so asking for it is refused."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesCountBody(SamplingBody):
+    """`POST /v1/responses/input_tokens`: what makes the prompt."""
+
+    _refused = REFUSED
+    _no_effect = NO_EFFECT
+
+    input: str | Annotated[list[InputItem], StopAtFirst(), Field(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: ItemId | None = None
+    tools: Annotated[list[FunctionTool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextParam | None = None
+    reasoning: ReasoningParam | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: TemplateVariables = None
+
+    @model_validator(mode="after")
+    def _tools_agree(self) -> Self:
+        choice, known = self.tool_choice, [tool.name for tool in self.tools or ()]
+        named = [choice] if isinstance(choice, FunctionChoice) else getattr(choice, "tools", ())
+        unknown = next((one.name for one in named if one.name not in known), None)
+        if unknown is not None:
+            raise conflict("tool_choice", f"tool_choice names {unknown!r}; it must be one of the tools")
+        if choice == "required" and not known:
+            raise conflict("tool_choice", "tool_choice is 'required'; it is only allowed when tools are given")
+        if not self.input and self.previous_response_id is None:
+            raise conflict("input", "input is missing; it is required without previous_response_id")
+        return self
+
+    @property
+    def offered(self) -> list[FunctionTool]:
+        """The tools that the model is shown."""
+        choice, tools = self.tool_choice, self.tools or []
+        if choice == "none" or (isinstance(choice, AllowedTools) and choice.mode == "none"):
+            return []
+        if isinstance(choice, AllowedTools):
+            names = {one.name for one in choice.tools}
+            return [tool for tool in tools if tool.name in names]
+        return tools
+
+
+class ResponsesBody(ResponsesCountBody):
+    """`POST /v1/responses`."""
+
+    max_output_tokens: Whole | None = Field(None, ge=1, le=BOUNDS["max_tokens"].high)
+    stop: Stop = ()
+    top_logprobs: Whole | None = bounded("logprobs")
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        None, max_length=16
+    )
+    store: bool | None = None
+    background: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    safety_identifier: str | None = Field(None, max_length=64)
+    prompt_cache_key: str | None = Field(None, max_length=64)
+    user: User
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, as vLLM takes it here too."""
+        return self.stop
+
+    @property
+    def logprobs(self) -> int | None:
+        """How many alternatives to tell of each token; None for no log-probabilities."""
+        is_included = "message.output_text.logprobs" in (self.include or ())
+        return self.top_logprobs if self.top_logprobs is not None else 0 if is_included else None
+
+    @property
+    def is_answered_at_length(self) -> bool:
+        """Log-probabilities come with every token."""
+        return self.logprobs is not None
+
+    @property
+    def is_stored(self) -> bool:
+        """Unless told not to, as at OpenAI."""
+        return self.store is not False
+
+    @model_validator(mode="after")
+    def _modes_agree(self) -> Self:
+        if self.background and self.stream:
+            raise conflict("background", "background is true; a response in the background is read when it is done")
+        if self.background and not self.is_stored:
+            raise conflict("background", "background is true; it is only allowed when store is not false")
+        if self.stream_options is not None and not self.stream:
+            raise conflict("stream_options", "stream_options is set; it is only allowed when stream is true")
+        return self
+
+
+def encoded_reasoning(text: str) -> str:
+    """Reasoning as `encrypted_content`."""
+    return ENCODED_REASONING + base64.urlsafe_b64encode(text.encode()).decode()
+
+
+def decoded_reasoning(content: str) -> str:
+    """What `encoded_reasoning` was given. Raises ValueError for what another server has made."""
+    try:
+        if not content.startswith(ENCODED_REASONING):
+            raise ValueError
+        return base64.b64decode(content.removeprefix(ENCODED_REASONING), altchars=b"-_", validate=True).decode()
+    except (ValueError, binascii.Error):
+        raise ValueError("has an encrypted_content that was not made by this server, so it cannot be read") from None

@@ -1,0 +1,126 @@
+"""The routes of Open Responses."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from diptych.server.answers import JsonAnswer, json_bytes
+from diptych.server.errors import ApiError
+from diptych.server.fields import ignored_header
+from diptych.server.jobs import free_id, respond
+from diptych.server.openapi import body_of, responses
+from diptych.server.responses.answer import Responses, ResponsesAnswer
+from diptych.server.responses.body import ResponsesBody, ResponsesCountBody
+from diptych.server.responses.items import conversation, given_items, settings
+from diptych.server.state import ServerState
+
+BODIES = (ResponsesBody, ResponsesCountBody)
+CANCEL_TIMEOUT_S = 30.0
+
+
+def add_responses(app: FastAPI, state: ServerState) -> None:
+    """`/v1/responses` and what belongs to it."""
+    shared = Responses(state.store, max_bytes=state.bodies.limits.max_bytes)
+    _add_creation(app, state, shared)
+    _add_stored(app, shared)
+
+
+def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
+    refusals: dict[str, Any] = {"responses": responses(400, 404, 413, 503)}
+
+    @app.post("/v1/responses", openapi_extra=body_of(ResponsesBody), **refusals)
+    async def create_response(request: Request) -> Response:
+        """Answer, by the Open Responses specification."""
+        arrival_s = state.now_s()
+        body = await state.bodies.read(request, ResponsesBody)
+        if body.request_id is None:
+            name = free_id(request, state.timelines)
+            is_taken = name is not None and await shared.store.get(f"resp_{name}") is not None
+            body.request_id = None if is_taken else name
+        job = ResponsesAnswer(state.generation, shared, body, arrival_s=arrival_s)
+        if not body.background:
+            return await respond(request, job, body, state.workers)
+        await job.start()
+        state.desk.spawn(job.run())
+        return JsonAnswer(to_json(job.snapshot()), headers=ignored_header(body.ignored_fields))
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesCountBody), **refusals)
+    async def response_input_tokens(request: Request) -> Response:
+        """How many tokens the prompt of a response has; nothing is generated."""
+        body = await state.bodies.read(request, ResponsesCountBody)
+        state.generation.check_model(body.model)
+        before, given = await shared.items_before(body.previous_response_id, given_items(body))
+        variables = settings(body, state.reader.template.source)
+        rendered = await state.reader.render(
+            lambda: conversation(body, before + given, variables), limit_tokens=state.counted_tokens
+        )
+        count = to_json({"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)})
+        return JsonAnswer(count, headers=ignored_header(body.ignored_fields))
+
+
+def _add_stored(app: FastAPI, shared: Responses) -> None:
+    refusals: dict[str, Any] = {"responses": responses(400, 404)}
+
+    def unknown(response_id: str) -> ApiError:
+        return ApiError(404, f"no response {response_id[:100]!r} is stored here", code="not_found")
+
+    async def stored(response_id: str) -> Response:
+        job = shared.open.get(response_id)
+        if job is not None:
+            return JsonAnswer(to_json(job.snapshot()))
+        body = await shared.store.get(response_id)
+        if body is None:
+            raise unknown(response_id)
+        return JsonAnswer(body)
+
+    @app.get("/v1/responses/{response_id}", **refusals)
+    async def get_response(response_id: str, stream: bool = False) -> Response:
+        """A response that is stored or still being written."""
+        if stream:
+            raise ApiError(400, "stream is true; a stored response is read whole", param="stream", code="invalid_value")
+        return await stored(response_id)
+
+    @app.delete("/v1/responses/{response_id}", **refusals)
+    async def delete_response(response_id: str) -> dict[str, Any]:
+        """Forget a stored response."""
+        if not await shared.store.delete(response_id):
+            raise unknown(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    @app.post("/v1/responses/{response_id}/cancel", **refusals)
+    async def cancel_response(response_id: str) -> Response:
+        """End a response that is still being written; one that has ended stays as it is."""
+        job = shared.open.get(response_id)
+        if job is not None:
+            job.cancel()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(job.over.wait(), CANCEL_TIMEOUT_S)
+        return await stored(response_id)
+
+    @app.get("/v1/responses/{response_id}/input_items", **refusals)
+    async def input_items(
+        response_id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """The items that came with a response's request, the newest first."""
+        items = await shared.store.given(response_id)
+        if items is None:
+            raise unknown(response_id)
+        ordered = items if order == "asc" else items[::-1]
+        if after is not None:
+            ids = [item["id"] for item in ordered]
+            if after not in ids:
+                raise ApiError(400, f"after is {after[:100]!r}; no item of this response has that id", param="after")
+            ordered = ordered[ids.index(after) + 1 :]
+        shown = ordered[:limit]
+        ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
+        page = {"object": "list", "data": shown, **ends, "has_more": len(ordered) > limit}
+        return JsonAnswer(json_bytes(page))

@@ -1,0 +1,88 @@
+"""`diptych inspect`: what it says of a file against what the engine loads out of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diptych.cli.inspect import facts_of
+from diptych.compute.quant import save_quantised
+from diptych.compute.runner import load_model
+from diptych.cost.memory import engine_weight_bytes
+from diptych.engine.load import bundled_dir
+from diptych.ground.config import ComputeConfig
+from diptych.models.contents import contents_of
+from gguf_files import gguf_reference, write_gguf
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "diptych", "inspect", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3"])
+def test_every_tensor_of_a_gguf_file_is_counted_once(family: str, tmp_path: Path) -> None:
+    """Parts, types and bytes are of this file; together they are all parameters that the model has."""
+    path = write_gguf(
+        gguf_reference(family), tmp_path / "m.gguf", choose=lambda name: "Q8_0" if "attn" in name else "F16"
+    )
+    facts = facts_of(str(path), "h100-80gb-sxm")
+    groups = facts["contents"].groups
+    assert sum(group.parameters for group in groups) == facts["model"]["parameters"]
+    assert {group.stored for group in groups if group.part == "attention"} - {"F32"} == {"Q8_0"}
+    assert next(group.bits for group in groups if group.stored == "Q8_0") == 8.5
+    assert not [group for group in groups if group.part == "other"]
+    assert any(group.part == "experts" for group in groups) == (family == "qwen3_moe")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_the_memory_it_names_is_the_memory_it_takes(weights: str, tmp_path: Path) -> None:
+    """Packed weights and the embedding beside them; scales of int8 rows are the only thing left out."""
+    model = load_model(bundled_dir(), ComputeConfig(backend="cpu", weights=weights, threads=1))
+    table = 0 if weights == "bf16" else model.spec.vocab_size * model.spec.hidden * 2
+    assert engine_weight_bytes(model.spec, weights) == pytest.approx(model.weight_bytes + table, rel=0.02)
+    if weights != "bf16":
+        save_quantised(bundled_dir(), tmp_path / "packed", weights=weights)
+        groups = contents_of(tmp_path / "packed").groups
+        once = [
+            group for group in groups if (group.part, group.stored) != ("embedding", "BF16")
+        ]  # the head is tied to it
+        assert sum(group.parameters for group in once) == facts_of("bundled", "h100-80gb-sxm")["model"]["parameters"]
+
+
+def test_text_and_json_say_the_same(tmp_path: Path) -> None:
+    """One for people, one for programs."""
+    said = run("bundled", "--hardware", "h100-80gb-sxm", "--json")
+    assert said.returncode == 0, said.stderr
+    facts = json.loads(said.stdout)
+    assert facts["words"]["ends"] == ["<|im_end|>", "<|endoftext|>"]
+    assert facts["phases"]["bf16"]["decode_bound"]
+    text = run("bundled", "--hardware", "h100-80gb-sxm").stdout
+    for shown in (
+        "LlamaForCausalLM",
+        "10.13 M parameters",
+        "BF16",
+        "int4",
+        "the two phases on h100-80gb-sxm",
+        "<|im_end|>",
+    ):
+        assert shown in text
+
+
+def test_a_name_of_the_table_needs_no_file() -> None:
+    """To know the memory before the download."""
+    facts = facts_of("llama-3.1-8b", "h100-80gb-sxm")
+    assert facts["contents"] is None
+    assert facts["memory"]["weight_bytes"]["bf16"] == pytest.approx(2 * 8_030_261_248)
+
+
+def test_what_is_no_model_is_said(tmp_path: Path) -> None:
+    """One line, and an exit of 2, as for every command."""
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\x01")
+    done = run(str(tmp_path / "m.gguf"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 2)
+    assert "reaches to byte 8; the file has 5" in done.stderr

@@ -1,0 +1,100 @@
+"""`diptych plan --users`: one screen that names what to buy, the same answer from any number of processes, clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diptych.cli.plan import app
+
+# answers of a few tokens keep hundreds of simulated requests cheap
+SMALL = ["llama-3.1-8b", "--users", "40", "--prompt", "200:600", "--output", "4:16", "--turns", "3", "--think", "4s"]
+DEVICES = ["--hardware", "l40s", "--tp", "1"]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulations of a few requests: what is tested here is the search, not its numbers."""
+    for name, requests in {"SHORT": 50, "LONG": 60, "WHOLE": 80, "LONGEST": 120}.items():
+        monkeypatch.setattr(f"diptych.sim.search.{name}", requests)
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    app([*SMALL, *DEVICES, *arguments, "--json"])
+    read: dict[str, object] = json.loads(capsys.readouterr().out)
+    return read
+
+
+def test_a_screen_says_what_to_buy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every question of the purchase has its line."""
+    picture = tmp_path / "p.png"
+    app([*SMALL, *DEVICES, "--processes", "1", "--picture", str(picture)])
+    page = capsys.readouterr().out
+    for words in (
+        "limits this service",
+        "buy ",
+        "crossover:",
+        "prefix cache:",
+        "twice the users:",
+        "how sure:",
+        "for longer:",
+    ):
+        assert words in page
+    assert len(page.splitlines()) < 40
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_processes_change_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """The search is the same whoever simulates, and names the cheapest layout that holds."""
+    found = answer(capsys, "--processes", "1")
+    assert found == answer(capsys, "--processes", "2")
+    best = found["best"]
+    assert isinstance(best, dict)
+    assert best["holds"]
+    assert best["good_share"] >= 0.95
+    layouts = [*found["colocated"], *found["pools"]]  # type: ignore[misc]
+    assert best["cost"] == min(one["cost"] for one in layouts if one["holds"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--users", "0"], "--users is 0"),
+        (["--users", "100000000000"], "--users is 100000000000"),
+        (["--users", "9", "--slo", "ttft=1s"], "a capacity needs limits on both phases"),
+        (
+            ["--users", "9", "--slo", "ttft=1us,tpot=1us", *DEVICES],
+            "with a single user none of llama-3.1-8b bf16 on l40s",
+        ),
+        (["--users", "9", "--think=-3s"], "think time is '-3s'"),
+        (["--users", "9", "--turns", "0"], "turns is 0"),
+        (["--users", "9", "--share", "1.5"], "the share that must be good is 1.5"),
+        (["--users", "9", "--hardware", "toaster"], "toaster"),
+        (["--users", "9", "--hardware", "l40s", "--price", "l40s=free"], "cannot read --price 'l40s=free'"),
+        (["--users", "9", "--hardware", "l40s", "--price", "l40s=-1"], "--price of l40s is -1"),
+        (["--users", "9", "--tp", "0"], "--tp is '0'"),
+        (["--users", "9", "--link", "fast"], "cannot read the link 'fast'"),
+        (["--users", "9", "--ep", "8"], "expert parallel layouts cannot be simulated"),
+        (["--users", "9", "--pp", "2"], "pipeline parallel layouts cannot be simulated"),
+        (["--users", "9", "--attention-dp", "2"], "attention-data parallel layouts cannot be simulated"),
+        (["--users", "9", "--processes", "0", *DEVICES], "processes is 0"),
+    ],
+)
+def test_impossible_questions_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    """What, the number, the limit; before anything long begins."""
+    with pytest.raises(SystemExit) as ended:
+        app(["llama-3.1-8b", *arguments])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert words in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_a_model_that_fits_nowhere_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what its weights take."""
+    with pytest.raises(SystemExit):
+        app(["llama-3.1-70b", "--users", "9", "--hardware", "l40s", "--tp", "1"])
+    assert "leaves room for 0 tokens of KV" in capsys.readouterr().err

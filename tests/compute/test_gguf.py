@@ -1,0 +1,100 @@
+"""GGUF files against transformers: the checkpoint that they were made from, and what transformers itself reads out of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from golden import ask_reference, check_golden
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from diptych.models.gguf_file import BLOCK_TYPES
+from gguf_files import ARCHITECTURES, gguf_reference, write_gguf
+from stepping import Stepper
+
+REFERENCE = ComputeConfig(backend="torch", device="cpu", weights="fp32")
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_gguf_file_gives_the_logits_of_the_checkpoint_it_was_made_from(family: str, tmp_path: Path) -> None:
+    """Rows of q and k, norms plus 1, stacked experts: each of them undone, or the text is noise."""
+    reference = gguf_reference(family)
+    path = write_gguf(reference, tmp_path / "model.gguf")
+    golden = ask_reference(reference, path, new_tokens=16)
+    check_golden(load_model(path, REFERENCE), golden, chunk=7)
+
+
+ROPES = {
+    "llama 3": ("llama", {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}),
+    "yarn": ("qwen2", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}),
+    "linear": ("qwen3", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+    "longrope": ("phi3", {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2, 3, 4],
+                          "long_factor": [1.0, 1.5, 2, 3, 4, 5, 6, 7], "original_max_position_embeddings": 64}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_rope_that_is_scaled_is_scaled_alike(name: str, tmp_path: Path) -> None:
+    """Llama 3's rule and Phi 3's two sets lie in tensors, not in the metadata: a reader that skips them is wrong far away."""
+    family, rope = ROPES[name]
+    length = rope.get("original_max_position_embeddings")  # Phi 3 has it beside the others
+    reference = gguf_reference(family, rope_parameters=rope, original_max_position_embeddings=length)
+    path = write_gguf(reference, tmp_path / "model.gguf")
+    golden = ask_reference(reference, path, prompt_tokens=80, new_tokens=8)
+    check_golden(load_model(path, REFERENCE), golden, chunk=None)
+
+
+def read_by_transformers(path: Path) -> Any:
+    """The model as `from_pretrained(gguf_file=)` makes it, which wants the package accelerate for nothing but this."""
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert set(missing) <= {"lm_head.weight"}
+    assert not unexpected
+    model.tie_weights()
+    return model
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 1}
+RARE = ("IQ1", "IQ2", "IQ3", "TQ")
+TYPES = [
+    pytest.param(kind.name, marks=[pytest.mark.slow] if kind.name.startswith(RARE) else [])
+    for kind in BLOCK_TYPES.values()
+]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type_gives_the_logits_that_transformers_reads_out_of_the_file(kind: str, tmp_path: Path) -> None:
+    """transformers reads the container and dequantises without us; only the sums may differ."""
+    path = write_gguf(gguf_reference("qwen2", **WIDE), tmp_path / "model.gguf", choose=lambda name: kind)
+    theirs = read_by_transformers(path)
+    prompt = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected = theirs(prompt).logits[0]
+    logits = Stepper(load_model(path, REFERENCE)).prefill("it", prompt[0].tolist(), chunk=None)
+    assert expected.std() > 1e-3
+    assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+def test_a_bf16_file_has_the_bits_of_the_checkpoint(weights: str, tmp_path: Path) -> None:
+    """The two containers hold the same numbers, so nothing after the reader may tell them apart."""
+    reference = gguf_reference("llama", tie_word_embeddings=True).to(torch.bfloat16)
+    reference.save_pretrained(str(tmp_path / "folder"))
+    path = write_gguf(reference, tmp_path / "model.gguf", choose=lambda name: "BF16")
+    config = ComputeConfig(backend="cpu", weights=weights, threads=1)
+    folder, file = load_model(tmp_path / "folder", config), load_model(path, config)
+    prompt = list(range(3, 60))
+    assert torch.equal(
+        Stepper(folder).prefill("it", prompt, chunk=None), Stepper(file).prefill("it", prompt, chunk=None)
+    )
+    assert (folder.n_parameters, folder.weight_bytes) == (file.n_parameters, file.weight_bytes)

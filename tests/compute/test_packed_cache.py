@@ -1,0 +1,186 @@
+"""Packed weights kept between starts: the same model, from another file, or none at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from diptych.compute import packed_cache, runner
+from diptych.compute.model import Model
+from diptych.compute.packed_cache import FILE, PackedCache
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError, LoadError
+from gguf_files import gguf_reference, write_gguf
+from stepping import Stepper
+
+pytestmark = pytest.mark.native
+PROMPT = list(range(3, 60))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache's folder; every model is worth keeping."""
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(runner, "PackedCache", lambda **fields: PackedCache(**fields, worth_bytes=0))
+    return tmp_path / "home" / "packed"
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def load(path: Path, weights: str = "int8", **fields: object) -> Model:
+    return load_model(path, ComputeConfig(backend="cpu", weights=weights, threads=1, **fields))
+
+
+def logits(model: Model) -> torch.Tensor:
+    return Stepper(model).prefill("it", PROMPT, chunk=None)
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"), [("llama", "bf16"), ("llama", "int4"), ("gemma2", "int8"), ("mixtral", "int8")]
+)
+def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp_path: Path, folder: Path) -> None:
+    """And reads nothing of the checkpoint but what says that it is the same."""
+    path = make_checkpoint(family, tmp_path / "model", tie_word_embeddings=family == "llama", dtype=torch.bfloat16)
+    first = load(path, weights)
+    (entry,) = entries(folder)
+    before = (entry / FILE).stat()
+    second = load(path, weights)
+    assert torch.equal(logits(first), logits(second))
+    assert (first.revision, first.n_parameters, first.weight_bytes) == (
+        second.revision,
+        second.n_parameters,
+        second.weight_bytes,
+    )
+    assert [path.name for path in entries(folder)] == [entry.name]
+    assert (entry / FILE).stat().st_mtime_ns == before.st_mtime_ns, "it was written again"
+
+
+def test_a_gguf_file_is_dequantised_once(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes longest at the first start."""
+    path = write_gguf(
+        gguf_reference("llama"), tmp_path / "m.gguf", choose=lambda name: "Q8_0" if "ffn_up" in name else "F16"
+    )
+    first = load(path)
+    monkeypatch.setattr("diptych.compute.gguf.dequantised", lambda *_: pytest.fail("dequantised again"))
+    assert torch.equal(logits(first), logits(load(path)))
+
+
+def test_another_file_format_or_kernel_set_is_another_entry(tmp_path: Path, folder: Path) -> None:
+    """A fine-tune of the same shape, written over the file, must not be answered with the old weights."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    first = load(path)
+    load(path, "int4")
+    load(path, instruction_set="scalar")
+    assert len(entries(folder)) == 3
+    make_checkpoint("llama", tmp_path / "model", seed=1)
+    assert not torch.equal(logits(first), logits(load(path)))
+    assert len(entries(folder)) == 4
+
+
+@pytest.mark.parametrize("damage", ["a bit", "a cut", "no header"])
+def test_a_damaged_entry_is_thrown_away_and_made_again(damage: str, tmp_path: Path, folder: Path) -> None:
+    """A disk that forgets a bit must not change an answer, nor keep a model from starting."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected = logits(load(path))
+    file = entries(folder)[0] / FILE
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 4
+    file.write_bytes({"a bit": data, "a cut": data[:-5000], "no header": b""}[damage])
+    assert torch.equal(expected, logits(load(path)))
+    assert torch.equal(expected, logits(load(path)))
+    assert len(entries(folder)) == 1
+
+
+def test_the_folder_stays_within_its_bound(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was unused for longest goes first, and what a killed process left goes with it."""
+    paths = [make_checkpoint("llama", tmp_path / str(seed), seed=seed) for seed in range(3)]
+    load(paths[0])
+    (entry,) = entries(folder)
+    monkeypatch.setenv("DIPTYCH_PACKED_CACHE", str(int(2.5 * (entry / FILE).stat().st_size)))
+    os.utime(entry, (1, 1))
+    load(paths[1])
+    left = folder / f"{packed_cache.UNFINISHED}abc-{_ended_process()}"
+    left.mkdir()
+    (left / FILE).write_bytes(b"half")
+    load(paths[2])
+    assert len(entries(folder)) == 2
+    assert not left.exists()
+    assert not entry.exists()
+
+
+def _ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_no_room_keeps_no_entry_and_the_model_runs(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, a folder that cannot be written, a bound below the model: a start is slower, no more."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
+        load(path)
+    with monkeypatch.context() as failing:
+        failing.setattr(packed_cache, "write_tensors", _fail)
+        load(path)
+    with monkeypatch.context() as bounded:
+        bounded.setenv("DIPTYCH_PACKED_CACHE", "1000")
+        load(path)
+    with monkeypatch.context() as off:
+        off.setenv("DIPTYCH_PACKED_CACHE", "off")
+        load(path)
+    assert entries(folder) == []
+    monkeypatch.setenv("DIPTYCH_PACKED_CACHE", "much")
+    with pytest.raises(ConfigError, match="DIPTYCH_PACKED_CACHE is 'much'"):
+        load(path)
+
+
+def _fail(path: Path, *_: object, **__: object) -> int:
+    path.write_bytes(b"begun")
+    raise OSError(28, "No space left on device")
+
+
+def test_two_processes_at_once_leave_one_entry(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that finishes second finds the entry there, and both have the model."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    written = packed_cache.write_tensors
+
+    def slow(*arguments: object, **fields: object) -> int:
+        monkeypatch.setattr(packed_cache, "write_tensors", written)
+        load(path)  # the other process, from begin to end
+        return written(*arguments, **fields)
+
+    monkeypatch.setattr(packed_cache, "write_tensors", slow)
+    load(path)
+    assert len(entries(folder)) == 1
+
+
+def test_small_models_are_packed_each_time(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody wants a cache of what takes no time."""
+    monkeypatch.setattr(runner, "PackedCache", PackedCache)
+    load(make_checkpoint("llama", tmp_path / "model"))
+    assert entries(folder) == []
+
+
+def test_a_fault_of_the_checkpoint_is_said_by_the_checkpoint(tmp_path: Path, folder: Path) -> None:
+    """A file that was cut after it was packed is another file."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    load(path)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(LoadError, match="damaged or cut short"):
+        load(path)

@@ -1,0 +1,100 @@
+"""A GGUF file as the only thing a user gives: `generate`, `LLM`, `plan`, whole or split, and files that lie."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import gguf
+import pytest
+import transformers
+from tests.gguf_files import write_gguf
+
+from diptych.cost.parameters import parameter_count
+from diptych.cost.setup import find_model
+from diptych.engine.llm import LLM
+from diptych.engine.load import bundled_dir
+from diptych.ground.errors import LoadError
+from diptych.ground.request import SamplingParams
+
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@cache
+def bundled_reference() -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(bundled_dir())
+
+
+def write_bundled(path: Path, kind: str = "BF16", **writer: object) -> Path:
+    """The bundled model as one GGUF file, with its tokenizer and template."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_dir())
+
+    def add_words(out: gguf.GGUFWriter) -> None:
+        special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        out.add_tokenizer_model("gpt2")
+        out.add_tokenizer_pre("qwen2")
+        out.add_token_list(words)
+        out.add_token_types(
+            [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(words))]
+        )
+        gguf.SpecialVocab(bundled_dir(), load_merges=True).add_to_gguf(out)
+
+    return write_gguf(bundled_reference(), path, choose=lambda name: kind, add_words=add_words, **writer)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bundled(tmp_path_factory.mktemp("gguf") / "model.gguf")
+
+
+def answer(model: str) -> str:
+    llm = LLM(model, threads=1)
+    (choice,) = llm.generate(llm.render(CHAT), SamplingParams(temperature=0.0, max_tokens=24))[0].choices
+    return choice.text
+
+
+@pytest.mark.native
+def test_one_file_is_a_model(whole: Path) -> None:
+    """Weights, config, tokenizer, template and ends of turn: what any of them lacks shows in the answer."""
+    assert answer(str(whole)) == answer("bundled")
+
+
+@pytest.mark.native
+def test_the_folder_of_one_file_and_a_split_file_are_the_model_too(whole: Path, tmp_path: Path) -> None:
+    """Large models come in parts, and people name the folder."""
+    write_bundled(tmp_path / "split.gguf", split_max_tensors=20)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    assert answer(str(parts[0])) == answer(str(tmp_path)) == answer(str(whole.parent))
+    parts[1].rename(tmp_path / "elsewhere")
+    with pytest.raises(LoadError, match=f"1 of {len(parts)} parts are missing"):
+        LLM(str(parts[0]))
+
+
+def test_planner_and_engine_count_alike(whole: Path) -> None:
+    """What is planned is what is loaded."""
+    spec = find_model(str(whole))
+    llm = LLM(str(whole), backend="torch", weights="bf16")
+    assert parameter_count(spec) == llm.loaded.model.n_parameters == parameter_count(find_model("bundled"))
+    assert llm.loaded.model.spec.layers == spec.layers
+
+
+@pytest.mark.native
+def test_the_commands_take_a_file(whole: Path) -> None:
+    """`--model model.gguf` with nothing else."""
+    run = [sys.executable, "-m", "diptych"]
+    done = subprocess.run(
+        [*run, "generate", "Once", "-m", str(whole), "--max-tokens", "4"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    planned = subprocess.run([*run, "plan", str(whole), "--hardware", "h100-80gb-sxm"], capture_output=True, text=True)
+    assert planned.returncode == 0, planned.stderr
+    cut = whole.with_name("cut.bin")
+    cut.write_bytes(whole.read_bytes()[:100_000])
+    done = subprocess.run([*run, "generate", "Once", "-m", str(cut)], capture_output=True, text=True)
+    cut.unlink()
+    assert done.returncode == 2
+    assert "was cut short or damaged; download it again" in done.stderr

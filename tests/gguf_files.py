@@ -1,0 +1,198 @@
+"""GGUF files for tests, written by the `gguf` package (container, names, quantisation) from models of transformers.
+
+    path = write_gguf("gemma2", tmp_path / "m.gguf", types={"ffn_down": "Q8_0"})
+
+What the converter of llama.cpp does to numbers (rows of q and k, norms plus 1) is done here in its words; the slow tests run
+that converter itself (tests/compute/test_gguf_converter.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+
+from checkpoints import make_reference
+
+# family of tests/checkpoints.py -> general.architecture
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma2": "gemma2",
+    "gemma3": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3", "mixtral": "llama", "qwen3_moe": "qwen3moe",
+}  # fmt: skip
+# what a GGUF file cannot say, so that the model must be without it
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {"query_pre_attn_scalar": 24, "sliding_window_pattern": 3},
+    "mixtral": {"sliding_window": None},
+    "qwen3_moe": {"mlp_only_layers": []},
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
+}
+Choose = Callable[[str], str]
+
+
+def gguf_reference(family: str, **overrides: Any) -> Any:
+    """The transformers model that `write_gguf` writes."""
+    return make_reference(family, **(OVERRIDES.get(family, {}) | overrides))
+
+
+def add_numbered_words(out: gguf.GGUFWriter, n: int) -> None:
+    """A vocabulary of one token per id."""
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("gpt-2")
+    out.add_token_list([f"t{i}" for i in range(n)])
+    out.add_token_types([1] * n)
+    out.add_token_merges(["t 0"])
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    *,
+    choose: Choose = lambda name: "F32",
+    add_words: Callable[[gguf.GGUFWriter], None] | None = None,
+    **writer: Any,
+) -> Path:
+    """Write the model; `choose` says a tensor's type by its GGUF name, `add_words` adds a vocabulary."""
+    config = model.config
+    name = ARCHITECTURES["gemma3" if config.model_type == "gemma3_text" else config.model_type]
+    out = gguf.GGUFWriter(str(path), name, **writer)
+    write_metadata(out, config)
+    if add_words is None:
+        add_numbered_words(out, config.vocab_size)
+    else:
+        add_words(out)
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for theirs, values in tensors_of(model).items():
+        stem, ending = theirs.rsplit(".", 1)
+        full = f"{names.get_name(stem)}.{ending}"
+        kind = gguf.GGMLQuantizationType[choose(full) if values.ndim > 1 else "F32"]
+        out.add_tensor(full, quantised(values, kind), raw_dtype=kind)
+    rope = dict(config.rope_parameters)
+    if rope.get("rope_type") == "llama3":
+        out.add_tensor("rope_freqs.weight", llama3_freqs(config, rope))
+    for length in ("long", "short"):
+        if rope.get(f"{length}_factor"):
+            out.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path
+
+
+def quantised(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """In blocks of that kind; those that the package cannot quantise to are random blocks with tame scales."""
+    try:
+        return gguf.quantize(values, kind)
+    except NotImplementedError:
+        return tame_blocks(kind, values.shape)
+
+
+def tame_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Random blocks of a kind whose values are all of order one or less."""
+    elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(seed).integers(0, 256, (math.prod(shape) // elements, nbytes), dtype=np.uint8)
+    scale = np.array([2.0**-10], dtype=np.float16).view(np.uint8)
+    where = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind.name, (0,))
+    for at in where:
+        blocks[:, at : at + 2] = scale
+    if kind.name == "IQ1_M":  # its scale lies in the upper half of every second byte
+        blocks[:, 49::2] = blocks[:, 49::2] & 15 | np.array([0, 0, 4, 1], dtype=np.uint8) << 4
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
+    """What the converter writes of a config."""
+    rope = dict(config.rope_parameters)
+    full = rope.get("full_attention", rope)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    out.add_context_length(config.max_position_embeddings)
+    out.add_embedding_length(config.hidden_size)
+    out.add_block_count(config.num_hidden_layers)
+    out.add_feed_forward_length(config.intermediate_size)
+    out.add_head_count(heads)
+    out.add_head_count_kv(config.num_key_value_heads)
+    out.add_layer_norm_rms_eps(config.rms_norm_eps)
+    out.add_rope_freq_base(full["rope_theta"])
+    out.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+    out.add_key_length(head_dim)
+    out.add_value_length(head_dim)
+    out.add_vocab_size(config.vocab_size)
+    if full.get("rope_type") in ("linear", "yarn"):
+        out.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        out.add_rope_scaling_factor(full["factor"])
+    if full.get("original_max_position_embeddings"):
+        out.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if config.model_type == "phi3" and full.get("long_factor"):
+        stretch = config.max_position_embeddings / full["original_max_position_embeddings"]
+        attention = math.sqrt(1 + math.log(stretch) / math.log(full["original_max_position_embeddings"]))
+        out.add_rope_scaling_attn_factors(attention)
+    if config.model_type in ("phi3", "gemma2", "gemma3_text"):
+        out.add_sliding_window(config.sliding_window or 0)
+    if config.model_type == "gemma2":
+        out.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        out.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "gemma3_text":
+        out.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        out.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if getattr(config, "num_experts_per_tok", None):
+        out.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
+        out.add_expert_used_count(config.num_experts_per_tok)
+        if config.model_type == "qwen3_moe":
+            out.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def tensors_of(model: Any) -> dict[str, np.ndarray]:
+    """The model's tensors as the converter leaves them, by names that the package's table knows."""
+    config, state = model.config, dict(model.state_dict())
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, values in state.items():
+        if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config):
+            values = permuted(values, config.num_attention_heads)
+        if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config):
+            values = permuted(values, config.num_key_value_heads)
+        if name.endswith("norm.weight") and config.model_type in ("gemma2", "gemma3_text"):
+            values = values + 1
+        if name.endswith("experts.gate_up_proj"):
+            root = name.removesuffix("gate_up_proj")
+            gate, up = values.chunk(2, dim=1)
+            tensors |= {f"{root}gate_proj.weight": gate, f"{root}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            tensors[f"{name}.weight"] = values
+        else:
+            tensors[name] = values
+    return {name: values.detach().float().contiguous().numpy() for name, values in tensors.items()}
+
+
+def is_permuted(config: Any) -> bool:
+    return config.model_type in ("llama", "mistral", "mixtral", "smollm3")
+
+
+def permuted(weights: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """`LlamaModel.permute` of the converter."""
+    halves = weights.reshape(n_heads, 2, weights.shape[0] // n_heads // 2, *weights.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+def llama3_freqs(config: Any, rope: Mapping[str, Any]) -> np.ndarray:
+    """`generate_extra_tensors` of the converter: what each frequency is divided by."""
+    dim = config.head_dim
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    length, factor = rope["original_max_position_embeddings"], rope["factor"]
+    factors = []
+    for i in range(0, dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / dim)
+        smooth = (length / wavelength - low) / (high - low)
+        factors.append(1 / ((1 - min(max(smooth, 0.0), 1.0)) / factor + min(max(smooth, 0.0), 1.0)))
+    return np.array(factors, dtype=np.float32)

@@ -1,0 +1,138 @@
+"""The store behind Responses: bounded in bytes and time, whole as long as it is used, and no place to lose things."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diptych.ground.errors import ConfigError
+from diptych.server.errors import ApiError
+from diptych.server.responses import store as store_module
+from diptych.server.responses.store import ResponseStore, StoredResponse
+
+MAX_BYTES = 10_000
+
+
+def item(name: str, size: int = 10) -> dict[str, Any]:
+    return {"id": name, "type": "message", "role": "user", "content": "x" * size}
+
+
+def response(name: str, previous: str | None = None, *, size: int = 10) -> StoredResponse:
+    given, output = [item(f"{name}-in", size)], [item(f"{name}-out")]
+    return StoredResponse(id=name, previous_id=previous, body=b"{}", given=given, output=output)
+
+
+def with_store(
+    run: Callable[[ResponseStore], Coroutine[Any, Any, None]], path: Path | None = None, *, ttl_s: float = 100.0
+) -> None:
+    store = ResponseStore(path, max_bytes=MAX_BYTES, ttl_s=ttl_s)
+    try:
+        asyncio.run(run(store))
+    finally:
+        store.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The wall clock that the store reads; set its entry."""
+    now = [1000.0]
+    monkeypatch.setattr(store_module, "wall_time_s", lambda: now[0])
+    return now
+
+
+def ids(items: list[dict[str, Any]]) -> list[str]:
+    return [one["id"] for one in items]
+
+
+def test_a_chain_is_read_in_order() -> None:
+    async def run(store: ResponseStore) -> None:
+        for name, previous in (("a", None), ("b", "a"), ("c", "b"), ("d", "b")):
+            await store.put(response(name, previous))
+        assert ids(await store.conversation("c", max_bytes=MAX_BYTES)) == [
+            "a-in",
+            "a-out",
+            "b-in",
+            "b-out",
+            "c-in",
+            "c-out",
+        ]
+        assert ids(await store.conversation("d", max_bytes=MAX_BYTES))[-2:] == ["d-in", "d-out"]
+        assert ids(await store.given("b") or []) == ["b-in"]
+        assert (await store.items(["b-out", "nobody's"])).keys() == {"b-out"}
+        with pytest.raises(ApiError, match="at most that many"):
+            await store.conversation("c", max_bytes=100)
+        assert await store.delete("a")
+        assert not await store.delete("a")
+        with pytest.raises(ApiError, match="'a', which 'c' goes on from"):
+            await store.conversation("c", max_bytes=MAX_BYTES)
+        assert await store.items(["a-in"]) == {}, "items go with their response"
+
+    with_store(run)
+
+
+def test_what_was_used_longest_ago_goes_first_and_a_conversation_stays_whole(clock: list[float]) -> None:
+    """Its beginning is the oldest of all, and would go first if going on from it did not count as use."""
+
+    async def run(store: ResponseStore) -> None:
+        await store.put(response("begin", size=2000))
+        clock[0] += 1
+        await store.put(response("other", size=2000))
+        clock[0] += 1
+        await store.put(response("next", "begin", size=2000))
+        clock[0] += 1
+        await store.conversation("next", max_bytes=MAX_BYTES)
+        for number in range(2):
+            clock[0] += 1
+            await store.put(response(f"new {number}", size=2000))
+        assert await store.get("other") is None
+        assert len(await store.conversation("next", max_bytes=MAX_BYTES)) == 4
+        clock[0] += 1
+        assert not await store.put(response("huge", size=MAX_BYTES))
+        assert await store.get("huge") is None
+        assert await store.get("next") == b"{}", "what alone is too large takes no other's place"
+
+    with_store(run)
+
+
+def test_what_is_unused_for_too_long_is_gone(clock: list[float]) -> None:
+    async def run(store: ResponseStore) -> None:
+        for name in ("read", "unread"):
+            await store.put(response(name))
+        clock[0] += 60
+        assert await store.get("read") == b"{}"
+        clock[0] += 60
+        assert await store.get("read") == b"{}"
+        assert await store.get("unread") is None
+
+    with_store(run)
+
+
+def test_a_file_is_kept_and_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "responses.db"
+
+    async def put(store: ResponseStore) -> None:
+        await store.put(response("a"))
+        with pytest.raises(sqlite3.IntegrityError):
+            await store.put(response("a"))
+        assert await store.get("a") == b"{}"
+
+    async def get(store: ResponseStore) -> None:
+        assert await store.get("a") == b"{}"
+        for number in range(8):  # what was there before counts
+            await store.put(response(f"{number}", size=1500))
+        assert await store.get("a") is None
+
+    with_store(put, path)
+    with_store(get, path)
+    (tmp_path / "text").write_text("no database " * 100)
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("CREATE TABLE mine (a)")
+    other.close()
+    for wrong in ("text", "other.db", "no/folder.db"):
+        with pytest.raises(ConfigError, match=r"response store|database of another kind"):
+            ResponseStore(tmp_path / wrong, max_bytes=MAX_BYTES, ttl_s=1.0)

@@ -1,0 +1,84 @@
+"""The search for a number of devices: estimates and bisections that move the way they must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diptych.cost.setup import setup_of
+from diptych.ground.errors import ConfigError
+from diptych.metrics import Limits
+from diptych.sim.capacity import Ask, Bisection, Fit, Trial, engines_for, fluid_users, paced, uncached, with_engines
+from diptych.sim.link import Link
+from diptych.sim.pools import Pool, Service
+from diptych.workload import LengthRange
+
+H100 = Pool.of(setup_of("llama-3.1-8b", "h100-80gb-sxm"))
+L40S = Pool.of(setup_of("llama-3.1-8b", "l40s"))
+ASK = Ask(
+    n_users=60,
+    think_s=2.0,
+    turns=3,
+    message=LengthRange(low=400, high=900),
+    output=LengthRange(low=4, high=24),
+    limits=Limits(ttft_s=0.4, tpot_s=0.06),
+    system_tokens=100,
+)
+
+
+def test_the_fluid_model_moves_the_right_way() -> None:
+    """A faster device, looser limits, shorter messages, longer thinking and a cache hold more users; never fewer."""
+    base = fluid_users(L40S, ASK)
+    assert base > 0.0
+    assert fluid_users(H100, ASK) > base
+    assert fluid_users(L40S, replace(ASK, limits=Limits(ttft_s=0.4, tpot_s=0.12))) >= base
+    assert fluid_users(L40S, replace(ASK, message=LengthRange(low=4000, high=9000))) < base
+    assert fluid_users(L40S, replace(ASK, think_s=20.0)) > base
+    assert fluid_users(uncached(Service(pool=L40S)).pool, ASK) < base
+    assert fluid_users(L40S, ASK, reads=False) > base
+    assert fluid_users(L40S, replace(ASK, limits=Limits(ttft_s=1e-6, tpot_s=0.06))) == 0.0
+
+
+def bisected(service: Service, ask: Ask = ASK) -> int:
+    guess = fluid_users(service.pool, ask)
+    return Bisection(service=service, ask=ask, guess=guess, n_requests=80, close=0.15, most=2000).run()
+
+
+def test_a_bisection_ends_where_limits_break() -> None:
+    """What it answers holds and a quarter more does not; slower steps hold fewer, quicker ones more."""
+    service = Service(pool=L40S)
+    users = bisected(service)
+    assert Trial(service=service, ask=ASK, n_users=users, n_requests=80).holds
+    assert not Trial(service=service, ask=ASK, n_users=users * 5 // 4 + 1, n_requests=80).holds
+    assert bisected(paced(service, 1.6)) < users < bisected(paced(service, 0.6))
+    assert bisected(service, replace(ASK, limits=Limits(ttft_s=1e-4, tpot_s=0.06))) == 0
+
+
+def test_a_fit_ends_at_engines_that_hold() -> None:
+    """From too many it goes down, from too few up, and says which numbers they are."""
+    each = bisected(Service(pool=L40S))
+    ask = replace(ASK, n_users=3 * each)
+    many, few = (
+        Fit(service=with_engines(Service(pool=L40S), n), ask=ask, n_requests=120, price=1.0).run() for n in (6, 2)
+    )
+    assert many.good_share >= ask.good_share
+    assert few.good_share >= ask.good_share
+    assert many.service.n_engines < 6
+    assert few.service.n_engines > 2
+    pools = Service(pool=replace(H100, n_engines=2), readers=replace(L40S, n_engines=4), link=Link(bytes_per_s=50e9))
+    found = Fit(service=pools, ask=ASK, n_requests=80, price=2.9, reader_price=1.1).run()
+    assert found.good_share >= ASK.good_share
+    assert found.service.n_engines < 6
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    """What, the number, the limit."""
+    with pytest.raises(ConfigError, match="limits on both phases"):
+        replace(ASK, limits=Limits(ttft_s=1.0))
+    with pytest.raises(ConfigError, match="share that must be good is 1"):
+        replace(ASK, good_share=1.0)
+    with pytest.raises(ConfigError, match="more than 1024 engines of this kind, of which one holds 2"):
+        engines_for(1_000_000, 2)
+    with pytest.raises(ConfigError, match="more than 1024 engines"):
+        engines_for(5, 0)

@@ -1,0 +1,217 @@
+"""Two pools: nothing is lost between them, and what a link costs is what its bytes and its latency say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from diptych.control.router import Place, Route, Router
+from diptych.cost.parameters import kv_bytes_stored
+from diptych.cost.setup import setup_of
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import ConfigError
+from diptych.ground.request import Request, SamplingParams
+from diptych.ground.shape import StepShape
+from diptych.metrics import Limits
+from diptych.sim.cluster import Cluster, Group, Wire
+from diptych.sim.link import Link, parse_link
+from diptych.sim.load import OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.pools import Pool, Service
+from diptych.sim.service import Report, simulate
+from diptych.sim.tally import Tally
+from diptych.workload import LengthRange, WorkloadItem, WorkloadSpec, items_of
+
+H100 = setup_of("llama-3.1-8b", "h100-80gb-sxm")
+L40S = setup_of("llama-3.1-8b", "l40s")
+WIDE = Link(bytes_per_s=float("inf"))
+SPEC = WorkloadSpec(
+    n_requests=120, prompt=LengthRange(low=50, high=5000), output=LengthRange(low=1, high=80), rate_per_s=8.0, seed=4
+)
+USERS = UsersSpec(
+    n_users=12,
+    n_requests=80,
+    think_s=2.0,
+    turns=4,
+    message=LengthRange(low=50, high=300),
+    output=LengthRange(low=20, high=90),
+    system_tokens=200,
+    seed=2,
+)
+
+
+def seconds(shape: StepShape) -> float:
+    """10 ms a step and 0.1 ms a row."""
+    return 0.01 + 1e-4 * shape.n_tokens
+
+
+def pools(link: Link, *, local_prefill_s: float = 0.0, decoders: int = 2, **settings: int) -> Service:
+    decoder = Pool.of(L40S, n_engines=decoders, **settings)
+    return Service(pool=decoder, readers=Pool.of(H100, n_engines=2), link=link, local_prefill_s=local_prefill_s)
+
+
+def run(service: Service, spec: WorkloadSpec = SPEC) -> Report:
+    return simulate(service, OpenLoad(spec, shares_prefixes=False))
+
+
+def by_hand(link: Link, kv_bytes: Callable[[int], float], *items: WorkloadItem) -> Tally:
+    """One engine of each kind, chunks of 128 tokens."""
+    config = SchedulerConfig(max_step_tokens=128, max_running_sequences=8, enable_prefix_cache=False)
+    blocks = BlockConfig(n_blocks=400, block_tokens=16)
+    groups = [
+        Group(n_engines=1, config=config, blocks=blocks, predict_s=seconds, decodes=decodes)
+        for decodes in (True, False)
+    ]
+    tally = Tally(Limits(), n_groups=2)
+    cluster = Cluster(groups, tally=tally, wire=Wire(link=link, kv_bytes=kv_bytes))
+    cluster.run(OpenLoad(items, shares_prefixes=False))
+    for member in cluster.members:
+        member.engine.core.check()
+        assert member.engine.core.pool.free_blocks == 400, "blocks stay held for nobody"
+    return tally
+
+
+def test_pieces_travel_while_later_chunks_are_computed() -> None:
+    """By hand: 300 tokens in chunks of 128, 128 and 44 at 1 kB a token and 100 kB/s: the second piece waits for the first."""
+    item = WorkloadItem(index=0, at_s=0.0, prompt_tokens=300, output_tokens=3)
+    tally = by_hand(Link(bytes_per_s=1e5, latency_s=0.5), lambda tokens: 1e3 * tokens, item)
+    first_s, read_s = 0.0228, 2 * 0.0228 + 0.0144
+    sent_s = first_s + 3.0  # the port is busy from the first chunk's end to the last byte
+    ttft, itl, hand_off = (one.distribution() for one in (tally.ttft_s, tally.itl_s, tally.hand_off_s))
+    assert ttft is not None
+    assert itl is not None
+    assert hand_off is not None
+    assert ttft.mean == pytest.approx(read_s)
+    assert hand_off.mean == pytest.approx(sent_s + 0.5 - read_s)
+    assert itl.max == pytest.approx(sent_s + 0.5 - read_s + 0.0101)
+    assert itl.min == pytest.approx(0.0101)
+    assert tally.sent_bytes == 300e3
+
+
+def test_requests_tokens_and_bytes_are_conserved() -> None:
+    """Every prompt with a second token to write goes over once, whole; answers are as long as without pools."""
+    items = list(items_of(SPEC))
+    longer = [item for item in items if item.output_tokens > 1]
+    assert len(longer) < len(items), "one ends with its first token and never travels"
+    for link in (WIDE, Link(bytes_per_s=5e9, latency_s=1e-3)):
+        report = run(pools(link))
+        assert report.n_complete == len(items)
+        assert report.n_sent == len(longer)
+        assert report.prompt_tokens == sum(item.prompt_tokens for item in items)
+        assert report.output_tokens == sum(item.output_tokens for item in items)
+        whole = sum(kv_bytes_stored(H100.model, H100.kv, item.prompt_tokens) for item in longer)
+        assert whole <= report.sent_bytes <= whole * 1.02  # of a one-token answer pieces may be on their way
+        decode, prefill = report.pools
+        assert decode.prefill_share == prefill.busy["decode"] == 0.0
+        for pool in report.pools:
+            assert sum(pool.busy.values()) == pytest.approx(1.0)
+
+
+def test_pools_of_one_device_and_an_endless_link_write_what_one_pool_writes() -> None:
+    """The split may move time, never tokens: and nobody waits for keys and values."""
+    reader = Pool.of(H100, n_engines=2)
+    report = run(Service(pool=reader, readers=reader, link=WIDE, local_prefill_s=0.0))
+    one = run(Service(pool=replace(reader, n_engines=4)))
+    assert (report.n_complete, report.output_tokens) == (one.n_complete, one.output_tokens)
+    assert report.hand_off_s is not None
+    assert report.hand_off_s.max == pytest.approx(0.0, abs=1e-9)
+    assert report.itl_s is not None
+    assert one.itl_s is not None
+    assert report.itl_s.max < one.itl_s.max, "no decode waits for a prefill"
+
+
+def test_a_slower_link_never_hands_over_sooner() -> None:
+    """Monotonic in bandwidth and in latency."""
+    waits = []
+    for rate, latency_s in ((50e9, 0.0), (50e9, 0.01), (5e9, 0.01), (5e9, 0.1), (1e9, 0.1)):
+        report = run(pools(Link(bytes_per_s=rate, latency_s=latency_s)))
+        assert report.hand_off_s is not None
+        waits.append(report.hand_off_s.mean)
+    assert waits == sorted(waits)
+
+
+def test_a_full_decode_pool_makes_prompts_wait_and_loses_none() -> None:
+    """Blocks are held on both sides until there is room; whoever waits there already goes first."""
+    report = run(pools(WIDE, kv_tokens=9000))
+    assert report.n_complete == 120
+    assert report.pools[0].kv_peak > 0.9
+    assert report.hand_off_s is not None
+    assert report.hand_off_s.max > 0.1
+
+
+def test_a_short_suffix_is_read_where_it_is_answered() -> None:
+    """A conversation's next message is short and its history is there: sending would cost more than reading."""
+    all_sent = simulate(pools(WIDE), UsersLoad(USERS))
+    some = simulate(pools(WIDE, local_prefill_s=0.05), UsersLoad(USERS))
+    none = simulate(pools(WIDE, local_prefill_s=60.0), UsersLoad(USERS))
+    assert all_sent.n_sent == 80 > some.n_sent >= none.n_sent == 0
+    assert all_sent.n_complete == some.n_complete == none.n_complete == 80
+    whole = kv_bytes_stored(H100.model, H100.kv, all_sent.prompt_tokens)
+    assert all_sent.sent_bytes < 0.6 * whole, "what the decode engine has cached is not sent"
+
+
+class _Cached:
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def prefix_match(self, token_ids: tuple[int, ...], salt: str | None = None, *, digests: object = None) -> int:
+        return self.tokens
+
+
+class _PerToken:
+    """1 us for a token read, 10 us for one written."""
+
+    def prefill_us(self, new_tokens: int, cached_tokens: int) -> int:
+        return new_tokens
+
+    def decode_us(self, context_tokens: int, output_tokens: int) -> int:
+        return 10 * output_tokens
+
+
+def test_the_router_counts_work_where_it_is_done() -> None:
+    """By hand: a read prompt is no longer the reader's; an answer that is over is nobody's."""
+    places = [Place(cache=_Cached(0), price=_PerToken(), decodes=decodes) for decodes in (True, False, False)]
+    router = Router(places, local_prefill_us=100)
+
+    def choose(name: str, prompt_tokens: int) -> Route:
+        prompt, sampling = (1,) * prompt_tokens, SamplingParams(max_tokens=5)
+        return router.choose(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, arrival_s=0.0))
+
+    assert choose("long", 900) == Route(1, 0)
+    assert choose("next", 500) == Route(2, 0)
+    assert choose("third", 300) == Route(2, 0), "900 us wait on the other one"
+    router.handed_off("long")
+    assert choose("fourth", 700) == Route(1, 0)
+    assert choose("short", 100) == Route(0, 0)
+    with pytest.raises(ConfigError, match="none of 1 engines decodes"):
+        Router(places[1:2])
+
+
+def test_what_pools_cannot_be_is_refused() -> None:
+    """What, the number, the limit."""
+    pool = Pool.of(H100)
+    with pytest.raises(ConfigError, match="two pools need a link"):
+        Service(pool=pool, readers=pool)
+    with pytest.raises(ConfigError, match="a link joins two pools; this service has one"):
+        Service(pool=pool, link=WIDE)
+    with pytest.raises(ConfigError, match=r"holds llama-3.1-8b .* the other qwen3-8b"):
+        Service(pool=Pool.of(setup_of("qwen3-8b", "l40s")), readers=pool, link=WIDE)
+    with pytest.raises(ConfigError, match="blocks of 32 tokens, the other of 16"):
+        Service(pool=Pool.of(L40S, block_tokens=16), readers=pool, link=WIDE)
+    with pytest.raises(ConfigError, match="carries 0 bytes a second"):
+        Link(bytes_per_s=0.0)
+    with pytest.raises(ConfigError, match="latency is -1"):
+        Link(bytes_per_s=1.0, latency_s=-1.0)
+    assert parse_link("50GB/s,10us") == Link(bytes_per_s=50e9, latency_s=1e-5)
+    for text in ("50", "50Gb/s", "-1GB/s", "1GB/s,", "1GB/s,3"):
+        with pytest.raises(ConfigError, match="cannot read the link"):
+            parse_link(text)
+
+
+def test_a_prompt_that_the_decode_engine_cannot_hold_is_refused_at_the_door() -> None:
+    """And not after it was read."""
+    report = run(pools(WIDE, kv_tokens=3200))
+    too_long = sum(item.prompt_tokens >= 3200 for item in items_of(SPEC))
+    assert report.refused == {"PromptTooLong": too_long}
+    assert report.n_complete == 120 - too_long
