@@ -10,11 +10,12 @@ Where even the smallest does not fit, the first prefill in line still gets MIN_P
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
 from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import DRAFTERS, MOST_DRAFTS, MOST_ROWS, UNPRICED_ROWS, Speculation, choose_depths
+from diptych.control.speculation import MOST_DRAFTS, MOST_ROWS, Depths, Guesser, Speculation
 from diptych.ground.config import SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
@@ -41,17 +42,27 @@ class StepDraft:
         self.preempted: list[Event] = []
         self.scheduled: list[Event] = []
         self.decode_request_ids: list[str] = []
+        self.speculations: list[tuple[int, Speculation]] = []  # of decode chunks that have drafters, by chunk
 
 
 class Scheduler:
     """See the module. Only `EngineCore` calls it."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, *, model_revision: str, predict_s: Predict | None = None
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        *,
+        model_revision: str,
+        predict_s: Predict | None,
+        depths: Depths,
+        guesser: Guesser,
     ) -> None:
         self.config = config
         self.pool = pool
         self.predict_s = predict_s
+        self.depths = depths
+        self.guesser = guesser
         self.waiting = RankedList()
         self.prefilling = RankedList()
         self.decoding = RankedList()
@@ -65,7 +76,6 @@ class Scheduler:
         self.max_running = min(config.max_running_sequences or config.max_step_tokens, config.max_step_tokens)
         self._model_revision = model_revision
         self._promised_blocks = 0
-        self._new_drafter = None if config.speculate == "off" else DRAFTERS[config.speculate]
 
     @property
     def n_running(self) -> int:
@@ -106,6 +116,8 @@ class Scheduler:
         """Its prompt is computed and its first new token known."""
         seq.move(Status.DECODE)
         assert seq.promised_blocks == 0, seq.promised_blocks
+        if seq.speculation is None:
+            seq.speculation = self.guesser.begin(seq.request, self.depths)
         self.prefilling.remove(seq)
         self.decoding.add(seq)
 
@@ -150,7 +162,7 @@ class Scheduler:
         self.planned = {}
         self._plan_decodes(draft)
         self._plan_prefills(draft)
-        if self._new_drafter is not None and draft.decode_request_ids:
+        if draft.speculations and self.depths.is_due(len(draft.decode_request_ids)):
             self._add_drafts(draft)
         if not draft.chunks:
             return None, draft.preempted
@@ -190,6 +202,8 @@ class Scheduler:
                 seq.table_sent = len(seq.block_ids)
             draft.chunks.append(Chunk(seq.seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True))
             shapes.append(ChunkShape(decode, 1, start, True))
+            if seq.speculation is not None:
+                draft.speculations.append((len(shapes) - 1, seq.speculation))
             draft.decode_request_ids.append(seq.request.request_id)
             seq.is_in_flight = True
             self.planned[seq.seq_id] = seq
@@ -200,33 +214,32 @@ class Scheduler:
     def _add_drafts(self, draft: StepDraft) -> None:
         """Lengthen decode chunks by guesses, out of the rows and blocks that everybody else has left."""
         n_decodes = len(draft.decode_request_ids)
-        n_free = self.pool.available_blocks - self._promised_blocks
-        guesses: list[list[int]] = []
-        chances: list[list[float]] = []
+        n_free = max(0, self.pool.available_blocks - self._promised_blocks)
+        guesses: dict[int, list[int]] = {}
+        priced: list[tuple[Any, int, int]] = [(None, 0, 0)] * n_decodes
         most = min(MOST_DRAFTS, 1 + MOST_ROWS // n_decodes)
-        for chunk in draft.chunks[:n_decodes]:
+        if self.guesser.memory is not None:
+            self.guesser.memory.read()
+        for i, speculation in draft.speculations:
+            chunk = draft.chunks[i]
             seq = self.planned[chunk.seq_id]
-            if seq.speculation is None:
-                assert self._new_drafter is not None
-                seq.speculation = Speculation(self._new_drafter())
-            guess = seq.speculation.propose(seq.token_ids)
-            room = (len(seq.block_ids) + max(0, n_free)) * self.pool.block_tokens - chunk.end_pos
+            guess = speculation.propose(seq.token_ids)
+            room = (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos
             n = min(most, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
-            guesses.append(guess)
-            chances.append(seq.speculation.chances(max(0, n)))
-        if not any(chances):
+            if n > 0:
+                guesses[i], priced[i] = guess, speculation.priced(n)
+        if not guesses:
             return
-        predict_s = self.predict_s
-        rows = draft.left_tokens if predict_s else min(draft.left_tokens, UNPRICED_ROWS - draft.shape.n_tokens)
-        depths = choose_depths(
-            chances,
-            n_sure=n_decodes,
-            most_rows=min(rows, MOST_ROWS),
-            price_s=None if predict_s is None else lambda depths: predict_s(_lengthened(draft.shape, depths)),
+        depths = self.depths.choose(
+            priced,
+            shape=draft.shape,
+            most_rows=min(draft.left_tokens, MOST_ROWS),
             limit_s=self.config.stall_budget_s,
         )
+        if not any(depths):
+            return
         depths = [self._send_drafts(draft, i, guesses[i][:depth]) if depth else 0 for i, depth in enumerate(depths)]
-        draft.shape = _lengthened(draft.shape, depths)
+        draft.shape = draft.shape.with_drafts(depths)
         draft.left_tokens -= sum(depths)
 
     def _send_drafts(self, draft: StepDraft, i: int, guess: list[int]) -> int:
@@ -503,12 +516,3 @@ class Scheduler:
     def _promise(self, seq: Sequence, n_blocks: int) -> None:
         self._promised_blocks += n_blocks - seq.promised_blocks
         seq.promised_blocks = n_blocks
-
-
-def _lengthened(shape: StepShape, depths: list[int]) -> StepShape:
-    """A step's shape with so many drafts behind each of its decode chunks, which are its first."""
-    shapes = shape.shapes
-    n_decodes = len(depths)
-    longer = [one._replace(new_tokens=1 + depth) for one, depth in zip(shapes[:n_decodes], depths, strict=True)]
-    decodes = StepShape(longer)
-    return decodes if len(shapes) == n_decodes else StepShape(shapes[n_decodes:], decodes)

@@ -19,6 +19,7 @@ from diptych.control.loop import EngineCore
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.places import Places, places
 from diptych.cost.profile import load_profile, profile_path
+from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.cost_view import CostView
 from diptych.engine.engine import Engine
@@ -31,6 +32,7 @@ from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_co
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.shape import StepShape
 from diptych.models.named import SHAPES
+from diptych.stepper import Observe
 
 logger = logging.getLogger("diptych.engine")
 
@@ -221,7 +223,7 @@ class Machinery:
 
     core: EngineCore
     executor: ModelExecutor
-    step_time: StepTimeModel
+    observe: Observe  # learns from every step how long it took
 
 
 def make_machinery(
@@ -238,13 +240,22 @@ def make_machinery(
         found = default_places(n_blocks * config.block_tokens, context, calibrated)
         number = found.number
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
+    # the measured profile of this machine where there is one; until then the engine learns from its own steps
+    predict_s = step_time.predict_s if calibrated is None else calibrated.predict_s
+    prices = DraftPrices(predict_s)
+
+    def observe(shape: StepShape, measured_s: float) -> None:
+        step_time.observe(shape, measured_s)
+        prices.observe(shape, measured_s)
+
     core = EngineCore(
         replace(config.scheduler, max_context_tokens=context, max_running_sequences=number),
         BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens),
         model_revision=model.revision,
-        # the measured profile of this machine where there is one; until then the engine learns from its own steps
-        predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
+        predict_s=predict_s,
         seed=config.seed,
+        depths=prices,
+        n_vocab=model.spec.vocab_size,
     )
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     executor = ModelExecutor(model, kv, sampler, clock=clock)
@@ -252,7 +263,7 @@ def make_machinery(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
     )  # fmt: skip
-    return Machinery(core=core, executor=executor, step_time=step_time)
+    return Machinery(core=core, executor=executor, observe=observe)
 
 
 def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
@@ -269,6 +280,6 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         clock=loaded.clock,
         vocab_size=vocab_size,
         grammars=grammars,
-        observe=machinery.step_time.observe,
+        observe=machinery.observe,
         back_memory=machinery.executor.back_memory,
     )

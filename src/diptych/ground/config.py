@@ -22,7 +22,7 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
-SPECULATE = ("off", "lookup")
+SPECULATE = ("off", "lookup", "auto")
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
@@ -44,6 +44,9 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "max_waiting_tokens": Bound(int, 1, 2**62, "refuse requests beyond this many waiting tokens"),
         "max_context_tokens": Bound(int, 2, 2**31 - 1, "longest sequence (default: the model's)", is_optional=True),
         "aging_s": Bound(float, 0.0, None, "a waiting request gains a priority level in this time", is_low_open=True),
+        "lookup_memory_tokens": Bound(
+            int, 0, 2**24, "tokens of recent answers in which lookup looks, too, by cache salt (0: none)"
+        ),
         "n_blocks": Bound(int, 1, 2**31 - 1, "blocks of the KV pool"),
         "block_tokens": Bound(int, 1, 2**20, "tokens of a KV block"),
         "threads": Bound(
@@ -63,7 +66,8 @@ class SchedulerConfig:
     engine settles it, see `engine.places`). stall_budget_s: a step that holds running decodes may not be predicted to
     last longer than this (None: no limit). max_waiting_tokens: admission bound over prompt + max_tokens of all waiting
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves. speculate: who
-    guesses tokens ahead (`control.speculation`); it changes speed and no answer.
+    guesses tokens ahead (`control.speculation`); it changes speed and no answer. lookup_memory_tokens: recent answers that
+    `lookup` knows beside the sequence's own text, those with the same cache salt only; about 200 bytes each.
     """
 
     max_step_tokens: int = 2048
@@ -74,10 +78,12 @@ class SchedulerConfig:
     aging_s: float = 2.0
     enable_prefix_cache: bool = True
     speculate: str = "off"
+    lookup_memory_tokens: int = 0
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
         _take(self, "max_step_tokens", "max_running_sequences", "stall_budget_s", "max_waiting_tokens", "aging_s")
+        _take(self, "lookup_memory_tokens")
         at_least("max_context_tokens", self.max_context_tokens, 2)  # settled here: the model's own is known
         _take(self, "max_context_tokens")
         exactly(bool, "enable_prefix_cache", self.enable_prefix_cache, ConfigError)

@@ -15,6 +15,7 @@ from diptych.compute.runner import Model
 from diptych.compute.sampler import Sampler
 from diptych.control.loop import EngineCore
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.executor import ModelExecutor
 from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
@@ -139,5 +140,11 @@ class Engines:
             self._config.scheduler, max_context_tokens=self._context_tokens, **settings
         )
         return EngineCore(
-            scheduler, self._blocks, model_revision=self._model.revision, predict_s=predict_s, seed=self._config.seed
+            scheduler,
+            self._blocks,
+            model_revision=self._model.revision,
+            predict_s=predict_s,
+            seed=self._config.seed,
+            depths=DraftPrices(predict_s),
+            n_vocab=self._model.spec.vocab_size,
         )
