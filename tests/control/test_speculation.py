@@ -16,6 +16,7 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import TokenEvent
 from diptych.ground.shape import StepShape
+from diptych.ground.step import StepPlan, StepResult
 
 from .counting import CountingList, operations
 from .toy import VOCAB, ToyExecutor, greedy, request
@@ -63,7 +64,9 @@ def test_lookup_reads_each_token_once():
 
 def test_speculate_is_one_of_the_known_names():
     """A misspelled drafter would silently be none."""
-    with pytest.raises(ConfigError, match="speculate is 'lokup'; it must be one of off, lookup, auto"):
+    with pytest.raises(
+        ConfigError, match="speculate is 'lokup'; it must be one of off, lookup, draft, medusa, eagle, auto"
+    ):
         SchedulerConfig(speculate="lokup")
 
 
@@ -181,7 +184,7 @@ def test_a_drafter_that_misbehaves_is_switched_off(behaviour, caplog):
 
 def test_a_bad_drafter_leaves_the_others_alone_and_is_forgotten_in_the_end():
     """Eight faults of one name and nobody asks it again; what it did to one sequence it does not do to its neighbour."""
-    guesser = Guesser("off", drafters={"bad": faulty(lambda n: 1 // 0), "oracle": oracle})
+    guesser = Guesser(SchedulerConfig(), drafters={"bad": faulty(lambda n: 1 // 0), "oracle": oracle})
     for n_faults in range(1, 12):
         speculation = guesser.begin(request(tuple(PROMPT)), free())
         assert speculation.propose([*PROMPT, ANSWER[0]]) == ANSWER[1:17]
@@ -251,3 +254,100 @@ def test_every_guess_fills_the_rows_that_there_are():
     assert every.choose(one, shape=shape, most_rows=100, limit_s=None) == [4, 0, 1]
     assert every.choose(one, shape=shape, most_rows=3, limit_s=None) == [2, 0, 1]
     assert EveryGuess(rows=2).choose(one, shape=shape, most_rows=100, limit_s=None) == [0, 0, 0]
+
+
+class Handing(ToyExecutor):
+    """A toy model whose drafter knows the answer: it hands guesses up, as many as the chunk wants."""
+
+    def __init__(self, n_blocks: int, block_tokens: int, text: list[int], *, lies: bool) -> None:
+        super().__init__(n_blocks, block_tokens)
+        self.text, self.lies = text, lies
+        self.wanted: list[int | None] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        handed = []
+        for chunk, one in zip(plan.chunks, result.results, strict=True):
+            known = chunk.end_pos - len(chunk.draft_token_ids) + len(one.token_ids)
+            self.wanted.append(chunk.wanted_drafts)
+            wanted = chunk.wanted_drafts or 0
+            drafts = (3,) * wanted if self.lies else tuple(self.text[known : known + wanted])
+            handed.append(replace(one, draft_token_ids=drafts))
+        return replace(result, results=tuple(handed))
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_drafts_of_the_executor_come_up_and_go_down(lies):
+    """Asked for in a chunk, handed up in its result, verified in the next chunk: right ones save steps, lies change nothing."""
+    prompt = tuple(range(40))
+    answer = greedy(prompt, 60)
+    config = SchedulerConfig(speculate="draft", max_step_tokens=16, max_draft_tokens=5)
+    core = EngineCore(config, BlockConfig(n_blocks=64, block_tokens=8), model_revision="toy", depths=free())
+    recorder, executor = Recorder(core), Handing(64, 8, [*prompt, *answer], lies=lies)
+    recorder.submit(request(prompt, max_tokens=60))
+    text, n_steps, n_drafted = [], 0, 0
+    while core.has_work:
+        plan, _ = recorder.begin_step(0.0)
+        n_steps += 1
+        n_drafted += sum(len(chunk.draft_token_ids) for chunk in plan.chunks)
+        events = recorder.end_step(plan, executor.execute(plan), 0.0)
+        text += [event.token_id for event in events if isinstance(event, TokenEvent)]
+        core.check()
+    assert text == answer
+    assert executor.wanted[:3] == [0, 0, 3], "it keeps up with a prompt that comes in parts, and is asked at its end"
+    assert max(filter(None, executor.wanted)) == 5
+    assert n_drafted > 0
+    if lies:
+        assert sum(filter(None, executor.wanted[-20:])) <= 1, (
+            "a drafter that is always wrong is asked no more, but probed"
+        )
+    else:
+        assert n_steps < 20
+    assert replay(recorder.lines(), depths=free()) == []
+
+
+@pytest.mark.parametrize("junk", [(VOCAB,), (-1,), (1.5,), (0,) * 99, "text", 7, ([],)])
+def test_an_executor_that_hands_up_junk_costs_speed_and_no_answer(junk):
+    """What comes up is checked before it goes down to the embedding."""
+
+    class Junk(ToyExecutor):
+        def execute(self, plan: StepPlan) -> StepResult:
+            result = super().execute(plan)
+            return replace(result, results=tuple(replace(one, draft_token_ids=junk) for one in result.results))
+
+    config = SchedulerConfig(speculate="draft")
+    core = EngineCore(
+        config, BlockConfig(n_blocks=64, block_tokens=8), model_revision="toy", depths=free(), n_vocab=VOCAB
+    )
+    executor, text = Junk(64, 8), []
+    core.submit(request(tuple(PROMPT), max_tokens=30))
+    while core.has_work:
+        plan, _ = core.begin_step(0.0)
+        assert all(len(chunk.token_ids) == 1 for chunk in plan.chunks if chunk.start_pos >= len(PROMPT))
+        text += [
+            event.token_id for event in core.end_step(plan, executor.execute(plan), 0.0) if type(event) is TokenEvent
+        ]
+    assert text == ANSWER
+    assert core.stats().drafter_faults == 1
+
+
+def test_a_drafter_that_costs_more_than_it_gives_is_not_asked():
+    """The drafter's own time enters the choice of the depth."""
+    prompt = tuple(range(40))
+    answer = greedy(prompt, 60)
+
+    def asked(draft_s: float) -> int:
+        core = EngineCore(
+            SchedulerConfig(speculate="draft"),
+            BlockConfig(n_blocks=64, block_tokens=8),
+            model_revision="toy",
+            depths=DraftPrices(lambda shape: 1.0, draft_s=lambda shape, depths: draft_s * max(depths)),
+        )
+        executor = Handing(64, 8, [*prompt, *answer], lies=False)
+        core.submit(request(prompt, max_tokens=60))
+        while core.has_work:
+            plan, _ = core.begin_step(0.0)
+            core.end_step(plan, executor.execute(plan), 0.0)
+        return sum(filter(None, executor.wanted))
+
+    assert asked(0.0) > 30 > asked(2.0)

@@ -43,14 +43,17 @@ def bench(
     threads: options.Threads = None,
     numa: options.Numa = "auto",
     speculate: options.Speculate = "off",
+    draft_model: options.DraftModel = None,
+    max_draft_tokens: options.MaxDraftTokens = 16,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure prefill and decode apart, for each prompt length and batch size."""
     if context.invoked_subcommand is not None:
         return
     config = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa, speculate=speculate
-    )
+        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa, speculate=speculate,
+        draft_model=draft_model, max_draft_tokens=max_draft_tokens,
+    )  # fmt: skip
     name, loaded, load_s = _load(model, shape, config)
     lengths, batches = _numbers("--prompt-tokens", prompt_tokens), _numbers("--batch", batch)
     static = StaticBench(loaded, name=name, load_s=load_s, config=config)
@@ -88,12 +91,15 @@ def mix(
     max_running: options.MaxRunning = 64,
     max_step_tokens: options.MaxStepTokens = 2048,
     speculate: options.Speculate = "off",
+    draft_model: options.DraftModel = None,
+    max_draft_tokens: options.MaxDraftTokens = 16,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a seeded mixed load offline."""
     config = engine_config(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa, stall_budget_ms=stall_budget_ms,
         max_running_sequences=max_running, max_step_tokens=max_step_tokens, speculate=speculate,
+        draft_model=draft_model, max_draft_tokens=max_draft_tokens,
     )  # fmt: skip
     if rate is not None and rate <= 0.0:
         raise ConfigError(f"--rate is {rate}; it must be greater than 0")

@@ -48,6 +48,8 @@ def generate(
     max_context_tokens: options.MaxContext = None,
     kv_memory_bytes: options.KvMemory = None,
     speculate: options.Speculate = "off",
+    draft_model: options.DraftModel = None,
+    max_draft_tokens: options.MaxDraftTokens = 16,
     as_json: options.AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
@@ -56,7 +58,7 @@ def generate(
     config = engine_config(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
         max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, max_running_sequences=max(n, 1),
-        speculate=speculate,
+        speculate=speculate, draft_model=draft_model, max_draft_tokens=max_draft_tokens,
     )  # fmt: skip
     sampling = sampling_params(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,

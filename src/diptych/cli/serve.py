@@ -52,6 +52,8 @@ def serve(
     stall_budget_ms: options.StallBudget = None,
     max_running_sequences: options.MaxRunning = None,
     speculate: options.Speculate = "off",
+    draft_model: options.DraftModel = None,
+    max_draft_tokens: options.MaxDraftTokens = 16,
     max_step_tokens: options.MaxStepTokens = 2048,
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
@@ -92,6 +94,7 @@ def serve(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
         max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, stall_budget_ms=stall_budget_ms,
         max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens, speculate=speculate,
+        draft_model=draft_model, max_draft_tokens=max_draft_tokens,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

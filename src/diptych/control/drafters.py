@@ -1,4 +1,4 @@
-"""Drafters that need no tensor: what followed the last tokens where they stood before, and what the user says will come.
+"""Drafters as control sees them: what followed the last tokens where they stood before, and what the user says will come.
 
     drafter = Lookup()
     drafter.propose(token_ids, 16)       # [] where nothing like the last tokens stood before
@@ -234,3 +234,17 @@ class Prediction:
             return None
         i = bisect_left(places, self._place)
         return places[i] if i < len(places) else places[-1]
+
+
+class Handed:
+    """The guess that came up with a sequence's last result: made by the executor's drafter, with tensors."""
+
+    __slots__ = ("confidence", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids: tuple[int, ...] = ()
+        self.confidence = FRESH
+
+    def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
+        """See Drafter."""
+        return list(self.token_ids)

@@ -20,7 +20,7 @@ from diptych.control.policy import rank_of
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import Depths, EveryGuess, Guesser, NewDrafter
-from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.config import MODEL_DRAFTERS, BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
 from diptych.ground.events import (
     ArrivalEvent,
@@ -70,10 +70,12 @@ class EngineCore:
         depths: Depths | None = None,
         n_vocab: int | None = None,
         drafters: dict[str, NewDrafter] | None = None,
+        executor_drafter: str | None = None,
     ) -> None:
         """depths: what drafts are worth; None: every guess. n_vocab: bound of token ids, for what drafters propose.
 
-        drafters: by name, in place of those that config.speculate names.
+        drafters: by name, in place of those that config.speculate names. executor_drafter: the one that the executor runs;
+        None: the one that config.speculate names, if it is such.
         """
         self.config = config
         self.block_config = blocks
@@ -81,9 +83,9 @@ class EngineCore:
         self.seed = seed
         self._predict_s = predict_s
         self._depths = EveryGuess() if depths is None else depths
-        self._guesser = Guesser(
-            config.speculate, n_vocab=n_vocab, memory_tokens=config.lookup_memory_tokens, drafters=drafters
-        )
+        if executor_drafter is None and config.speculate in MODEL_DRAFTERS:
+            executor_drafter = config.speculate
+        self._guesser = Guesser(config, n_vocab=n_vocab, drafters=drafters, executor_drafter=executor_drafter)
         self._scheduler = self._new_scheduler()
         self.pool = self._scheduler.pool
         self._requests: dict[str, list[Sequence]] = {}  # open requests, all choices
@@ -420,6 +422,8 @@ class EngineCore:
                 self._forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
+        if chunk.wanted_drafts is not None and seq.speculation is not None:
+            seq.speculation.hand(result.draft_token_ids)
         if n_drafted:
             self._scheduler.take_back_drafts(seq)
             events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))

@@ -10,12 +10,11 @@ Where even the smallest does not fit, the first prefill in line still gets MIN_P
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
 from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import MOST_DRAFTS, MOST_ROWS, Depths, Guesser, Speculation
+from diptych.control.speculation import FIRST_DRAFTS, MOST_ROWS, NO_GUESS, Depths, Guesser, Priced, Speculation
 from diptych.ground.config import SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
@@ -162,8 +161,11 @@ class Scheduler:
         self.planned = {}
         self._plan_decodes(draft)
         self._plan_prefills(draft)
-        if draft.speculations and self.depths.is_due(len(draft.decode_request_ids)):
+        if draft.speculations:
+            plain = draft.shape
             self._add_drafts(draft)
+            if self.guesser.executor_drafter is not None:
+                self._ask_drafts(draft, plain)
         if not draft.chunks:
             return None, draft.preempted
         plan = StepPlan(
@@ -214,18 +216,20 @@ class Scheduler:
     def _add_drafts(self, draft: StepDraft) -> None:
         """Lengthen decode chunks by guesses, out of the rows and blocks that everybody else has left."""
         n_decodes = len(draft.decode_request_ids)
+        is_due = self.depths.is_due(n_decodes)
         n_free = max(0, self.pool.available_blocks - self._promised_blocks)
         guesses: dict[int, list[int]] = {}
-        priced: list[tuple[Any, int, int]] = [(None, 0, 0)] * n_decodes
-        most = min(MOST_DRAFTS, 1 + MOST_ROWS // n_decodes)
+        priced: list[Priced] = [NO_GUESS] * n_decodes
         if self.guesser.memory is not None:
             self.guesser.memory.read()
         for i, speculation in draft.speculations:
+            if not is_due and not speculation.has_drafts_at_hand:
+                continue  # the price said no of late, and guesses cost time
             chunk = draft.chunks[i]
             seq = self.planned[chunk.seq_id]
             guess = speculation.propose(seq.token_ids)
             room = (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos
-            n = min(most, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
+            n = min(1 + MOST_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
             if n > 0:
                 guesses[i], priced[i] = guess, speculation.priced(n)
         if not guesses:
@@ -241,6 +245,35 @@ class Scheduler:
         depths = [self._send_drafts(draft, i, guesses[i][:depth]) if depth else 0 for i, depth in enumerate(depths)]
         draft.shape = draft.shape.with_drafts(depths)
         draft.left_tokens -= sum(depths)
+
+    def _ask_drafts(self, draft: StepDraft, plain: StepShape) -> None:
+        """Say how many drafts the executor is to make behind each decode chunk: as many as would pay in a step like this.
+
+        plain: the step without drafts.
+        """
+        n_decodes = len(draft.decode_request_ids)
+        priced: list[Priced] = [NO_GUESS] * n_decodes
+        for i, speculation in draft.speculations:
+            seq = self.planned[draft.chunks[i].seq_id]
+            left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
+            priced[i] = speculation.askable(max(0, min(1 + MOST_ROWS // n_decodes, left)))
+        wanted = self.depths.ask(
+            priced,
+            shape=StepShape(plain.shapes[:n_decodes]),
+            most_rows=min(self.config.max_step_tokens - n_decodes, MOST_ROWS),
+            limit_s=self.config.stall_budget_s,
+        )
+        for i, _ in draft.speculations:
+            draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=wanted[i])
+
+    def _first_wanted(self, seq: Sequence, end: int) -> int | None:
+        """How many drafts to ask of the executor behind a prefill chunk that ends there."""
+        most = self.guesser.most_drafts(seq.request)
+        if self.guesser.executor_drafter is None or not most:
+            return None
+        if end < seq.known_tokens:
+            return 0
+        return max(0, min(FIRST_DRAFTS, most, seq.max_output_tokens - seq.output_tokens - 2))
 
     def _send_drafts(self, draft: StepDraft, i: int, guess: list[int]) -> int:
         """Put a guess behind chunk `i`, as far as blocks go; answers its length. Others' drafts may have taken blocks."""
@@ -394,6 +427,7 @@ class Scheduler:
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
             samples=end == seq.known_tokens,
+            wanted_drafts=self._first_wanted(seq, end),
         )
         draft.chunks.append(chunk)
         draft.shape = draft.shape.plus(chunk.shape)

@@ -4,7 +4,7 @@ A draft costs speed or gains it and never changes an answer: the executor draws 
 is kept only while it equals what was drawn. Everything here is integers; what guesses are worth is `Depths`, which the
 engine fills with `diptych.cost.speculation` and a bare core with `EveryGuess`.
 
-    guesser = Guesser("lookup", n_vocab=4096)
+    guesser = Guesser(SchedulerConfig(speculate="lookup"), n_vocab=4096)
     speculation = guesser.begin(request, depths)     # None for a request that wants no drafts
     speculation.propose(token_ids)                   # the best guess of its drafters, [] for none
     speculation.learn(token_ids_of_the_step)         # how far every guess was right
@@ -17,18 +17,21 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, Protocol
 
-from diptych.control.drafters import AnswerMemory, Drafter, Lookup, Prediction
+from diptych.control.drafters import FOLLOWED, AnswerMemory, Drafter, Handed, Lookup, Prediction
+from diptych.ground.config import SchedulerConfig
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 
 logger = logging.getLogger("diptych.control")
 
-MOST_DRAFTS = 16  # of one sequence and step
 MOST_ROWS = 128  # of all sequences: beyond it a step is bound by arithmetic on every machine we know
 UNPRICED_ROWS = 8  # of a whole step where nobody prices drafts: so few cost about as much as one
+FIRST_DRAFTS = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
 MOST_FAULTS = 8  # of a drafter, then nobody asks it any more
 
 NewDrafter = Callable[[Request], Drafter]
+Priced = tuple[Any, int, int]  # an Estimate, how many drafts have room, the confidence of the guess
+NO_GUESS: Priced = (None, 0, 0)
 
 
 class Estimate(Protocol):
@@ -55,14 +58,12 @@ class Depths(Protocol):
         ...
 
     def choose(
-        self, guesses: SequenceOf[tuple[Any, int, int]], *, shape: StepShape, most_rows: int, limit_s: float | None
+        self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[int]:
-        """How many drafts to verify of each decode chunk: (estimate, drafts that have room, confidence) of each."""
+        """How many drafts to verify of each decode chunk of a step of this shape, which has none yet."""
         ...
 
-    def ask(
-        self, guesses: SequenceOf[tuple[Any, int, int]], *, shape: StepShape, most_rows: int, limit_s: float | None
-    ) -> list[int]:
+    def ask(self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None) -> list[int]:
         """How many drafts the executor is to make behind each decode chunk, for the next step to verify."""
         ...
 
@@ -93,12 +94,12 @@ class EveryGuess:
         return True
 
     def choose(
-        self, guesses: SequenceOf[tuple[Any, int, int]], *, shape: StepShape, most_rows: int, limit_s: float | None
+        self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[int]:
         """See Depths."""
         left = min(most_rows, self._rows - shape.n_tokens)
         depths = [0] * len(guesses)
-        for depth in range(1, MOST_DRAFTS + 1):
+        for depth in range(1, max((n for _, n, _ in guesses), default=0) + 1):
             for i, (_, n, _) in enumerate(guesses):
                 if depth <= n and left > 0:
                     depths[i], left = depth, left - 1
@@ -123,28 +124,49 @@ class _Source:
 class Speculation:
     """The drafters of one sequence. Every guess is judged, sent or not, so that a bad time ends by itself."""
 
-    __slots__ = ("_best", "_guesser", "_sources", "most_drafts")
+    __slots__ = ("_best", "_guesser", "_handed", "_most_drafts", "_sources")
 
     def __init__(self, guesser: Guesser, sources: list[_Source], most_drafts: int) -> None:
         self._guesser = guesser
         self._sources = sources
+        self._handed = next((source for source in sources if isinstance(source.drafter, Handed)), None)
         self._best: _Source | None = None
-        self.most_drafts = most_drafts
+        self._most_drafts = most_drafts
+
+    @property
+    def has_drafts_at_hand(self) -> bool:
+        """Whether the executor has made some, which have been paid for."""
+        drafter = self._handed and self._handed.drafter
+        return isinstance(drafter, Handed) and bool(drafter.token_ids)
+
+    def hand(self, draft_token_ids: tuple[int, ...]) -> None:
+        """Take the guess that the executor's drafter made behind the newest token."""
+        if self._handed is not None and isinstance(self._handed.drafter, Handed):
+            self._handed.drafter.token_ids = draft_token_ids
 
     def propose(self, token_ids: SequenceOf[int]) -> list[int]:
-        """At most most_drafts tokens: the guess that is worth most."""
+        """The guess that is worth most, [] for none."""
         best: _Source | None = None
         for source in self._sources:
-            self._guesser.ask(source, token_ids, self.most_drafts)
+            self._guesser.ask(source, token_ids, self._most_drafts)
             if source.guess and (best is None or _worth(source) > _worth(best)):
                 best = source
         self._best = best
         return [] if best is None else best.guess
 
-    def priced(self, n: int) -> tuple[Any, int, int]:
+    def priced(self, n: int) -> Priced:
         """What `Depths.choose` wants to know of n drafts of the guess."""
         best = self._best
-        return (None, 0, 0) if best is None else (best.estimate, n, best.confidence)
+        return NO_GUESS if best is None else (best.estimate, n, best.confidence)
+
+    def askable(self, n: int) -> Priced:
+        """What `Depths.ask` wants to know: none where the executor's drafter is off, or another one is being followed."""
+        handed, best = self._handed, self._best
+        if handed is None or not isinstance(handed.drafter, Handed):
+            return NO_GUESS
+        if best is not None and best is not handed and best.confidence == FOLLOWED:
+            return NO_GUESS
+        return handed.estimate, min(n, self._most_drafts), handed.drafter.confidence
 
     def learn(self, token_ids: SequenceOf[int]) -> None:
         """Compare guesses with what came."""
@@ -172,28 +194,36 @@ class Guesser:
 
     def __init__(
         self,
-        speculate: str,
+        config: SchedulerConfig,
         *,
         n_vocab: int | None = None,
-        memory_tokens: int = 0,
         drafters: dict[str, NewDrafter] | None = None,
+        executor_drafter: str | None = None,
     ) -> None:
-        """n_vocab: token ids are below it; None: nobody says. drafters: by name, in place of the named one."""
+        """n_vocab: token ids are below it; None: nobody says. See EngineCore."""
         self.n_faults = 0
-        self.memory = AnswerMemory(memory_tokens) if memory_tokens else None
+        self.memory = AnswerMemory(config.lookup_memory_tokens) if config.lookup_memory_tokens else None
+        self.executor_drafter = executor_drafter
         self._n_vocab = n_vocab
+        self._most_drafts = config.max_draft_tokens
         self._faults: dict[str, int] = {}
-        self._drafters = {"lookup": self._lookup} if speculate in ("lookup", "auto") else {}
-        if drafters is not None:
-            self._drafters = drafters
+        if drafters is None:
+            drafters = {"lookup": self._lookup} if config.speculate in ("lookup", "auto") else {}
+        self._drafters = dict(drafters)
+        if executor_drafter is not None:
+            self._drafters[executor_drafter] = _handed
+
+    def most_drafts(self, request: Request) -> int:
+        """Drafts of one step that a request may have."""
+        most = request.sampling.max_draft_tokens
+        return self._most_drafts if most is None else min(most, self._most_drafts)
 
     def begin(self, request: Request, depths: Depths) -> Speculation | None:
         """The drafters of a sequence that begins to decode; None where it has none."""
-        most = request.sampling.max_draft_tokens
-        most_drafts = MOST_DRAFTS if most is None else min(most, MOST_DRAFTS)
-        makers = dict(self._drafters)
+        makers = self._drafters
         if request.prediction_token_ids:
             makers = {"prediction": _prediction} | makers
+        most_drafts = self.most_drafts(request)
         if not most_drafts or not makers:
             return None
         sources = [
@@ -216,7 +246,9 @@ class Guesser:
         source.guess, source.drafter = [], _Silent()
         self.n_faults += 1
         self._faults[source.name] = self._faults.get(source.name, 0) + 1
-        scope = "for this sequence" if self._faults[source.name] < MOST_FAULTS else "for good"
+        scope = "sequence" if self._faults[source.name] < MOST_FAULTS else "engine"
+        if source.name == self.executor_drafter and scope == "engine":
+            self.executor_drafter = None
         logger.warning("drafter switched off name=%s scope=%s reason=%s", source.name, scope, fault)
 
     def _fault_of(self, guess: object, confidence: object, n: int) -> str | None:
@@ -243,6 +275,10 @@ class _Silent:
     def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
         """Nothing."""
         return []
+
+
+def _handed(request: Request) -> Drafter:
+    return Handed()
 
 
 def _prediction(request: Request) -> Drafter:

@@ -59,7 +59,7 @@ class Acceptance:
         self._pool = pool
         self._forget = _FORGET_ALL if pool is None else _FORGET
         # of draft j where all before it were right; a new sequence begins with what others have learned
-        self._rates = (
+        self._rates: list[list[float]] = (
             [[_FIRST_RATE] * MOST_DEPTH for _ in range(N_CONFIDENCES)]
             if pool is None
             else [list(rates) for rates in pool._rates]
