@@ -22,13 +22,15 @@ from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.cost_view import CostView
+from diptych.engine.drafters import OpenDrafter, open_drafter
+from diptych.engine.drafting import Drafting
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.memory import memory_of
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock, MonotonicClock
-from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
+from diptych.ground.config import SETTINGS, BlockConfig, ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.shape import StepShape
 from diptych.models.named import SHAPES
@@ -56,6 +58,7 @@ class LoadedModel:
     checkpoint_s: float  # to read and pack the weights
     load_s: float  # until the first step can be run
     clock: Clock
+    compute: ComputeConfig  # how it was asked to be loaded; a drafter is loaded alike
 
 
 def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
@@ -111,6 +114,7 @@ def load(
         checkpoint_s=checkpoint_s,
         load_s=checkpoint_s,
         clock=clock,
+        compute=config.compute,
     )
 
 
@@ -135,8 +139,8 @@ def opened(
     return model, config
 
 
-def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
-    """(max_context_tokens, n_blocks) of the KV pool.
+def size_pool(model: Model, config: EngineConfig, drafter: OpenDrafter | None = None) -> tuple[int, int]:
+    """(max_context_tokens, n_blocks) of the KV pool; a drafter's store has as many blocks, out of the same memory.
 
     Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory or
     when more memory is given than there is; the message names the largest context that fits.
@@ -149,7 +153,7 @@ def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
             hint=f"ask for at most {model_context}",
         )
     context = asked or model_context
-    block_bytes = model.kv_bytes_per_block(config.block_tokens)
+    block_bytes = model.kv_bytes_per_block(config.block_tokens) + (drafter.block_bytes if drafter else 0)
     memory = memory_of(model.device)
     memory_bytes = config.kv_memory_bytes
     if memory_bytes is None:
@@ -162,7 +166,7 @@ def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
             hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free, and ask for a context of at most "
             f"{min(largest, model_context)}",
         )
-    fitting_blocks = memory_bytes // block_bytes
+    fitting_blocks = max(0, memory_bytes - (drafter.scratch_bytes if drafter else 0)) // block_bytes
     needed_blocks = _blocks(context, config.block_tokens)
     if needed_blocks > fitting_blocks:
         largest = fitting_blocks * config.block_tokens
@@ -227,10 +231,22 @@ class Machinery:
 
 
 def make_machinery(
-    model: Model, config: EngineConfig, *, clock: Clock, grammars: GrammarCompiler | None = None
+    model: Model,
+    config: EngineConfig,
+    *,
+    clock: Clock,
+    grammars: GrammarCompiler | None = None,
+    loaded: LoadedModel | None = None,
 ) -> Machinery:
-    """Allocate the KV pool and join scheduler, executor and sampler."""
-    context, n_blocks = size_pool(model, config)
+    """Allocate the KV pool and join scheduler, executor and sampler. loaded: where the model came with its words."""
+    drafter = (
+        open_drafter(config, model)
+        if loaded is None
+        else open_drafter(
+            replace(config, compute=loaded.compute), model, directory=loaded.directory, tokenizer=loaded.tokenizer
+        )
+    )
+    context, n_blocks = size_pool(model, config, drafter)
     kv = model.make_kv(n_blocks, config.block_tokens)
     model.warm_up(kv)
     step_time = StepTimeModel()
@@ -242,7 +258,7 @@ def make_machinery(
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
     predict_s = step_time.predict_s if calibrated is None else calibrated.predict_s
-    prices = DraftPrices(predict_s)
+    prices = DraftPrices(predict_s, draft_s=None if drafter is None else drafter.price_s)
 
     def observe(shape: StepShape, measured_s: float) -> None:
         step_time.observe(shape, measured_s)
@@ -256,9 +272,13 @@ def make_machinery(
         seed=config.seed,
         depths=prices,
         n_vocab=model.spec.vocab_size,
+        executor_drafter=None if drafter is None else drafter.kind,
     )
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
-    executor = ModelExecutor(model, kv, sampler, clock=clock)
+    drafting = None
+    if drafter is not None:
+        drafting = Drafting(drafter.drafter(n_blocks, sampler, clock=clock), vocab_size=model.spec.vocab_size)
+    executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
@@ -271,7 +291,7 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     begin_s = loaded.clock.now_s()
     tokenizer, vocab_size = loaded.tokenizer, loaded.model.spec.vocab_size
     grammars = GrammarCompiler(tokenizer, vocab_size)
-    machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars)
+    machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars, loaded=loaded)
     loaded.load_s = loaded.checkpoint_s + loaded.clock.now_s() - begin_s
     return Engine(
         machinery.core,
