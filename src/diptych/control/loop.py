@@ -53,7 +53,7 @@ class CoreStats:
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
-    drafter_faults: int
+    drafter_faults: int = 0
 
 
 class EngineCore:

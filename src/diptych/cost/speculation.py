@@ -8,8 +8,8 @@ n + sum of c_j tokens in price(rows) seconds, and more drafts are worth it while
 2.773
 
 `Acceptance` learns the chances of one sequence's drafter, `DraftPrices` chooses depths by predicted time. Guesses are judged
-whether or not they were verified, which costs no row. Where the price says no, it is asked rarely and guesses are made as
-rarely as they are dear, so that speculation in vain costs next to nothing.
+whether or not they were verified, which costs no row. Where the price says no, it is asked rarely, guesses are made as rarely
+as they are dear, and very rarely a few drafts are verified all the same: a price that nobody ever paid may be wrong.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from diptych.ground.shape import StepShape
 MOST_DEPTH = 16  # drafts of one sequence and step
 N_CONFIDENCES = 3  # how sure a drafter is of a guess, in its own scale from 0: each learned apart
 LEAST_CHANCE = 0.02
-_LEAST_GAIN = 1.02  # a prediction is not better than this
+_LEAST_GAIN = 1.05  # a prediction is no better than this, and what would be lost counts more than what would be won
 _FIRST_RATE = 0.6
 _FORGET = 0.15  # weight of a sequence's newest verdict
 _FORGET_ALL = 0.02  # the same over all sequences
 _REST = 16  # steps for which a price that said no is believed, unless chances rise
 _RISEN = 1.1
+_PROBE = (2, 64)  # refusals from one probe to the next, at first and at last
+_PROBE_DEPTH = 3
 _SHARE = 0.005  # of a step's time that guesses in vain may take
 _TRUST = 0.1  # weight of a newest measurement over predicted time, once there are many
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
@@ -94,13 +96,25 @@ class Acceptance:
 class _Refusal:
     """What the price has refused to steps of about so many sequences: asking again costs time and gives nothing."""
 
-    __slots__ = ("asks_in", "every", "guesses_in", "worth")
+    __slots__ = ("asks_in", "every", "guesses_in", "probe_every", "probes_in", "worth")
 
     def __init__(self) -> None:
         self.worth = 0.0  # the most that was refused; 0: nothing was
         self.asks_in = 0  # steps until the price is asked whatever the worth
         self.every = 1  # steps from one guess to the next
         self.guesses_in = 0
+        self.probes_in = 0  # refusals until some drafts are verified anyway, to see what they cost
+        self.probe_every = _PROBE[0]
+
+    def probe(self, chances: Sequence[Sequence[float]], most_rows: int) -> list[int]:
+        """A few drafts of the likeliest sequence now and then, and rarer each time."""
+        self.probes_in -= 1
+        depths = [0] * len(chances)
+        if self.probes_in < 0:
+            self.probes_in, self.probe_every = self.probe_every, min(2 * self.probe_every, _PROBE[1])
+            best = max(range(len(chances)), key=lambda i: sum(chances[i]))
+            depths[best] = min(_PROBE_DEPTH, len(chances[best]), most_rows)
+        return depths
 
 
 class _Ratio:
@@ -177,10 +191,15 @@ class DraftPrices:
         shape: of the step without drafts, decode chunks first. limit_s: longest that a step with drafts may take.
         """
         refusal = self._refusals.setdefault(len(guesses).bit_length(), _Refusal())
-        depths = self._decide(guesses, refusal, partial(self._price_s, shape), most_rows, limit_s)
-        if refusal.worth and refusal.asks_in == _REST:
+        price_s = partial(self._price_s, shape)
+        depths = self._decide(guesses, refusal, price_s, most_rows, limit_s)
+        if refusal.worth and refusal.asks_in == _REST:  # the price said no just now
             dear = len(guesses) * self._guess_s / (_SHARE * self._predict_s(shape))
             refusal.every = refusal.guesses_in = min(_REST, ceil(dear))
+            chances = [estimate.chances(n, confidence) if n else [] for estimate, n, confidence in guesses]
+            probe = refusal.probe(chances, most_rows)
+            if any(probe) and (limit_s is None or price_s(probe) <= limit_s):
+                return probe
         return depths
 
     def ask(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -376,6 +377,19 @@ class Message(Body):
     tool_call_id: str | None = Field(None, max_length=256)
 
 
+class PredictedOutput(Body):
+    """OpenAI's `prediction`: a text that the answer may be. It is tried and never trusted."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[ContentPart], _StopAtFirst()]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class GenerationBody(Body):
     """Fields that both generation routes share."""
 
@@ -417,6 +431,11 @@ class GenerationBody(Body):
     priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
     request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
     cache_salt: CacheSalt = None
+    prediction: PredictedOutput | None = None
+    # llama.cpp's name, too: 0 is how its clients switch speculation off
+    max_draft_tokens: Whole | None = Field(
+        None, ge=0, le=2**31 - 1, validation_alias=AliasChoices("max_draft_tokens", "speculative.n_max")
+    )
     return_token_ids: bool | None = None
     user: User
     metadata: dict[str, Any] | None = None
