@@ -14,8 +14,8 @@ from collections.abc import Callable
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
 from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import FIRST_DRAFTS, MOST_ROWS, NO_GUESS, Depths, Guesser, Priced, Speculation
-from diptych.ground.config import SchedulerConfig
+from diptych.control.speculation import FIRST_DRAFTS, NO_GUESS, Depths, Guesser, Priced, Speculation
+from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
 from diptych.ground.shape import ChunkShape, StepShape
@@ -229,7 +229,7 @@ class Scheduler:
             seq = self.planned[chunk.seq_id]
             guess = speculation.propose(seq.token_ids)
             room = (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos
-            n = min(1 + MOST_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
+            n = min(1 + MOST_DRAFT_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
             if n > 0:
                 guesses[i], priced[i] = guess, speculation.priced(n)
         if not guesses:
@@ -237,7 +237,7 @@ class Scheduler:
         depths = self.depths.choose(
             priced,
             shape=draft.shape,
-            most_rows=min(draft.left_tokens, MOST_ROWS),
+            most_rows=min(draft.left_tokens, MOST_DRAFT_ROWS),
             limit_s=self.config.stall_budget_s,
         )
         if not any(depths):
@@ -256,11 +256,11 @@ class Scheduler:
         for i, speculation in draft.speculations:
             seq = self.planned[draft.chunks[i].seq_id]
             left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
-            priced[i] = speculation.askable(max(0, min(1 + MOST_ROWS // n_decodes, left)))
+            priced[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
         wanted = self.depths.ask(
             priced,
             shape=StepShape(plain.shapes[:n_decodes]),
-            most_rows=min(self.config.max_step_tokens - n_decodes, MOST_ROWS),
+            most_rows=min(self.config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
             limit_s=self.config.stall_budget_s,
         )
         for i, _ in draft.speculations:

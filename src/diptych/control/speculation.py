@@ -24,7 +24,6 @@ from diptych.ground.shape import StepShape
 
 logger = logging.getLogger("diptych.control")
 
-MOST_ROWS = 128  # of all sequences: beyond it a step is bound by arithmetic on every machine we know
 UNPRICED_ROWS = 8  # of a whole step where nobody prices drafts: so few cost about as much as one
 FIRST_DRAFTS = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
 MOST_FAULTS = 8  # of a drafter, then nobody asks it any more

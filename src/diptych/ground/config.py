@@ -24,6 +24,7 @@ KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
 MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
 SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
+MOST_DRAFT_ROWS = 128  # of all sequences of a step: beyond it a step is bound by arithmetic on every machine we know
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
