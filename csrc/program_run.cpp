@@ -71,6 +71,18 @@ struct Program::Run {
   void run(const AttentionOp& op, size_t index, int thread, int threads) const;
   void run(const MoeOp& op, size_t, int thread, int threads) const;
   void run(const HeadOp& op, size_t, int thread, int threads) const;
+  void run(const InputOp& op, size_t, int thread, int threads) const;
+  void run(const TapOp& op, size_t, int thread, int threads) const;
+  // Where a tap's rows go; null where the step does not ask for them.
+  float* tap(const TapOp& op) const {
+    for (int64_t i = 0; i < step.n_tapped; ++i)
+      if (step.tapped[i] == op.number) return step.taps + i * step.n_tokens * buffer(op.x).width;
+    return nullptr;
+  }
+  bool is_idle(const OpBody& op) const {
+    const auto* one = std::get_if<TapOp>(&op);
+    return one != nullptr && (step.n_tapped == 0 || tap(*one) == nullptr);
+  }
 
   Epilogue epilogue_to(int out, Store store, Activation activation) const;
   void route_token(const MoeOp& op, int64_t token) const;
@@ -328,6 +340,18 @@ class HeadReader final : public OutputReader {
   Best* best_;  // [R] of the thread
 };
 
+void Program::Run::run(const InputOp& op, size_t, int thread, int threads) const {
+  const Buffer& x = buffer(op.x);
+  const Range part = share(step.n_tokens * x.width, thread, threads, 64);
+  std::memcpy(x.f32() + part.begin, step.input + part.begin, static_cast<size_t>(part.end - part.begin) * 4);
+}
+
+void Program::Run::run(const TapOp& op, size_t, int thread, int threads) const {
+  const Buffer& x = buffer(op.x);
+  const Range part = share(step.n_tokens * x.width, thread, threads, 64);
+  std::memcpy(tap(op) + part.begin, x.f32() + part.begin, static_cast<size_t>(part.end - part.begin) * 4);
+}
+
 void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const {
   if (step.n_logits == 0) return;
   const Buffer& x = buffer(op.x);
@@ -336,7 +360,11 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
   const Range part = share(step.n_logits, thread, threads);
   for (int64_t r = part.begin; r < part.end; ++r) {
     float* target = hidden != nullptr ? hidden + r * x.width : row;
-    kernels.rms_norm_row(x.f32() + step.logits_rows[r] * x.width, vector(op.norm), x.width, op.eps, target);
+    const float* source = x.f32() + step.logits_rows[r] * x.width;
+    if (op.has_norm)
+      kernels.rms_norm_row(source, vector(op.norm), x.width, op.eps, target);
+    else
+      std::memcpy(target, source, static_cast<size_t>(x.width) * 4);
     if (hidden != nullptr) continue;
     if (op.scale != 1.0f)
       for (int64_t i = 0; i < x.width; ++i) row[i] *= op.scale;
@@ -388,6 +416,7 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
     int64_t before = thread == 0 ? now_ns() : 0;
     run.look_ahead(0, thread, threads);
     for (size_t i = 0; i < ops_.size(); ++i) {
+      if (run.is_idle(ops_[i].body)) continue;
       std::visit([&](const auto& op) { run.run(op, i, thread, threads); }, ops_[i].body);
       if (first_weight(ops_[i].body) >= 0) run.look_ahead(i, thread, threads);
       run.barrier(thread);

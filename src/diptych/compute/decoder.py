@@ -267,8 +267,9 @@ class _Layer:
 def run_decoder(ops: Ops, spec: ModelSpec, weights: DecoderWeights) -> Handle:
     """Logits [R, V] of the step that `ops` stands for."""
     x = ops.embed(weights.embedding, scale=spec.embed_scale)
-    for layer in weights.layers:
+    for number, layer in enumerate(weights.layers):
         x = run_layer(ops, x, layer, eps=spec.norm_eps)
+        ops.tap(x, number)
     return ops.head(x, weights.norm, weights.head, eps=spec.norm_eps, softcap=spec.logit_softcap)
 
 

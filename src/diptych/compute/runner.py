@@ -39,9 +39,11 @@ def load_model(
     *,
     max_context_tokens: int | None = None,
     progress: Progress | None = None,
+    beside: Model | None = None,
 ) -> Model:
     """A checkpoint folder or hub name as a Model.
 
+    beside: a model that never runs while this one does; its threads are used.
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
     progress: called with (bytes read, bytes in all). Raises LoadError, UnsupportedModel or ConfigError.
     """
@@ -60,12 +62,12 @@ def load_model(
     blueprint = draw_blueprint(
         hf_config, checkpoint, path=parsed.path, max_context_tokens=max_context_tokens, longrope=config.longrope
     )
-    return _build(blueprint, config)
+    return build(blueprint, config, beside)
 
 
 def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
     """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
-    return _build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
+    return build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
 
 
 def settle_stored(config: ComputeConfig, stored: str) -> ComputeConfig:
@@ -97,11 +99,12 @@ def choose_backend(config: ComputeConfig) -> tuple[str, str]:
     return ("cpu" if available else "torch"), detail
 
 
-def _build(blueprint: Blueprint, config: ComputeConfig) -> Model:
+def build(blueprint: Blueprint, config: ComputeConfig, beside: Model | None = None) -> Model:
+    """A blueprint as a Model on the backend that `config` asks for."""
     backend, reason = choose_backend(config)
     if reason == cpu_kernels.is_available()[1] and backend == "torch":
         logger.warning("the torch backend is used, which is several times slower on a CPU: %s", reason)
     logger.info("backend chosen name=%s reason=%s", backend, reason)
     if backend == "cpu":
-        return build_cpu_model(blueprint, config)
+        return build_cpu_model(blueprint, config, beside)
     return build_torch_model(blueprint, config)

@@ -97,7 +97,7 @@ def open_drafter(
     folder = _folder(config, kind, directory)
     if tokenizer is not None:
         _refuse_other_words(Tokenizer.from_dir(folder), tokenizer, folder)
-    model = load_model(folder, config.compute, max_context_tokens=config.max_context_tokens)
+    model = load_model(folder, config.compute, max_context_tokens=config.max_context_tokens, beside=target)
     ours, theirs = target.spec.vocab_size, model.spec.vocab_size
     if ours != theirs:
         raise ConfigError(

@@ -190,8 +190,30 @@ class Loader(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
+class Taps:
+    """What a forward is to hand out beside its result: `numbers` of `Ops.tap`; then `states` [taps, T, width] fp32, on the CPU
+    where the backend is, valid as long as nobody else writes them.
+    """
+
+    numbers: tuple[int, ...]
+    states: torch.Tensor | None = None
+
+
 class Ops(Protocol):
     """The forward vocabulary. Handles of the residual stream are called x, everything else h, y, q, a."""
+
+    def input(self, width: int) -> Handle:
+        """x [T, width]: the rows that the caller gives with the step, anew at each call."""
+        ...
+
+    def tap(self, x: Handle, number: int) -> None:
+        """Hand out x [T, D] as it stands here, in steps that ask for this number."""
+        ...
+
+    def start(self, h: Handle, weight: Handle) -> Handle:
+        """x [T, N] = h W^T + b: a residual stream that begins with a projection."""
+        ...
 
     def embed(self, table: Handle, *, scale: float) -> Handle:
         """x [T, D] = scale * rows of the step's token ids."""
@@ -210,7 +232,7 @@ class Ops(Protocol):
         ...
 
     def linear_add(self, h: Handle, weight: Handle, x: Handle) -> Handle:
-        """x [T, D] + h W^T + b; x may be written and is not used again by the caller."""
+        """x [T, D] + h W^T + b, x a residual stream or a projection; x may be written and is not used again by the caller."""
         ...
 
     def add(self, x: Handle, y: Handle) -> Handle:
@@ -229,8 +251,8 @@ class Ops(Protocol):
         """x + sum over the chosen experts of weight * expert(h) [T, D]; x may be written and is not used again."""
         ...
 
-    def head(self, x: Handle, norm: Handle, weight: Handle, *, eps: float, softcap: float | None) -> Handle:
-        """Logits [R, V] fp32 of the step's logits rows: norm, projection, softcap * tanh(logits / softcap)."""
+    def head(self, x: Handle, norm: Handle | None, weight: Handle, *, eps: float, softcap: float | None) -> Handle:
+        """Logits [R, V] fp32 of the step's logits rows: norm if there is one, projection, softcap * tanh(logits / softcap)."""
         ...
 
 
