@@ -28,6 +28,7 @@ def as_json(report: Report, note: str) -> dict[str, Any]:
         "router": service.router,
         "kv_tokens": service.kv_tokens,
         "scheduler": plain(service.scheduler),
+        "drafts": plain(service.drafts),
         "times": service.setup.calibration.source,
     }
     return {"load": note} | found
@@ -45,6 +46,12 @@ def show(report: Report, note: str) -> None:
         f"({service.places_reason}), steps of {config.max_step_tokens} tokens at most{budget}, "
         f"prefix cache {'on' if config.enable_prefix_cache else 'off'}"
     )
+    if service.drafts is not None:
+        stated = service.drafts
+        console.print(
+            f"speculation: at most {stated.draft_tokens} drafted, as many as pay, at a stated acceptance of "
+            f"{stated.acceptance:g}; drafting one costs {stated.draft_cost:g} decode steps"
+        )
     console.print(f"load: {note}")
     _requests(console, report)
     _latencies(console, report)

@@ -58,8 +58,10 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationAdvice:
-    """asked: at the question's batch; table: at other batches. most_batch: up to which `draft_tokens` gain: 0 where they gain at
-    none, None where they still do at MOST_BATCH (long contexts: what decode reads is caches then, and rows stay cheap).
+    """asked: at the question's batch; table: at other batches. most_batch: up to which `draft_tokens` gain.
+
+    0 where they gain at none, None where they still do at MOST_BATCH (long contexts: what decode reads is caches then, and
+    rows stay cheap).
     """
 
     asked: Speculation

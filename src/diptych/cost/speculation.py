@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import ceil
+from math import ceil, inf
 
 from diptych.ground.shape import StepShape
 
@@ -31,6 +31,7 @@ _REST = 16  # steps for which a price that said no is believed, unless chances r
 _RISEN = 1.1
 _PROBE = (2, 64)  # refusals from one probe to the next, at first and at last
 _PROBE_DEPTH = 3
+_PROBE_PRICE = 3.0  # of a step without drafts: nobody is that wrong
 _SHARE = 0.005  # of a step's time that guesses in vain may take
 _TRUST = 0.1  # weight of a newest measurement over predicted time, once there are many
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
@@ -198,7 +199,8 @@ class DraftPrices:
             refusal.every = refusal.guesses_in = min(_REST, ceil(dear))
             chances = [estimate.chances(n, confidence) if n else [] for estimate, n, confidence in guesses]
             probe = refusal.probe(chances, most_rows)
-            if any(probe) and (limit_s is None or price_s(probe) <= limit_s):
+            most_s = min(_PROBE_PRICE * price_s(depths), limit_s or inf)
+            if any(probe) and price_s(probe) <= most_s:
                 return probe
         return depths
 

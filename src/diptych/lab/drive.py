@@ -127,9 +127,10 @@ class Engines:
         )
 
     def rehearsal(self, **settings: Any) -> Driver | None:
-        """The same scheduler on predicted step times; None when this machine was never calibrated."""
+        """The same scheduler on predicted step times; None when this machine was never calibrated. Nobody speculates there."""
         if self._predictor is None:
             return None
+        settings |= {"speculate": "off"}
         clock = VirtualClock()
         executor = PredictedExecutor(self._predictor.predict_s, clock)
         core = self._core(self._predictor.predict_s, settings)

@@ -17,6 +17,7 @@ from diptych.ground.events import Event, FinishEvent, StepEndEvent
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
+from diptych.sim.drafts import StatedDrafts
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.load import Due, Load
 from diptych.sim.router import Router
@@ -36,9 +37,11 @@ class Cluster:
         tally: Tally,
         router: str = "least-work",
         seed: int = 0,
+        drafts: StatedDrafts | None = None,
     ) -> None:
         self.engines = [
-            _Member(config, blocks, predict_s=predict_s, seed=seed + i, cluster=self) for i in range(n_engines)
+            _Member(config, blocks, predict_s=predict_s, seed=seed + i, cluster=self, drafts=drafts)
+            for i in range(n_engines)
         ]
         self.tally = tally
         self.refused: Counter[str] = Counter()
@@ -124,9 +127,16 @@ class _Member:
         predict_s: Callable[[StepShape], float],
         seed: int,
         cluster: Cluster,
+        drafts: StatedDrafts | None,
     ) -> None:
         self.engine = SimulatedEngine(
-            config, blocks, predict_s=predict_s, seed=seed, on_events=self._on_events, on_step=self._on_step
+            config,
+            blocks,
+            predict_s=predict_s,
+            seed=seed,
+            drafts=drafts,
+            on_events=self._on_events,
+            on_step=self._on_step,
         )
         self.is_busy = False
         self._cluster = cluster

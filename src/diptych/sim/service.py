@@ -20,6 +20,7 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.metrics import Distribution, Limits
 from diptych.sim.cluster import Cluster
+from diptych.sim.drafts import StatedDrafts
 from diptych.sim.load import Load
 from diptych.sim.statistics import Timeline
 from diptych.sim.tally import Tally
@@ -39,6 +40,7 @@ class Service:
     blocks: BlockConfig
     router: str
     places_reason: str
+    drafts: StatedDrafts | None = None
 
     @classmethod
     def of(
@@ -54,6 +56,7 @@ class Service:
         max_waiting_tokens: int = SchedulerConfig().max_waiting_tokens,
         stall_budget_s: float | None = None,
         enable_prefix_cache: bool = True,
+        drafts: StatedDrafts | None = None,
     ) -> Service:
         """The pool from the device's memory less weights and buffers, and as many places as the engine would give itself.
 
@@ -84,6 +87,7 @@ class Service:
             blocks=blocks,
             router=router,
             places_reason="as asked" if is_given else found.reason,
+            drafts=drafts,
         )
 
     @property
@@ -178,6 +182,7 @@ def simulate(
         tally=tally,
         router=service.router,
         seed=seed,
+        drafts=service.drafts,
     )
     cluster.run(load, progress=progress)
     each = service.setup.hardware.usd_per_hour if usd_per_hour is None else usd_per_hour
