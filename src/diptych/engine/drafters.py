@@ -90,8 +90,7 @@ def open_drafter(
     """
     kind = config.scheduler.speculate
     if kind == "auto":
-        shipped = _shipped(directory)
-        kind = next((one for one in ("eagle", "medusa", "draft") if one in shipped), kind)
+        kind = next((one for one in ("eagle", "medusa", "draft") if one in shipped(directory)), kind)
     if kind not in MODEL_DRAFTERS:
         return None
     folder = _folder(config, kind, directory)
@@ -111,7 +110,7 @@ def open_drafter(
 def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
     if config.draft_model is not None:
         return resolve_model_dir(config.draft_model)
-    bundled = _shipped(directory)
+    bundled = shipped(directory)
     if kind not in bundled:
         raise ConfigError(
             f"speculate is {kind!r}, and no draft model is given",
@@ -120,9 +119,12 @@ def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
     return BUNDLED / bundled[kind]
 
 
-def _shipped(directory: Path | None) -> Mapping[str, str]:
+def shipped(directory: Path | None) -> Mapping[str, str]:
     """The drafters beside a model, by kind."""
-    return BUNDLED_DRAFTERS.get(directory.name, {}) if directory is not None and directory.parent == BUNDLED else {}
+    if directory is None or directory.parent != BUNDLED:
+        return {}
+    named = BUNDLED_DRAFTERS.get(directory.name, {})
+    return {kind: name for kind, name in named.items() if (BUNDLED / name).is_dir()}
 
 
 def _refuse_other_words(theirs: Tokenizer, ours: Tokenizer, folder: Path) -> None:
