@@ -159,7 +159,7 @@ void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I
          F32Out logits, Input input, Tapped tapped) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
   add_ends(program, step, input, tapped);
-  if (logits.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(logits.shape(1)) != program.vocab())
+  if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
   nb::gil_scoped_release release;
   program.run(step, kv, logits.data());

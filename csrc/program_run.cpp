@@ -1,4 +1,5 @@
 // One step of a Program: what each operation does in its phases.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -73,15 +74,9 @@ struct Program::Run {
   void run(const HeadOp& op, size_t, int thread, int threads) const;
   void run(const InputOp& op, size_t, int thread, int threads) const;
   void run(const TapOp& op, size_t, int thread, int threads) const;
-  // Where a tap's rows go; null where the step does not ask for them.
-  float* tap(const TapOp& op) const {
-    for (int64_t i = 0; i < step.n_tapped; ++i)
-      if (step.tapped[i] == op.number) return step.taps + i * step.n_tokens * buffer(op.x).width;
-    return nullptr;
-  }
-  bool is_idle(const OpBody& op) const {
-    const auto* one = std::get_if<TapOp>(&op);
-    return one != nullptr && (step.n_tapped == 0 || tap(*one) == nullptr);
+  bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
+    const auto* tap = std::get_if<TapOp>(&op);
+    return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;
   }
 
   Epilogue epilogue_to(int out, Store store, Activation activation) const;
@@ -349,7 +344,10 @@ void Program::Run::run(const InputOp& op, size_t, int thread, int threads) const
 void Program::Run::run(const TapOp& op, size_t, int thread, int threads) const {
   const Buffer& x = buffer(op.x);
   const Range part = share(step.n_tokens * x.width, thread, threads, 64);
-  std::memcpy(tap(op) + part.begin, x.f32() + part.begin, static_cast<size_t>(part.end - part.begin) * 4);
+  for (int64_t i = 0; i < step.n_tapped; ++i)  // who asks twice gets two
+    if (step.tapped[i] == op.number)
+      std::memcpy(step.taps + i * step.n_tokens * x.width + part.begin, x.f32() + part.begin,
+                  static_cast<size_t>(part.end - part.begin) * 4);
 }
 
 void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const {

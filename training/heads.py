@@ -1,9 +1,9 @@
 """Trains the heads that draft for a bundled model: `medusa` (four heads) and `eagle` (EAGLE-1: one layer), in minutes.
 
-Both imitate the finished model: half of their rows are text of the training mixture, half is text that the model wrote itself, as
-that is what they will see. The loss is the divergence from the model's own distribution, as for the draft model.
-Layouts are those that people publish (docs/speculation.md); embedding and output projection are the model's, so they are not
-stored twice.
+Both imitate the finished model: half of their rows are text of the training mixture, half is text that the model wrote itself,
+as that is what they will see. The loss is the divergence from the model's own distribution, as for the draft model.
+Layouts are those that people publish (`diptych.models.heads`); embedding and output projection are the model's, so they are
+not stored twice.
 
 Example:
     python -m training.heads eagle --corpus corpus --work build/heads --export src/diptych/bundled/diptych-10m-eagle
@@ -36,7 +36,7 @@ ROWS = 8  # of one optimiser step
 MICRO_ROWS = 2
 EAGLE_FFN = 448
 N_MEDUSA = 4
-DEPTHS = 3  # passes of EAGLE over its own output
+DEPTHS = 2  # passes of EAGLE over its own output
 
 
 class Eagle(nn.Module):
@@ -83,7 +83,7 @@ class Eagle(nn.Module):
             total = total + 0.8 ** (depth - 1) * F.kl_div(
                 log_q, log_p[:, depth : depth + n], log_target=True, reduction="sum"
             )
-            total = total + 0.05 * F.smooth_l1_loss(fed.float(), hidden[:, depth : depth + n].float(), reduction="sum")
+            total = total + 0.005 * F.smooth_l1_loss(fed.float(), hidden[:, depth : depth + n].float(), reduction="sum")
         return total
 
     def tensors(self) -> dict[str, Tensor]:
@@ -164,10 +164,8 @@ def written_rows(model: Path, data: TrainingData, *, n_rows: int, seed: int) -> 
     prompts = []
     for i in range(n_rows):
         source = sources[i % 2]
-        if i % 2:
-            start = int(rng.choice(data.synthetic_starts[:-50]))
-        else:
-            start = int(rng.integers(0, len(source) - PROMPT_TOKENS))
+        any_start = int(rng.integers(0, len(source) - PROMPT_TOKENS))
+        start = int(rng.choice(data.synthetic_starts[:-50])) if i % 2 else any_start
         prompts.append([int(token) for token in source[start : start + PROMPT_TOKENS]])
     llm = LLM(str(model))
     rows: list[list[int]] = []

@@ -126,9 +126,11 @@ def right_answer(wanted: Request, limit_tokens: int) -> tuple[list[int], FinishR
 class Referee:
     """Drives one world and checks every rule after every call."""
 
-    def __init__(self, seed: int, **speculation) -> None:
+    def __init__(self, seed: int, settings=None, **speculation) -> None:
+        """settings: of the scheduler, in place of the world's; speculation: of the core."""
         self.world = make_world(seed)
         world = self.world
+        world.config = replace(world.config, **(settings or {}))
         self.core = EngineCore(
             world.config, world.blocks, model_revision="toy", predict_s=toy_seconds, seed=seed, **speculation
         )

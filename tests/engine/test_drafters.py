@@ -212,7 +212,7 @@ def test_a_drafter_that_lies_changes_nothing(
     rng = random.Random(2)
 
     def propose(
-        self: object, chunks: Sequence[object], token_ids: object, tables_CM: object
+        self: object, chunks: Sequence[object], token_ids: object, tables_CM: object, *rest: object
     ) -> dict[int, list[object]]:
         return {seq_id: LIES[lie](rng, 3) for seq_id in (*(chunk.seq_id for chunk in chunks), 10**9)}  # type: ignore[attr-defined]
 

@@ -83,7 +83,7 @@ def load_decoder(source: Source, loader: Loader, spec: ModelSpec) -> DecoderWeig
     # the largest tensor comes first, while little else is held beside its pages in the file
     head = loader.head(output, role=role)
     embedding = loader.table(table, head=head if spec.is_tied else None)
-    layers = tuple(_Layer(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
+    layers = tuple(LayerLoader(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
     return DecoderWeights(
         embedding=embedding, layers=layers, norm=loader.vector(norm, offset=spec.norm_offset), head=head
     )
@@ -106,7 +106,7 @@ def family_named(spec: ModelSpec) -> Family:
     return BY_MODEL_TYPE[spec.family]
 
 
-class _Layer:
+class LayerLoader:
     """Loads the tensors of one layer."""
 
     def __init__(self, source: Source, loader: Loader, spec: ModelSpec, layer: int, prefix: str) -> None:
@@ -122,30 +122,30 @@ class _Layer:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
         input_norm, post_attention, pre_mlp, post_mlp = (
-            self._norm_tensor(name) for name in NORM_NAMES[self.parts.norms]
+            self.norm_tensor(name) for name in NORM_NAMES[self.parts.norms]
         )
         dense: dict[str, Handle] = {}
         if isinstance(mlp, MlpSpec):
-            pre_mlp, dense = self._mlp(mlp, pre_mlp)
-        input_norm, handles = self._heads(input_norm)
+            pre_mlp, dense = self.mlp(mlp, pre_mlp)
+        input_norm, handles = self.heads(input_norm)
         norms = {"input_norm": input_norm, "post_attention_norm": post_attention, "post_mlp_norm": post_mlp}
         mixture: dict[str, Handle] = {}
-        handles |= {name: self._norm(tensor) for name, tensor in norms.items()}
+        handles |= {name: self.norm(tensor) for name, tensor in norms.items()}
         if isinstance(mlp, MoeSpec):
             pre_mlp, mixture = self._experts(mlp, pre_mlp)
-        return LayerWeights(pre_mlp_norm=self._norm(pre_mlp), **handles, **dense, **mixture)
+        return LayerWeights(pre_mlp_norm=self.norm(pre_mlp), **handles, **dense, **mixture)
 
-    def _heads(self, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
+    def heads(self, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
         """Attention and its projections, and the norm that they read."""
         attention, root = self.parts.attention, f"{self.prefix}self_attn."
         q, kv = attention.n_heads * attention.head_dim, attention.n_kv_heads * attention.head_dim
-        qkv = self._linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
-        o = self._linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
+        qkv = self.linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
+        o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
         if self.loader.is_balancing:
             norm, (qkv,) = self._balance_norm(norm, (qkv,))
             qkv, o = balance_values(qkv, o, attention)
         return norm, {
-            "attention": self._attention(root),
+            "attention": self.attention(root),
             "qkv": self.loader.linear(qkv, role=self._role(Split.OUTPUTS, q=q, k=kv, v=kv)),
             "o": self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
         }
@@ -163,7 +163,7 @@ class _Layer:
     def _role(self, split: Split, **outputs: int) -> Role:
         return Role(sites=tuple(outputs.items()), split=split, layer=self.layer)
 
-    def _linear(
+    def linear(
         self, root: str, names: tuple[str, ...], rows: tuple[int, ...], n_inputs: int, *, has_bias: bool = False
     ) -> LinearParts:
         """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
@@ -173,7 +173,7 @@ class _Layer:
         biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
         return LinearParts(weights=weights, biases=biases)
 
-    def _attention(self, root: str) -> Handle:
+    def attention(self, root: str) -> Handle:
         """The layer's attention handle, with q_norm and k_norm where it has them."""
         spec = self.parts.attention
         heads = AttentionSpec(
@@ -198,18 +198,19 @@ class _Layer:
             norm_offset=self.spec.norm_offset,
         )
 
-    def _norm_tensor(self, name: str | None) -> WeightTensor | None:
+    def norm_tensor(self, name: str | None) -> WeightTensor | None:
         """A norm over the residual width."""
         return None if name is None else self.source.tensor(f"{self.prefix}{name}.weight", self.spec.hidden)
 
-    def _norm(self, tensor: WeightTensor | None) -> Handle | None:
+    def norm(self, tensor: WeightTensor | None) -> Handle | None:
+        """A norm's handle; None where there is none."""
         return None if tensor is None else self.loader.vector(tensor, offset=self.spec.norm_offset)
 
-    def _mlp(self, mlp: MlpSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
+    def mlp(self, mlp: MlpSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
         """A dense MLP, and the norm that it reads."""
         root, hidden = f"{self.prefix}{self.names.mlp[0]}", self.spec.hidden
-        gate_up = self._linear(root, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden, has_bias=mlp.has_bias)
-        down = self._linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
+        gate_up = self.linear(root, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden, has_bias=mlp.has_bias)
+        down = self.linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
         if self.loader.is_balancing:
             norm, (gate_up,) = self._balance_norm(norm, (gate_up,))
             gate_up, down = balance_gated(gate_up, down)
@@ -242,8 +243,8 @@ class _Layer:
             *gate_up_names, down_name = self.names.expert
             experts = tuple(
                 ExpertParts(
-                    gate_up=self._linear(f"{root}experts.{e}.", tuple(gate_up_names), (ffn, ffn), hidden),
-                    down=self._linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn),
+                    gate_up=self.linear(f"{root}experts.{e}.", tuple(gate_up_names), (ffn, ffn), hidden),
+                    down=self.linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn),
                 )
                 for e in range(n)
             )

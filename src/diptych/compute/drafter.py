@@ -1,10 +1,12 @@
 """Drafters that run tensors: what the executor asks of one, and the drafter that is a second, smaller model.
 
+`head_drafters` has those that read the model's own states.
+
 A drafter is told of every chunk that its sequence computes and of what came of it, and guesses what comes next. Its guesses
 are verified by the usual draw of the target, so nothing here can change an answer: a wrong guess is a row for nothing.
 
     drafter.begin(start)
-    drafts = drafter.propose(chunks, token_ids, tables_CM)   # after the target's step: {seq_id: guesses}
+    drafts = drafter.propose(chunks, token_ids, tables_CM, states)   # after the target's step: {seq_id: guesses}
     drafter.end(seq_id)
 
 Guesses are drawn from the drafter's logits as the target's tokens are from its own: same options, penalties and grammar,
@@ -16,8 +18,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.draft_store import DraftStore
@@ -32,7 +36,12 @@ Observe = Callable[[StepShape, float], None]  # how long a forward of the drafte
 
 
 class Drafter(ABC):
-    """Guesses what comes next in sequences of the engine. One call at a time, on the thread that steps it."""
+    """Guesses what comes next in sequences of the engine. One call at a time, on the thread that steps it.
+
+    taps: behind which of the model's layers it reads the residual stream; none where that is not its business.
+    """
+
+    taps: tuple[int, ...] = ()
 
     @abstractmethod
     def begin(self, start: SequenceStart) -> None:
@@ -48,46 +57,55 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(
-        self, chunks: Sequence[Chunk], token_ids: Sequence[Sequence[int]], tables_CM: np.ndarray
+        self,
+        chunks: Sequence[Chunk],
+        token_ids: Sequence[Sequence[int]],
+        tables_CM: np.ndarray,
+        states: torch.Tensor | None = None,
     ) -> Mapping[int, Sequence[int]]:
         """Guesses of every sequence that wants some, best first in line.
 
         token_ids: what each chunk gave. tables_CM: the block table of each chunk's sequence, as the step left it.
+        states [taps, T, D]: the residual stream behind those layers, of all rows of the step.
         """
 
 
 @dataclass(slots=True)
-class _Followed:
+class Followed:
     """A sequence as the drafter knows it."""
 
     token_ids: list[int]
     computed: int = 0  # tokens whose keys and values lie in its blocks
+    base: int = 0  # blocks before those that the drafter reads: it was not there when they were computed
     fed: list[int] = field(default_factory=list)  # guesses behind the known tokens, computed too
     fed_from: int = 0  # where the first of them would stand
     fed_end: int = 0  # up to here what was computed lies in blocks that stay
 
 
 @dataclass(slots=True)
-class _Job:
-    """One sequence's part of a step: compute tokens [begin, end), then guess `wanted`."""
+class Job:
+    """One sequence's part of a step: compute positions [begin, end), then guess `wanted`.
+
+    shift: the token that position p computes is p + shift, and the first guess stands at end + shift.
+    """
 
     seq_id: int
-    followed: _Followed
+    followed: Followed
     table_M: np.ndarray
     begin: int
     end: int
     n_held: int  # blocks
     wanted: int
+    shift: int = 0
+    given: torch.Tensor | None = None  # what the next forward reads beside tokens, one row for each
     drafts: list[int] = field(default_factory=list)
     is_over: bool = False
 
 
-class DraftModel(Drafter):
-    """A second model with the same tokenizer, one forward for each draft.
+class PagedDrafter(Drafter):
+    """A drafter with keys and values of its own: one forward over what is new, then one for each further draft.
 
-    It computes a prompt with the target's chunks. In decode it computes what it has not seen (the token that corrected it, and
-    a last guess that held) together with its first guess. A sequence that nobody asks for drafts waits, and catches up when
-    somebody does. most_rows: of one forward.
+    most_rows: of one forward.
     """
 
     def __init__(
@@ -106,11 +124,11 @@ class DraftModel(Drafter):
         self._most_rows = most_rows
         self._clock = clock
         self._observe = observe
-        self._followed: dict[int, _Followed] = {}
+        self._followed: dict[int, Followed] = {}
 
     def begin(self, start: SequenceStart) -> None:
         """See Drafter."""
-        self._followed[start.seq_id] = _Followed(list(start.prompt_token_ids))
+        self._followed[start.seq_id] = Followed(list(start.prompt_token_ids))
 
     def end(self, seq_id: int) -> None:
         """See Drafter."""
@@ -121,18 +139,27 @@ class DraftModel(Drafter):
         self._store.copy_blocks(pairs)
 
     def propose(
-        self, chunks: Sequence[Chunk], token_ids: Sequence[Sequence[int]], tables_CM: np.ndarray
+        self,
+        chunks: Sequence[Chunk],
+        token_ids: Sequence[Sequence[int]],
+        tables_CM: np.ndarray,
+        states: torch.Tensor | None = None,
     ) -> dict[int, list[int]]:
         """See Drafter."""
         for chunk in chunks:
             self._store.take_over(chunk)
-        jobs: list[_Job] = []
-        rows = self._most_rows
+        jobs: list[Job] = []
+        rows, row = self._most_rows, 0
         for chunk, given, table_M in zip(chunks, token_ids, tables_CM, strict=True):
-            job = self._job(chunk, given, table_M, rows)
-            if job is not None and len(jobs) < self._store.most_sequences:
-                rows -= job.end - job.begin
-                jobs.append(job)
+            followed = self._followed.get(chunk.seq_id)
+            if followed is not None:
+                self._follow(followed, chunk, given, table_M)
+                job = self._job(followed, chunk, given, table_M, rows=rows)
+                if job is not None and len(jobs) < self._store.most_sequences:
+                    rows -= job.end - job.begin
+                    self._give(job, states, row - chunk.start_pos)
+                    jobs.append(job)
+            row += len(chunk.token_ids)
         if not jobs:
             return {}
         tables = self._tables(jobs)
@@ -145,22 +172,110 @@ class DraftModel(Drafter):
             self._remember(job)
         return {job.seq_id: job.drafts for job in jobs if job.drafts}
 
-    def _job(self, chunk: Chunk, given: Sequence[int], table_M: np.ndarray, rows: int) -> _Job | None:
-        """What the drafter has to do for a chunk; None where that is nothing."""
-        followed = self._followed.get(chunk.seq_id)
-        if followed is None:
-            return None
-        tokens, n_known = followed.token_ids, chunk.end_pos - len(chunk.draft_token_ids)
+    def _follow(self, followed: Followed, chunk: Chunk, given: Sequence[int], table_M: np.ndarray) -> None:
+        """Take in what the step gave, and where the sequence lies now."""
         if given:
-            tokens[n_known:] = given
+            followed.token_ids[chunk.end_pos - len(chunk.draft_token_ids) :] = given
         if chunk.new_block_ids and chunk.first_new_block == 0:  # its first chunk, or the first after a preemption
             followed.computed, followed.fed = self._store.covered(table_M, chunk.start_pos), []
+            followed.base = 0
+
+    @abstractmethod
+    def _job(
+        self, followed: Followed, chunk: Chunk, given: Sequence[int], table_M: np.ndarray, *, rows: int
+    ) -> Job | None:
+        """What the drafter has to do for a chunk, in at most so many rows; None where that is nothing."""
+
+    def _give(self, job: Job, states: torch.Tensor | None, first: int) -> None:
+        """Put in what the job's first forward reads beside tokens; position p is row first + p of the states."""
+
+    @abstractmethod
+    def _forward(self, jobs: Sequence[Job], batch: ForwardBatch, want: Want) -> Any:
+        """The drafter's forward over a batch of these jobs: logits or the best of its logits rows."""
+
+    def _tables(self, jobs: Sequence[Job]) -> np.ndarray:
+        """[jobs, M], wide enough for every draft."""
+        block_tokens = self._store.block_tokens
+        width = max(-(-(job.end + job.wanted) // block_tokens) - job.followed.base for job in jobs)
+        tables = []
+        for i, job in enumerate(jobs):
+            base = job.followed.base
+            tables.append(self._store.table(i, job.table_M[base:], min(job.n_held - base, width), width))
+        return np.stack(tables)
+
+    def _base_pos(self, job: Job) -> int:
+        """Positions before those that it reads; only distances count in its attention."""
+        return job.followed.base * self._store.block_tokens
+
+    def _catch_up(self, jobs: Sequence[Job], tables: np.ndarray) -> None:
+        """One forward over all that is known and not computed; its last rows give the first guesses."""
+        token_ids: list[int] = []
+        starts, last_rows = [0], []
+        for job in jobs:
+            token_ids += job.followed.token_ids[job.begin + job.shift : job.end + job.shift]
+            starts.append(len(token_ids))
+            if job.wanted:
+                last_rows.append(len(token_ids) - 1)
+        batch = _batch(token_ids, starts, [job.end - self._base_pos(job) for job in jobs], tables, last_rows)
+        shapes = [ChunkShape(Phase.PREFILL, job.end - job.begin, job.begin, job.wanted > 0) for job in jobs]
+        self._draw(jobs, [job for job in jobs if job.wanted], batch, StepShape(shapes))
+
+    def _guess_next(self, jobs: Sequence[Job], tables: np.ndarray) -> None:
+        """One more guess behind the last one."""
+        contexts = [job.end + len(job.drafts) - self._base_pos(job) for job in jobs]
+        rows = range(len(jobs) + 1)
+        batch = _batch([job.drafts[-1] for job in jobs], list(rows), contexts, tables, list(rows[:-1]))
+        shapes = [ChunkShape(Phase.DECODE, 1, context - 1, True) for context in contexts]
+        self._draw(jobs, jobs, batch, StepShape(shapes))
+
+    def _draw(self, jobs: Sequence[Job], wanting: Sequence[Job], batch: ForwardBatch, shape: StepShape) -> None:
+        """Forward, and a guess of each that wants one. One that has no next token, or no number for it, is over."""
+        begin_s = self._clock.now_s()
+        seq_ids = [job.seq_id for job in wanting]
+        if self._sampler.is_plain(seq_ids):
+            best, _ = self._forward(jobs, batch, Want.BEST)
+            for job, token_id in zip(wanting, best, strict=True):
+                job.drafts.append(token_id)
+        else:
+            logits_RV = self._forward(jobs, batch, Want.LOGITS)
+            positions = [job.end + job.shift + len(job.drafts) for job in wanting]
+            for job, token in zip(wanting, self._sampler.sample(logits_RV, seq_ids, positions), strict=True):
+                job.is_over = not isinstance(token, SampledToken) or token.is_complete
+                if isinstance(token, SampledToken):
+                    job.drafts.append(token.token_id)
+        self._observe(shape, self._clock.now_s() - begin_s)
+
+    def _remember(self, job: Job) -> None:
+        """Note what is computed, and give the sampler back the state that it had."""
+        followed, held = job.followed, job.n_held * self._store.block_tokens
+        end = min(job.end, held)
+        if end > job.begin:
+            self._store.note(job.table_M, job.begin, end)
+        followed.computed = max(followed.computed, end)
+        if job.drafts:
+            followed.fed, followed.fed_from, followed.fed_end = job.drafts[:-1], job.end, held
+            self._sampler.rewind(job.seq_id, job.end + job.shift)
+
+
+class DraftModel(PagedDrafter):
+    """A second model with the same tokenizer.
+
+    It computes a prompt with the target's chunks. In decode it computes what it has not seen (the token that corrected it, and
+    a last guess that held) together with its first guess. A sequence that nobody asks for drafts waits, and catches up when
+    somebody does.
+    """
+
+    def _forward(self, jobs: Sequence[Job], batch: ForwardBatch, want: Want) -> Any:
+        return self._model.forward(batch, self._store.kv, want)  # type: ignore[call-overload]
+
+    def _job(
+        self, followed: Followed, chunk: Chunk, given: Sequence[int], table_M: np.ndarray, *, rows: int
+    ) -> Job | None:
         self._keep_fed(followed, table_M)
-        is_prefill = chunk.phase is Phase.PREFILL
         wanted = chunk.wanted_drafts
-        if wanted is None or (wanted == 0 and not is_prefill):
+        if wanted is None or (wanted == 0 and chunk.phase is not Phase.PREFILL):
             return None
-        end = len(tokens) if given else chunk.end_pos
+        end = len(followed.token_ids) if given else chunk.end_pos
         begin = min(followed.computed, end - 1)
         held = end - 1 if given else end  # the newest token is not the target's yet
         if end - begin > rows:  # the rest in later steps
@@ -169,9 +284,9 @@ class DraftModel(Drafter):
         n_held = -(-held // self._store.block_tokens)
         if end <= begin or room < 1:
             return None
-        return _Job(chunk.seq_id, followed, table_M, begin, end, n_held, min(wanted if given else 0, room))
+        return Job(chunk.seq_id, followed, table_M, begin, end, n_held, min(wanted if given else 0, room))
 
-    def _keep_fed(self, followed: _Followed, table_M: np.ndarray) -> None:
+    def _keep_fed(self, followed: Followed, table_M: np.ndarray) -> None:
         """Guesses that came true are computed already, where they lie in blocks that stayed."""
         if not followed.fed:
             return
@@ -185,63 +300,6 @@ class DraftModel(Drafter):
             self._store.note(table_M, followed.computed, end)
             followed.computed = end
         followed.fed = []
-
-    def _tables(self, jobs: Sequence[_Job]) -> np.ndarray:
-        """[jobs, M], wide enough for every draft."""
-        block_tokens = self._store.block_tokens
-        width = max(-(-(job.end + job.wanted) // block_tokens) for job in jobs)
-        return np.stack(
-            [self._store.table(i, job.table_M, min(job.n_held, width), width) for i, job in enumerate(jobs)]
-        )
-
-    def _catch_up(self, jobs: Sequence[_Job], tables: np.ndarray) -> None:
-        """One forward over all that is known and not computed; its last rows give the first guesses."""
-        token_ids: list[int] = []
-        starts, last_rows = [0], []
-        for job in jobs:
-            token_ids += job.followed.token_ids[job.begin : job.end]
-            starts.append(len(token_ids))
-            if job.wanted:
-                last_rows.append(len(token_ids) - 1)
-        batch = _batch(token_ids, starts, [job.end for job in jobs], tables, last_rows)
-        shapes = [ChunkShape(Phase.PREFILL, job.end - job.begin, job.begin, job.wanted > 0) for job in jobs]
-        self._draw([job for job in jobs if job.wanted], batch, StepShape(shapes))
-
-    def _guess_next(self, jobs: Sequence[_Job], tables: np.ndarray) -> None:
-        """One more guess behind the last one."""
-        contexts = [job.end + len(job.drafts) for job in jobs]
-        rows = range(len(jobs) + 1)
-        batch = _batch([job.drafts[-1] for job in jobs], list(rows), contexts, tables, list(rows[:-1]))
-        shapes = [ChunkShape(Phase.DECODE, 1, context - 1, True) for context in contexts]
-        self._draw(jobs, batch, StepShape(shapes))
-
-    def _draw(self, jobs: Sequence[_Job], batch: ForwardBatch, shape: StepShape) -> None:
-        """Forward, and a guess of each job. One that has no next token, or no number for it, is over."""
-        begin_s = self._clock.now_s()
-        seq_ids = [job.seq_id for job in jobs]
-        if self._sampler.is_plain(seq_ids):
-            best, _ = self._model.forward(batch, self._store.kv, Want.BEST)
-            for job, token_id in zip(jobs, best, strict=True):
-                job.drafts.append(token_id)
-        else:
-            logits_RV = self._model.forward(batch, self._store.kv, Want.LOGITS)
-            positions = [job.end + len(job.drafts) for job in jobs]
-            for job, token in zip(jobs, self._sampler.sample(logits_RV, seq_ids, positions), strict=True):
-                job.is_over = not isinstance(token, SampledToken) or token.is_complete
-                if isinstance(token, SampledToken):
-                    job.drafts.append(token.token_id)
-        self._observe(shape, self._clock.now_s() - begin_s)
-
-    def _remember(self, job: _Job) -> None:
-        """Note what is computed, and give the sampler back the state that it had."""
-        followed, held = job.followed, job.n_held * self._store.block_tokens
-        end = min(job.end, held)
-        if end > job.begin:
-            self._store.note(job.table_M, job.begin, end)
-        followed.computed = max(followed.computed, end)
-        if job.drafts:
-            followed.fed, followed.fed_from, followed.fed_end = job.drafts[:-1], job.end, held
-            self._sampler.rewind(job.seq_id, job.end)
 
 
 def _batch(

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from diptych.compute.drafter import Drafter
+from diptych.compute.ops.contract import Taps
 from diptych.ground.step import ChunkResult, StepPlan
 
 logger = logging.getLogger("diptych.engine")
@@ -28,6 +29,14 @@ class Drafting:
         self._vocab_size = vocab_size
         self.failures = 0
         self.refused_tokens = 0
+
+    def taps_of(self, plan: StepPlan) -> Taps | None:
+        """What the drafter reads of the model in this step; None where that is nothing."""
+        if self._drafter is None or not self._drafter.taps:
+            return None
+        if all(chunk.wanted_drafts is None for chunk in plan.chunks):
+            return None
+        return Taps(numbers=self._drafter.taps)
 
     @property
     def is_on(self) -> bool:
@@ -55,6 +64,7 @@ class Drafting:
         plan: StepPlan,
         results: tuple[ChunkResult, ...],
         tables_of: Callable[[Iterable[int]], np.ndarray],
+        taps: Taps | None = None,
     ) -> tuple[ChunkResult, ...]:
         """The step's results with the drafts that their chunks wanted. tables_of: the block tables of sequences."""
         drafter = self._drafter
@@ -68,7 +78,8 @@ class Drafting:
 
         def ask() -> None:
             tables_CM = tables_of(chunk.seq_id for chunk in chunks)
-            found.update(drafter.propose(chunks, [result.token_ids for result in results], tables_CM))
+            states = None if taps is None else taps.states
+            found.update(drafter.propose(chunks, [result.token_ids for result in results], tables_CM, states))
             for chunk in chunks:
                 if chunk.seq_id in found:
                     found[chunk.seq_id] = self._sound(found[chunk.seq_id], chunk.wanted_drafts or 0)

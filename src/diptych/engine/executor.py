@@ -63,18 +63,19 @@ class ModelExecutor:
                 self.drafting.follow(plan)
             batch = self._batch(plan)
             needs_logits = self._needs_logits(plan)
+            taps = None if self.drafting is None else self.drafting.taps_of(plan)
             forward_s = self._clock.now_s()
             if needs_logits:
-                logits_RV = self._model.forward(batch, self._kv, Want.LOGITS)
+                logits_RV = self._model.forward(batch, self._kv, Want.LOGITS, taps=taps)
                 device_s = self._clock.now_s() - forward_s
                 results = self._read_logits(plan, logits_RV)
             else:
-                best = self._model.forward(batch, self._kv, Want.BEST)
+                best = self._model.forward(batch, self._kv, Want.BEST, taps=taps)
                 device_s = self._clock.now_s() - forward_s
                 results = self._take_best(plan, best)
             if self.drafting is not None:
                 drawn_s = self._clock.now_s()
-                results = self.drafting.propose(plan, results, self._tables_of)
+                results = self.drafting.propose(plan, results, self._tables_of, taps)
                 draft_s = self._clock.now_s() - drawn_s
         except EngineError:
             raise

@@ -246,6 +246,9 @@ def make_machinery(
             replace(config, compute=loaded.compute), model, directory=loaded.directory, tokenizer=loaded.tokenizer
         )
     )
+    scheduler = config.scheduler
+    if drafter is not None:
+        scheduler = replace(scheduler, max_draft_tokens=drafter.most_drafts)
     context, n_blocks = size_pool(model, config, drafter)
     kv = model.make_kv(n_blocks, config.block_tokens)
     model.warm_up(kv)
@@ -265,7 +268,7 @@ def make_machinery(
         prices.observe(shape, measured_s)
 
     core = EngineCore(
-        replace(config.scheduler, max_context_tokens=context, max_running_sequences=number),
+        replace(scheduler, max_context_tokens=context, max_running_sequences=number),
         BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens),
         model_revision=model.revision,
         predict_s=predict_s,
