@@ -13,6 +13,7 @@ from diptych.cli import options
 from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.llm import AsyncLLM
+from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import env_text
 from diptych.server.config import ServerConfig
 from diptych.server.run import bind, run_server
@@ -54,6 +55,7 @@ def serve(
     speculate: options.Speculate = "off",
     draft_model: options.DraftModel = None,
     max_draft_tokens: options.MaxDraftTokens = 16,
+    lookup_memory_tokens: Annotated[int, typer.Option(help=CONFIG["lookup_memory_tokens"].what)] = 0,
     max_step_tokens: options.MaxStepTokens = 2048,
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
@@ -94,7 +96,7 @@ def serve(
         backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
         max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, stall_budget_ms=stall_budget_ms,
         max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens, speculate=speculate,
-        draft_model=draft_model, max_draft_tokens=max_draft_tokens,
+        draft_model=draft_model, max_draft_tokens=max_draft_tokens, lookup_memory_tokens=lookup_memory_tokens,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

@@ -28,6 +28,7 @@ UNPRICED_ROWS = 8  # of a whole step where nobody prices drafts: so few cost abo
 FIRST_DRAFTS = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
 MOST_FAULTS = 8  # of a drafter, then nobody asks it any more
 
+_INTS = {int}
 NewDrafter = Callable[[Request], Drafter]
 Priced = tuple[Any, int, int]  # an Estimate, how many drafts have room, the confidence of the guess
 NO_GUESS: Priced = (None, 0, 0)
@@ -251,13 +252,13 @@ class Guesser:
         logger.warning("drafter switched off name=%s scope=%s reason=%s", source.name, scope, fault)
 
     def _fault_of(self, guess: object, confidence: object, n: int) -> str | None:
-        if type(guess) is not list or set(map(type, guess)) != {int}:
+        if type(guess) is not list or set(map(type, guess)) != _INTS:
             return f"proposed {str(guess)[:60]}, which is no list of token ids"
         if len(guess) > n:
             return f"proposed {len(guess)} tokens; it was asked for at most {n}"
-        highest = max(guess)
-        if min(guess) < 0 or (self._n_vocab is not None and highest >= self._n_vocab):
-            return f"proposed tokens {min(guess)} to {highest}; the vocabulary has {self._n_vocab}"
+        lowest, highest = min(guess), max(guess)
+        if lowest < 0 or (self._n_vocab is not None and highest >= self._n_vocab):
+            return f"proposed tokens {lowest} to {highest}; the vocabulary has {self._n_vocab}"
         if confidence not in (0, 1, 2):
             return f"has the confidence {str(confidence)[:60]}; it must be 0, 1 or 2"
         return None

@@ -25,6 +25,7 @@ N_CONFIDENCES = 3  # how sure a drafter is of a guess, in its own scale from 0: 
 LEAST_CHANCE = 0.02
 _LEAST_GAIN = 1.05  # a prediction is no better than this, and what would be lost counts more than what would be won
 _FIRST_RATE = 0.6
+_FIRST_WEIGHT = 4
 _FORGET = 0.15  # weight of a sequence's newest verdict
 _FORGET_ALL = 0.02  # the same over all sequences
 _REST = 16  # steps for which a price that said no is believed, unless chances rise
@@ -56,11 +57,11 @@ def speedup(chances: Sequence[float], *, plain_s: float, verify_s: float) -> flo
 class Acceptance:
     """How often guesses were right of late, by depth and by how sure the drafter was. Of one sequence, or of all (a pool)."""
 
-    __slots__ = ("_forget", "_pool", "_rates")
+    __slots__ = ("_n_verdicts", "_pool", "_rates")
 
     def __init__(self, pool: Acceptance | None = None) -> None:
         self._pool = pool
-        self._forget = _FORGET_ALL if pool is None else _FORGET
+        self._n_verdicts = [_FIRST_WEIGHT] * N_CONFIDENCES  # the first rates count as so many
         # of draft j where all before it were right; a new sequence begins with what others have learned
         self._rates: list[list[float]] = (
             [[_FIRST_RATE] * MOST_DEPTH for _ in range(N_CONFIDENCES)]
@@ -85,13 +86,18 @@ class Acceptance:
 
     def learn(self, n_right: int, n_judged: int, confidence: int = 0) -> None:
         """The first n_right of n_judged drafts were right, and the next, where there is one, was wrong."""
-        rates, forget = self._rates[confidence], self._forget
-        for j in range(n_right):
-            rates[j] += forget * (1.0 - rates[j])
-        if n_right < n_judged:
-            rates[n_right] -= forget * rates[n_right]
-        if self._pool is not None:
-            self._pool.learn(n_right, n_judged, confidence)
+        _move(self._rates[confidence], n_right, n_judged, _FORGET)
+        pool = self._pool
+        if pool is not None:  # a mean of the first verdicts, then of the latest
+            n = pool._n_verdicts[confidence] = pool._n_verdicts[confidence] + 1
+            _move(pool._rates[confidence], n_right, n_judged, _FORGET_ALL if n * _FORGET_ALL > 1.0 else 1.0 / n)
+
+
+def _move(rates: list[float], n_right: int, n_judged: int, weight: float) -> None:
+    for j in range(n_right):
+        rates[j] += weight * (1.0 - rates[j])
+    if n_right < n_judged:
+        rates[n_right] -= weight * rates[n_right]
 
 
 class _Refusal:
