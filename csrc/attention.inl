@@ -19,6 +19,8 @@ constexpr int kMostWideRows = 6;  // widened vectors stand beside the sums
 #endif
 #elif defined(DIPTYCH_AVX2)
 constexpr int kRows = 2;  // by 2 vectors: 8 accumulators of 16 registers
+#elif defined(DIPTYCH_NEON)
+constexpr int kRows = 4;  // by 1 vector: 16 accumulators of 32 registers
 #else
 constexpr int kRows = 1;
 #endif
@@ -236,6 +238,9 @@ static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<
 #elif defined(DIPTYCH_AVX2)
 static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>};
 static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>};
+#elif defined(DIPTYCH_NEON)
+static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>};
+static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>};
 #else
 static const ScoreRows kScoreRows[] = {score_rows<1>};
 static const WeighRows kWeighRows[] = {weigh_rows<1>};

@@ -3,6 +3,11 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -56,6 +61,31 @@ Capabilities detect() {
   add(Capability::amx_int8, extended.d & (1u << 25), kTiles);
   return found;
 }
+#elif defined(__aarch64__) && defined(__linux__)
+// Bits of the kernel's HWCAP and HWCAP2 (Documentation/arch/arm64/elf_hwcaps.rst), written out as older headers lack some.
+Capabilities detect() {
+  Capabilities found;
+  const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  if (first & (1ul << 1)) found.add(Capability::asimd);
+  if (first & (1ul << 20)) found.add(Capability::asimddp);
+  if (second & (1ul << 13)) found.add(Capability::i8mm);
+  if (second & (1ul << 14)) found.add(Capability::bf16);
+  return found;
+}
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has_feature(const char* name) {
+  int value = 0;
+  size_t bytes = sizeof value;
+  return sysctlbyname(name, &value, &bytes, nullptr, 0) == 0 && value != 0;
+}
+
+Capabilities detect() {
+  Capabilities found{Capability::asimd};
+  if (has_feature("hw.optional.arm.FEAT_DotProd")) found.add(Capability::asimddp);
+  if (has_feature("hw.optional.arm.FEAT_I8MM")) found.add(Capability::i8mm);
+  if (has_feature("hw.optional.arm.FEAT_BF16")) found.add(Capability::bf16);
+  return found;
+}
 #else
 Capabilities detect() { return {}; }
 #endif
@@ -80,7 +110,7 @@ int request_tiles() {
 const char* capability_name(Capability capability) {
   static const char* const kNames[] = {"avx2",     "fma",         "f16c",        "avx512f",  "avx512bw", "avx512dq",
                                        "avx512vl", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_int8", "amx_bf16",
-                                       "full_rate_bf16"};
+                                       "asimd",    "asimddp",     "i8mm",        "bf16",     "full_rate_bf16"};
   static_assert(sizeof kNames / sizeof *kNames == static_cast<int>(Capability::count));
   return kNames[static_cast<int>(capability)];
 }

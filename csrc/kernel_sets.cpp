@@ -31,6 +31,16 @@ const KernelSet kSets[] = {
     {"avx2", {Capability::avx2, Capability::fma, Capability::f16c}, {},
      {&avx2::kBf16Tiles, &avx2::kInt8Tiles, &avx2::kInt4Tiles},
      &avx2::kLinear, &avx2::kAttention, &avx2::kStep, &avx2::kCeilings},
+#elif defined(__aarch64__)
+    {"neon_mmla", {Capability::asimd, Capability::asimddp, Capability::i8mm, Capability::bf16}, {},
+     {&neon_mmla::kBf16Tiles, &neon_mmla::kInt8Tiles, &neon_mmla::kInt4Tiles},
+     &neon_mmla::kLinear, &neon_mmla::kAttention, &neon_mmla::kStep, &neon_mmla::kCeilings},
+    {"neon_dot", {Capability::asimd, Capability::asimddp}, {},
+     {&neon_dot::kBf16Tiles, &neon_dot::kInt8Tiles, &neon_dot::kInt4Tiles},
+     &neon_dot::kLinear, &neon_dot::kAttention, &neon_dot::kStep, &neon_dot::kCeilings},
+    {"neon", {Capability::asimd}, {},
+     {&neon::kBf16Tiles, &neon::kInt8Tiles, &neon::kInt4Tiles},
+     &neon::kLinear, &neon::kAttention, &neon::kStep, &neon::kCeilings},
 #endif
     {"scalar", {}, {},
      {&scalar::kBf16Tiles, &scalar::kInt8Tiles, &scalar::kInt4Tiles},

@@ -9,9 +9,11 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #include "ceilings.h"
 #include "program.h"
@@ -48,30 +50,27 @@ void require_matrix(const AnyArray& array) {
   if (array.stride(1) != 1) throw std::invalid_argument("a weight's rows must be contiguous");
 }
 
+template <typename Kind>
+Kind named(const char* what, const std::string& name, std::initializer_list<std::pair<const char*, Kind>> kinds) {
+  for (const auto& [known, kind] : kinds)
+    if (name == known) return kind;
+  throw std::invalid_argument("unknown " + std::string(what) + " " + name);
+}
+
 Format format_of(const std::string& name) {
-  if (name == "bf16") return Format::bf16;
-  if (name == "int8") return Format::int8;
-  if (name == "int4") return Format::int4;
-  throw std::invalid_argument("unknown weight format " + name);
+  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
 }
 
 Store store_of(const std::string& name) {
-  if (name == "f32") return Store::f32;
-  if (name == "bf16") return Store::bf16;
-  if (name == "add_f32") return Store::add_f32;
-  throw std::invalid_argument("unknown store kind " + name);
+  return named<Store>("store kind", name, {{"f32", Store::f32}, {"bf16", Store::bf16}, {"add_f32", Store::add_f32}});
 }
 
 KvFormat kv_format_of(const std::string& name) {
-  if (name == "bf16") return KvFormat::bf16;
-  if (name == "int8") return KvFormat::int8;
-  throw std::invalid_argument("unknown KV format " + name);
+  return named<KvFormat>("KV format", name, {{"bf16", KvFormat::bf16}, {"int8", KvFormat::int8}});
 }
 
 Activation activation_of(const std::string& name) {
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  throw std::invalid_argument("unknown activation " + name);
+  return named<Activation>("activation", name, {{"silu", Activation::silu}, {"gelu_tanh", Activation::gelu_tanh}});
 }
 
 Category category_of(const std::string& name) {

@@ -28,6 +28,16 @@ class FlushDenormals {
 
  private:
   unsigned before_;
+#elif defined(__aarch64__)
+  FlushDenormals() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before_));
+    set((before_ & ~uint64_t{0x7 << 22}) | uint64_t{1 << 24});  // FZ; nearest even, no traps changed
+  }
+  ~FlushDenormals() { set(before_); }
+
+ private:
+  static void set(uint64_t fpcr) { __asm__ volatile("msr fpcr, %0" : : "r"(fpcr)); }
+  uint64_t before_;
 #endif
 };
 

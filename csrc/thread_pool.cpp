@@ -52,6 +52,8 @@ void watch_forks() {
 void ThreadPool::relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");  // waits tens of cycles, where `yield` is nothing on most cores
 #endif
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -12,7 +13,7 @@ from diptych.workload import (
     LengthRange,
     WorkloadItem,
     WorkloadSpec,
-    arrival_times_s,
+    arrivals,
     items_of,
     make_workload,
     read_azure_csv,
@@ -41,7 +42,7 @@ def moments(values):
 @pytest.mark.parametrize(("burstiness", "variation"), [(1.0, 1.0), (0.25, 4.0), (4.0, 0.25)])
 def test_gaps_have_the_mean_and_the_spread_of_their_process(burstiness, variation):
     """Squared coefficient of variation 1 is Poisson; gamma gaps of shape k have 1 / k."""
-    gaps = gaps_of(arrival_times_s(40_000, rate_per_s=5.0, burstiness=burstiness, seed=3))
+    gaps = gaps_of(list(islice(arrivals(5.0, burstiness=burstiness, seed=3), 40_000)))
     mean, spread = moments(gaps)
     assert mean == pytest.approx(0.2, rel=0.03)
     assert spread == pytest.approx(variation, rel=0.08)
@@ -49,7 +50,7 @@ def test_gaps_have_the_mean_and_the_spread_of_their_process(burstiness, variatio
 
 def test_schedule_is_not_stretched_to_the_nominal_length():
     """Rescaling the last arrival to n / rate makes short runs less random than Poisson is; counts must vary."""
-    ends = [arrival_times_s(16, rate_per_s=1.0, seed=seed)[-1] for seed in range(400)]
+    ends = [list(islice(arrivals(1.0, seed=seed), 16))[-1] for seed in range(400)]
     mean, spread = moments(ends)
     assert mean == pytest.approx(16.0, rel=0.05)
     assert spread == pytest.approx(1 / 16, rel=0.25)

@@ -3,7 +3,6 @@
 //   amx_bench [--set amx] [--threads N] [--formats bf16,int8,int4] [--rows 1,16,64,512] [--repeats 7]
 // A and B alternate, the best of each is printed; the trial in use is marked.
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,11 +14,10 @@
 #include "../gemm_amx.h"
 #include "../kernel_sets.h"
 #include "../thread_pool.h"
+#include "bench.h"
 
 namespace diptych {
 namespace {
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 struct Options {
   std::string set = "amx";
@@ -142,16 +140,6 @@ void run(const KernelSet& set, ThreadPool& pool, Format format, int64_t rows, in
   }
 }
 
-std::vector<std::string> split(const std::string& text) {
-  std::vector<std::string> parts;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    parts.push_back(text.substr(at, comma - at));
-    at = comma + 1;
-  }
-  return parts;
-}
-
 Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i + 1 < argc; i += 2) {
@@ -160,9 +148,7 @@ Options parse(int argc, char** argv) {
     if (key == "--threads") options.threads = std::atoi(value.c_str());
     if (key == "--repeats") options.repeats = std::atoi(value.c_str());
     if (key == "--formats") options.formats = split(value);
-    if (key != "--rows") continue;
-    options.rows.clear();
-    for (const std::string& part : split(value)) options.rows.push_back(std::atoi(part.c_str()));
+    if (key == "--rows") options.rows = whole_numbers(value);
   }
   return options;
 }

@@ -2,13 +2,13 @@
 //   attention_bench [threads [part of a case's name [bf16 | int8]]]
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
 
 #include "attention_plan.h"
+#include "bench.h"
 #include "kernel_sets.h"
 #include "thread_pool.h"
 
@@ -29,8 +29,6 @@ const Case kCases[] = {
     {"0.5b decode cached", 14, 2, 64, 1, 1024, 1}, {"1b decode cached", 32, 8, 64, 1, 512, 1},
     {"d128 decode 8k", 16, 8, 128, 1, 8192, 1},
 };
-
-double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, double peak) {
   const int64_t blocks = (c.context + 31) / 32, tokens = c.sequences * c.new_tokens;

@@ -1,7 +1,6 @@
 // Microbenchmark of the linear layers: every format and row count on the layers of a model shape, beside the machine's
 // ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64]
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,15 +11,12 @@
 #include "../gemm.h"
 #include "../kernel_sets.h"
 #include "../thread_pool.h"
+#include "bench.h"
 
 namespace diptych {
 namespace {
 
 const KernelSet& kSet = *kernel_sets().front();
-
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 double best_of(int repeats, const std::function<void()>& work) {
   double best = 1e30;
@@ -218,16 +214,6 @@ void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& na
   }
 }
 
-std::vector<std::string> split(const std::string& text) {
-  std::vector<std::string> parts;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    parts.push_back(text.substr(at, comma - at));
-    at = comma + 1;
-  }
-  return parts;
-}
-
 Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i + 1 < argc; i += 2) {
@@ -238,10 +224,7 @@ Options parse(int argc, char** argv) {
     if (key == "--megabytes") options.megabytes = std::atoi(value.c_str());
     if (key == "--repeats") options.repeats = std::atoi(value.c_str());
     if (key == "--formats") options.formats = split(value);
-    if (key == "--rows") {
-      options.rows.clear();
-      for (const std::string& part : split(value)) options.rows.push_back(std::atoi(part.c_str()));
-    }
+    if (key == "--rows") options.rows = whole_numbers(value);
   }
   return options;
 }

@@ -103,11 +103,6 @@ class WorkloadSpec:
             raise ConfigError(f"burstiness is {self.burstiness}; it must be greater than 0")
 
 
-def arrival_times_s(n: int, *, rate_per_s: float | None, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """The first `n` instants of `arrivals`."""
-    return list(islice(arrivals(rate_per_s, burstiness=burstiness, seed=seed), n))
-
-
 def arrivals(rate_per_s: float | None, *, burstiness: float = 1.0, seed: int = 0) -> Iterator[float]:
     """Instants after the start, without end: cumulated exponential or gamma gaps with mean 1 / rate_per_s.
 

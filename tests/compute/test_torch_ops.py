@@ -19,12 +19,12 @@ from diptych.compute.ops.contract import (
     AttentionSpec,
     EdgeShape,
     ExpertParts,
-    ExpertsSpec,
     LinearParts,
     QkNorm,
     RopeSpec,
 )
 from diptych.compute.ops.torch_ops import TorchAttention, TorchLoader, TorchOps
+from diptych.models.spec import MoeSpec
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -213,7 +213,9 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
 def test_experts(n_tokens: int, renormalises: bool, dtype: torch.dtype) -> None:
     """A token sent to the wrong expert, or weighted twice, changes text without any error."""
     ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), dtype)
-    spec = ExpertsSpec(n_experts=5, experts_per_token=2, ffn=12, renormalises=renormalises, activation=Activation.SILU)
+    spec = MoeSpec(
+        n_experts=5, experts_per_token=2, expert_ffn=12, renormalises=renormalises, activation=Activation.SILU
+    )
     router = noise(5, 16, seed=20).to(dtype)
     gate_up = [noise(24, 16, seed=30 + e, scale=0.25).to(dtype) for e in range(5)]
     down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(5)]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.cost.calibrated import _units_of
 from diptych.cost.components import (
     BF16,
     cost_of,
@@ -13,9 +16,9 @@ from diptych.cost.components import (
     kv_bytes_of_context,
     kv_bytes_per_token,
 )
-from diptych.cost.parameters import kv_bytes_stored
+from diptych.cost.parameters import attention_flops_per_pair, kv_bytes_stored, linear_parameter_count, parameter_count
 from diptych.cost.tables import model_spec, quant_spec
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import ConfigError, UnsupportedModel
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec
@@ -170,8 +173,6 @@ def test_a_mixed_step_reads_the_weights_once():
     model = model_spec("llama-3.1-8b")
     mixed = StepPlan(step_id=0, chunks=(chunk(1, 99, 1), chunk(2, 0, 512))).shape
     cost = cost_of(model, mixed, quant=BF16, kv=KV)
-    assert cost.n_tokens == 513
-    assert cost.n_logits_rows == 2
     assert cost.weight_bytes == decode("llama-3.1-8b").weight_bytes
 
 
@@ -205,14 +206,36 @@ def test_an_uneven_split_is_refused_with_the_number():
         cost_of(model_spec("qwen2.5-0.5b"), StepShape.decode(batch=1, context_tokens=8), quant=BF16, kv=KV, tp=4)
 
 
-def test_layers_and_totals_agree():
-    """Per-layer components times their number, plus embedding, head and final norm, are the totals."""
-    for name in ("gemma-3-4b", "deepseek-v3", "gpt-oss-20b"):
-        cost = decode(name, 3000, batch=3)
-        per_layer = sum(group.n_layers * sum(c.bytes for c in parts) for group, parts in cost.layers)
-        ends = cost.component("head").bytes + model_spec(name).hidden * 2
-        assert per_layer + ends == pytest.approx(cost.bytes, rel=1e-12)
-        assert sum(group.n_layers for group, _ in cost.layers) == model_spec(name).n_layers
+def test_layers_of_different_heads_cost_what_each_costs():
+    """Every layer was priced with the first one's heads. Half of one model's layers and half of another's: the mean."""
+    one = model_spec("gemma-3-4b")  # windowed layers and full ones
+    heads = replace(one.layers[0].attention, n_heads=16, n_kv_heads=2, head_dim=128)
+    narrow = replace(one.layers[0], attention=heads, mlp=replace(one.mlp, ffn=5120))
+    other = replace(one, layers=tuple(replace(narrow, attention=replace(heads, window=w)) for w in one.windows))
+    mixed = replace(one, layers=one.layers[: one.n_layers // 2] + other.layers[one.n_layers // 2 :])
+    rest = replace(one, layers=other.layers[: one.n_layers // 2] + one.layers[one.n_layers // 2 :])
+    work = StepPlan(step_id=0, chunks=(chunk(1, 3000, 1), chunk(2, 40, 512))).shape
+
+    def figures(model):
+        cost = cost_of(model, work, quant=BF16, kv=KV)
+        return [
+            *(getattr(part, field) for part in cost.components for field in ("flops", "vector_flops", "bytes")),
+            parameter_count(model), linear_parameter_count(model), attention_flops_per_pair(model),
+            kv_bytes_per_token(model, KV), kv_bytes_of_context(model, KV, 3000), kv_bytes_stored(model, KV, 3000),
+            *(row[i] for row in sorted(_units_of(model, BF16, KV, 1).windows, key=str) for i in (1, 2, 3)),
+        ]  # fmt: skip
+
+    sums = [sum(pair) for pair in zip(figures(one), figures(other), strict=True)]
+    assert sums == pytest.approx([sum(pair) for pair in zip(figures(mixed), figures(rest), strict=True)], rel=1e-12)
+    assert figures(mixed) != figures(one)
+
+
+def test_a_second_kind_of_mixture_is_refused():
+    """The predictor knows one number of experts; another in later layers would be priced as the first."""
+    model = model_spec("mixtral-8x7b")
+    odd = replace(model.layers[0], mlp=replace(model.moe, n_experts=16))
+    with pytest.raises(UnsupportedModel, match="2 kinds of mixtures of experts"):
+        replace(model, layers=(*model.layers[:-1], odd))
 
 
 def test_quantised_weights_shrink_weight_bytes_only():

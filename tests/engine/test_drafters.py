@@ -21,6 +21,7 @@ from diptych.engine.load import LoadedModel, bundled_dir, load, size_pool
 from diptych.ground.config import EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import SamplingParams
+from diptych.ground.step import Chunk
 
 
 @pytest.fixture
@@ -211,10 +212,8 @@ def test_a_drafter_that_lies_changes_nothing(
     llm = drafting(exact, config, tiny_dir)
     rng = random.Random(2)
 
-    def propose(
-        self: object, chunks: Sequence[object], token_ids: object, tables_CM: object, *rest: object
-    ) -> dict[int, list[object]]:
-        return {seq_id: LIES[lie](rng, 3) for seq_id in (*(chunk.seq_id for chunk in chunks), 10**9)}  # type: ignore[attr-defined]
+    def propose(self: object, chunks: Sequence[Chunk], *rest: object) -> dict[int, list[object]]:
+        return {seq_id: LIES[lie](rng, 3) for seq_id in (*(chunk.seq_id for chunk in chunks), 10**9)}
 
     monkeypatch.setattr(DraftModel, "propose", propose)
     got = llm.generate(PROMPTS, SAMPLED)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from worlds import KERNEL_SETS
 
 from checkpoints import FAMILIES, make_checkpoint, make_reference
 from compute.golden import ask_reference, make_golden
@@ -59,7 +60,7 @@ def test_family_agrees_with_transformers(family: str, dtype: torch.dtype, tmp_pa
     model.close()
 
 
-@pytest.mark.parametrize("name", ["amx", "amx_twin", "avx512", "avx512_fma", "avx2", "scalar"])
+@pytest.mark.parametrize("name", KERNEL_SETS)
 @pytest.mark.parametrize("family", TIED)
 def test_tied_head_answers_as_a_table_beside_it(family: str, name: str, tmp_path: Path) -> None:
     """The packed head is the only copy of a tied bf16 embedding; not one bit may tell."""

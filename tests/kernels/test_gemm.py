@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from worlds import KERNEL_SETS
 
 pytestmark = pytest.mark.native
 
 BENCH = Path(__file__).resolve().parents[2] / "csrc" / "bench"
 FORMATS = {"bf16": 0, "int8": 1, "int4": 2}
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2}
-ISAS = ("scalar", "avx2", "avx512", "avx512_fma", "amx_twin", "amx")
 STORE_F32, STORE_BF16, ADD_F32 = 0, 1, 2
 SILU, GELU_TANH = 0, 1
 
@@ -26,8 +27,10 @@ SILU, GELU_TANH = 0, 1
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if shutil.which("make") is None or shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("needs make and a C++ compiler")
-    library = BENCH.parents[1] / "build" / "kernels" / "libdiptych_kernels.so"
-    subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), str(library)], check=True, capture_output=True)
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    out = BENCH.parents[1] / "build" / ("kernels-arm64" if is_arm else "kernels")
+    library = out / "libdiptych_kernels.so"
+    subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), f"OUT={out}", str(library)], check=True, capture_output=True)
     loaded = ctypes.CDLL(str(library))
     loaded.kernels_packed_bytes.restype = ctypes.c_int64
     loaded.kernels_pool_check.restype = ctypes.c_int64
@@ -36,10 +39,10 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def runnable(kernels: ctypes.CDLL) -> list[str]:
-    return [name for name in ISAS if kernels.kernels_find(name.encode()) is not None]
+    return [name for name in KERNEL_SETS if kernels.kernels_find(name.encode()) is not None]
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=KERNEL_SETS)
 def isa(request: pytest.FixtureRequest, kernels: ctypes.CDLL) -> str:
     if request.param not in runnable(kernels):
         pytest.skip(f"this CPU cannot run {request.param}")

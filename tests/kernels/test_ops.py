@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from worlds import KERNEL_SETS
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
-from diptych.compute.ops.contract import EDGE_SHAPES, OPS, Activation, AttentionSpec, EdgeShape, ExpertsSpec, RopeSpec
+from diptych.compute.ops.contract import EDGE_SHAPES, OPS, Activation, AttentionSpec, EdgeShape, RopeSpec
+from diptych.models.spec import MoeSpec
 
 pytestmark = [
     pytest.mark.native,
@@ -35,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BEST = next(iter(cpu.instruction_sets()), "")
 
 
-@pytest.fixture(params=["amx", "amx_twin", "avx512", "avx512_fma", "avx2", "scalar"])
+@pytest.fixture(params=KERNEL_SETS)
 def isa(request: pytest.FixtureRequest) -> str:
     if request.param not in cpu.instruction_sets():
         pytest.skip(f"this CPU cannot run {request.param}")
@@ -299,8 +301,8 @@ def test_a_head_that_cannot_serve_as_the_embedding_is_refused() -> None:
 def test_experts(isa: str, weights: str, renormalises: bool, activation: Activation) -> None:
     """Routing, gathering and the weighted sum; equal scores go to the lowest expert."""
     n_experts, top_k, ffn, hidden = 5, 2, 48, 64
-    spec = ExpertsSpec(
-        n_experts=n_experts, experts_per_token=top_k, ffn=ffn, renormalises=renormalises, activation=activation
+    spec = MoeSpec(
+        n_experts=n_experts, experts_per_token=top_k, expert_ffn=ffn, renormalises=renormalises, activation=activation
     )
     x = rounded(noise(9, hidden, seed=1))
     router = rounded(noise(n_experts, hidden, seed=2, scale=hidden**-0.5))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds import after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
+from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
 from checkpoints import FAMILIES, make_checkpoint
 from diptych.compute.model import Model
@@ -107,7 +107,7 @@ def test_decode_past_two_tiles_equals_prefill_on_two_threads(directories: dict[s
     assert torch.equal(torch.cat(rows), whole.logits)
 
 
-@pytest.mark.parametrize("name", ["amx", "amx_twin", "avx512", "avx512_fma", "avx2", "scalar"])
+@pytest.mark.parametrize("name", KERNEL_SETS)
 def test_each_instruction_set_is_equal_within_itself(directories: dict[str, Path], name: str) -> None:
     """A machine without AVX-512 gets the same promise."""
     if name not in instruction_sets():

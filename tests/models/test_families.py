@@ -111,7 +111,7 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
         config.hidden_size, config.vocab_size, config.num_hidden_layers)  # fmt: skip
     assert spec.n_heads == config.num_attention_heads
     assert spec.is_tied == config.tie_word_embeddings
-    if spec.mla is None:
+    if spec.attention.mla is None:
         assert spec.n_kv_heads == (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.windows == windows_of(config)

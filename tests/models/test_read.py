@@ -44,7 +44,7 @@ def test_a_full_size_config_equals_the_table() -> None:
                          "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
     }  # fmt: skip
     found, table = read_model(HfConfig(config)), model_spec("deepseek-v3")
-    assert (found.moe, found.mla, found.windows) == (table.moe, table.mla, table.windows)
+    assert (found.moe, found.attention.mla, found.windows) == (table.moe, table.attention.mla, table.windows)
     assert parameter_count(found) == table.published_parameters
 
 
@@ -60,7 +60,7 @@ def test_windows_come_from_the_config() -> None:
 def test_multimodal_wrappers_give_their_language_part() -> None:
     """Gemma-3 4B and larger wrap the text model in text_config."""
     config = {"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text"}, "vision_config": {"x": 1}}
-    assert read_model(HfConfig(config)).norms.count == 4
+    assert read_model(HfConfig(config)).layers[0].norms.count == 4
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -28,6 +28,7 @@ Repeat = Annotated[int, typer.Option(min=1, help="repetitions; medians are repor
 
 
 @app.callback()
+@options.takes(engine=options.BACKEND)
 def bench(
     context: typer.Context,
     model: options.Model = "bundled",
@@ -36,24 +37,14 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=1, help="tokens written per sequence")] = 64,
     batch: Annotated[str, typer.Option(help="batch sizes, comma-separated")] = "1",
     repeat: Repeat = 5,
-    backend: options.Backend = "auto",
-    device: options.Device = "auto",
-    weights: options.Weights = "auto",
-    kv: options.Kv = "auto",
-    threads: options.Threads = None,
-    numa: options.Numa = "auto",
-    speculate: options.Speculate = "off",
-    draft_model: options.DraftModel = None,
-    max_draft_tokens: options.MaxDraftTokens = 16,
+    *,
+    engine: dict[str, Any],
     as_json: options.AsJson = False,
 ) -> None:
     """Measure prefill and decode apart, for each prompt length and batch size."""
     if context.invoked_subcommand is not None:
         return
-    config = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa, speculate=speculate,
-        draft_model=draft_model, max_draft_tokens=max_draft_tokens,
-    )  # fmt: skip
+    config = engine_config(**engine)
     name, loaded, load_s = _load(model, shape, config)
     lengths, batches = _numbers("--prompt-tokens", prompt_tokens), _numbers("--batch", batch)
     static = StaticBench(loaded, name=name, load_s=load_s, config=config)
@@ -72,6 +63,7 @@ def bench(
 
 
 @app.command()
+@options.takes(engine=options.BACKEND)
 def mix(
     model: options.Model = "bundled",
     shape: options.Shape = None,
@@ -81,26 +73,17 @@ def mix(
     rate: Annotated[float | None, typer.Option(help="arrivals per second, Poisson (default: all at once)")] = None,
     seed: Annotated[int, typer.Option(help="of lengths, arrivals and tokens")] = 0,
     repeat: Repeat = 5,
-    backend: options.Backend = "auto",
-    device: options.Device = "auto",
-    weights: options.Weights = "auto",
-    kv: options.Kv = "auto",
-    threads: options.Threads = None,
-    numa: options.Numa = "auto",
+    *,
+    engine: dict[str, Any],
     stall_budget_ms: options.StallBudget = None,
     max_running: options.MaxRunning = 64,
     max_step_tokens: options.MaxStepTokens = 2048,
-    speculate: options.Speculate = "off",
-    draft_model: options.DraftModel = None,
-    max_draft_tokens: options.MaxDraftTokens = 16,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a seeded mixed load offline."""
     config = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa, stall_budget_ms=stall_budget_ms,
-        max_running_sequences=max_running, max_step_tokens=max_step_tokens, speculate=speculate,
-        draft_model=draft_model, max_draft_tokens=max_draft_tokens,
-    )  # fmt: skip
+        stall_budget_ms=stall_budget_ms, max_running_sequences=max_running, max_step_tokens=max_step_tokens, **engine
+    )
     if rate is not None and rate <= 0.0:
         raise ConfigError(f"--rate is {rate}; it must be greater than 0")
     spec = WorkloadSpec(

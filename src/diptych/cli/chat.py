@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,40 +22,19 @@ HELP = "/reset forgets the conversation, /report shows the last answer's phases,
 
 
 @app.command()
+@options.takes(engine=options.ENGINE, drawing=options.SAMPLING)
 def chat(
     model: options.Model = "bundled",
     system: Annotated[str | None, typer.Option(help="a system prompt")] = None,
     think: Annotated[bool, typer.Option("--think", help="let the model think before it answers")] = False,
     max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    backend: options.Backend = "auto",
-    device: options.Device = "auto",
-    weights: options.Weights = "auto",
-    kv: options.Kv = "auto",
-    threads: options.Threads = None,
-    numa: options.Numa = "auto",
-    max_context_tokens: options.MaxContext = None,
-    kv_memory_bytes: options.KvMemory = None,
-    speculate: options.Speculate = "off",
-    draft_model: options.DraftModel = None,
-    max_draft_tokens: options.MaxDraftTokens = 16,
+    *,
+    drawing: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
     """Talk with a model."""
-    config = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
-        max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, max_running_sequences=1,
-        speculate=speculate, draft_model=draft_model, max_draft_tokens=max_draft_tokens,
-    )  # fmt: skip
-    sampling = sampling_params(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
-        repetition_penalty=repetition_penalty,
-    )  # fmt: skip
+    config = engine_config(max_running_sequences=1, **engine)
+    sampling = sampling_params(max_tokens=max_tokens, **drawing)
     with loading_bar(f"loading {model}") as progress:
         llm = LLM.from_pretrained(model, config, progress=progress)
     Conversation(llm, sampling, system=system, think=think).run()

@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,48 +22,29 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
+@options.takes(engine=options.ENGINE, drawing=options.SAMPLING)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="the text to continue; - reads standard input")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="read the prompt from a file")] = None,
     model: options.Model = "bundled",
     chat: Annotated[bool, typer.Option("--chat", help="put the prompt through the model's chat template")] = False,
     max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    *,
+    drawing: dict[str, Any],
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     n: Annotated[int, typer.Option(help="how many answers (they share the prompt's KV)")] = 1,
-    backend: options.Backend = "auto",
-    device: options.Device = "auto",
-    weights: options.Weights = "auto",
-    kv: options.Kv = "auto",
-    threads: options.Threads = None,
-    numa: options.Numa = "auto",
-    max_context_tokens: options.MaxContext = None,
-    kv_memory_bytes: options.KvMemory = None,
-    speculate: options.Speculate = "off",
-    draft_model: options.DraftModel = None,
-    max_draft_tokens: options.MaxDraftTokens = 16,
+    engine: dict[str, Any],
     as_json: options.AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
     """Write the continuation of PROMPT and report both phases."""
     text = read_prompt(prompt, prompt_file)
-    config = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
-        max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, max_running_sequences=max(n, 1),
-        speculate=speculate, draft_model=draft_model, max_draft_tokens=max_draft_tokens,
-    )  # fmt: skip
+    config = engine_config(max_running_sequences=max(n, 1), **engine)
     sampling = sampling_params(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, stop=stop,
-        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-        ignore_eos=ignore_eos, n=n,
+        max_tokens=max_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        ignore_eos=ignore_eos, n=n, **drawing,
     )  # fmt: skip
     with loading_bar(f"loading {model}") as progress:
         llm = LLM(model, config, progress=progress)

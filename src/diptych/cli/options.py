@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +20,7 @@ from diptych.ground.config import BACKENDS, KV_FORMATS, MODEL_DRAFTERS, SPECULAT
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
-from diptych.ground.request import BOUNDS as SAMPLING
+from diptych.ground.request import BOUNDS as REQUEST
 from diptych.ground.request import SamplingParams
 from diptych.models.named import SHAPES
 
@@ -46,24 +48,78 @@ DraftModel = Annotated[
 ]
 MaxDraftTokens = Annotated[int, typer.Option("--max-draft-tokens", help=CONFIG["max_draft_tokens"].what)]
 MaxStepTokens = Annotated[int, typer.Option(help=CONFIG["max_step_tokens"].what)]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", help=SAMPLING["max_tokens"].what)]
-Temperature = Annotated[float, typer.Option(help=SAMPLING["temperature"].what)]
-TopK = Annotated[int | None, typer.Option(help=SAMPLING["top_k"].what)]
-TopP = Annotated[float, typer.Option(help=SAMPLING["top_p"].what)]
-MinP = Annotated[float, typer.Option(help=SAMPLING["min_p"].what)]
-RepetitionPenalty = Annotated[float, typer.Option(help=SAMPLING["repetition_penalty"].what)]
-PresencePenalty = Annotated[float, typer.Option(help=SAMPLING["presence_penalty"].what)]
-FrequencyPenalty = Annotated[float, typer.Option(help=SAMPLING["frequency_penalty"].what)]
-Seed = Annotated[int | None, typer.Option(help=SAMPLING["seed"].what)]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help=REQUEST["max_tokens"].what)]
+Temperature = Annotated[float, typer.Option(help=REQUEST["temperature"].what)]
+TopK = Annotated[int | None, typer.Option(help=REQUEST["top_k"].what)]
+TopP = Annotated[float, typer.Option(help=REQUEST["top_p"].what)]
+MinP = Annotated[float, typer.Option(help=REQUEST["min_p"].what)]
+RepetitionPenalty = Annotated[float, typer.Option(help=REQUEST["repetition_penalty"].what)]
+PresencePenalty = Annotated[float, typer.Option(help=REQUEST["presence_penalty"].what)]
+FrequencyPenalty = Annotated[float, typer.Option(help=REQUEST["frequency_penalty"].what)]
+Seed = Annotated[int | None, typer.Option(help=REQUEST["seed"].what)]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="end before this text (may be repeated)")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after an end-of-sequence token")]
 Shape = Annotated[str | None, typer.Option(help=f"random weights of a known shape: {', '.join(SHAPES)}")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 ApiKey = Annotated[str | None, typer.Option(help="key of the server (default: DIPTYCH_API_KEY)")]
 
+# Blocks of options that commands take together, by name: what typer reads, and the default.
+Block = dict[str, tuple[Any, Any]]
+BACKEND: Block = {
+    "backend": (Backend, "auto"),
+    "device": (Device, "auto"),
+    "weights": (Weights, "auto"),
+    "kv": (Kv, "auto"),
+    "threads": (Threads, None),
+    "numa": (Numa, "auto"),
+    "speculate": (Speculate, "off"),
+    "draft_model": (DraftModel, None),
+    "max_draft_tokens": (MaxDraftTokens, 16),
+}
+ENGINE: Block = BACKEND | {"max_context_tokens": (MaxContext, None), "kv_memory_bytes": (KvMemory, None)}
+SAMPLING: Block = {
+    "temperature": (Temperature, 0.0),
+    "top_k": (TopK, None),
+    "top_p": (TopP, 1.0),
+    "min_p": (MinP, 0.0),
+    "repetition_penalty": (RepetitionPenalty, 1.0),
+    "seed": (Seed, None),
+    "stop": (Stop, None),
+}
+
 Say = Callable[[str], None]  # shows what is being done
 
 console = Console(stderr=True, highlight=False)
+
+
+def takes(**blocks: Block) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The command's parameter of each name given here becomes the options of that block, and gets them as a dict.
+
+    typer reads options off a signature, so that a command would spell each option of a block three times.
+    """
+
+    def take(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def taking(**values: Any) -> None:
+            for name, block in blocks.items():
+                values[name] = {option: values.pop(option) for option in block}
+            command(**values)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        taken: list[inspect.Parameter] = []
+        for one in inspect.signature(command, eval_str=True).parameters.values():
+            if one.name in blocks:
+                block = blocks[one.name].items()
+                taken += [
+                    inspect.Parameter(name, kind, annotation=what, default=value) for name, (what, value) in block
+                ]
+            else:
+                taken.append(one.replace(kind=kind))
+        taking.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+        taking.__annotations__ = {one.name: one.annotation for one in taken}
+        return taking
+
+    return take
 
 
 def engine_config(*, stall_budget_ms: float | None = None, **settings: object) -> EngineConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,7 @@ LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.W
 
 
 @app.command()
+@options.takes(settings=options.ENGINE)
 def serve(
     model: Annotated[str, typer.Argument(help="'bundled', a checkpoint folder, or a hub name")] = "bundled",
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
@@ -50,24 +51,15 @@ def serve(
     ] = None,
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
+    *,
     stall_budget_ms: options.StallBudget = None,
     max_running_sequences: options.MaxRunning = None,
-    speculate: options.Speculate = "off",
-    draft_model: options.DraftModel = None,
-    max_draft_tokens: options.MaxDraftTokens = 16,
     lookup_memory_tokens: Annotated[int, typer.Option(help=CONFIG["lookup_memory_tokens"].what)] = 0,
     max_step_tokens: options.MaxStepTokens = 2048,
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
     ] = True,
-    backend: options.Backend = "auto",
-    device: options.Device = "auto",
-    weights: options.Weights = "auto",
-    kv: options.Kv = "auto",
-    threads: options.Threads = None,
-    numa: options.Numa = "auto",
-    max_context_tokens: options.MaxContext = None,
-    kv_memory_bytes: options.KvMemory = None,
+    settings: dict[str, Any],
     reads_control_tokens: Annotated[
         bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
     ] = False,
@@ -93,10 +85,8 @@ def serve(
         reads_control_tokens=reads_control_tokens,
     )
     engine = engine_config(
-        backend=backend, device=device, weights=weights, kv=kv, threads=threads, numa=numa,
-        max_context_tokens=max_context_tokens, kv_memory_bytes=kv_memory_bytes, stall_budget_ms=stall_budget_ms,
-        max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens, speculate=speculate,
-        draft_model=draft_model, max_draft_tokens=max_draft_tokens, lookup_memory_tokens=lookup_memory_tokens,
+        stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
+        lookup_memory_tokens=lookup_memory_tokens, **settings,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

@@ -8,18 +8,24 @@ the cpu backend.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
 from diptych.compute.balance import HEAD_SHARE, NORM_SHARE, balance_gated, balance_norm, balance_values
 from diptych.compute.ops.contract import (
     AttentionSpec,
     ExpertParts,
-    ExpertsSpec,
-    Handle,
+    Experts,
+    Heads,
+    Hidden,
+    Linear,
     LinearParts,
     Loader,
     Ops,
     Role,
     Split,
+    Stream,
+    Table,
+    Vector,
     WeightTensor,
 )
 from diptych.compute.rope import frequencies
@@ -43,32 +49,33 @@ STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """The handles of one layer. Either gate_up and down, or experts; a norm that the family lacks is None."""
+class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
+    """The handles of one layer: either dense or experts; a norm that the family lacks is None."""
 
-    attention: Handle
-    qkv: Handle
-    o: Handle
-    input_norm: Handle | None
-    post_attention_norm: Handle | None
-    pre_mlp_norm: Handle | None
-    post_mlp_norm: Handle | None
-    gate_up: Handle | None = None
-    down: Handle | None = None
-    experts: Handle | None = None
+    attention: Heads
+    qkv: Linear
+    o: Linear
+    input_norm: Vector | None
+    post_attention_norm: Vector | None
+    pre_mlp_norm: Vector | None
+    post_mlp_norm: Vector | None
+    dense: tuple[Linear, Linear] | None  # gate_up, down
+    experts: Experts | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderWeights:
+class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     """The handles of a model."""
 
-    embedding: Handle
-    layers: tuple[LayerWeights, ...]
-    norm: Handle
-    head: Handle
+    embedding: Table
+    layers: tuple[LayerWeights[Vector, Linear, Heads, Experts], ...]
+    norm: Vector
+    head: Linear
 
 
-def load_decoder(source: Source, loader: Loader, spec: ModelSpec) -> DecoderWeights:
+def load_decoder(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec
+) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
     """Every weight of the model as handles, piece by piece, so that a loader may report progress and free as it goes."""
     prefix = prefix_of(source, spec)
     table = source.tensor(f"{prefix}embed_tokens.weight", spec.vocab_size, spec.hidden)
@@ -106,10 +113,17 @@ def family_named(spec: ModelSpec) -> Family:
     return BY_MODEL_TYPE[spec.family]
 
 
-class LayerLoader:
+class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
     """Loads the tensors of one layer."""
 
-    def __init__(self, source: Source, loader: Loader, spec: ModelSpec, layer: int, prefix: str) -> None:
+    def __init__(
+        self,
+        source: Source,
+        loader: Loader[Table, Vector, Linear, Heads, Experts],
+        spec: ModelSpec,
+        layer: int,
+        prefix: str,
+    ) -> None:
         self.names = family_named(spec).names
         self.source = source
         self.loader = loader
@@ -118,25 +132,31 @@ class LayerLoader:
         self.parts = spec.layers[layer]
         self.prefix = f"{prefix}layers.{layer}."
 
-    def load(self) -> LayerWeights:
+    def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
-        input_norm, post_attention, pre_mlp, post_mlp = (
-            self.norm_tensor(name) for name in NORM_NAMES[self.parts.norms]
-        )
-        dense: dict[str, Handle] = {}
+        before, after, before_mlp, after_mlp = (self.norm_tensor(name) for name in NORM_NAMES[self.parts.norms])
+        dense = experts = None
         if isinstance(mlp, MlpSpec):
-            pre_mlp, dense = self.mlp(mlp, pre_mlp)
-        input_norm, handles = self.heads(input_norm)
-        norms = {"input_norm": input_norm, "post_attention_norm": post_attention, "post_mlp_norm": post_mlp}
-        mixture: dict[str, Handle] = {}
-        handles |= {name: self.norm(tensor) for name, tensor in norms.items()}
+            before_mlp, dense = self.mlp(mlp, before_mlp)
+        before, attention, qkv, o = self.heads(before)
+        input_norm, post_attention_norm, post_mlp_norm = (self.norm(norm) for norm in (before, after, after_mlp))
         if isinstance(mlp, MoeSpec):
-            pre_mlp, mixture = self._experts(mlp, pre_mlp)
-        return LayerWeights(pre_mlp_norm=self.norm(pre_mlp), **handles, **dense, **mixture)
+            before_mlp, experts = self._experts(mlp, before_mlp)
+        return LayerWeights(
+            attention=attention,
+            qkv=qkv,
+            o=o,
+            input_norm=input_norm,
+            post_attention_norm=post_attention_norm,
+            pre_mlp_norm=self.norm(before_mlp),
+            post_mlp_norm=post_mlp_norm,
+            dense=dense,
+            experts=experts,
+        )
 
-    def heads(self, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
-        """Attention and its projections, and the norm that they read."""
+    def heads(self, norm: WeightTensor | None) -> tuple[WeightTensor | None, Heads, Linear, Linear]:
+        """The norm that they read, attention, and its projections: q, k and v, and o."""
         attention, root = self.parts.attention, f"{self.prefix}self_attn."
         q, kv = attention.n_heads * attention.head_dim, attention.n_kv_heads * attention.head_dim
         qkv = self.linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
@@ -144,11 +164,12 @@ class LayerLoader:
         if self.loader.is_balancing:
             norm, (qkv,) = self._balance_norm(norm, (qkv,))
             qkv, o = balance_values(qkv, o, attention)
-        return norm, {
-            "attention": self.attention(root),
-            "qkv": self.loader.linear(qkv, role=self._role(Split.OUTPUTS, q=q, k=kv, v=kv)),
-            "o": self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
-        }
+        return (
+            norm,
+            self.attention(root),
+            self.loader.linear(qkv, role=self._role(Split.OUTPUTS, q=q, k=kv, v=kv)),
+            self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
+        )
 
     def _balance_norm(
         self, norm: WeightTensor | None, readers: tuple[LinearParts, ...]
@@ -173,7 +194,7 @@ class LayerLoader:
         biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
         return LinearParts(weights=weights, biases=biases)
 
-    def attention(self, root: str) -> Handle:
+    def attention(self, root: str) -> Heads:
         """The layer's attention handle, with q_norm and k_norm where it has them."""
         spec = self.parts.attention
         heads = AttentionSpec(
@@ -202,12 +223,12 @@ class LayerLoader:
         """A norm over the residual width."""
         return None if name is None else self.source.tensor(f"{self.prefix}{name}.weight", self.spec.hidden)
 
-    def norm(self, tensor: WeightTensor | None) -> Handle | None:
+    def norm(self, tensor: WeightTensor | None) -> Vector | None:
         """A norm's handle; None where there is none."""
         return None if tensor is None else self.loader.vector(tensor, offset=self.spec.norm_offset)
 
-    def mlp(self, mlp: MlpSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
-        """A dense MLP, and the norm that it reads."""
+    def mlp(self, mlp: MlpSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, tuple[Linear, Linear]]:
+        """The norm that a dense MLP reads, and its gate_up and down."""
         root, hidden = f"{self.prefix}{self.names.mlp[0]}", self.spec.hidden
         gate_up = self.linear(root, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden, has_bias=mlp.has_bias)
         down = self.linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
@@ -215,13 +236,13 @@ class LayerLoader:
             norm, (gate_up,) = self._balance_norm(norm, (gate_up,))
             gate_up, down = balance_gated(gate_up, down)
         role = self._role(Split.OUTPUTS, gate=mlp.ffn, up=mlp.ffn)
-        return norm, {
-            "gate_up": self.loader.gated(gate_up, mlp.activation, role=role),
-            "down": self.loader.linear(down, role=self._role(Split.INPUTS, down=hidden)),
-        }
+        return norm, (
+            self.loader.gated(gate_up, mlp.activation, role=role),
+            self.loader.linear(down, role=self._role(Split.INPUTS, down=hidden)),
+        )
 
-    def _experts(self, moe: MoeSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, dict[str, Handle]]:
-        """A router and its experts, and the norm that all of them read.
+    def _experts(self, moe: MoeSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, Experts]:
+        """The norm that a router and its experts read, and the mixture of them.
 
         One tensor per expert and projection, or all experts stacked in one tensor each.
         """
@@ -254,18 +275,15 @@ class LayerLoader:
             (router,) = picking.weights
             pairs = (balance_gated(gate_up, expert.down) for gate_up, expert in zip(scaled, experts, strict=True))
             experts = tuple(ExpertParts(gate_up=gate_up, down=down) for gate_up, down in pairs)
-        mixture = ExpertsSpec(
-            n_experts=n,
-            experts_per_token=moe.experts_per_token,
-            ffn=ffn,
-            renormalises=moe.renormalises,
-            activation=moe.activation,
-        )
         role = self._role(Split.OUTPUTS, gate=ffn, up=ffn, down=hidden)
-        return norm, {"experts": self.loader.experts(mixture, router=router, experts=experts, role=role)}
+        return norm, self.loader.experts(moe, router=router, experts=experts, role=role)
 
 
-def run_decoder(ops: Ops, spec: ModelSpec, weights: DecoderWeights) -> Handle:
+def run_decoder(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    spec: ModelSpec,
+    weights: DecoderWeights[Table, Vector, Linear, Heads, Experts],
+) -> Hidden:
     """Logits [R, V] of the step that `ops` stands for."""
     x = ops.embed(weights.embedding, scale=spec.embed_scale)
     for number, layer in enumerate(weights.layers):
@@ -274,13 +292,19 @@ def run_decoder(ops: Ops, spec: ModelSpec, weights: DecoderWeights) -> Handle:
     return ops.head(x, weights.norm, weights.head, eps=spec.norm_eps, softcap=spec.logit_softcap)
 
 
-def run_layer(ops: Ops, x: Handle, weights: LayerWeights, *, eps: float) -> Handle:
+def run_layer(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
+    *,
+    eps: float,
+) -> Stream:
     """x + attention(x), then + mlp(x), each with the norms the layer has before and after it."""
 
-    def normed(y: Handle, norm: Handle | None) -> Handle:
+    def normed(y: Stream, norm: Vector | None) -> Stream | Hidden:
         return y if norm is None else ops.rms_norm(y, norm, eps=eps)
 
-    def added(y: Handle, projection: Handle, norm: Handle | None, x: Handle) -> Handle:
+    def added(y: Hidden, projection: Linear, norm: Vector | None, x: Stream) -> Stream:
         if norm is None:
             return ops.linear_add(y, projection, x)
         return ops.add(x, ops.rms_norm(ops.linear(y, projection), norm, eps=eps))
@@ -289,6 +313,8 @@ def run_layer(ops: Ops, x: Handle, weights: LayerWeights, *, eps: float) -> Hand
     heads = ops.attention(ops.rotate_and_cache(qkv, weights.attention), weights.attention)
     x = added(heads, weights.o, weights.post_attention_norm, x)
     h = normed(x, weights.pre_mlp_norm)
-    if weights.experts is not None:
+    if weights.dense is None:
+        assert weights.experts is not None
         return ops.experts_add(h, weights.experts, x)
-    return added(ops.linear_gate(h, weights.gate_up), weights.down, weights.post_mlp_norm, x)
+    gate_up, down = weights.dense
+    return added(ops.linear_gate(h, gate_up), down, weights.post_mlp_norm, x)

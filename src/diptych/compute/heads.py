@@ -15,12 +15,16 @@ import torch
 
 from diptych.compute.decoder import LayerLoader, LayerWeights, head_name, prefix_of, run_layer
 from diptych.compute.model import Blueprint
-from diptych.compute.ops.contract import Handle, LinearParts, Loader, Ops, WeightTensor
+from diptych.compute.ops.contract import LinearParts, Loader, Ops, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor
 from diptych.ground.errors import LoadError
 from diptych.models.heads import EagleSpec, MedusaSpec
 from diptych.models.spec import Activation, MlpSpec, ModelSpec
 
+# A head is walked on every backend, with whatever kinds of handle that has.
+Handle = Any
+AnyLoader = Loader[Any, Any, Any, Any, Any]
+AnyOps = Ops[Any, Any, Any, Any, Any, Any, Any]
 # our name -> what it is called in files, the first that is there
 EAGLE_NAMES: Mapping[str, tuple[str, ...]] = {
     "fc.": ("fc.", "fusion_fc.", "model.fc."),
@@ -154,7 +158,7 @@ class MedusaBlueprint(Blueprint):
     medusa: MedusaSpec
     target: TargetTensors
 
-    def load(self, loader: Loader) -> MedusaWeights:  # type: ignore[override]
+    def load(self, loader: AnyLoader) -> MedusaWeights:  # type: ignore[override]
         """Every tensor of the heads."""
         medusa, source = self.medusa, self.source
         shared = None if medusa.has_own_head else loader.linear(LinearParts(weights=(self.target.head(),)))
@@ -169,7 +173,7 @@ class MedusaBlueprint(Blueprint):
         source.finish(lambda name: name in ("lm_head.weight", "token_map"))
         return MedusaWeights(blocks=tuple(blocks), heads=tuple(heads) or (shared,) * medusa.n_heads)
 
-    def _block(self, loader: Loader, name: str) -> Handle:
+    def _block(self, loader: AnyLoader, name: str) -> Handle:
         """silu(W h + b) as a gate whose other half is 1."""
         width = self.medusa.hidden
         weight = self.source.tensor(f"{name}weight", width, width)
@@ -178,7 +182,7 @@ class MedusaBlueprint(Blueprint):
         zeros = Constant(f"{name}zeros", torch.zeros(width, width, dtype=weight.dtype))
         return loader.gated(LinearParts(weights=(weight, zeros), biases=(bias, ones)), Activation.SILU)
 
-    def forward(self, ops: Ops, weights: MedusaWeights) -> None:  # type: ignore[override]
+    def forward(self, ops: AnyOps, weights: MedusaWeights) -> None:  # type: ignore[override]
         """All heads."""
         for i, (blocks, head) in enumerate(zip(weights.blocks, weights.heads, strict=True)):
             x = ops.input(self.medusa.hidden)
@@ -215,7 +219,7 @@ class EagleBlueprint(Blueprint):
     eagle: EagleSpec
     target: TargetTensors
 
-    def load(self, loader: Loader) -> EagleWeights:  # type: ignore[override]
+    def load(self, loader: AnyLoader) -> EagleWeights:  # type: ignore[override]
         """Every tensor of the head, and the model's where it has none of its own."""
         spec, source = self.spec, self.source
         own_table, own_head = source.has("embed_tokens.weight"), source.has("lm_head.weight")
@@ -235,8 +239,9 @@ class EagleBlueprint(Blueprint):
             embedding=loader.table(table, head=head if table.name == output.name and not own_head else None),
             fuse=fuse,
             layer=LayerWeights(
-                **({"qkv": None} | attention),
-                **dense,
+                **attention,
+                dense=dense,
+                experts=None,
                 pre_mlp_norm=layer.norm(pre_mlp),
                 input_norm=None,
                 post_attention_norm=None,
@@ -247,7 +252,7 @@ class EagleBlueprint(Blueprint):
         )
 
     def _first(
-        self, loader: Loader, layer: LayerLoader
+        self, loader: AnyLoader, layer: LayerLoader[Any, Any, Any, Any, Any]
     ) -> tuple[tuple[Handle, Handle], dict[str, Any], dict[str, Any]]:
         """EAGLE-1: fc over (embedding, state); a layer that reads the stream itself."""
         width, source = self.spec.hidden, self.source
@@ -259,10 +264,12 @@ class EagleBlueprint(Blueprint):
             for field, name in (("input_norm", "embedding_norm"), ("norm", "head_norm"))
             if source.has(f"{name}.weight")
         }
-        return (loader.linear(halves[0]), loader.linear(halves[1])), layer.heads(None)[1], norms
+        _, heads, qkv, o = layer.heads(None)
+        attention = {"attention": heads, "qkv": qkv, "o": o}
+        return (loader.linear(halves[0]), loader.linear(halves[1])), attention, norms
 
     def _third(
-        self, loader: Loader, layer: LayerLoader
+        self, loader: AnyLoader, layer: LayerLoader[Any, Any, Any, Any, Any]
     ) -> tuple[tuple[Handle, Handle], dict[str, Any], dict[str, Any]]:
         """EAGLE-3: q, k and v read (embedding, state), each normed; `fc` is a walk of its own."""
         width, source = self.spec.hidden, self.source
@@ -284,10 +291,10 @@ class EagleBlueprint(Blueprint):
             source.tensor("layers.0.hidden_norm.weight", width)
         else:
             norms["state_norm"] = layer.norm(layer.norm_tensor("hidden_norm"))
-        attended = {"attention": layer.attention(root), "o": loader.linear(o)}
+        attended = {"attention": layer.attention(root), "qkv": None, "o": loader.linear(o)}
         return (loader.linear(halves[0]), loader.linear(halves[1])), attended, norms
 
-    def forward(self, ops: Ops, weights: EagleWeights) -> Handle:  # type: ignore[override]
+    def forward(self, ops: AnyOps, weights: EagleWeights) -> Handle:  # type: ignore[override]
         """Logits [R, V] of the drafts' vocabulary."""
         spec = self.spec
         e = ops.embed(weights.embedding, scale=spec.embed_scale)
@@ -301,16 +308,18 @@ class EagleBlueprint(Blueprint):
         ops.tap(x, 0)
         return ops.head(x, weights.norm, weights.head, eps=spec.norm_eps, softcap=None)
 
-    def _layer(self, ops: Ops, weights: EagleWeights, words: Handle, x: Handle) -> Handle:
+    def _layer(self, ops: AnyOps, weights: EagleWeights, words: Handle, x: Handle) -> Handle:
         """EAGLE-3's: attention over both, the residual stream is the state."""
         layer, eps = weights.layer, self.spec.norm_eps
         qkv = ops.linear(words, weights.fuse[0])
         state = x if weights.state_norm is None else ops.rms_norm(x, weights.state_norm, eps=eps)
-        qkv = ops.linear_add(state, weights.fuse[1], qkv)
+        qkv = ops.linear_sum(state, weights.fuse[1], qkv)
         heads = ops.attention(ops.rotate_and_cache(qkv, layer.attention), layer.attention)
         x = ops.linear_add(heads, layer.o, x)
         h = ops.rms_norm(x, layer.pre_mlp_norm, eps=eps)
-        return ops.linear_add(ops.linear_gate(h, layer.gate_up), layer.down, x)
+        assert layer.dense is not None
+        gate_up, down = layer.dense
+        return ops.linear_add(ops.linear_gate(h, gate_up), down, x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,13 +341,13 @@ class FusionBlueprint(Blueprint):
         """Width of what is given."""
         return len(self.eagle.taps) * self.eagle.target_hidden
 
-    def load(self, loader: Loader) -> FusionWeights:  # type: ignore[override]
+    def load(self, loader: AnyLoader) -> FusionWeights:  # type: ignore[override]
         """One projection."""
         width, source = self.spec.hidden, self.source
         bias = (source.tensor("fc.bias", width),) if source.has("fc.bias") else ()
         weight = source.tensor("fc.weight", width, self.n_inputs)
         return FusionWeights(head=loader.linear(LinearParts(weights=(weight,), biases=bias)))
 
-    def forward(self, ops: Ops, weights: FusionWeights) -> None:  # type: ignore[override]
+    def forward(self, ops: AnyOps, weights: FusionWeights) -> None:  # type: ignore[override]
         """W states."""
         ops.tap(ops.linear(ops.input(self.n_inputs), weights.head), 0)

@@ -20,10 +20,11 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.decoder import DecoderWeights, family_named, head_name, load_decoder, prefix_of, run_decoder
 from diptych.compute.kv_store import KVStore
-from diptych.compute.ops.contract import Handle, Loader, Ops, Taps
+from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Taps, Vector
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.sampler import Weighed
 from diptych.compute.weights import Source
+from diptych.ground.errors import UnsupportedModel
 from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model, refuse_unrun
@@ -54,14 +55,20 @@ class Blueprint:
     hf_config: dict[str, Any]
     source: Source
 
-    def load(self, loader: Loader) -> DecoderWeights:
+    def load(
+        self, loader: Loader[Table, Vector, Linear, Heads, Experts]
+    ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
         weights = load_decoder(self.source, loader, self.spec)
         ignored = (*family_named(self.spec).ignored, *(("lm_head.weight",) if self.spec.is_tied else ()))
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 
-    def forward(self, ops: Ops, weights: DecoderWeights) -> Handle:
+    def forward(
+        self,
+        ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+        weights: DecoderWeights[Table, Vector, Linear, Heads, Experts],
+    ) -> Hidden:
         """The family's forward in the vocabulary of `ops`; logits [R, V]."""
         return run_decoder(ops, self.spec, weights)
 
@@ -90,6 +97,12 @@ def draw_blueprint(
     config = HfConfig(hf_config, path=path)
     refuse_unrun(config)
     spec = read_model(config, max_context_tokens, longrope=longrope)
+    caches = {(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in spec.layers}
+    if len(caches) > 1:
+        shapes = ", ".join(f"{n_kv_heads} x {head_dim}" for n_kv_heads, head_dim in sorted(caches))
+        raise UnsupportedModel(
+            f"the layers of {path} cache key-value heads of different shapes: {shapes}; one is supported"
+        )
     rope = spec.attention.rope
     if rope is not None and rope.divisors_name is not None:
         logger.info(

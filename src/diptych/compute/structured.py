@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -175,24 +176,18 @@ class GrammarCompiler:
             return self._tokenizer
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class CompiledGrammar:
-    """A grammar ready to be begun any number of times."""
+    """A grammar ready to be begun any number of times. submit: hands a function and its arguments to the masks' thread."""
 
-    def __init__(
-        self,
-        matcher: llguidance.LLMatcher,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        submit: Callable[..., Future[None]],
-    ) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
-        self._submit = submit
+    matcher: llguidance.LLMatcher
+    vocab_size: int
+    eos_token_ids: Sequence[int]
+    submit: Callable[..., Future[None]]
 
     def begin(self) -> GrammarState:
         """The state of one sequence at the start of its output."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids, self._submit)
+        return GrammarState(self)
 
 
 class GrammarState:
@@ -202,20 +197,14 @@ class GrammarState:
     `mask` and `allowed` raise GrammarError: what was written until there is no whole sentence of it.
     """
 
-    def __init__(
-        self,
-        matcher: llguidance.LLMatcher,
-        vocab_size: int,
-        eos_token_ids: Sequence[int],
-        submit: Callable[..., Future[None]],
-    ) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-        self._submit = submit
-        self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._matcher = grammar.matcher.deep_copy()
+        self._vocab_size = grammar.vocab_size
+        self._submit = grammar.submit
+        self._words = np.zeros(-(-grammar.vocab_size // 32), dtype=np.int32)
         self._flags = np.empty((self._words.nbytes, 8), dtype=bool)
-        self._only_eos = np.zeros(vocab_size, dtype=bool)
-        self._only_eos[list(eos_token_ids)] = True
+        self._only_eos = np.zeros(grammar.vocab_size, dtype=bool)
+        self._only_eos[list(grammar.eos_token_ids)] = True
         self._n_tokens = 0
         self._filling: Future[None] | None = None
         self.is_complete = False  # nothing more can be accepted but an end of text

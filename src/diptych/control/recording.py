@@ -22,36 +22,15 @@ from diptych.ground.errors import EngineError
 from diptych.ground.events import Event
 from diptych.ground.phase import FinishReason, Phase
 from diptych.ground.request import Request, SamplingParams, Segment, StructuredSpec
-from diptych.ground.step import (
-    BlockCopy,
-    Chunk,
-    ChunkResult,
-    SequenceStart,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from diptych.ground.step import BlockCopy, Chunk, ChunkResult, SequenceStart, StepPlan, StepResult, TokenLogprobs
 
 _TYPES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        BlockConfig,
-        BlockCopy,
-        Chunk,
-        ChunkResult,
-        FinishReason,
-        Phase,
-        Request,
-        SamplingParams,
-        SchedulerConfig,
-        Segment,
-        SequenceStart,
-        StepPlan,
-        StepResult,
-        StructuredSpec,
-        TokenLogprobs,
+        BlockConfig, BlockCopy, Chunk, ChunkResult, FinishReason, Phase, Request, SamplingParams, SchedulerConfig, Segment,
+        SequenceStart, StepPlan, StepResult, StructuredSpec, TokenLogprobs,
     )
-}
+}  # fmt: skip
 
 
 def encode(value: object) -> Any:

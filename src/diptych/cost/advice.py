@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -230,21 +231,14 @@ def chunk_for(setup: Setup, question: Question) -> ChunkAdvice:
         )
         return predictor.predict(decode.plus(StepShape(shapes=(shape,)))).total_s
 
-    low, high = 0, prompt
-    while low < high:
-        middle = (low + high + 1) // 2
-        if step_s(middle) <= question.stall_budget_s:
-            low = middle
-        else:
-            high = middle - 1
-    steps = -(-prompt // low) if low else 0
-    reread = kv_bytes_stored(setup.model, setup.kv, 1) * prompt * (prompt - low) / (2 * low) if low else 0.0
+    chunk = bisect_right(range(1, prompt + 1), question.stall_budget_s, key=step_s)  # 0: none is short enough
+    reread = kv_bytes_stored(setup.model, setup.kv, 1) * prompt * (prompt - chunk) / (2 * chunk) if chunk else 0.0
     return ChunkAdvice(
         stall_budget_s=question.stall_budget_s,
         decode_only_s=predictor.predict(decode).total_s,
-        chunk_tokens=low,
-        step_s=step_s(low) if low else step_s(1),
-        ttft_s=_chunked_ttft_s(setup, question, decode, low) if steps else float("inf"),
+        chunk_tokens=chunk,
+        step_s=step_s(chunk or 1),
+        ttft_s=_chunked_ttft_s(setup, question, decode, chunk) if chunk else float("inf"),
         whole_step_s=step_s(prompt),
         kv_reread_bytes=reread,
     )

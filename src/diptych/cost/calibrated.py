@@ -23,14 +23,14 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.calibration import Calibration, Constants, Coverage
-from diptych.cost.components import ATTENTION, cost_of, expected_experts, kv_tokens_factor, layer_groups
+from diptych.cost.components import ATTENTION, attention_widths, cost_of, expected_experts, kv_elements
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec, StepCost
-from diptych.models.spec import ModelSpec
+from diptych.models.spec import ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,8 @@ class _Units:
     row_flops: float
     expert_row_flops: float
     head_row_flops: float
-    kv_bytes: float  # one token, one layer
-    windows: tuple[tuple[int | None, int], ...]  # window, layers
-    pair_flops: float
-    absorbed_pair_flops: float  # MLA decode works on the latents; the same as pair_flops elsewhere
+    # window; over its layers: bytes of one token's KV, FLOPs of a pair in prefill and in decode, where MLA takes the latents
+    windows: tuple[tuple[int | None, float, float, float], ...]
     expand_flops: float  # MLA prefill expands each cached latent
     all_reduces: int
     moe_layers: int
@@ -62,16 +60,16 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units
     unit = cost_of(model, StepShape.decode(batch=1, context_tokens=1), quant=quant, kv=kv, tp=tp)
     head, experts = unit.component("head"), unit.component("experts")
     body = [part for part in unit.components if part.name not in (*ATTENTION, "head", "experts", "embedding")]
-    windows: dict[int | None, int] = {}
-    for group in layer_groups(model):
-        windows[group.window] = windows.get(group.window, 0) + group.n_layers
-    heads, mla = model.n_heads / tp, model.mla
-    pair_flops = absorbed = 4.0 * heads * model.head_dim
+    windows: dict[int | None, tuple[float, float, float]] = {}
     expand = 0.0
-    if mla is not None:
-        pair_flops = 2.0 * heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)
-        absorbed = 2.0 * heads * (2 * mla.kv_rank + mla.rope_dim)
-        expand = 2.0 * model.n_layers * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
+    for layer, n in model.layer_groups:
+        attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
+        if mla is not None:
+            expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
+        pair_flops, absorbed = (2.0 * n * heads * sum(attention_widths(attention, is_decode=d)) for d in (False, True))
+        sums = windows.get(attention.window, (0.0, 0.0, 0.0))
+        kv_bytes = n * kv_elements(attention, tp) * kv.bytes_per_element
+        windows[attention.window] = (sums[0] + kv_bytes, sums[1] + pair_flops, sums[2] + absorbed)
     return _Units(
         dense_bytes=sum(part.weight_bytes for part in body),
         dense_class=weight_class(quant.weight_bytes, quant.name),
@@ -82,13 +80,10 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units
         row_flops=sum(part.flops for part in body),
         expert_row_flops=experts.flops,
         head_row_flops=head.flops,
-        kv_bytes=kv_tokens_factor(model, tp) * kv.bytes_per_element,
-        windows=tuple(windows.items()),
-        pair_flops=pair_flops,
-        absorbed_pair_flops=absorbed,
+        windows=tuple((window, *sums) for window, sums in windows.items()),
         expand_flops=expand,
         all_reduces=2 * model.n_layers if tp > 1 else 0,
-        moe_layers=sum(group.n_layers for group in layer_groups(model) if group.is_moe),
+        moe_layers=sum(n for layer, n in model.layer_groups if isinstance(layer.mlp, MoeSpec)),
         row_link_bytes=sum(part.link_bytes for part in unit.components if part.name != "head"),
         logits_link_bytes=head.link_bytes,
     )
@@ -193,7 +188,7 @@ class CalibratedModel:
         multiplied_in = compute_dtype(hardware, quant.compute)
         expert_rate = peak_flops_per_s(hardware, quant.compute) * c.expert_fraction(multiplied_in)
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_ef
-        kv_s = units.kv_bytes / (bandwidth * c.kv_eb)
+        kv_rate = bandwidth * c.kv_eb
         link = link_rate(hardware, self.tp) * c.link_fraction
 
         def weights_s(n_bytes: float, weights: str) -> float:
@@ -212,13 +207,8 @@ class CalibratedModel:
             head_weights_s=weights_s(units.head_bytes, units.head_class),
             head_row_s=units.head_row_flops / rate,
             windows=tuple(
-                (
-                    window,
-                    n * kv_s,
-                    n * units.pair_flops / attention_rate,
-                    n * units.absorbed_pair_flops / attention_rate,
-                )
-                for window, n in units.windows
+                (window, kv_bytes / kv_rate, pair_flops / attention_rate, absorbed / attention_rate)
+                for window, kv_bytes, pair_flops, absorbed in units.windows
             ),
             cached_row_s=units.expand_flops / rate,
             link_base_s=units.all_reduces * c.allreduce_s,

@@ -17,7 +17,7 @@ from functools import lru_cache
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
-from diptych.models.spec import MlaSpec, ModelSpec, MoeSpec, QkNorm
+from diptych.models.spec import AttentionLayer, LayerSpec, MlaSpec, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
@@ -62,23 +62,10 @@ _FIELDS = tuple(field for field in Component.__dataclass_fields__ if field != "n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGroup:
-    """Layers that cost the same: equal window and equal kind of MLP."""
-
-    n_layers: int
-    window: int | None
-    is_moe: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseCost:
-    """One step on one of `tp` devices. `layers` pairs each group with the components of ONE of its layers."""
+    """One step on one of `tp` devices."""
 
     components: tuple[Component, ...]
-    layers: tuple[tuple[LayerGroup, tuple[Component, ...]], ...]
-    n_tokens: int
-    n_logits_rows: int
-    n_sequences: int
     tp: int
 
     def total(self, field: str) -> float:
@@ -150,74 +137,67 @@ def _popularity(n_experts: int, experts_per_token: int, skew: float) -> tuple[fl
     return tuple(chances)
 
 
-def layer_groups(model: ModelSpec) -> tuple[LayerGroup, ...]:
-    """The model's distinct layers with their counts, in order of first appearance."""
-    counts: dict[tuple[int | None, bool], int] = {}
-    for layer, window in enumerate(model.windows):
-        key = (window, model.is_moe_layer(layer))
-        counts[key] = counts.get(key, 0) + 1
-    return tuple(LayerGroup(n_layers=n, window=window, is_moe=moe) for (window, moe), n in counts.items())
-
-
-def kv_tokens_factor(model: ModelSpec, tp: int) -> float:
-    """KV elements per token and layer on one device. KV heads are replicated when tp > n_kv_heads; MLA is not split."""
-    if model.mla is not None:
-        return float(model.mla.kv_rank + model.mla.rope_dim)
-    return 2.0 * max(model.n_kv_heads / tp, 1.0) * model.head_dim
+def kv_elements(attention: AttentionLayer, tp: int) -> float:
+    """KV elements per token of one layer on one device. KV heads are replicated when tp > n_kv_heads; MLA is not split."""
+    if attention.mla is not None:
+        return float(attention.mla.kv_rank + attention.mla.rope_dim)
+    return 2.0 * max(attention.n_kv_heads / tp, 1.0) * attention.head_dim
 
 
 def kv_bytes_per_token(model: ModelSpec, kv: KVSpec, *, tp: int = 1) -> float:
     """KV bytes of one token over all layers on one device (windowed layers hold at most their window)."""
-    return model.n_layers * kv_tokens_factor(model, tp) * kv.bytes_per_element
+    return sum(n * kv_elements(layer.attention, tp) for layer, n in model.layer_groups) * kv.bytes_per_element
 
 
 def kv_bytes_of_context(model: ModelSpec, kv: KVSpec, context_tokens: int, *, tp: int = 1) -> float:
     """KV bytes one sequence holds at a context, rounded up to blocks; windowed layers keep only their window."""
     blocks = -(-context_tokens // kv.block_tokens) * kv.block_tokens
-    tokens = sum(blocks if window is None else min(blocks, window) for window in model.windows)
-    return tokens * kv_tokens_factor(model, tp) * kv.bytes_per_element
+    return kv_elements_of(model, blocks, tp) * kv.bytes_per_element
+
+
+def kv_elements_of(model: ModelSpec, tokens: int, tp: int) -> float:
+    """KV elements of one sequence over all layers on one device; windowed layers keep only their window."""
+    return sum(
+        n * min(tokens, layer.attention.window or tokens) * kv_elements(layer.attention, tp)
+        for layer, n in model.layer_groups
+    )
 
 
 def cost_of(model: ModelSpec, work: StepShape, *, quant: QuantSpec, kv: KVSpec, tp: int = 1) -> PhaseCost:
     """Every component of one step. `tp` must divide the query heads."""
     check_tp(model, tp)
-    sizes = _Sizes(model, work, quant, kv, tp)
-    layers = tuple((group, _layer(sizes, group)) for group in layer_groups(model))
+    sizes = _Sizes(model, model.layers[0], work, quant, kv, tp)
     totals: dict[str, Component] = {"embedding": _embedding(sizes)}
-    for group, components in layers:
-        for component in components:
-            part = component.times(group.n_layers)
+    for layer, n_layers in model.layer_groups:
+        for component in _layer(_Sizes(model, layer, work, quant, kv, tp)):
+            part = component.times(n_layers)
             totals[part.name] = totals[part.name].plus(part) if part.name in totals else part
-    head = _head(sizes)
-    norm = _final_norm(sizes)
-    totals["norms"] = totals["norms"].plus(norm)
-    totals["head"] = head
-    return PhaseCost(
-        components=tuple(totals.values()),
-        layers=layers,
-        n_tokens=work.n_tokens,
-        n_logits_rows=work.n_logits_rows,
-        n_sequences=work.n_sequences,
-        tp=tp,
-    )
+    totals["norms"] = totals["norms"].plus(_final_norm(sizes))
+    totals["head"] = _head(sizes)
+    return PhaseCost(components=tuple(totals.values()), tp=tp)
 
 
 def check_tp(model: ModelSpec, tp: int) -> None:
     """Refuse a split that cuts through a query head."""
     if tp < 1:
         raise ConfigError(f"tensor parallel degree is {tp}; it must be at least 1")
-    if model.n_heads % tp:
-        raise ConfigError(
-            f"{model.name} has {model.n_heads} query heads; they cannot be split evenly over {tp} devices",
-            hint=f"use a divisor of {model.n_heads}",
-        )
+    for n_heads in {layer.attention.n_heads for layer, _ in model.layer_groups}:
+        if n_heads % tp:
+            raise ConfigError(
+                f"{model.name} has {n_heads} query heads; they cannot be split evenly over {tp} devices",
+                hint=f"use a divisor of {n_heads}",
+            )
 
 
 class _Sizes:
-    """The numbers that all component formulas share."""
+    """The numbers that the formulas of one layer's components share."""
 
-    def __init__(self, model: ModelSpec, work: StepShape, quant: QuantSpec, kv: KVSpec, tp: int) -> None:
+    def __init__(
+        self, model: ModelSpec, layer: LayerSpec, work: StepShape, quant: QuantSpec, kv: KVSpec, tp: int
+    ) -> None:
         self.model = model
+        self.layer = layer
+        self.attention = layer.attention
         self.work = work
         self.quant = quant
         self.kv = kv
@@ -225,15 +205,16 @@ class _Sizes:
         self.n = work.n_tokens
         self.a = quant.activation_bytes
         self.w = quant.weight_bytes
-        self.heads = model.n_heads / tp
-        self.kv_heads = max(model.n_kv_heads / tp, 1.0)
+        self.heads = layer.attention.n_heads / tp
+        self.kv_heads = max(layer.attention.n_kv_heads / tp, 1.0)
+        self.kv_bytes = kv_elements(layer.attention, tp) * kv.bytes_per_element  # of one token
 
 
-def _layer(sizes: _Sizes, group: LayerGroup) -> tuple[Component, ...]:
-    model = sizes.model
-    projections = _gqa(sizes) if model.mla is None else _mla(sizes, model.mla)
-    mlp = _experts(sizes, model.moe) if group.is_moe and model.moe is not None else (_mlp(sizes),)
-    return (_norms(sizes), *projections, *_attention(sizes, group.window), *mlp)
+def _layer(sizes: _Sizes) -> tuple[Component, ...]:
+    mla, mlp = sizes.attention.mla, sizes.layer.mlp
+    projections = _gqa(sizes) if mla is None else _mla(sizes, mla)
+    ffn = _experts(sizes, mlp) if isinstance(mlp, MoeSpec) else (_mlp(sizes, mlp),)
+    return (_norms(sizes), *projections, *_attention(sizes), *ffn)
 
 
 def _all_reduce_bytes(sizes: _Sizes) -> float:
@@ -251,19 +232,17 @@ def _linear(sizes: _Sizes, name: str, n_in: float, n_out: float, *, bias: float 
 
 
 def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
-    model = sizes.model
-    q_width, kv_width = sizes.heads * model.head_dim, sizes.kv_heads * model.head_dim
+    hidden, attention, head_dim = sizes.model.hidden, sizes.attention, sizes.attention.head_dim
+    q_width, kv_width = sizes.heads * head_dim, sizes.kv_heads * head_dim
     width = q_width + 2 * kv_width
-    qkv = _linear(sizes, "qkv", model.hidden, width, bias=width if model.attention.has_qkv_bias else 0.0)
-    qk_norm = model.attention.qk_norm
-    if qk_norm is not QkNorm.NONE:
-        norm = 2 * model.head_dim if qk_norm is QkNorm.HEAD else q_width + kv_width
+    qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
+    if attention.qk_norm is not QkNorm.NONE:
+        norm = 2 * head_dim if attention.qk_norm is QkNorm.HEAD else q_width + kv_width
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
-    kv_write = sizes.n * kv_tokens_factor(model, sizes.tp) * sizes.kv.bytes_per_element
-    rotary = 6.0 * sizes.n * (sizes.heads + sizes.kv_heads) * model.head_dim
-    qkv = replace(qkv, kv_write_bytes=kv_write, vector_flops=rotary)
-    o_bias = model.hidden if model.attention.has_o_bias else 0.0
-    return qkv, _linear(sizes, "o", q_width, model.hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
+    rotary = 6.0 * sizes.n * (sizes.heads + sizes.kv_heads) * head_dim
+    qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.kv_bytes, vector_flops=rotary)
+    o_bias = hidden if attention.has_o_bias else 0.0
+    return qkv, _linear(sizes, "o", q_width, hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
 
 
 def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
@@ -272,7 +251,7 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
     Decode absorbs W_UK and W_UV, which costs the same as expanding one token; a prefill chunk also expands the
     latents of the tokens cached before it.
     """
-    model, hidden = sizes.model, sizes.model.hidden
+    hidden = sizes.model.hidden
     q_head = mla.nope_dim + mla.rope_dim
     q_width = sizes.heads * q_head
     if mla.q_rank is None:
@@ -284,28 +263,27 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
     up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
     expanded = sum(s.start_pos * s.count for s in sizes.work.shapes if not s.is_decode)
     up = replace(up, flops=up.flops + 2.0 * expanded * mla.kv_rank * sizes.heads * (mla.nope_dim + mla.v_dim))
-    kv_write = sizes.n * kv_tokens_factor(model, sizes.tp) * sizes.kv.bytes_per_element
-    qkv = replace(q.plus(latent).plus(up), kv_write_bytes=kv_write)
-    qkv = replace(qkv, vector_flops=6.0 * sizes.n * (sizes.heads + 1) * mla.rope_dim)
+    rotary = 6.0 * sizes.n * (sizes.heads + 1) * mla.rope_dim
+    qkv = replace(q.plus(latent).plus(up), kv_write_bytes=sizes.n * sizes.kv_bytes, vector_flops=rotary)
     return qkv, _linear(sizes, "o", sizes.heads * mla.v_dim, hidden, link=_all_reduce_bytes(sizes))
 
 
-def _attention(sizes: _Sizes, window: int | None) -> tuple[Component, Component]:
+def _attention(sizes: _Sizes) -> tuple[Component, Component]:
     """Scores read K, values read V; with MLA both come from one latent, charged to the scores."""
-    model, mla = sizes.model, sizes.model.mla
+    mla, window = sizes.attention.mla, sizes.attention.window
     score_flops = value_flops = softmax = kv_tokens = 0.0
     for shape in sizes.work.shapes:
         pairs = float(shape.pairs(window) * shape.count)
         kv_tokens += shape.kv_read_tokens(window) * shape.count
-        score_width, value_width = _attention_widths(model, is_decode=shape.is_decode)
+        score_width, value_width = attention_widths(sizes.attention, is_decode=shape.is_decode)
         score_flops += 2.0 * sizes.heads * score_width * pairs
         value_flops += 2.0 * sizes.heads * value_width * pairs
         softmax += 5.0 * sizes.heads * pairs
-    kv_read = kv_tokens * kv_tokens_factor(model, sizes.tp) * sizes.kv.bytes_per_element
-    width = sizes.heads * (model.head_dim if mla is None else mla.v_dim)
+    kv_read = kv_tokens * sizes.kv_bytes
+    width = sizes.heads * (sizes.attention.head_dim if mla is None else mla.v_dim)
     half = kv_read / 2.0 if mla is None else 0.0
     io = sizes.n * width * sizes.a
-    sinks = sizes.heads * 2.0 if model.attention.has_sinks else 0.0
+    sinks = sizes.heads * 2.0 if sizes.attention.has_sinks else 0.0
     scores = Component(
         name="scores",
         flops=score_flops,
@@ -317,19 +295,17 @@ def _attention(sizes: _Sizes, window: int | None) -> tuple[Component, Component]
     return scores, Component(name="values", flops=value_flops, activation_bytes=io, kv_read_bytes=half)
 
 
-def _attention_widths(model: ModelSpec, *, is_decode: bool) -> tuple[int, int]:
-    """Width of one head's dot products: (scores, values)."""
-    mla = model.mla
+def attention_widths(attention: AttentionLayer, *, is_decode: bool) -> tuple[int, int]:
+    """Width of one head's dot products: (scores, values). Decode of MLA works on the latents."""
+    mla = attention.mla
     if mla is None:
-        return model.head_dim, model.head_dim
+        return attention.head_dim, attention.head_dim
     if is_decode:
         return mla.kv_rank + mla.rope_dim, mla.kv_rank
     return mla.nope_dim + mla.rope_dim, mla.v_dim
 
 
-def _mlp(sizes: _Sizes) -> Component:
-    mlp = sizes.model.mlp
-    assert mlp is not None
+def _mlp(sizes: _Sizes, mlp: MlpSpec) -> Component:
     return _ffn(sizes, "mlp", mlp.ffn, matrices=3 if mlp.is_gated else 2, has_bias=mlp.has_bias)
 
 
@@ -379,13 +355,13 @@ def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
 
 
 def _norms(sizes: _Sizes) -> Component:
-    model = sizes.model
+    model, count = sizes.model, sizes.layer.norms.count
     per_norm = model.hidden * (2 if model.has_norm_bias else 1)
     return Component(
         name="norms",
-        vector_flops=4.0 * model.norms.count * sizes.n * model.hidden,
-        weight_bytes=model.norms.count * per_norm * 2.0,
-        activation_bytes=3.0 * model.norms.count * sizes.n * model.hidden * sizes.a,
+        vector_flops=4.0 * count * sizes.n * model.hidden,
+        weight_bytes=count * per_norm * 2.0,
+        activation_bytes=3.0 * count * sizes.n * model.hidden * sizes.a,
     )
 
 

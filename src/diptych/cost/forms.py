@@ -130,10 +130,7 @@ FORMS: tuple[StackForm, ...] = (
         stack="llama.cpp-metal",
         phase=Phase.DECODE,
         fixed=Constants(ef=_table(other=0.7), p=8.0, kv_eb=0.8),
-        free=(
-            Free(path="layer_s", start=170e-6, limits=_TIME),
-            Free(path="eb.other", start=0.92, limits=_FRACTION),
-        ),
+        free=(Free(path="layer_s", start=170e-6, limits=_TIME), Free(path="eb.other", start=0.92, limits=_FRACTION)),
     ),
     StackForm(
         stack="llama.cpp-metal",
@@ -168,10 +165,7 @@ FORMS: tuple[StackForm, ...] = (
                 stack="llama.cpp-cuda",
                 phase=Phase.PREFILL,
                 fixed=Constants(eb=_table(other=0.8), ef=_table(other=0.6), p=4.0, attention_ef=0.3, layer_s=60e-6),
-                free=(
-                    Free(path="ef.int8", start=int8_fraction, limits=_FRACTION),
-                    *experts,
-                ),
+                free=(Free(path="ef.int8", start=int8_fraction, limits=_FRACTION), *experts),
                 architectures=architectures,
             ),
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from diptych.cost.components import LOGIT_BYTES, kv_bytes_of_context
 from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
+from diptych.models.spec import MlpSpec
 
 # The part of memory an engine may use; the rest is the runtime's, the allocator's and other programs'.
 MEMORY_SHARE = 0.9
@@ -56,7 +58,11 @@ def activation_bytes_of(setup: Setup) -> float:
     """Buffers of the largest step: residual, normed input, projections, MLP, and logits of a few rows."""
     model = setup.model
     tokens = min(MAX_STEP_TOKENS, model.max_context_tokens or MAX_STEP_TOKENS)
-    width = 3 * model.hidden + 2 * max(model.ffn, model.n_heads * model.head_dim) / setup.tp
+    attention = max(layer.attention.n_heads * layer.attention.head_dim for layer, _ in model.layer_groups)
+    ffn = max(
+        layer.mlp.ffn if isinstance(layer.mlp, MlpSpec) else layer.mlp.expert_ffn for layer, _ in model.layer_groups
+    )
+    width = 3 * model.hidden + 2 * max(ffn, attention) / setup.tp
     return tokens * width * setup.quant.activation_bytes + 256 * model.vocab_size * LOGIT_BYTES / setup.tp
 
 
@@ -68,11 +74,4 @@ def _longest_context(setup: Setup, free_bytes: float) -> int:
 
     if fits(limit):
         return limit
-    low, high = 0, limit
-    while low < high - 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect_left(range(1, limit), True, key=lambda tokens: not fits(tokens))

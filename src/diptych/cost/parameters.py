@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+from diptych.cost.components import attention_widths, kv_elements_of
 from diptych.ground.specs import KVSpec, QuantSpec
-from diptych.models.spec import ModelSpec, QkNorm
+from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
 
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
@@ -16,19 +17,14 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     counts = {
         "embedding": (model.vocab_size + model.n_position_embeddings) * model.hidden,
         "head": 0 if model.is_tied else model.vocab_size * model.hidden,
-        "attention": model.n_layers * _attention(model),
-        "mlp": 0,
-        "router": 0,
-        "experts": 0,
-        "shared_experts": 0,
+        **dict.fromkeys(("attention", "mlp", "router", "experts", "shared_experts"), 0),
         "norms": _norms(model),
     }
-    for layer in range(model.n_layers):
-        if model.is_moe_layer(layer):
-            for name, count in _moe(model).items():
-                counts[name] += count
-        else:
-            counts["mlp"] += _mlp(model)
+    for layer, n in model.layer_groups:
+        counts["attention"] += n * _attention(model, layer.attention)
+        mlp = layer.mlp
+        for name, count in (_moe(model, mlp) if isinstance(mlp, MoeSpec) else {"mlp": _mlp(model, mlp)}).items():
+            counts[name] += n * count
     return counts
 
 
@@ -49,17 +45,24 @@ def active_parameter_count(model: ModelSpec) -> int:
 def linear_parameter_count(model: ModelSpec) -> int:
     """Matrix parameters one token meets in the layers (no head, no norms, no biases): half the linear FLOPs/token."""
     total = 0
-    for layer in range(model.n_layers):
-        total += _attention_matrices(model)
-        if model.is_moe_layer(layer) and model.moe is not None:
-            moe = model.moe
-            per_expert = 3 * model.hidden * moe.expert_ffn
-            total += moe.experts_per_token * per_expert + model.hidden * moe.n_experts
-            total += 3 * model.hidden * moe.shared_ffn
+    for layer, n in model.layer_groups:
+        mlp = layer.mlp
+        if isinstance(mlp, MoeSpec):
+            width = 3 * (mlp.experts_per_token * mlp.expert_ffn + mlp.shared_ffn) + mlp.n_experts
         else:
-            assert model.mlp is not None
-            total += (3 if model.mlp.is_gated else 2) * model.hidden * model.mlp.ffn
+            width = _matrices(mlp) * mlp.ffn
+        total += n * (_attention_matrices(model, layer.attention) + model.hidden * width)
     return total
+
+
+def attention_flops_per_pair(model: ModelSpec) -> float:
+    """FLOPs of one query and one key in all layers: a dot product for the score and one for the value, each head."""
+    return float(
+        sum(
+            2 * n * layer.attention.n_heads * sum(attention_widths(layer.attention, is_decode=False))
+            for layer, n in model.layer_groups
+        )
+    )
 
 
 def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1) -> float:
@@ -75,53 +78,46 @@ def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1) -> f
 
 def kv_bytes_stored(model: ModelSpec, kv: KVSpec, context_tokens: int) -> float:
     """KV bytes of one sequence over the whole model, unsplit and unrounded (what a hand-off must move)."""
-    width = 2 * model.n_kv_heads * model.head_dim
-    if model.mla is not None:
-        width = model.mla.kv_rank + model.mla.rope_dim
-    tokens = sum(context_tokens if w is None else min(context_tokens, w) for w in model.windows)
-    return tokens * width * kv.bytes_per_element
+    return kv_elements_of(model, context_tokens, 1) * kv.bytes_per_element
 
 
-def _attention_matrices(model: ModelSpec) -> int:
-    mla, hidden, heads = model.mla, model.hidden, model.n_heads
+def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
+    mla, hidden, heads = attention.mla, model.hidden, attention.n_heads
     if mla is None:
-        width = (heads + 2 * model.n_kv_heads) * model.head_dim
-        return hidden * width + heads * model.head_dim * hidden
+        return hidden * attention.head_dim * 2 * (heads + attention.n_kv_heads)
     q_head = mla.nope_dim + mla.rope_dim
     q = hidden * heads * q_head if mla.q_rank is None else mla.q_rank * (hidden + heads * q_head)
     latent = hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
     return q + latent + heads * mla.v_dim * hidden
 
 
-def _attention(model: ModelSpec) -> int:
-    count = _attention_matrices(model)
-    if model.mla is not None:
-        return count + model.mla.kv_rank + (model.mla.q_rank or 0)
-    spec = model.attention
+def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
+    count = _attention_matrices(model, spec)
+    if spec.mla is not None:
+        return count + spec.mla.kv_rank + (spec.mla.q_rank or 0)
     if spec.has_qkv_bias:
-        count += (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
+        count += (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
     if spec.has_o_bias:
         count += model.hidden
     if spec.has_sinks:
-        count += model.n_heads
+        count += spec.n_heads
     if spec.qk_norm is QkNorm.HEAD:
-        count += 2 * model.head_dim
+        count += 2 * spec.head_dim
     elif spec.qk_norm is QkNorm.FULL:
-        count += (model.n_heads + model.n_kv_heads) * model.head_dim
+        count += (spec.n_heads + spec.n_kv_heads) * spec.head_dim
     return count
 
 
-def _mlp(model: ModelSpec) -> int:
-    mlp = model.mlp
-    assert mlp is not None
-    matrices = 3 if mlp.is_gated else 2
-    bias = (matrices - 1) * mlp.ffn + model.hidden if mlp.has_bias else 0
-    return matrices * model.hidden * mlp.ffn + bias
+def _matrices(mlp: MlpSpec) -> int:
+    return 3 if mlp.is_gated else 2
 
 
-def _moe(model: ModelSpec) -> dict[str, int]:
-    moe = model.moe
-    assert moe is not None
+def _mlp(model: ModelSpec, mlp: MlpSpec) -> int:
+    bias = (_matrices(mlp) - 1) * mlp.ffn + model.hidden if mlp.has_bias else 0
+    return _matrices(mlp) * model.hidden * mlp.ffn + bias
+
+
+def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
     bias = 2 * moe.expert_ffn + model.hidden if moe.has_expert_bias else 0
     return {
         "router": model.hidden * moe.n_experts + (moe.n_experts if moe.has_router_bias else 0),
@@ -133,4 +129,4 @@ def _moe(model: ModelSpec) -> dict[str, int]:
 def _norms(model: ModelSpec) -> int:
     per_norm = model.hidden * (2 if model.has_norm_bias else 1)
     ends = per_norm * (2 if model.has_embedding_norm else 1)
-    return model.n_layers * model.norms.count * per_norm + ends
+    return sum(n * layer.norms.count for layer, n in model.layer_groups) * per_norm + ends

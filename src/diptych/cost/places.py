@@ -6,6 +6,7 @@ More places give more tokens per second together and fewer per stream, up to whe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,8 +43,5 @@ def places(pool_tokens: int, context_tokens: int, predict_s: PredictDecode | Non
     limit_s = max(MAX_STEP_S, 2 * predict_s(1, usual_tokens))
     if predict_s(number, usual_tokens) <= limit_s:
         return Places(number, reason)
-    low, high = 1, number  # of the least number known to fit, and one known not to
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if predict_s(middle, usual_tokens) <= limit_s else (low, middle)
-    return Places(low, f"a step of more is predicted to take over {limit_s * 1e3:.0f} ms")
+    fit = bisect_right(range(1, number), limit_s, key=lambda n: predict_s(n, usual_tokens))
+    return Places(fit, f"a step of more is predicted to take over {limit_s * 1e3:.0f} ms")

@@ -10,11 +10,17 @@ A `Setup` is everything that fixes the answer; `make_plan` computes the whole pa
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
 from diptych.cost.memory import Capacity, capacity_of
-from diptych.cost.parameters import active_parameter_count, linear_parameter_count, parameter_count
+from diptych.cost.parameters import (
+    active_parameter_count,
+    attention_flops_per_pair,
+    linear_parameter_count,
+    parameter_count,
+)
 from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
 from diptych.cost.speculation import MOST_DEPTH
@@ -256,16 +262,9 @@ def compute_bound_batch(setup: Setup) -> float | None:
         touched = expected_experts(moe.n_experts, moe.experts_per_token, rows, skew=moe.skew)
         return rows * row_s >= (dense + touched * per_expert) / bandwidth
 
-    if not is_compute_bound(65_536):
-        return None
-    low, high = 1, 65_536
-    while low < high:
-        middle = (low + high) // 2
-        if is_compute_bound(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return float(low)
+    rows = range(1, 65_537)
+    found = bisect_left(rows, True, key=is_compute_bound)
+    return None if found == len(rows) else float(rows[found])
 
 
 def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> float:
@@ -278,10 +277,7 @@ def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> fl
 
 def quadratic_prompt_tokens(setup: Setup) -> float:
     """Prompt length at which causal attention costs as many FLOPs as the linear layers (no windows): P / (L H h)."""
-    model = setup.model
-    mla = model.mla
-    width = float(model.head_dim) if mla is None else (mla.nope_dim + mla.rope_dim + mla.v_dim) / 2.0
-    return linear_parameter_count(model) / (model.n_layers * model.n_heads * width)
+    return 4.0 * linear_parameter_count(setup.model) / attention_flops_per_pair(setup.model)
 
 
 def sensitivity_of(setup: Setup, prefill: StepShape, decode: StepShape) -> Sensitivity:

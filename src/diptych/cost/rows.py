@@ -10,6 +10,7 @@ import csv
 import io
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from diptych.cost.tables import device_spec, model_spec
 from diptych.ground.errors import ConfigError
@@ -50,18 +51,24 @@ _STACKS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedRow:
-    """One published step time. `work` is the step: the prompt, or one decode step at the mean context of the run."""
+class _Row:
+    """What was run, and who says so."""
 
     stack: str
     device: str
     model: str
     quant: str
     tp: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRow(_Row):
+    """One published step time. `work` is the step: the prompt, or one decode step at the mean context of the run."""
+
     phase: Phase
     work: StepShape
     measured_s: float
-    source: str
 
     @property
     def label(self) -> str:
@@ -72,23 +79,17 @@ class PublishedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceRow:
+class ServiceRow(_Row):
     """A number of a running service at `batch` streams: ttft (one stream only), tpot, or output tokens per second.
 
     Both phases are in it, so no fit uses it: it is predicted from the shipped constants of both.
     """
 
-    stack: str
-    device: str
-    model: str
-    quant: str
-    tp: int
     measure: str  # ttft | tpot | throughput
     batch: int
     input_tokens: int
     output_tokens: int
     measured: float  # seconds, or tokens per second for throughput
-    source: str
 
     @property
     def label(self) -> str:
@@ -123,41 +124,40 @@ def _entries(text: str) -> list[dict[str, str]]:
     return list(reader)
 
 
-def _service_row(entry: dict[str, str]) -> ServiceRow | None:
-    measure = {"TTFT": "ttft", "TPOT": "tpot", "throughput": "throughput"}.get(entry["phase"])
+def _what(entry: dict[str, str]) -> dict[str, Any] | None:
+    """The fields of `_Row`; None where one of them is not known here."""
     stack = _stack(entry["system"], entry["hardware"])
     device, model = _device(entry["hardware"], stack), _model(entry["model"])
     quant = _quant(entry["precision"], stack)
-    numbers = [entry[name] for name in ("tp", "batch", "prompt", "gen")]
-    if measure is None or stack is None or device is None or model is None or quant is None:
+    if stack is None or device is None or model is None or quant is None or not entry["tp"].isdigit():
         return None
-    if not all(number.isdigit() for number in numbers) or (measure == "ttft" and entry["batch"] != "1"):
+    source = f"{entry['system']}: {entry.get('source', '')}"
+    return {"stack": stack, "device": device, "model": model, "quant": quant, "tp": int(entry["tp"]), "source": source}
+
+
+def _service_row(entry: dict[str, str]) -> ServiceRow | None:
+    measure = {"TTFT": "ttft", "TPOT": "tpot", "throughput": "throughput"}.get(entry["phase"])
+    what = _what(entry)
+    numbers = [entry[name] for name in ("batch", "prompt", "gen")]
+    if measure is None or what is None or not all(number.isdigit() for number in numbers):
         return None
-    tp, batch, prompt, generated = (int(number) for number in numbers)
+    if measure == "ttft" and entry["batch"] != "1":
+        return None
+    batch, prompt, generated = (int(number) for number in numbers)
     return ServiceRow(
-        stack=stack,
-        device=device,
-        model=model,
-        quant=quant,
-        tp=tp,
+        **what,
         measure=measure,
         batch=batch,
         input_tokens=prompt,
         output_tokens=generated,
         measured=float(entry["value"]) / (1e3 if entry["unit"] == "ms" else 1.0),
-        source=f"{entry['system']}: {entry.get('source', '')}",
     )
 
 
 def _row(entry: dict[str, str]) -> PublishedRow | None:
     phase = {"prefill": Phase.PREFILL, "decode": Phase.DECODE, "decode batch": Phase.DECODE}.get(entry["phase"])
-    stack = _stack(entry["system"], entry["hardware"])
-    device = _device(entry["hardware"], stack)
-    model = _model(entry["model"])
-    quant = _quant(entry["precision"], stack)
-    if phase is None or stack is None or device is None or model is None or quant is None:
-        return None
-    if not (entry["tp"].isdigit() and entry["batch"].isdigit()):
+    what = _what(entry)
+    if phase is None or what is None or not entry["batch"].isdigit():
         return None
     if not (entry["prompt"] or "0").isdigit() or not (entry["gen"] or "0").isdigit():
         return None
@@ -170,17 +170,7 @@ def _row(entry: dict[str, str]) -> PublishedRow | None:
         work = StepShape.prefill(batch=batch, new_tokens=prompt)
     else:
         work = StepShape.decode(batch=batch, context_tokens=max(prompt + generated // 2, 2))
-    return PublishedRow(
-        stack=stack,
-        device=device,
-        model=model,
-        quant=quant,
-        tp=int(entry["tp"]),
-        phase=phase,
-        work=work,
-        measured_s=measured_s,
-        source=f"{entry['system']}: {entry.get('source', '')}",
-    )
+    return PublishedRow(**what, phase=phase, work=work, measured_s=measured_s)
 
 
 def _seconds(value: float, unit: str, tokens: int) -> float | None:

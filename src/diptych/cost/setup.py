@@ -93,11 +93,4 @@ def setup_of(
     """A setup from names. Raises ConfigError with the nearest names for an unknown one."""
     quant = quant_spec(weights)
     device, calibration = find_hardware(hardware, stack=stack)
-    return Setup(
-        model=find_model(model),
-        hardware=device,
-        quant=quant,
-        kv=kv_spec(kv),
-        tp=tp,
-        calibration=calibration,
-    )
+    return Setup(model=find_model(model), hardware=device, quant=quant, kv=kv_spec(kv), tp=tp, calibration=calibration)

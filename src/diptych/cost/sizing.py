@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -234,10 +235,7 @@ def _first(least: int, is_met: Callable[[int], bool]) -> int | None:
         low, high, stride = high, min(high + stride, MAX_INSTANCES), 2 * stride
     if high > MAX_INSTANCES or (high == MAX_INSTANCES and not is_met(high)):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_met(middle) else (middle, high)
-    return high
+    return low + 1 + bisect_left(range(low + 1, high), True, key=is_met)
 
 
 def _share(ask: Ask, instances: int) -> Ask:
@@ -251,13 +249,7 @@ def _is_hopeless(predictor: CalibratedModel, ask: Ask) -> bool:
 
 
 def _evaluate(
-    setup: Setup,
-    ask: Ask,
-    predictor: CalibratedModel,
-    *,
-    instances: int,
-    max_batch: int,
-    prices: Mapping[str, float],
+    setup: Setup, ask: Ask, predictor: CalibratedModel, *, instances: int, max_batch: int, prices: Mapping[str, float]
 ) -> Candidate:
     share = _share(ask, instances)
     low, middle, high = (steady_state(predictor, share, end=end) for end in End)

@@ -22,10 +22,7 @@ from diptych.ground.specs import HardwareSpec
 _RECENT = ("hopper", "blackwell", "blackwell-ultra")
 _CONSUMER = ("ampere-consumer", "ada-consumer", "blackwell-consumer")
 # stack to use when a stack has rows of the other phase only
-_PARTNER = {
-    ("gpt-fast", Phase.PREFILL): "tensorrt-llm-2024",
-    ("tensorrt-llm-2024", Phase.DECODE): "gpt-fast",
-}
+_PARTNER = {("gpt-fast", Phase.PREFILL): "tensorrt-llm-2024", ("tensorrt-llm-2024", Phase.DECODE): "gpt-fast"}
 
 
 def stack_names() -> tuple[str, ...]:

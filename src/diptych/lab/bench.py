@@ -177,28 +177,20 @@ class StaticBench:
         ceilings: Ceilings,
     ) -> PhasePoint:
         is_prefill = phase is Phase.PREFILL
-        times = Spread.of([run.prefill_s if is_prefill else run.decode_s for run in runs])
-        if is_prefill:
-            rates = Spread.of([batch * length / run.prefill_s for run in runs])
-        else:
-            rates = Spread.of([run.decode_tokens / run.decode_s for run in runs])
+        times_s = [run.prefill_s if is_prefill else run.decode_s for run in runs]
+        tokens = [batch * length if is_prefill else run.decode_tokens for run in runs]
         bounds_s = [
             sum(self._cost.bound_s(step, run.read_bytes_per_s, ceilings.flops_per_s) for step in work) for run in runs
         ]
-        fractions = [
-            bound_s / (run.prefill_s if is_prefill else run.decode_s)
-            for bound_s, run in zip(bounds_s, runs, strict=True)
-        ]
-        middle = length if is_prefill else length + new_tokens // 2
         return PhasePoint(
             phase=phase.value,
             batch=batch,
             prompt_tokens=length,
-            context_tokens=middle,
+            context_tokens=length if is_prefill else length + new_tokens // 2,
             new_tokens=new_tokens,
-            tokens_per_s=rates,
-            fraction_of_ceiling=statistics.median(fractions),
-            time_s=times,
+            tokens_per_s=Spread.of([n / time_s for n, time_s in zip(tokens, times_s, strict=True)]),
+            fraction_of_ceiling=statistics.median(b_s / time_s for b_s, time_s in zip(bounds_s, times_s, strict=True)),
+            time_s=Spread.of(times_s),
             bound_s=statistics.median(bounds_s),
             read_bytes_per_s=statistics.median(run.read_bytes_per_s for run in runs),
             host_fraction=statistics.median(1.0 - run.device_s / run.total_s for run in runs),

@@ -98,16 +98,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=400)
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    config = StallConfig(
-        url=given.url,
-        api_key=given.api_key,
-        streams=given.streams,
-        prompt_tokens=given.prompt_tokens,
-        new_tokens=given.new_tokens,
-        vocab_size=given.vocab_size,
-        seed=given.seed,
-    )
+    config = StallConfig(**vars(parser.parse_args()))
     print(json.dumps(asyncio.run(run_stall(config)), indent=1))
 
 

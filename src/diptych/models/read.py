@@ -191,10 +191,7 @@ def _rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
     """Rotary settings of the layers with full attention, and of the windowed ones where those are others."""
     if "rope_theta" not in family.keys:
         return []
-    settings: dict[str, Any] = {
-        "aliases": family.longrope_names,
-        "is_partial": "partial_rotary_factor" in family.keys,
-    }
+    settings: dict[str, Any] = {"aliases": family.longrope_names, "is_partial": "partial_rotary_factor" in family.keys}
     full = rope_section(config, **settings)
     if family.local_theta is None:
         return [full]

@@ -14,6 +14,7 @@ Papers: yarn arXiv:2309.00071, longrope arXiv:2402.13753.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig
@@ -101,18 +102,16 @@ def make_rope(
         if rotary_dim <= 2:
             raise LoadError(f"rotary dimension {rotary_dim} in {config.path} is too small for dynamic rope")
         theta *= ((stretch * length / trained) - (stretch - 1)) ** (rotary_dim / (rotary_dim - 2))
+    made = partial(Rope, theta=theta, rotary_dim=rotary_dim, kind=kind)
     if kind in ("default", "dynamic"):
-        return Rope(theta=theta, rotary_dim=rotary_dim, kind=kind)
+        return made()
     if kind == "linear":
-        return Rope(theta=theta, rotary_dim=rotary_dim, kind=kind, factor=rope.number("factor"))
+        return made(factor=rope.number("factor"))
     old_length = rope.integer("original_max_position_embeddings", trained, low=2)
     if kind == "llama3":
         if rope.number("low_freq_factor") >= rope.number("high_freq_factor"):
             raise LoadError(f"high_freq_factor in {rope.path} must be greater than low_freq_factor")
-        return Rope(
-            theta=theta,
-            rotary_dim=rotary_dim,
-            kind=kind,
+        return made(
             factor=rope.number("factor"),
             low_freq_factor=rope.number("low_freq_factor"),
             high_freq_factor=rope.number("high_freq_factor"),
@@ -120,10 +119,7 @@ def make_rope(
         )
     factor = rope.number("factor", trained / old_length)
     if kind == "yarn":
-        return Rope(
-            theta=theta,
-            rotary_dim=rotary_dim,
-            kind=kind,
+        return made(
             factor=factor,
             trained_tokens=old_length,
             beta_fast=rope.number("beta_fast", 32.0),
@@ -137,10 +133,7 @@ def make_rope(
     attention_factor = rope.optional_number("attention_factor")
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(old_length))
-    return Rope(
-        theta=theta,
-        rotary_dim=rotary_dim,
-        kind=kind,
+    return made(
         factor=factor,
         trained_tokens=old_length,
         attention_factor=attention_factor,

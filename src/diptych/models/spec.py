@@ -6,10 +6,12 @@ standard library only; numbers that need arrays (rotary tables) are made from it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+from diptych.ground.errors import UnsupportedModel
 from diptych.ground.specs import Provenance
 
 
@@ -148,8 +150,8 @@ class LayerSpec:
 class ModelSpec:
     """A model: its layers and its two ends.
 
-    Layers may differ in window, rope and kind of MLP; heads are the same in all. max_context_tokens: the longest sequence
-    an engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). residual_scale multiplies
+    Layers may differ, but for their mixtures: one in all layers that have one. max_context_tokens: the longest sequence an
+    engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). residual_scale multiplies
     what a layer adds, logit_scale the logits. is_run: whether the engine runs this family, or the planner only prices it.
     """
 
@@ -174,6 +176,17 @@ class ModelSpec:
     published_parameters: int | None = None
     provenance: tuple[Provenance, ...] = ()
 
+    def __post_init__(self) -> None:
+        mixtures = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
+        if len(mixtures) > 1:
+            raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
+
+    @cached_property
+    def layer_groups(self) -> tuple[tuple[LayerSpec, int], ...]:
+        """The layers that differ in more than their rotary positions, in order, each with how many there are."""
+        counts = Counter(replace(layer, attention=replace(layer.attention, rope=None)) for layer in self.layers)
+        return tuple(counts.items())
+
     @cached_property
     def n_layers(self) -> int:
         """How many layers."""
@@ -181,7 +194,7 @@ class ModelSpec:
 
     @cached_property
     def attention(self) -> AttentionLayer:
-        """The first layer's attention: heads, biases and norms are the same in all."""
+        """The first layer's attention; of most models heads, biases and norms are the same in all."""
         return self.layers[0].attention
 
     @property
@@ -199,11 +212,6 @@ class ModelSpec:
         """Width of a head."""
         return self.attention.head_dim
 
-    @property
-    def mla(self) -> MlaSpec | None:
-        """The latents, where attention has them."""
-        return self.attention.mla
-
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """One entry per layer: None for full attention, else the number of tokens a query may see."""
@@ -218,20 +226,3 @@ class ModelSpec:
     def moe(self) -> MoeSpec | None:
         """The mixture of the layers that have one."""
         return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)), None)
-
-    @property
-    def ffn(self) -> int:
-        """Width of the dense MLP; of one expert where all layers are mixtures."""
-        if self.mlp is not None:
-            return self.mlp.ffn
-        assert self.moe is not None
-        return self.moe.expert_ffn
-
-    @property
-    def norms(self) -> Norms:
-        """Where every layer norms."""
-        return self.layers[0].norms
-
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether layer `layer` routes to experts."""
-        return isinstance(self.layers[layer].mlp, MoeSpec)

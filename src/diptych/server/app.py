@@ -168,7 +168,13 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         is_open = name is not None and any(log.end_s is None for log in state.timelines.find(name))
         return None if is_open else name
 
-    async def generate(request: Request, job: CompletionAnswer | ChatAnswer, body: GenerationBody) -> Response:
+    async def generate(
+        request: Request, schema: type[GenerationBody], make: Callable[..., CompletionAnswer | ChatAnswer]
+    ) -> Response:
+        arrival_s = state.now_s()
+        body = await state.bodies.read(request, schema)
+        body.request_id = body.request_id or free_id(request)
+        job = make(state.generation, body, arrival_s=arrival_s)
         await job.start()
         headers = ignored_header(body.ignored_fields)
         if body.stream:
@@ -184,18 +190,12 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=responses(400, 404, 413, 503))
     async def completions(request: Request) -> Response:
         """Continue a text or token ids."""
-        arrival_s = state.now_s()
-        body = await state.bodies.read(request, CompletionBody)
-        body.request_id = body.request_id or free_id(request)
-        return await generate(request, CompletionAnswer(state.generation, body, arrival_s=arrival_s), body)
+        return await generate(request, CompletionBody, CompletionAnswer)
 
     @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=responses(400, 404, 413, 503))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        arrival_s = state.now_s()
-        body = await state.bodies.read(request, ChatBody)
-        body.request_id = body.request_id or free_id(request)
-        return await generate(request, ChatAnswer(state.generation, body, arrival_s=arrival_s), body)
+        return await generate(request, ChatBody, ChatAnswer)
 
 
 def _add_text(app: FastAPI, state: ServerState) -> None:

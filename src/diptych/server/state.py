@@ -6,7 +6,7 @@ Routes get the parts from `ServerState`; the parts do not know of it. Nothing he
 from __future__ import annotations
 
 from diptych.compute.ceilings import Ceilings
-from diptych.cost.parameters import linear_parameter_count
+from diptych.cost.parameters import attention_flops_per_pair, linear_parameter_count
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import AsyncLLM
 from diptych.ground.errors import EngineError
@@ -95,9 +95,7 @@ def served_model(engine: AsyncLLM, config: ServerConfig) -> ServedModel:
 def token_work(engine: AsyncLLM) -> TokenWork:
     """FLOPs of one prompt token: two per parameter it meets, and two products over the context in every layer."""
     spec = engine.loaded.model.spec
-    return TokenWork(
-        linear=2.0 * linear_parameter_count(spec), attention=4.0 * spec.n_layers * spec.n_heads * spec.head_dim
-    )
+    return TokenWork(linear=2.0 * linear_parameter_count(spec), attention=attention_flops_per_pair(spec))
 
 
 def cost_view(engine: AsyncLLM) -> CostView | None:

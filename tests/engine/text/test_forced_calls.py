@@ -8,8 +8,9 @@ import tokenizers
 
 from diptych.compute.structured import GrammarCompiler
 from diptych.engine.text.tokenizer import Tokenizer
-from diptych.engine.text.tools import ToolFormat, parse_tool_calls, tool_call_spec
+from diptych.engine.text.tools import ToolFormat, tool_call_spec
 from text.small_tokenizers import byte_level_json
+from text.whole_calls import parse_tool_calls
 
 TOOLS = [
     {

@@ -7,15 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diptych.engine.text.tools import (
-    ToolCallParser,
-    ToolFormat,
-    parse_tool_calls,
-    tool_call_spec,
-    tool_format_of_template,
-)
+from diptych.engine.text.tools import ToolCallParser, ToolFormat, tool_call_spec, tool_format_of_template
 from diptych.ground.errors import RequestError
 from text import templates
+from text.whole_calls import parse_tool_calls
 
 H, L, M, N = ToolFormat.HERMES, ToolFormat.LLAMA3, ToolFormat.MISTRAL, ToolFormat.MISTRAL_NAMED
 GOOD = '{"name": "f", "arguments": {"a": 1}}'

@@ -15,18 +15,24 @@ V vocab, E experts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from diptych.models.spec import Activation, QkNorm
+from diptych.models.spec import Activation, MoeSpec, QkNorm
 
-# An activation or a weight of one backend. Any, because each op takes its own kind on each backend (a norm a vector, a
-# product a projection): a protocol generic over all of them would have seven parameters, and the walk needs none.
-Handle = Any
+# The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
+Stream = TypeVar("Stream")  # the residual stream x
+Hidden = TypeVar("Hidden")  # every other activation
+Table = TypeVar("Table")  # an embedding
+Vector = TypeVar("Vector")  # a norm's weight
+Linear = TypeVar("Linear")  # a projection
+Heads = TypeVar("Heads")  # a layer's attention
+Experts = TypeVar("Experts")  # a mixture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +76,6 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     qk_norm: QkNorm = QkNorm.NONE
     norm_eps: float = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsSpec:
-    """A mixture of experts: softmax over n_experts, the best experts_per_token, weights renormalised to 1 or not."""
-
-    n_experts: int
-    experts_per_token: int
-    ffn: int
-    renormalises: bool
-    activation: Activation
 
 
 class WeightTensor(Protocol):
@@ -144,7 +139,7 @@ class ExpertParts:
     down: LinearParts
 
 
-class Loader(Protocol):
+class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
     """Turns checkpoint tensors into a backend's weight handles, once: head and embedding, then the layers in order.
 
     is_balancing: the walk is to hand over the weights as `compute.balance` makes them, for a format that rows of int8 enter.
@@ -152,42 +147,37 @@ class Loader(Protocol):
 
     is_balancing: bool
 
-    def table(self, tensor: WeightTensor, *, head: Handle | None) -> Handle:
+    @abstractmethod
+    def table(self, tensor: WeightTensor, *, head: Linear | None) -> Table:
         """The embedding [V, D], for `embed`; `head` is the handle of the same tensor where the head is tied to it."""
-        ...
 
-    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> Handle:
+    @abstractmethod
+    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> Vector:
         """A norm weight [D] as fp32; `offset` is added to it (1 for Gemma's 1 + w)."""
-        ...
 
-    def linear(self, parts: LinearParts, *, role: Role | None = None) -> Handle:
+    @abstractmethod
+    def linear(self, parts: LinearParts, *, role: Role | None = None) -> Linear:
         """A projection, for `linear` and `linear_add`."""
-        ...
 
-    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> Handle:
+    @abstractmethod
+    def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> Linear:
         """gate and up stacked [2F, D], gate rows first, for `linear_gate`."""
-        ...
 
+    @abstractmethod
     def attention(
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
-    ) -> Handle:
+    ) -> Heads:
         """What `rotate_and_cache` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE."""
-        ...
 
+    @abstractmethod
     def experts(
-        self,
-        spec: ExpertsSpec,
-        *,
-        router: WeightTensor,
-        experts: tuple[ExpertParts, ...],
-        role: Role | None = None,
-    ) -> Handle:
+        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
+    ) -> Experts:
         """A mixture, for `experts_add`. router [E, D]."""
-        ...
 
-    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> Handle:
+    @abstractmethod
+    def head(self, tensor: WeightTensor, *, role: Role | None = None) -> Linear:
         """The output projection [V, D], for `head`."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,60 +190,67 @@ class Taps:
     states: torch.Tensor | None = None
 
 
-class Ops(Protocol):
+class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     """The forward vocabulary. Handles of the residual stream are called x, everything else h, y, q, a."""
 
-    def input(self, width: int) -> Handle:
+    @abstractmethod
+    def input(self, width: int) -> Stream:
         """x [T, width]: the rows that the caller gives with the step, anew at each call."""
-        ...
 
-    def tap(self, x: Handle, number: int) -> None:
+    @abstractmethod
+    def tap(self, x: Stream | Hidden, number: int) -> None:
         """Hand out x [T, D] as it stands here, in steps that ask for this number."""
-        ...
 
-    def start(self, h: Handle, weight: Handle) -> Handle:
+    @abstractmethod
+    def start(self, h: Stream | Hidden, weight: Linear) -> Stream:
         """x [T, N] = h W^T + b: a residual stream that begins with a projection."""
-        ...
 
-    def embed(self, table: Handle, *, scale: float) -> Handle:
+    @abstractmethod
+    def linear_sum(self, h: Stream | Hidden, weight: Linear, y: Hidden) -> Hidden:
+        """y + h W^T + b [T, N], y a projection, which may be written and is not used again by the caller."""
+
+    @abstractmethod
+    def embed(self, table: Table, *, scale: float) -> Stream:
         """x [T, D] = scale * rows of the step's token ids."""
-        ...
 
-    def rms_norm(self, x: Handle, weight: Handle, *, eps: float) -> Handle:
+    @abstractmethod
+    def rms_norm(self, x: Stream | Hidden, weight: Vector, *, eps: float) -> Hidden:
         """h [T, D] = x / sqrt(mean(x^2) + eps) * weight, computed in fp32."""
-        ...
 
-    def linear(self, h: Handle, weight: Handle) -> Handle:
+    @abstractmethod
+    def linear(self, h: Stream | Hidden, weight: Linear) -> Hidden:
         """y [T, N] = h W^T + b."""
-        ...
 
-    def linear_gate(self, h: Handle, weight: Handle) -> Handle:
+    @abstractmethod
+    def linear_gate(self, h: Stream | Hidden, weight: Linear) -> Hidden:
         """y [T, F] = act(h Wgate^T + bg) * (h Wup^T + bu); the activation was given at load."""
-        ...
 
-    def linear_add(self, h: Handle, weight: Handle, x: Handle) -> Handle:
-        """x [T, D] + h W^T + b, x a residual stream or a projection; x may be written and is not used again by the caller."""
-        ...
+    @abstractmethod
+    def linear_add(self, h: Stream | Hidden, weight: Linear, x: Stream) -> Stream:
+        """x [T, D] + h W^T + b; x may be written and is not used again by the caller."""
 
-    def add(self, x: Handle, y: Handle) -> Handle:
+    @abstractmethod
+    def add(self, x: Stream, y: Hidden) -> Stream:
         """x + y [T, D]; x may be written and is not used again by the caller."""
-        ...
 
-    def rotate_and_cache(self, qkv: Handle, attention: Handle) -> Handle:
+    @abstractmethod
+    def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
         """q [T, H, d] from qkv [T, (H + 2K) d]: q/k norm, rotary embedding; writes k and v of the step's tokens."""
-        ...
 
-    def attention(self, q: Handle, attention: Handle) -> Handle:
+    @abstractmethod
+    def attention(self, q: Hidden, attention: Heads) -> Hidden:
         """a [T, H d]: each query against its sequence's cached keys up to its own position."""
-        ...
 
-    def experts_add(self, h: Handle, experts: Handle, x: Handle) -> Handle:
-        """x + sum over the chosen experts of weight * expert(h) [T, D]; x may be written and is not used again."""
-        ...
+    @abstractmethod
+    def experts_add(self, h: Stream | Hidden, experts: Experts, x: Stream) -> Stream:
+        """x + sum over the chosen experts of weight * expert(h) [T, D]; x may be written and is not used again.
 
-    def head(self, x: Handle, norm: Handle | None, weight: Handle, *, eps: float, softcap: float | None) -> Handle:
+        softmax over n_experts, the best experts_per_token, their weights renormalised to 1 or not.
+        """
+
+    @abstractmethod
+    def head(self, x: Stream, norm: Vector | None, weight: Linear, *, eps: float, softcap: float | None) -> Hidden:
         """Logits [R, V] fp32 of the step's logits rows: norm if there is one, projection, softcap * tanh(logits / softcap)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,10 +59,7 @@ def choose_instruction_set(name: str) -> str:
     if name == "auto":
         return known[0]
     if name not in known:
-        raise ConfigError(
-            f"instruction_set is {name!r}; this machine runs {', '.join(known)}",
-            hint=hint,
-        )
+        raise ConfigError(f"instruction_set is {name!r}; this machine runs {', '.join(known)}", hint=hint)
     if name != known[0]:
         logger.warning("kernels use %s; this processor also has %s, which is faster", name, known[0])
     return name

@@ -24,13 +24,7 @@ class CpuKVStore:
     """The native cache behind the KVStore interface."""
 
     def __init__(
-        self,
-        cache: dict[str, Any],
-        *,
-        n_blocks: int,
-        block_tokens: int,
-        nodes: Sequence[int] = (),
-        revision: str = "",
+        self, cache: dict[str, Any], *, n_blocks: int, block_tokens: int, nodes: Sequence[int] = (), revision: str = ""
     ) -> None:
         if block_tokens % 16 != 0:
             raise ConfigError(f"block_tokens is {block_tokens}; the cpu backend needs a multiple of 16")

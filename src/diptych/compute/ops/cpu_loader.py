@@ -11,8 +11,8 @@ from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
     ExpertParts,
-    ExpertsSpec,
     LinearParts,
+    Loader,
     Role,
     RopeSpec,
     WeightTensor,
@@ -23,6 +23,7 @@ from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS
+from diptych.models.spec import MoeSpec
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
@@ -75,13 +76,13 @@ class AttentionHandle:
 class ExpertsHandle:
     """A mixture's packed weights."""
 
-    spec: ExpertsSpec
+    spec: MoeSpec
     router: LinearHandle
     gate_up: tuple[LinearHandle, ...]
     down: tuple[LinearHandle, ...]
 
 
-class CpuLoader:
+class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
     """Packs a checkpoint's tensors into a native program. `formats`: weights in config.weights, the head and router as below.
 
     The head is kept in bf16 for bf16 weights and in int8 for int8 and int4: every token's probabilities pass through it,
@@ -107,7 +108,6 @@ class CpuLoader:
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
-        self.specs: list[AttentionSpec] = []
         self._ropes: dict[RopeSpec, int] = {}
 
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
@@ -140,7 +140,6 @@ class CpuLoader:
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
-        self.specs.append(spec)
         shape = _cpu.AttentionShape(
             n_heads=spec.n_heads,
             n_kv_heads=spec.n_kv_heads,
@@ -158,12 +157,7 @@ class CpuLoader:
         return AttentionHandle(spec=spec, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
 
     def experts(
-        self,
-        spec: ExpertsSpec,
-        *,
-        router: WeightTensor,
-        experts: tuple[ExpertParts, ...],
-        role: Role | None = None,
+        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
     ) -> ExpertsHandle:
         """Each expert packed on its own; the router in bf16."""
         return ExpertsHandle(
@@ -179,12 +173,7 @@ class CpuLoader:
         return self._pack(LinearParts(weights=(tensor,)), head_format, role=role)
 
     def _pack(
-        self,
-        parts: LinearParts,
-        weights_format: str,
-        *,
-        activation: Activation | None = None,
-        role: Role | None = None,
+        self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None, role: Role | None = None
     ) -> LinearHandle:
         n, k = parts.n_outputs, parts.n_inputs
         shape = _cpu.LinearShape(

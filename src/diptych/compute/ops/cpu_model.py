@@ -17,7 +17,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
-from diptych.compute.ops.contract import AttentionSpec, Taps
+from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.ops.cpu_loader import CpuLoader
@@ -66,7 +66,12 @@ class CpuModel(Model):
         self.revision = blueprint.revision(
             self.backend_name, self.instruction_set, self.weights_format, self.head_format, self.kv_format
         )
-        self._cache = _cache_shape(loader.specs, loader.kv_format)
+        self._cache = {
+            "n_layers": self.spec.n_layers,
+            "n_kv_heads": self.spec.n_kv_heads,
+            "head_dim": self.spec.head_dim,
+            "format": loader.kv_format,
+        }
         self._kept_logits = torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
         logger.info(
             "model loaded backend=cpu architecture=%s instructions=%s weights=%s head=%s kv=%s threads=%d cpus=%s "
@@ -159,17 +164,3 @@ class CpuModel(Model):
     def close(self) -> None:
         """Drop the program with its packed weights."""
         del self.program
-
-
-def _cache_shape(specs: Sequence[AttentionSpec], kv_format: str) -> dict[str, Any]:
-    if not specs:  # a walk without attention: a store for form's sake
-        return {"n_layers": 1, "n_kv_heads": 1, "head_dim": 16, "format": kv_format}
-    first = specs[0]
-    if any((s.n_kv_heads, s.head_dim) != (first.n_kv_heads, first.head_dim) for s in specs):
-        raise ConfigError("the layers' caches differ in shape", hint="use --backend torch for this model")
-    return {
-        "n_layers": 1 + max(s.layer for s in specs),
-        "n_kv_heads": first.n_kv_heads,
-        "head_dim": first.head_dim,
-        "format": kv_format,
-    }

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from diptych.compute.ops.contract import QkNorm
+from diptych.compute.ops.contract import Ops, QkNorm
 from diptych.compute.ops.cpu_loader import (
     AttentionHandle,
     CpuLoader,
@@ -49,7 +49,9 @@ class Value:
     norm: tuple[int, float] | None = None  # (vector, eps) of a norm of `buffer`
 
 
-class CpuOps:
+class CpuOps(
+    Ops[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]
+):
     """Records a family's forward into the loader's program. Buffers are shared by role: a layer's die with the layer.
 
     What a Value records later holds the program alone: a circle back to here would keep a closed model's weights.
@@ -120,15 +122,20 @@ class CpuOps:
         value.emit_bf16 = value.emit_rows = lambda out: program.linear(out=out, store="bf16", **settings)
         return value
 
-    def linear_add(
-        self, h: Value | ResidualStream, weight: LinearHandle, x: ResidualStream | Value
-    ) -> ResidualStream | Value:
+    def linear_add(self, h: Value | ResidualStream, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
         """x += h W^T + b in the product's epilogue."""
+        self._linear_onto(h, weight, x.buffer)
+        return self._written(x)
+
+    def linear_sum(self, h: Value | ResidualStream, weight: LinearHandle, y: Value) -> Value:
+        """The same onto a projection's buffer."""
+        self._linear_onto(h, weight, self._materialised(y))
+        return y
+
+    def _linear_onto(self, h: Value | ResidualStream, weight: LinearHandle, buffer: int) -> None:
         h = self._as_value(h)
-        category = CATEGORIES[h.kind]
-        rows = self._rows(h, weight)
-        self.program.linear(category=category, weight=weight.index, rows=rows, out=x.buffer, store="add_f32")
-        return self._written(x) if isinstance(x, ResidualStream) else x
+        category, rows = CATEGORIES[h.kind], self._rows(h, weight)
+        self.program.linear(category=category, weight=weight.index, rows=rows, out=buffer, store="add_f32")
 
     def add(self, x: ResidualStream, y: Value) -> ResidualStream:
         """x += y, with y's norm fused where it is one."""
@@ -175,7 +182,9 @@ class CpuOps:
         out = self._f32("experts out", x.width)
         hidden = None
         if down.format != "bf16":
-            hidden = self._buffer("experts hidden", spec.ffn, lambda width: self.program.add_f32(width, top_k), top_k)
+            hidden = self._buffer(
+                "experts hidden", spec.expert_ffn, lambda width: self.program.add_f32(width, top_k), top_k
+            )
         self.program.moe(
             router=experts.router.index,
             router_rows=router_rows,
@@ -184,7 +193,7 @@ class CpuOps:
             down=[expert.index for expert in experts.down],
             rows=rows,
             hidden=hidden,
-            hidden_rows=self._rows_buffer("experts hidden rows", spec.ffn, down, top_k),
+            hidden_rows=self._rows_buffer("experts hidden rows", spec.expert_ffn, down, top_k),
             expanded=self._buffer("experts wide", x.width, lambda width: self.program.add_f32(width, top_k), top_k),
             out=out,
             top_k=top_k,
@@ -196,11 +205,12 @@ class CpuOps:
 
     def head(
         self, x: ResidualStream, norm: VectorHandle | None, weight: LinearHandle, *, eps: float, softcap: float | None
-    ) -> None:
+    ) -> Value:
         """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
         rows = self._rows_buffer("head", x.width, weight)
         index = None if norm is None else norm.index
         self.program.head(x=x.buffer, norm=index, eps=eps, rows=rows, weight=weight.index, scale=1.0, softcap=softcap)
+        return Value("logits", weight.n_outputs)
 
     def _buffer(self, role: str, width: int, make: Callable[[int], int], *more: Any) -> int:
         key = (role, width, *more)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops.contract import Activation, AttentionSpec, ExpertsSpec, RopeSpec
+from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
+from diptych.models.spec import MoeSpec
 
 
 def attention_prefill_dense(
@@ -104,11 +105,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Te
 
 
 def experts(
-    h: torch.Tensor,
-    router: torch.Tensor,
-    gate_up: list[torch.Tensor],
-    down: list[torch.Tensor],
-    spec: ExpertsSpec,
+    h: torch.Tensor, router: torch.Tensor, gate_up: list[torch.Tensor], down: list[torch.Tensor], spec: MoeSpec
 ) -> torch.Tensor:
     """The gated sum of each token's best experts [T, D], fp32. gate_up[e] [2F, D], down[e] [D, F]."""
     out = torch.zeros(h.shape, dtype=torch.float32)

@@ -159,8 +159,7 @@ def _choose(name: str, asked: str, auto: str) -> str:
         return auto
     if asked not in DTYPES:
         raise ConfigError(
-            f"{name} is {asked!r}; the torch backend has {' and '.join(DTYPES)}",
-            hint=f"use --backend cpu for {asked}",
+            f"{name} is {asked!r}; the torch backend has {' and '.join(DTYPES)}", hint=f"use --backend cpu for {asked}"
         )
     return asked
 

@@ -19,14 +19,16 @@ from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
     ExpertParts,
-    ExpertsSpec,
     LinearParts,
+    Loader,
+    Ops,
     QkNorm,
     Role,
     RopeSpec,
     Taps,
     WeightTensor,
 )
+from diptych.models.spec import MoeSpec
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
@@ -55,13 +57,13 @@ class TorchAttention:
 class TorchExperts:
     """router [E, D], gate_up and down per expert."""
 
-    spec: ExpertsSpec
+    spec: MoeSpec
     router: torch.Tensor
     gate_up: tuple[TorchLinear, ...]
     down: tuple[TorchLinear, ...]
 
 
-class TorchLoader:
+class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention, TorchExperts]):
     """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied."""
 
     is_balancing = False
@@ -102,12 +104,7 @@ class TorchLoader:
         )
 
     def experts(
-        self,
-        spec: ExpertsSpec,
-        *,
-        router: WeightTensor,
-        experts: tuple[ExpertParts, ...],
-        role: Role | None = None,
+        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
     ) -> TorchExperts:
         """One pair of matrices per expert."""
         return TorchExperts(
@@ -151,7 +148,7 @@ class _Queries:
     mask: torch.Tensor | None
 
 
-class TorchOps:
+class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, TorchLinear, TorchAttention, TorchExperts]):
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
 
     def __init__(
@@ -219,6 +216,10 @@ class TorchOps:
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
         return x + F.linear(h, weight.weight, weight.bias)
+
+    def linear_sum(self, h: torch.Tensor, weight: TorchLinear, y: torch.Tensor) -> torch.Tensor:
+        """y + h W^T + b [T, N]."""
+        return self.linear_add(h, weight, y)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x + y [T, D]."""

@@ -101,23 +101,6 @@ def tool_format_of_template(source: str) -> ToolFormat | None:
     return None
 
 
-def parse_tool_calls(
-    text: str,
-    tool_format: ToolFormat,
-    *,
-    tool_names: Collection[str] | None = None,
-    new_id: Callable[[], str] | None = None,
-) -> tuple[str, tuple[ToolCall, ...]]:
-    """(content, calls) of a whole output; the same as streaming it, in pieces of any size."""
-    parser = ToolCallParser(tool_format, tool_names=tool_names, new_id=new_id)
-    deltas = [parser.push(text), parser.finish()]
-    calls: dict[int, ToolCall] = {}
-    for delta in (call for one in deltas for call in one.calls):
-        known = calls.get(delta.index, ToolCall(id=delta.id or "", name=delta.name or "", arguments=""))
-        calls[delta.index] = ToolCall(id=known.id, name=known.name, arguments=known.arguments + delta.arguments)
-    return "".join(one.content for one in deltas), tuple(calls.values())
-
-
 def _id_maker(tool_format: ToolFormat) -> Callable[[], str]:
     """Mistral's templates refuse ids other than nine letters and digits; everybody else reads OpenAI's form."""
     if tool_format.is_mistral:

@@ -141,11 +141,7 @@ def _phase_shares(stage: Stage) -> Outcome:
     return conclude(
         points,
         [
-            Check(
-                what="decode's share of the shortest prompt's time",
-                estimate=shares[0],
-                limit=0.5,
-            ),
+            Check(what="decode's share of the shortest prompt's time", estimate=shares[0], limit=0.5),
             Check(
                 what="prefill's share of the longest prompt's time",
                 estimate=rounds.of(lambda t: t[-2] / (t[-2] + t[-1])),

@@ -187,10 +187,7 @@ def _thinking(stage: Stage) -> Outcome:
     whole = stage.predicted_request_s(thought.n_prompt, n_thinking + n_answer)
     predicted = (None, None) if thinking is None or whole is None else (thinking[1], whole[1] - thinking[1])
     return conclude(
-        [
-            point("thinking", 0, rounds.point(0), predicted[0]),
-            point("answer", 1, rounds.point(1), predicted[1]),
-        ],
+        [point("thinking", 0, rounds.point(0), predicted[0]), point("answer", 1, rounds.point(1), predicted[1])],
         [
             Check(
                 what="closeness of thinking's share of the time to its share of the tokens",

@@ -1,0 +1,53 @@
+#!/bin/sh
+# The kernels and phase equality on ARM64, from a cross build under emulation: make test-arm64
+#   on Debian, as root: apt-get install g++-aarch64-linux-gnu qemu-user debootstrap
+# Python and its packages for ARM64 are laid down once under build/arm64 (1.3 GB); nothing of this machine's is touched.
+# Processors without dot or matrix products are emulated too, so that each set is chosen once by what is found.
+set -eu
+here=$(cd "$(dirname "$0")/.." && pwd)
+out=$here/build/arm64
+root=$out/root
+site=$out/site
+bin=$here/.venv/bin
+fuzz_seconds=${SECONDS_TO_RUN:-60}
+
+for tool in aarch64-linux-gnu-g++ qemu-aarch64 debootstrap; do
+  command -v $tool > /dev/null || { echo "error: $tool is missing: apt-get install g++-aarch64-linux-gnu qemu-user debootstrap" >&2; exit 1; }
+done
+
+if [ ! -e "$root/.done" ]; then
+  echo "==> Python for ARM64"
+  debootstrap --arch=arm64 --foreign --variant=minbase \
+    --include=python3.11-minimal,libpython3.11-stdlib,libpython3.11-dev,libstdc++6,libgomp1,zlib1g bookworm "$root" > "$out-root.log"
+  for package in "$root"/var/cache/apt/archives/*.deb; do dpkg -x "$package" "$root"; done
+  touch "$root/.done"
+fi
+
+if [ ! -e "$site/.done" ]; then
+  echo "==> packages for ARM64"
+  # The wheel of torch that has no CUDA in it is an older one there; the others are this machine's.
+  "$bin/pip" freeze --exclude-editable | grep -ivE '^(torch|uvloop|jsonschema|mypy|ruff|playwright|schemathesis|nanobind)' > "$out/packages.txt"
+  env -u PIP_CONSTRAINT "$bin/pip" install -q --no-deps --target "$site" --only-binary=:all: --python-version 3.11 \
+    --platform manylinux_2_31_aarch64 --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
+    --platform manylinux2014_aarch64 torch==2.7.1 -r "$out/packages.txt"
+  touch "$site/.done"
+fi
+
+echo "==> cross build"
+cmake -S "$here" -B "$out/kernels" -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CXX_FLAGS="-idirafter $root/usr/include" -DDIPTYCH_BUILD_TESTS=ON \
+  -DPython_EXECUTABLE="$bin/python" -DPython_INCLUDE_DIR="$root/usr/include/python3.11" \
+  -Dnanobind_DIR="$("$bin/python" -m nanobind --cmake_dir)" > "$out/cmake.log"
+cmake --build "$out/kernels" -j2 --target kernels_fuzz _cpu
+rm -rf "$out/stage" && mkdir "$out/stage" && cp -r "$here/src/diptych" "$out/stage/"
+cp "$out"/kernels/_cpu*.so "$out/stage/diptych/compute/ops/_cpu.so"
+
+export QEMU_LD_PREFIX="$root" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
+for cpu in max cortex-a76 cortex-a72; do
+  echo "==> random models on $cpu"
+  qemu-aarch64 -cpu $cpu "$out/kernels/kernels_fuzz" "$fuzz_seconds"
+done
+echo "==> tests of the kernels and of phase equality"
+cd "$here"
+CXX=aarch64-linux-gnu-g++ PYTHONPATH="$out/stage:$site:$here/tests" exec qemu-aarch64 -cpu max "$root/usr/bin/python3.11" \
+  -m pytest -c /dev/null --rootdir="$here" -p no:cacheprovider -W ignore -q "${@:-tests/kernels}"
