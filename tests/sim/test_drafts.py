@@ -61,7 +61,7 @@ def test_the_drafters_time_passes_and_is_reckoned_with() -> None:
         plain_s / served(StatedDrafts(draft_tokens=8, acceptance=0.8, draft_cost=cost))[1] for cost in (0.0, 0.1, 1.5)
     ]
     assert gains[0] > gains[1] > 1.3
-    assert gains[2] == pytest.approx(1.0, abs=0.02)
+    assert 0.97 <= gains[2] <= 1.0
 
 
 @pytest.mark.parametrize("budget_s", [0.0255, 0.03])
