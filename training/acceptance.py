@@ -15,7 +15,7 @@ import typer
 from diptych.control.speculation import EveryGuess
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, load
-from diptych.ground.config import EngineConfig
+from diptych.ground.config import engine_config
 from diptych.ground.request import SamplingParams
 from training.books import DOCUMENT_SEPARATOR
 from training.synthetic import make_documents
@@ -60,9 +60,10 @@ def main(
     text: Annotated[Path, typer.Option(help="held-out text")] = Path("src/diptych/bundled/heldout.txt"),
     depth: Annotated[int, typer.Option(help="drafts of a step")] = 4,
     prompts: Annotated[int, typer.Option(help="beginnings of each kind")] = 16,
+    threads: Annotated[int | None, typer.Option(help="compute threads")] = None,
 ) -> None:
     """Print one JSON line for each drafter, kind of text and temperature."""
-    loaded = load(model, EngineConfig())
+    loaded = load(model, engine_config(threads=threads))
     kinds = prompts_of(loaded, text.read_text(encoding="utf-8"), prompts)
     for one in drafter:
         for kind, some in kinds.items():

@@ -17,7 +17,7 @@ from diptych.compute.drafter import DraftModel
 from diptych.compute.ops import cpu_kernels
 from diptych.engine.drafters import open_drafter
 from diptych.engine.llm import LLM, Completion
-from diptych.engine.load import LoadedModel, bundled_dir, load, size_pool
+from diptych.engine.load import LoadedModel, load, size_pool
 from diptych.ground.config import EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import SamplingParams
@@ -268,20 +268,18 @@ def test_the_pool_pays_for_both_stores(loaded: LoadedModel, tiny_dir: Path) -> N
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_bundled_draft_model_saves_steps(temperature: float) -> None:
-    """`speculate="draft"` alone takes the bundled drafter for the bundled model, and half of what it says holds."""
+@pytest.mark.parametrize(("drafter", "temperature"), [("draft", 0.0), ("draft", 0.8), ("eagle", 0.0)])
+def test_the_bundled_drafters_save_steps(drafter: str, temperature: float) -> None:
+    """`speculate` alone takes the bundled drafter for the bundled model; a quarter of the steps goes at least."""
     if not cpu_kernels.is_available()[0]:
         pytest.skip(cpu_kernels.is_available()[1])
     loaded = load("bundled", EngineConfig())
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=3, ignore_eos=True)
     prompts = ["Once upon a time there was a little girl who", "The capital of France is"]
     wanted = LLM(loaded).generate(prompts, params)
-    llm = LLM(loaded, speculate="draft", max_draft_tokens=4)
-    unpriced(llm)
+    llm = unpriced(LLM(loaded, speculate=drafter, max_draft_tokens=4))
     steps: list[object] = []
     llm.engine.book.on_step.append(steps.append)
     got = llm.generate(prompts, params)
     assert [said(done) for done in got] == [said(done) for done in wanted]
     assert len(steps) < 60
-    assert bundled_dir("diptych-1m-draft").exists()
