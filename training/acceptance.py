@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from diptych.control.speculation import EveryGuess
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, load
 from diptych.ground.config import engine_config
@@ -38,8 +39,7 @@ def tokens_per_step(
     """Greedy or sampled, one sequence at a time."""
     named = {"draft_model": str(draft)} if draft is not None else {}
     llm = LLM(loaded, speculate=drafter, max_draft_tokens=depth, max_running_sequences=1, **named)
-    scheduler = llm.engine.core._scheduler
-    scheduler.predict_s, scheduler.draft_price_s = (lambda shape: 1.0), None
+    llm.engine.core._scheduler.depths = EveryGuess(rows=1 + depth)
     steps: list[object] = []
     llm.engine.book.on_step.append(steps.append)
     done = llm.generate(prompts, SamplingParams(max_tokens=96, temperature=temperature, seed=5, ignore_eos=True))

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tests.control.test_worlds import Referee
+from tests.control.test_worlds import Referee, toy_seconds
 from tests.control.toy import ToyExecutor, toy_kv, toy_next
 
 from diptych.compute.draft_store import DraftStore
 from diptych.compute.drafter import DraftModel
+from diptych.control.speculation import EveryGuess
+from diptych.cost.speculation import DraftPrices
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.step import StepPlan, StepResult
 
@@ -108,20 +110,16 @@ class DraftingToy(ToyExecutor):
         )
 
 
-def check(seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(seeds) -> None:
     """Run worlds, and see that they reach every corner."""
     seen = {"right": 0, "preemptions": 0, "hits": 0, "cut": 0}
     for seed in seeds:
         rng = random.Random(seed)
-        monkeypatch.setattr("diptych.control.speculation._FIRST_RATE", rng.choice((0.9, 1.0)))
-        referee = Referee(seed, speculate="draft")
-        config = replace(referee.world.config, max_draft_tokens=rng.choice((1, 3, 16)))
+        settings = {"speculate": "draft", "max_draft_tokens": rng.choice((1, 3, 16))}
+        depths = EveryGuess(rows=64) if rng.random() < 0.3 else DraftPrices(toy_seconds)
+        referee = Referee(seed, settings, depths=depths)
         blocks = referee.world.blocks
-        toy = DraftingToy(blocks.n_blocks, blocks.block_tokens, rng, config)
-        referee.core.config = referee.core._scheduler.config = config
-        referee.executor = toy
-        if rng.random() < 0.3 and config.stall_budget_s is None:
-            referee.core._scheduler.predict_s = None
+        referee.executor = toy = DraftingToy(blocks.n_blocks, blocks.block_tokens, rng, referee.world.config)
         try:
             referee.run()
         except Exception as error:
@@ -134,13 +132,13 @@ def check(seeds, monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(seen.values()) > 0, f"these worlds no longer reach every corner: {seen}"
 
 
-def test_the_drafter_is_right_in_random_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_is_right_in_random_worlds() -> None:
     """A stale slot, a wrong copy or a block of somebody else would make it wrong."""
-    check(range(100), monkeypatch)
+    check(range(100))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", range(10))
-def test_the_drafter_is_right_in_ten_thousand_worlds(shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drafter_is_right_in_ten_thousand_worlds(shard: int) -> None:
     """The same for many more."""
-    check(range(shard, 10_000, 10), monkeypatch)
+    check(range(shard, 10_000, 10))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import tiny_config
-from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said
+from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, unpriced
 
 from diptych.compute.drafter import DraftModel
 from diptych.compute.ops import cpu_kernels
@@ -22,13 +22,6 @@ from diptych.ground.config import EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import Chunk
-
-
-@pytest.fixture(autouse=True)
-def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depths do not hang on how fast this machine is just now, and begin deep."""
-    monkeypatch.setattr("diptych.control.speculation._FIRST_RATE", 0.95)
-    monkeypatch.setattr("diptych.control.scheduler.UNPRICED_ROWS", 64)
 
 
 @pytest.fixture
@@ -42,8 +35,7 @@ def exact(loaded: LoadedModel) -> LoadedModel:
 def drafting(loaded: LoadedModel, config: EngineConfig, draft: Path, **settings: object) -> LLM:
     """An engine with a draft model, whose depths are not priced."""
     llm = LLM(loaded, config, speculate="draft", draft_model=str(draft), **settings)
-    llm.engine.core._scheduler.predict_s = None
-    return llm
+    return unpriced(llm)
 
 
 def counts(done: Sequence[Completion]) -> tuple[int, int]:
@@ -285,8 +277,7 @@ def test_the_bundled_drafters_save_steps(drafter: str, temperature: float) -> No
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=3, ignore_eos=True)
     prompts = ["Once upon a time there was a little girl who", "The capital of France is"]
     wanted = LLM(loaded).generate(prompts, params)
-    llm = LLM(loaded, speculate=drafter, max_draft_tokens=4)
-    llm.engine.core._scheduler.predict_s = None
+    llm = unpriced(LLM(loaded, speculate=drafter, max_draft_tokens=4))
     steps: list[object] = []
     llm.engine.book.on_step.append(steps.append)
     got = llm.generate(prompts, params)

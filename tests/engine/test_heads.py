@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tests.engine.conftest import tiny_config
 from tests.engine.test_drafters import counts
-from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said
+from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, unpriced
 
 from diptych.compute.ops import cpu_kernels
 from diptych.engine.drafters import open_drafter
@@ -33,14 +33,6 @@ LAYER = {
     "num_hidden_layers": 1, "model_type": "llama",
 }  # fmt: skip
 TAPS = [2, 1, 2]  # the layer that the state enters, as configs count; the last of transformers is normed
-
-
-@pytest.fixture(autouse=True)
-def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random heads are nearly always wrong: they are asked all the same."""
-    monkeypatch.setattr("diptych.control.speculation._FIRST_RATE", 0.98)
-    monkeypatch.setattr("diptych.control.speculation._FORGET", 0.0)
-    monkeypatch.setattr("diptych.control.scheduler.UNPRICED_ROWS", 64)
 
 
 def random_layer(generator: torch.Generator, width: int) -> dict[str, torch.Tensor]:
@@ -204,8 +196,7 @@ class Reference:
 def headed(loaded: LoadedModel, config: EngineConfig, folder: Path, layout: str, **settings: Any) -> LLM:
     """An engine with these heads, whose depths are not priced."""
     llm = LLM(loaded, config, speculate=layout[:6].rstrip("13_"), draft_model=str(folder), **settings)
-    llm.engine.core._scheduler.predict_s = None
-    return llm
+    return unpriced(llm)
 
 
 def watched(llm: LLM) -> list[tuple[list[int], list[int]]]:

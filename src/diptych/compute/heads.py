@@ -93,7 +93,7 @@ class TargetTensors:
         return values.to(torch.float32) + self._spec.norm_offset
 
 
-class Columns:
+class Columns(WeightTensor):
     """Inputs [begin, end) of a projection."""
 
     random_seed: int | None = None
@@ -109,7 +109,7 @@ class Columns:
         return self._tensor.read()[:, self._begin : self._end].contiguous()
 
 
-class Constant:
+class Constant(WeightTensor):
     """A tensor that is in no file."""
 
     random_seed: int | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class OpenDrafter(ABC):
 
     model: Model
     config: EngineConfig
+    kind: str = ""
     times: StepTimeModel = field(default_factory=StepTimeModel)  # of its own forwards
 
     @property
@@ -179,23 +180,26 @@ class OpenMedusa(OpenDrafter):
 def open_drafter(
     config: EngineConfig, target: Model, *, directory: Path | None = None, tokenizer: Tokenizer | None = None
 ) -> OpenDrafter | None:
-    """The drafter that `config` names, None where that is none that runs tensors.
+    """The drafter that `config` names, None where that is none that runs tensors. `auto`: the best that ships with the model.
 
     directory, tokenizer: of the target's checkpoint, where it has one. Raises ConfigError for a drafter that is not there or
     does not fit, LoadError for a checkpoint that cannot be read.
     """
     kind = config.scheduler.speculate
+    if kind == "auto":
+        kind = next((one for one in ("eagle", "medusa", "draft") if one in shipped(directory)), kind)
     if kind not in MODEL_DRAFTERS:
         return None
     folder = _folder(config, kind, directory)
     if kind == "draft":
         opened = _open_model(config, target, folder, tokenizer)
     else:
-        if directory is None:
+        if directory is None or directory.is_file():  # a GGUF file holds them in blocks
             raise ConfigError(
-                f"speculate is {kind!r}, and the model has no checkpoint whose embedding heads could share"
+                f"speculate is {kind!r}, and the model has no checkpoint folder whose embedding heads could share"
             )
         opened = (_open_eagle if kind == "eagle" else _open_medusa)(config, target, folder, directory)
+    opened.kind = kind
     logger.info("drafter loaded kind=%s path=%s parameters=%d", kind, folder, opened.model.n_parameters)
     return opened
 
@@ -221,9 +225,9 @@ def _open_eagle(config: EngineConfig, target: Model, folder: Path, directory: Pa
     fusion = None
     if eagle.version == 3:
         fc = FusionBlueprint(spec=eagle.fusion, hf_config=raw, source=HeadSource(folder), eagle=eagle)
-        fusion = build(fc, compute, target)
+        fusion = build(fc, compute, beside=target)
     return OpenEagle(
-        model=build(blueprint, compute, target), config=config, eagle=eagle, blueprint=blueprint, fusion=fusion,
+        model=build(blueprint, compute, beside=target), config=config, eagle=eagle, blueprint=blueprint, fusion=fusion,
         vocab_size=target.spec.vocab_size, norm_eps=target.spec.norm_eps,
     )  # fmt: skip
 
@@ -236,7 +240,7 @@ def _open_medusa(config: EngineConfig, target: Model, folder: Path, directory: P
     tensors = TargetTensors(directory, target.spec)
     blueprint = MedusaBlueprint(spec=medusa.spec, hf_config=raw, source=source, medusa=medusa, target=tensors)
     return OpenMedusa(
-        model=build(blueprint, _compute_of(config, target), target), config=config, medusa=medusa,
+        model=build(blueprint, _compute_of(config, target), beside=target), config=config, medusa=medusa,
         fuse=normed(tensors.norm(), target.spec.norm_eps), taps=(target.spec.n_layers - 1,),
     )  # fmt: skip
 
@@ -250,13 +254,21 @@ def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
 def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
     if config.draft_model is not None:
         return resolve_model_dir(config.draft_model)
-    bundled = BUNDLED_DRAFTERS.get(directory.name, {}) if directory is not None and directory.parent == BUNDLED else {}
+    bundled = shipped(directory)
     if kind not in bundled:
         raise ConfigError(
             f"speculate is {kind!r}, and no draft model is given",
             hint="name its checkpoint: draft_model=..., --draft-model",
         )
     return BUNDLED / bundled[kind]
+
+
+def shipped(directory: Path | None) -> Mapping[str, str]:
+    """The drafters beside a model, by kind."""
+    if directory is None or directory.parent != BUNDLED:
+        return {}
+    named = BUNDLED_DRAFTERS.get(directory.name, {})
+    return {kind: name for kind, name in named.items() if (BUNDLED / name).is_dir()}
 
 
 def _refuse_other_words(theirs: Tokenizer, ours: Tokenizer, folder: Path) -> None:

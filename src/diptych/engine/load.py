@@ -19,6 +19,7 @@ from diptych.control.loop import EngineCore
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
+from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.cost_view import CostView
 from diptych.engine.drafters import OpenDrafter, open_drafter
@@ -37,6 +38,7 @@ from diptych.ground.shape import StepShape
 from diptych.models.gguf_file import find_gguf
 from diptych.models.named import SHAPES
 from diptych.models.spec import ModelSpec
+from diptych.stepper import Observe
 
 logger = logging.getLogger("diptych.engine")
 
@@ -156,7 +158,9 @@ def size_pool(model: Model, config: EngineConfig, drafter: OpenDrafter | None = 
     """
     block_bytes = model.kv_bytes_per_block(config.block_tokens) + (drafter.block_bytes if drafter else 0)
     scratch_bytes = drafter.scratch_bytes if drafter else 0
-    context, n_blocks = _pool(model.spec.max_context_tokens, block_bytes, memory_of(model.device), config, scratch_bytes)
+    context, n_blocks = _pool(
+        model.spec.max_context_tokens, block_bytes, memory_of(model.device), config, scratch_bytes
+    )
     asked = config.max_context_tokens or model.spec.max_context_tokens
     if context < asked:
         given = n_blocks * block_bytes
@@ -252,7 +256,7 @@ class Machinery:
 
     core: EngineCore
     executor: ModelExecutor
-    step_time: StepTimeModel
+    observe: Observe  # learns from every step how long it took
 
 
 def make_machinery(
@@ -284,14 +288,23 @@ def make_machinery(
         found = default_places(n_blocks * config.block_tokens, context, calibrated)
         number = found.number
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
+    # the measured profile of this machine where there is one; until then the engine learns from its own steps
+    predict_s = step_time.predict_s if calibrated is None else calibrated.predict_s
+    prices = DraftPrices(predict_s, draft_s=None if drafter is None else drafter.price_s)
+
+    def observe(shape: StepShape, measured_s: float) -> None:
+        step_time.observe(shape, measured_s)
+        prices.observe(shape, measured_s)
+
     core = EngineCore(
         replace(scheduler, max_context_tokens=context, max_running_sequences=number),
         BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens),
         model_revision=model.revision,
-        # the measured profile of this machine where there is one; until then the engine learns from its own steps
-        predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
-        draft_price_s=None if drafter is None else drafter.price_s,
+        predict_s=predict_s,
         seed=config.seed,
+        depths=prices,
+        n_vocab=model.spec.vocab_size,
+        executor_drafter=None if drafter is None else drafter.kind,
     )
     _tell_defaults(model, config, context, n_blocks, calibrated)
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
@@ -303,7 +316,7 @@ def make_machinery(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
     )  # fmt: skip
-    return Machinery(core=core, executor=executor, step_time=step_time)
+    return Machinery(core=core, executor=executor, observe=observe)
 
 
 def _tell_defaults(
@@ -344,6 +357,6 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         clock=loaded.clock,
         vocab_size=vocab_size,
         grammars=grammars,
-        observe=machinery.step_time.observe,
+        observe=machinery.observe,
         back_memory=machinery.executor.back_memory,
     )

@@ -23,8 +23,9 @@ WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
 MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
-SPECULATE = ("off", "lookup", *MODEL_DRAFTERS)
+SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
 PACKED_CACHE_BYTES = 32 * 2**30  # a dozen models of the sizes that a CPU serves
+MOST_DRAFT_ROWS = 128  # of all sequences of a step: beyond it a step is bound by arithmetic on every machine we know
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
@@ -46,6 +47,9 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "max_waiting_tokens": Bound(int, 1, 2**62, "refuse requests beyond this many waiting tokens"),
         "max_context_tokens": Bound(int, 2, 2**31 - 1, "longest sequence (default: the model's)", is_optional=True),
         "aging_s": Bound(float, 0.0, None, "a waiting request gains a priority level in this time", is_low_open=True),
+        "lookup_memory_tokens": Bound(
+            int, 0, 2**24, "tokens of recent answers in which lookup looks, too, by cache salt (0: none)"
+        ),
         "max_draft_tokens": Bound(int, 1, 16, "most tokens guessed ahead for one sequence and step"),
         "n_blocks": Bound(int, 1, 2**31 - 1, "blocks of the KV pool"),
         "block_tokens": Bound(int, 1, 2**20, "tokens of a KV block"),
@@ -67,7 +71,8 @@ class SchedulerConfig:
     last longer than this (None: no limit). max_waiting_tokens: admission bound over prompt + max_tokens of all waiting
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves. speculate: who
     guesses tokens ahead (`control.speculation`; `MODEL_DRAFTERS` are run by the executor); it changes speed and no answer.
-    max_draft_tokens: most guesses of one sequence and step.
+    max_draft_tokens: most guesses of one sequence and step. lookup_memory_tokens: recent answers that `lookup` knows beside the
+    sequence's own text, those with the same cache salt only; about 200 bytes each.
     """
 
     max_step_tokens: int = 2048
@@ -78,12 +83,13 @@ class SchedulerConfig:
     aging_s: float = 2.0
     enable_prefix_cache: bool = True
     speculate: str = "off"
+    lookup_memory_tokens: int = 0
     max_draft_tokens: int = 16
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
         _take(self, "max_step_tokens", "max_running_sequences", "stall_budget_s", "max_waiting_tokens", "aging_s")
-        _take(self, "max_draft_tokens")
+        _take(self, "lookup_memory_tokens", "max_draft_tokens")
         at_least("max_context_tokens", self.max_context_tokens, 2)  # settled here: the model's own is known
         _take(self, "max_context_tokens")
         exactly(bool, "enable_prefix_cache", self.enable_prefix_cache, ConfigError)
