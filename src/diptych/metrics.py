@@ -577,8 +577,7 @@ def summarize(samples: Sequence[Sample], *, limits: Limits | None = None, durati
     wanted = Limits() if limits is None else limits
     done = [sample for sample in samples if sample.is_complete]
     if duration_s is None:
-        starts, ends = [s.start_s for s in samples], [s.end_s for s in samples]
-        duration_s = max(ends) - min(starts) if samples else 0.0
+        duration_s = max(s.end_s for s in samples) - min(s.start_s for s in samples) if samples else 0.0
     n_good = sum(1 for sample in samples if wanted.are_met(sample))
     prompt_tokens = sum(sample.prompt_tokens for sample in done)
     output_tokens = sum(sample.output_tokens for sample in done)
