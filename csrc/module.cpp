@@ -135,18 +135,40 @@ Step step_of(const I32& token_ids, const I32& query_start, const I32& context_to
           static_cast<int64_t>(logits_rows.shape(0))};
 }
 
+using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Input = std::optional<F32Matrix>;
+using Tapped = std::optional<std::pair<I32, F32CubeOut>>;  // numbers of taps, and [taps, T, width] to write them to
+
+void add_ends(const Program& program, Step& step, const Input& input, Tapped& tapped) {
+  if (input) {
+    if (static_cast<int64_t>(input->shape(0)) != step.n_tokens || static_cast<int64_t>(input->shape(1)) != program.input_width())
+      throw std::invalid_argument("the input must be [tokens, width of the program's input]");
+    step.input = input->data();
+  }
+  if (!tapped) return;
+  auto& [numbers, out] = *tapped;
+  if (numbers.shape(0) != out.shape(0) || static_cast<int64_t>(out.shape(1)) != step.n_tokens)
+    throw std::invalid_argument("taps must be [numbers, tokens, width]");
+  for (size_t i = 0; i < numbers.shape(0); ++i)
+    if (program.tap_width(numbers(i)) != static_cast<int64_t>(out.shape(2))) throw std::invalid_argument("a tap has another width");
+  step.tapped = numbers.data(), step.taps = out.data(), step.n_tapped = static_cast<int64_t>(numbers.shape(0));
+}
+
 void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-         F32Out logits) {
-  const Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  if (logits.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(logits.shape(1)) != program.vocab())
+         F32Out logits, Input input, Tapped tapped) {
+  Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  add_ends(program, step, input, tapped);
+  if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
   nb::gil_scoped_release release;
   program.run(step, kv, logits.data());
 }
 
 std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I32 token_ids, I32 query_start, I32 context_tokens,
-                                                             I32Table block_table, I32 logits_rows, KvCache& kv) {
-  const Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+                                                             I32Table block_table, I32 logits_rows, KvCache& kv, Input input,
+                                                             Tapped tapped) {
+  Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  add_ends(program, step, input, tapped);
   std::pair<std::vector<int32_t>, std::vector<float>> out;
   nb::gil_scoped_release release;
   for (const Best& best : program.run_best(step, kv)) {
@@ -244,8 +266,6 @@ void import_blocks(KvCache& kv, I32 block_ids, BytesTable data) {
   nb::gil_scoped_release release;
   for (size_t i = 0; i < block_ids.shape(0); ++i) kv.import_block(block_ids(i), data.data() + i * data.shape(1));
 }
-
-using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 template <class Cube>
 void check_cube(const KvCache& kv, const Cube& cube, int64_t n_tokens) {
@@ -368,9 +388,11 @@ void bind_operations(nb::class_<Program>& program) {
         p.record(Category::moe, std::move(op));
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"))
-      .def("head", [](Program& p, int x, int norm, float eps, int rows, int weight, float scale, std::optional<float> softcap) {
-        p.record(Category::head, HeadOp{x, norm, eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value()});
-      }, nb::kw_only(), nb::arg("x"), nb::arg("norm"), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none());
+      .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
+      .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
+      .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap) {
+        p.record(Category::head, HeadOp{x, norm.value_or(0), eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value(), norm.has_value()});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none());
 }
 
 void bind_program(nb::module_& m) {
@@ -379,6 +401,9 @@ void bind_program(nb::module_& m) {
       .def("__init__", [](Program* place, const std::string& kernels, int threads, std::optional<std::vector<int>> cpus) {
         new (place) Program(kernel_set(kernels), threads, cpus ? std::move(*cpus) : ThreadPool::allowed_cpus());
       }, nb::arg("kernels"), nb::arg("threads"), nb::arg("cpus").none() = nb::none())
+      .def("__init__", [](Program* place, const std::string& kernels, const Program& beside) {
+        new (place) Program(kernel_set(kernels), beside);
+      }, nb::arg("kernels"), nb::arg("beside"))
       .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
@@ -389,12 +414,13 @@ void bind_program(nb::module_& m) {
       .def("add_bf16", [](Program& p, int64_t width) { return add_plain(p, BufferKind::bf16, width, 1); }, nb::arg("width"))
       .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1)
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"))
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none())
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"))
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none())
       .def("run_hidden", &run_hidden, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"))
       .def_prop_ro("hidden_width", &Program::hidden_width)
+      .def("tap_width", &Program::tap_width, nb::arg("number"))
       .def("argmax", &argmax)
       .def("draw", &draw, nb::arg("logits"), nb::arg("rows"), nb::arg("temperatures"), nb::arg("quantiles"))
       .def("nanoseconds", &nanoseconds)

@@ -35,7 +35,11 @@ void Routing::resize(int64_t tokens, int64_t top_k, int64_t n_experts) {
 }
 
 Program::Program(const KernelSet& kernels, int threads, std::vector<int> cpus)
-    : kernels_(kernels), pool_(threads, std::move(cpus)), waiting_(pool_.size()) {}
+    : kernels_(kernels), shared_pool_(std::make_shared<ThreadPool>(threads, std::move(cpus))), pool_(*shared_pool_),
+      waiting_(pool_.size()) {}
+
+Program::Program(const KernelSet& kernels, const Program& beside)
+    : kernels_(kernels), shared_pool_(beside.shared_pool_), pool_(*shared_pool_), waiting_(pool_.size()) {}
 
 // ---- weights ----
 
@@ -155,7 +159,12 @@ struct Names {
     if (op.has_hidden) buffers({op.hidden});
     for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
   }
-  void operator()(const HeadOp& op) const { buffers({op.x, op.rows}), weights({op.weight}), vectors({op.norm}); }
+  void operator()(const HeadOp& op) const {
+    buffers({op.x, op.rows}), weights({op.weight});
+    if (op.has_norm) vectors({op.norm});
+  }
+  void operator()(const InputOp& op) const { buffers({op.x}); }
+  void operator()(const TapOp& op) const { buffers({op.x}); }
 };
 
 }  // namespace
@@ -179,6 +188,7 @@ void Program::record(Category category, OpBody body) {
     table_rows_ = std::min(table_rows_, shape.n);
   }
   if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = linears_[op->weight].n_outputs, hidden_width_ = buffers_[op->x].width;
+  if (const auto* op = std::get_if<InputOp>(&body)) input_width_ = buffers_[op->x].width;
   if (const int weight = first_weight(body); weight >= 0)
     for (size_t i = ops_.size(); i-- > 0;) {
       next_weight_[i] = weight;
@@ -187,6 +197,12 @@ void Program::record(Category category, OpBody body) {
   ops_.push_back({category, std::move(body)});
   plan_of_op_.push_back(plan);
   next_weight_.push_back(-1);
+}
+
+int64_t Program::tap_width(int number) const {
+  for (const Op& op : ops_)
+    if (const auto* tap = std::get_if<TapOp>(&op.body); tap != nullptr && tap->number == number) return buffers_[tap->x].width;
+  throw std::invalid_argument("the program has no tap " + std::to_string(number));
 }
 
 int Program::first_weight(const OpBody& body) {
@@ -311,7 +327,8 @@ void check_sequence(const Step& step, const KvShape& shape, int64_t s) {
 void Program::check(const Step& step, const KvCache& kv) const {
   require(!ops_.empty() && step.n_tokens > 0 && step.n_sequences > 0, "nothing to run");
   require(step.query_start[0] == 0 && step.query_start[step.n_sequences] == step.n_tokens, "query_start does not cover the tokens");
-  require(kv.shape().n_layers == n_layers_, "the KV cache has another number of layers");
+  require(n_layers_ == 0 || kv.shape().n_layers == n_layers_, "the KV cache has another number of layers");
+  require(input_width_ == 0 || step.input != nullptr, "the program takes an input, and the step has none");
   for (const Op& op : ops_)
     if (const auto* attention = std::get_if<AttentionOp>(&op.body)) {
       require(attention->shape.head_dim == kv.shape().head_dim && attention->shape.n_kv_heads == kv.shape().n_kv_heads,

@@ -37,6 +37,10 @@ struct Step {
   const int32_t* block_table;     // [S, M]
   const int32_t* logits_rows;     // [R]
   int64_t n_tokens, n_sequences, table_width, n_logits;
+  const float* input = nullptr;          // [T, width] of the program's InputOp, where it has one
+  const int32_t* tapped = nullptr;       // [n_tapped] numbers of the taps wanted
+  float* taps = nullptr;                 // [n_tapped, T, width], written
+  int64_t n_tapped = 0;
 };
 
 enum class BufferKind : int32_t { f32, bf16, rows };
@@ -89,9 +93,12 @@ struct MoeOp {
   bool renormalises;
   Activation activation;
 };
-struct HeadOp { int x, norm; float eps; int rows, weight; float scale, softcap; bool has_softcap; };
+struct HeadOp { int x, norm; float eps; int rows, weight; float scale, softcap; bool has_softcap, has_norm; };
+struct InputOp { int x; };                                    // x: the caller's rows
+struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
 
-using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp>;
+using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
+                            InputOp, TapOp>;
 
 struct Op {
   Category category;
@@ -112,6 +119,7 @@ class Program {
  public:
   Program(const KernelSet& kernels, int threads) : Program(kernels, threads, ThreadPool::allowed_cpus()) {}
   Program(const KernelSet& kernels, int threads, std::vector<int> cpus);  // threads and cpus as ThreadPool
+  Program(const KernelSet& kernels, const Program& beside);  // on the threads of another, which runs when this one does not
 
   // Weights. Packing runs on the pool. The three forms: from rows, random, and already packed bytes (copied).
   int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias);
@@ -146,6 +154,8 @@ class Program {
   int64_t table_bytes() const;   // embedding tables beside them, of which a step reads single rows
   int64_t vocab() const { return vocab_; }
   int64_t hidden_width() const { return hidden_width_; }  // D
+  int64_t input_width() const { return input_width_; }    // of the InputOp, 0 without one
+  int64_t tap_width(int number) const;                    // throws std::invalid_argument where no tap has the number
   const PackedLinear& linear_at(int index) const { return linears_.at(index); }
   const uint8_t* blob_at(int index) const { return linears_.at(index).panels; }  // it begins with its panels
 
@@ -163,7 +173,8 @@ class Program {
   void plan_attention(const Step& step);
 
   const KernelSet& kernels_;  // every model has its own: nothing of the process says how one is computed
-  ThreadPool pool_;
+  const std::shared_ptr<ThreadPool> shared_pool_;
+  ThreadPool& pool_;
   std::vector<PageBuffer> weight_pages_;
   int64_t weights_left_ = 0;  // bytes of the last of them that nothing has taken
   std::vector<PackedLinear> linears_;
@@ -177,7 +188,7 @@ class Program {
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   PageBuffer arena_, scratch_, partials_;
-  int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, n_layers_ = 0;
+  int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, input_width_ = 0, n_layers_ = 0;
   int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
   Routing routing_;
   std::vector<int32_t> positions_, slots_;        // [T] of the step: where a token stands, block * P + offset where its KV goes

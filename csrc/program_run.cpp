@@ -1,4 +1,5 @@
 // One step of a Program: what each operation does in its phases.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -81,6 +82,12 @@ struct Program::Run {
   void run(const AttentionOp& op, size_t index, int thread, int threads) const;
   void run(const MoeOp& op, size_t, int thread, int threads) const;
   void run(const HeadOp& op, size_t, int thread, int threads) const;
+  void run(const InputOp& op, size_t, int thread, int threads) const;
+  void run(const TapOp& op, size_t, int thread, int threads) const;
+  bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
+    const auto* tap = std::get_if<TapOp>(&op);
+    return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;
+  }
 
   Epilogue epilogue_to(int out, Store store, Activation activation) const;
   void route_token(const MoeOp& op, int64_t token) const;
@@ -338,6 +345,21 @@ class HeadReader final : public OutputReader {
   Best* best_;  // [R] of the thread
 };
 
+void Program::Run::run(const InputOp& op, size_t, int thread, int threads) const {
+  const Buffer& x = buffer(op.x);
+  const Range part = share(step.n_tokens * x.width, thread, threads, 64);
+  std::memcpy(x.f32() + part.begin, step.input + part.begin, static_cast<size_t>(part.end - part.begin) * 4);
+}
+
+void Program::Run::run(const TapOp& op, size_t, int thread, int threads) const {
+  const Buffer& x = buffer(op.x);
+  const Range part = share(step.n_tokens * x.width, thread, threads, 64);
+  for (int64_t i = 0; i < step.n_tapped; ++i)  // who asks twice gets two
+    if (step.tapped[i] == op.number)
+      std::memcpy(step.taps + i * step.n_tokens * x.width + part.begin, x.f32() + part.begin,
+                  static_cast<size_t>(part.end - part.begin) * 4);
+}
+
 void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const {
   if (step.n_logits == 0) return;
   const Buffer& x = buffer(op.x);
@@ -346,7 +368,11 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
   const Range part = share(step.n_logits, thread, threads);
   for (int64_t r = part.begin; r < part.end; ++r) {
     float* target = hidden != nullptr ? hidden + r * x.width : row;
-    kernels.rms_norm_row(x.f32() + step.logits_rows[r] * x.width, vector(op.norm), x.width, op.eps, target);
+    const float* source = x.f32() + step.logits_rows[r] * x.width;
+    if (op.has_norm)
+      kernels.rms_norm_row(source, vector(op.norm), x.width, op.eps, target);
+    else
+      std::memcpy(target, source, static_cast<size_t>(x.width) * 4);
     if (hidden != nullptr) continue;
     if (op.scale != 1.0f)
       for (int64_t i = 0; i < x.width; ++i) row[i] *= op.scale;
@@ -398,6 +424,7 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
     int64_t before = thread == 0 ? now_ns() : 0;
     run.look_ahead(0, thread, threads);
     for (size_t i = 0; i < ops_.size(); ++i) {
+      if (run.is_idle(ops_[i].body)) continue;
       std::visit([&](const auto& op) { run.run(op, i, thread, threads); }, ops_[i].body);
       if (first_weight(ops_[i].body) >= 0) run.look_ahead(i, thread, threads);
       run.barrier(thread);

@@ -130,6 +130,10 @@ class ServerProcess:
         assert told["diptych_requests_total"] == told["diptych_requests_taken_total"], told
         assert told["diptych_choices_finished_total"] == told["vllm:request_success_total"]
         assert told["diptych_choices_finished_total"] >= told["diptych_requests_total"]
+        accepted = told["vllm:spec_decode_num_accepted_tokens_total"]
+        assert told.get("vllm:spec_decode_num_accepted_tokens_per_pos_total", 0) == accepted
+        assert accepted <= told["vllm:spec_decode_num_draft_tokens_total"]
+        assert told["vllm:spec_decode_num_drafts_total"] <= told["vllm:spec_decode_num_draft_tokens_total"]
         assert told["vllm:request_max_num_generation_tokens_count"] == told["diptych_requests_total"]
         assert told["vllm:request_max_num_generation_tokens_sum"] <= told["diptych_output_tokens_total"]
         assert told["diptych_output_tokens_total"] == told["vllm:generation_tokens_total"]
@@ -188,6 +192,11 @@ def check_account(answer: dict[str, Any]) -> None:
     assert timings["predicted_n"] == usage["completion_tokens"]
     assert own["thinking_n"] == usage["completion_tokens_details"]["reasoning_tokens"]
     assert own["thinking_n"] + own["answer_n"] == usage["completion_tokens"]
+    details = usage["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert (timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)) == (accepted + rejected, accepted)
+    assert 0 <= accepted <= usage["completion_tokens"]
+    assert rejected >= 0
     assert own["thinking_ms"] + own["answer_ms"] == pytest.approx(own["decode_ms"], abs=1e-3)
     assert timings["prompt_ms"] == own["prefill_ms"]
     assert timings["predicted_ms"] == own["decode_ms"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from diptych.ground.events import (
     ArrivalEvent,
+    DraftEvent,
     FinishEvent,
     PreemptEvent,
     ScheduledEvent,
@@ -199,6 +200,21 @@ def test_every_step_is_told_with_what_it_held():
     assert [(step.shape.prefill_tokens, step.shape.decode_tokens) for step in steps] == [(10, 0), (4, 1)]
     assert [step.prefills for step in steps] == [[("r", 10, 0)], [("x", 4, 0)]]
     assert log.book.device_s == sum(step.device_s for step in steps) == 1.0
+
+
+def test_rejected_drafts_are_rows_and_no_tokens():
+    """The live page and the phase report counted rows of rejected drafts as tokens, and showed rates nobody had."""
+    steps = []
+    book = EventBook(on_step=steps.append)
+    shape = StepShape([ChunkShape(Phase.DECODE, 5, 9, True), ChunkShape(Phase.DECODE, 1, 20, True)])
+    plain = StepShape([ChunkShape(Phase.DECODE, 1, 12, True)])
+    book.fold([ArrivalEvent(request_id="r", at_s=0.0, prompt_tokens=9, n=1)])
+    book.fold([StepBeginEvent(7, 1.0, shape), DraftEvent("r", 0, 2.0, 7, 4, 2), StepEndEvent(7, 2.0, 0.5, 0.1)])
+    book.fold([StepBeginEvent(8, 2.0, plain), StepEndEvent(8, 3.0, 0.5, 0.1)])
+    assert [step.decode_tokens for step in steps] == [4, 1]
+    assert [(step.drafted_tokens, step.accepted_tokens) for step in steps] == [(4, 2), (0, 0)]
+    (note,) = book.records["r"].drafts
+    assert (note.step_id, note.index, note.at_s, note.drafted_tokens, note.accepted_tokens) == (7, 0, 2.0, 4, 2)
 
 
 def test_a_taken_record_is_gone_and_late_events_are_harmless():

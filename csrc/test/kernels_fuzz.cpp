@@ -118,7 +118,7 @@ class Recorder {
       if (!is_direct) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
       p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
     }
-    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m.weights, m.hidden), head, 1.0f, 9.0f, m.has_softcap});
+    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m.weights, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true});
   }
 
  private:

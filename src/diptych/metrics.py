@@ -178,6 +178,16 @@ class SharedStep(NamedTuple):
     others_share: float
 
 
+class DraftNote(NamedTuple):
+    """Guesses of one choice that a step verified, and how many of them were handed out."""
+
+    step_id: int
+    index: int  # type: ignore[assignment]  # in place of tuple.index
+    at_s: float
+    drafted_tokens: int
+    accepted_tokens: int
+
+
 @dataclass(slots=True)
 class ChoiceRecord:
     """What one choice of a request did so far."""
@@ -207,8 +217,7 @@ class RequestRecord:
     chunks: list[ChunkNote] = field(default_factory=list)
     shared_steps: list[SharedStep] = field(default_factory=list)
     decode_predicted_s: float = 0.0  # what was expected of its decode steps, others' work included
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: list[DraftNote] = field(default_factory=list)
     _own_prefill: tuple[int, int] = (-1, 0)  # (step, prefill tokens of this request in it)
     _calm_steps_s: list[float] = field(default_factory=list)
     _last_decode_step: int = -1
@@ -262,8 +271,9 @@ class RequestRecord:
         elif isinstance(event, PreemptEvent):
             self.preempted_s.append(event.at_s)
         elif isinstance(event, DraftEvent):
-            self.drafted_tokens += event.drafted_tokens
-            self.accepted_tokens += event.accepted_tokens
+            self.drafts.append(
+                DraftNote(event.step_id, event.index, event.at_s, event.drafted_tokens, event.accepted_tokens)
+            )
         elif isinstance(event, FinishEvent):
             choice = self.choices.setdefault(event.index, ChoiceRecord())
             choice.end_s, choice.reason = event.at_s, event.reason
@@ -323,8 +333,8 @@ class RequestRecord:
             output_tokens=self.output_tokens,
             recomputed_tokens=self.recomputed_tokens,
             reasoning_tokens=reasoning_tokens,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            drafted_tokens=sum([one.drafted_tokens for one in self.drafts]),
+            accepted_tokens=sum([one.accepted_tokens for one in self.drafts]),
         )
 
     def timings(self, now_s: float | None = None) -> Timings:
@@ -393,6 +403,13 @@ class StepRecord(NamedTuple):
     decode_request_ids: tuple[str, ...]
     device_s: float
     host_s: float
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens that its decode handed out: its rows without those of rejected drafts."""
+        return self.shape.decode_tokens - self.drafted_tokens + self.accepted_tokens
 
     @property
     def time_s(self) -> float:
@@ -412,6 +429,7 @@ class EventBook:
         self.on_step = [] if on_step is None else [on_step]
         self._begin: StepBeginEvent | None = None
         self._step: StepNote | None = None
+        self._drafted_tokens = self._accepted_tokens = 0  # of the step in flight
 
     def fold(self, events: Iterable[Event]) -> None:
         """Take in events in the order in which control gave them."""
@@ -434,6 +452,9 @@ class EventBook:
             else:
                 if isinstance(event, ScheduledEvent) and self._step is not None:
                     self._step.prefills.append((event.request_id, event.chunk_tokens, event.cached_tokens))
+                elif isinstance(event, DraftEvent):
+                    self._drafted_tokens += event.drafted_tokens
+                    self._accepted_tokens += event.accepted_tokens
                 record = self.records.get(event.request_id)
                 if record is not None:
                     record.fold(event, self._step)
@@ -444,6 +465,8 @@ class EventBook:
 
     def _end_step(self, event: StepEndEvent) -> None:
         begin, step = self._begin, self._step
+        drafted_tokens, accepted_tokens = self._drafted_tokens, self._accepted_tokens
+        self._drafted_tokens = self._accepted_tokens = 0
         if begin is None or step is None or begin.step_id != event.step_id:
             return  # the log began in the middle of this step
         self.device_s += event.device_s
@@ -458,6 +481,8 @@ class EventBook:
                 decode_request_ids=begin.decode_request_ids,
                 device_s=event.device_s,
                 host_s=event.host_s,
+                drafted_tokens=drafted_tokens,
+                accepted_tokens=accepted_tokens,
             )
             for tell in tuple(self.on_step):
                 tell(record)
@@ -552,8 +577,7 @@ def summarize(samples: Sequence[Sample], *, limits: Limits | None = None, durati
     wanted = Limits() if limits is None else limits
     done = [sample for sample in samples if sample.is_complete]
     if duration_s is None:
-        starts, ends = [s.start_s for s in samples], [s.end_s for s in samples]
-        duration_s = max(ends) - min(starts) if samples else 0.0
+        duration_s = max(s.end_s for s in samples) - min(s.start_s for s in samples) if samples else 0.0
     n_good = sum(1 for sample in samples if wanted.are_met(sample))
     prompt_tokens = sum(sample.prompt_tokens for sample in done)
     output_tokens = sum(sample.output_tokens for sample in done)

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from diptych.cost.advice import accepted_tokens, chunk_for, pools_for, speculation, what_ifs
+from diptych.cost.advice import chunk_for, pools_for, speculation, speculation_advice, what_ifs
 from diptych.cost.components import kv_bytes_of_context
 from diptych.cost.memory import capacity_of
 from diptych.cost.planner import Question, compute_bound_batch, make_plan, quadratic_prompt_tokens
 from diptych.cost.setup import find_model, setup_of
+from diptych.cost.speculation import chances_at, expected_tokens
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import Bottleneck
@@ -96,21 +97,42 @@ def test_what_ifs_change_what_they_should():
 
 def test_speculation_follows_the_geometric_series():
     """Accepted tokens per verify step, and the limits: nothing accepted costs, all accepted pays k + 1."""
-    assert accepted_tokens(draft_tokens=4, acceptance=0.7) == pytest.approx(1 + 0.7 + 0.49 + 0.343 + 0.2401)
-    assert accepted_tokens(draft_tokens=4, acceptance=1.0) == 5
+    assert expected_tokens(chances_at(0.7, 4)) == pytest.approx(1 + 0.7 + 0.49 + 0.343 + 0.2401)
+    assert expected_tokens(chances_at(1.0, 4)) == 5
     setup = setup_of("llama-3.1-70b", "h100-80gb-sxm", tp=4)
-    useless = speculation(setup, Question(acceptance=0.0))
-    perfect = speculation(setup, Question(acceptance=1.0, draft_cost=0.0))
+    useless = speculation(setup, Question(acceptance=0.0), 1)
+    perfect = speculation(setup, Question(acceptance=1.0, draft_cost=0.0), 1)
     assert useless.speedup < 1.0
+    assert (useless.depth, useless.best_speedup) == (0.0, 1.0), "the engine would draft none"
     assert 4.0 < perfect.speedup <= 5.0
+    assert perfect.depth == 16
+    assert perfect.best_speedup > perfect.speedup
 
 
 def test_verify_step_reads_each_cache_once():
     """k + 1 rows of one sequence share its KV: a verify step at a long context is far from k + 1 decode steps."""
     setup = setup_of("llama-2-7b", "a100-80gb-sxm")
-    entry = speculation(setup, Question(prompt_tokens=3000, draft_tokens=7))
+    entry = speculation(setup, Question(prompt_tokens=3000, draft_tokens=7), 1)
     plain_s = setup.model_of_time().predict(StepShape.decode(batch=1, context_tokens=3128)).total_s
     assert entry.verify_s < 1.15 * plain_s
+
+
+@pytest.mark.parametrize(("acceptance", "draft_cost"), [(0.8, 0.05), (0.5, 0.05), (0.5, 0.2)])
+def test_speculation_stops_paying_at_a_batch(acceptance, draft_cost):
+    """Where rows cost what they give: one sequence more and the same drafts lose."""
+    setup = setup_of("llama-3.1-8b", "l40s")
+    question = Question(draft_tokens=4, acceptance=acceptance, draft_cost=draft_cost, context_tokens=256)
+    most = speculation_advice(setup, question).most_batch
+    assert 8 < most < 4096
+    assert speculation(setup, question, most).speedup > 1.0 >= speculation(setup, question, most + 1).speedup
+    table = speculation_advice(setup, question).table
+    assert [one.batch for one in table] == [1, 4, 16, 64]
+    assert all(one.best_speedup >= max(1.0, 0.95 * one.speedup) for one in table if one.batch <= 16)
+    assert [one.speedup for one in table] == sorted((one.speedup for one in table), reverse=True)
+    assert speculation_advice(setup, replace(question, draft_cost=0.9)).most_batch == 0
+    assert speculation_advice(setup, replace(question, context_tokens=16000)).most_batch is None, (
+        "bound by reading caches"
+    )
 
 
 @pytest.mark.parametrize("budget_s", [0.03, 0.05, 0.2])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 from tests.engine.conftest import tiny_config
+from tests.engine.test_speculation import unpriced
 
 from diptych.compute.ceilings import Ceilings
 from diptych.engine.cost_view import CostView
@@ -35,3 +38,35 @@ def test_only_the_chunk_that_samples_is_charged_an_output_head(loaded: LoadedMod
     ]
     bound_s = sum(view.bound_s(one, CEILINGS.read_bytes_per_s, CEILINGS.flops_per_s) for one in chunks)
     assert abs(report.prefill.fraction_of_ceiling * report.prefill.time_s - bound_s) < 1e-6 * bound_s
+
+
+def test_speculation_is_told_as_tokens_per_step_and_what_it_gained(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of rejected drafts were once decode tokens; and a gain against nothing says nothing."""
+    params = SamplingParams(max_tokens=41, temperature=0.0, ignore_eos=True)
+    (plain,) = LLM(loaded, tiny_config()).generate(["One two"], params)
+    llm, observer = unpriced(LLM(loaded, tiny_config())), PhaseObserver()
+    stop = llm.engine.listen(observer)
+    text = plain.choices[0].text
+    (done,) = llm.generate(["One two"], replace(params, prediction=text[:30] + "something else" + text[30:]))
+    stop()
+
+    class TenPerSecond:
+        def predict_s(self, shape: StepShape) -> float:
+            assert shape.n_tokens == shape.n_sequences
+            return 0.1
+
+        def predict(self, shape: StepShape) -> SimpleNamespace:
+            return SimpleNamespace(total_s=0.1)
+
+    monkeypatch.setattr("diptych.engine.report.local_predictor", lambda model: TenPerSecond())
+    report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
+    decode = [step for step in observer.steps if step.shape.decode_tokens]
+    assert done.usage.drafted_tokens > done.usage.accepted_tokens > 0
+    assert report.decode is not None
+    assert report.decode.tokens == 40
+    assert report.tokens_per_decode_step == 40 / len(decode) > 1.0
+    assert report.undrafted_s == pytest.approx(4.0)
+    assert f"{done.usage.accepted_tokens} of {done.usage.drafted_tokens} drafts accepted; " in report.table()
+    assert "x the speed predicted without, 4000.0 ms" in report.table()

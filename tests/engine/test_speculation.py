@@ -14,6 +14,7 @@ from tests.engine.conftest import tiny_config
 from diptych.compute.kv_store import KVStore
 from diptych.compute.ops import cpu_kernels
 from diptych.control.blocks import root_digest
+from diptych.control.speculation import EveryGuess, NewDrafter
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, load
 from diptych.ground.config import EngineConfig
@@ -45,6 +46,7 @@ class Scripted:
 
     def __init__(self, known: Sequence[Sequence[int]], rng: random.Random, error_rate: float) -> None:
         self.known, self.rng, self.error_rate = known, rng, error_rate
+        self.confidence = 0
 
     def propose(self, token_ids: Sequence[int], n: int) -> list[int]:
         head = list(token_ids)
@@ -55,18 +57,19 @@ class Scripted:
         return []
 
 
-def speculating(
-    loaded: LoadedModel, config: EngineConfig, wanted: list[Completion], monkeypatch: pytest.MonkeyPatch, *, errs: float
-) -> LLM:
+def speculating(loaded: LoadedModel, config: EngineConfig, wanted: list[Completion], *, errs: float) -> LLM:
     """An engine whose drafter knows what should come."""
     known = [(*done.prompt_token_ids, *choice.token_ids) for done in wanted for choice in done.choices]
     rng = random.Random(11)
-    drafters = {"lookup": lambda: Scripted(known, rng, errs)}
-    monkeypatch.setattr("diptych.control.scheduler.DRAFTERS", drafters)
-    monkeypatch.setattr("diptych.control.speculation._FIRST_RATE", 0.95)
-    monkeypatch.setattr("diptych.control.scheduler.UNPRICED_ROWS", 64)
-    llm = LLM(loaded, replace(config, scheduler=replace(config.scheduler, speculate="lookup")))
-    llm.engine.core._scheduler.predict_s = None  # depths do not hang on how fast this machine is just now
+    return unpriced(LLM(loaded, config), {"scripted": lambda request: Scripted(known, rng, errs)})
+
+
+def unpriced(llm: LLM, drafters: dict[str, NewDrafter] | None = None) -> LLM:
+    """Depths that do not hang on how fast this machine is just now; these drafters in place of the engine's."""
+    scheduler = llm.engine.core._scheduler
+    scheduler.depths = EveryGuess(rows=64)
+    if drafters is not None:
+        scheduler.guesser._drafters = drafters
     return llm
 
 
@@ -87,11 +90,11 @@ def exact(loaded: LoadedModel) -> LoadedModel:
 
 @pytest.mark.parametrize("errs", [0.0, 0.3])
 @pytest.mark.parametrize("name", CASES)
-def test_answers_are_those_without(exact: LoadedModel, name: str, errs: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_those_without(exact: LoadedModel, name: str, errs: float) -> None:
     """Every way to draw, beside neighbours and prefill in chunks, at scripted acceptance."""
     config = tiny_config()
     wanted = LLM(exact, config).generate(PROMPTS, CASES[name])
-    llm = speculating(exact, config, wanted, monkeypatch, errs=errs)
+    llm = speculating(exact, config, wanted, errs=errs)
     got = llm.generate(PROMPTS, CASES[name])
     assert [said(done) for done in got] == [said(done) for done in wanted]
     assert sum(done.usage.accepted_tokens for done in got) > 0
@@ -108,8 +111,7 @@ def test_lookup_itself_saves_steps_and_changes_nothing(exact: LoadedModel) -> No
     steps_off, steps_on = [], []
     off.engine.book.on_step.append(steps_off.append)
     wanted = off.generate(PROMPTS, params)
-    on = LLM(exact, config, speculate="lookup")
-    on.engine.core._scheduler.predict_s = None
+    on = unpriced(LLM(exact, config, speculate="lookup"))
     on.engine.book.on_step.append(steps_on.append)
     got = on.generate(PROMPTS, params)
     assert [said(done) for done in got] == [said(done) for done in wanted]
@@ -117,14 +119,14 @@ def test_lookup_itself_saves_steps_and_changes_nothing(exact: LoadedModel) -> No
     assert len(steps_on) < len(steps_off)
 
 
-def test_a_preempted_sequence_goes_on_as_without(exact: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preempted_sequence_goes_on_as_without(exact: LoadedModel) -> None:
     """Too few blocks for all: drafts never take one that a token needs, and a recompute forgets none."""
     config = tiny_config(max_context_tokens=96)
     config = replace(config, kv_memory_bytes=8 * exact.model.kv_bytes_per_block(config.block_tokens))
     params = replace(SAMPLED, max_tokens=40, repetition_penalty=1.2)
     prompts = [list(range(40 + i, 85 + i)) for i in range(3)]
     wanted = LLM(exact, config).generate(prompts, params)
-    llm = speculating(exact, config, wanted, monkeypatch, errs=0.2)
+    llm = speculating(exact, config, wanted, errs=0.2)
     got = llm.generate(prompts, params)
     assert [c.token_ids for d in got for c in d.choices] == [c.token_ids for d in wanted for c in d.choices]
     assert llm.engine.stats().preemptions > 0
@@ -132,9 +134,7 @@ def test_a_preempted_sequence_goes_on_as_without(exact: LoadedModel, monkeypatch
 
 
 @pytest.mark.parametrize("params", [BASE, SAMPLED], ids=["greedy", "sampled"])
-def test_a_stop_in_the_middle_of_a_run_ends_there(
-    exact: LoadedModel, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_in_the_middle_of_a_run_ends_there(exact: LoadedModel, params: SamplingParams) -> None:
     """Tokens behind a stop string or stop id were counted as output, and a later limit gave the reason."""
     config = tiny_config()
     free = LLM(exact, config).generate(PROMPTS, params)
@@ -150,7 +150,7 @@ def test_a_stop_in_the_middle_of_a_run_ends_there(
             ):
                 prompt = list(done.prompt_token_ids)
                 wanted = LLM(exact, config).generate([prompt], stopping)
-                llm = speculating(exact, config, free, monkeypatch, errs=0.0)
+                llm = speculating(exact, config, free, errs=0.0)
                 got = llm.generate([prompt], stopping)
                 assert [said(one) for one in got] == [said(one) for one in wanted]
                 usage = got[0].usage
@@ -158,6 +158,93 @@ def test_a_stop_in_the_middle_of_a_run_ends_there(
                 n_cut += usage.accepted_tokens > 0
                 llm.engine.core.check()
     assert n_cut > 0
+
+
+@pytest.mark.parametrize("params", [BASE, replace(SAMPLED, n=2)], ids=["greedy", "sampled"])
+def test_a_prediction_saves_steps_and_changes_nothing(exact: LoadedModel, params: SamplingParams) -> None:
+    """The user's text as the draft: right, with words changed, wrong, or of another request; nobody else guesses."""
+    config = tiny_config()
+    wanted = LLM(exact, config).generate(PROMPTS, params)
+    right = [done.choices[0].text for done in wanted]
+    edited = [text[:20] + " an edit " + text[25:] for text in right]
+    n_accepted = {}
+    for name, predicted in {
+        "right": right,
+        "edited": edited,
+        "wrong": right[1:] + right[:1],
+        "empty": [""] * 4,
+    }.items():
+        llm = unpriced(LLM(exact, config))
+        asked = [replace(params, prediction=text) for text in predicted]
+        got = llm.generate(PROMPTS, asked)
+        assert [said(done) for done in got] == [said(done) for done in wanted], name
+        n_accepted[name] = sum(done.usage.accepted_tokens for done in got)
+    assert n_accepted["right"] > n_accepted["edited"] > n_accepted["wrong"]
+    assert n_accepted["empty"] == 0
+
+
+def test_requests_that_want_no_drafts_stand_beside_those_that_do(exact: LoadedModel) -> None:
+    """Off for one request is off for it alone, and changes neither's answer."""
+    config = tiny_config()
+    wanted = LLM(exact, config).generate(PROMPTS, SAMPLED)
+    llm = speculating(exact, config, wanted, errs=0.2)
+    asked = [replace(SAMPLED, max_draft_tokens=most) for most in (0, None, 2, 0)]
+    asked[3] = replace(asked[3], prediction=wanted[3].choices[0].text)
+    got = llm.generate(PROMPTS, asked)
+    assert [said(done) for done in got] == [said(done) for done in wanted]
+    assert [done.usage.drafted_tokens > 0 for done in got] == [False, True, True, False]
+
+
+def test_memory_of_answers_saves_steps_and_changes_nothing(exact: LoadedModel) -> None:
+    """The second of two alike is guessed from the first; one with another salt is not."""
+    config = tiny_config()
+    prompt, params = "The capital of France is", replace(SAMPLED, max_tokens=60)
+    wanted = LLM(exact, config).generate([prompt], params)
+
+    def drafted(**settings) -> list[tuple[int, int]]:
+        llm = unpriced(LLM(exact, config, speculate="lookup", **settings))
+        counts = []
+        for salt in ("a", "a", "b"):
+            request = llm.engine.make_request(prompt, params, arrival_s=0.0, cache_salt=salt)
+            (got,) = llm._run([request], None, None)
+            assert [c.token_ids for c in got.choices] == [c.token_ids for c in wanted[0].choices]
+            counts.append(got.usage.accepted_tokens)
+        return counts
+
+    without, known = drafted(), drafted(lookup_memory_tokens=1000)
+    assert known[1] > without[1] + 20
+    assert (known[0], known[2]) == (without[0], without[2])
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled_penalties", "json"])
+def test_auto_changes_nothing(exact: LoadedModel, name: str) -> None:
+    """As shipped, with the prices that this machine has."""
+    config = tiny_config()
+    wanted = LLM(exact, config).generate(PROMPTS, CASES[name])
+    got = LLM(exact, config, speculate="auto").generate(PROMPTS, CASES[name])
+    assert [said(done) for done in got] == [said(done) for done in wanted]
+
+
+def test_a_drafter_that_dies_costs_speed_and_no_answer(exact: LoadedModel) -> None:
+    """A token outside the vocabulary read beyond the embedding; an exception ended every request of the step."""
+
+    class Dying:
+        confidence = 0
+
+        def __init__(self) -> None:
+            self.n = 0
+
+        def propose(self, token_ids: Sequence[int], n: int) -> list[int]:
+            self.n += 1
+            if self.n == 3:
+                return [exact.model.spec.vocab_size]
+            return [1, 2]
+
+    config = tiny_config()
+    wanted = LLM(exact, config).generate(PROMPTS, SAMPLED)
+    llm = unpriced(LLM(exact, config), {"dying": lambda request: Dying()})
+    assert [said(done) for done in llm.generate(PROMPTS, SAMPLED)] == [said(done) for done in wanted]
+    assert llm.engine.stats().drafter_faults == len(PROMPTS)
 
 
 @pytest.mark.native
@@ -180,7 +267,7 @@ def test_keys_and_values_are_those_without(tiny_dir: Path, kv: str, monkeypatch:
     params = replace(SAMPLED, max_tokens=100)
     off = LLM(loaded, config)
     wanted = off.generate(PROMPTS, params)
-    on = speculating(loaded, config, wanted, monkeypatch, errs=0.3)
+    on = speculating(loaded, config, wanted, errs=0.3)
     got = on.generate(PROMPTS, params)
     assert [said(done) for done in got] == [said(done) for done in wanted]
     for done in got:
@@ -206,13 +293,13 @@ def blocks_of(llm: LLM, tokens: list[int], n_blocks: int) -> list[int]:
 
 
 def test_on_torch_drafts_change_greedy_text_no_more_than_chunks_do(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel,
 ) -> None:
     """In fp32 torch's rows differ by rounding however they are cut; the likeliest token of this model does not."""
     if loaded.model.backend_name != "torch":
         pytest.skip("the cpu backend is held bit for bit above")
     wanted = LLM(loaded, tiny_config()).generate(PROMPTS, BASE)
-    llm = speculating(loaded, tiny_config(), wanted, monkeypatch, errs=0.3)
+    llm = speculating(loaded, tiny_config(), wanted, errs=0.3)
     got = llm.generate(PROMPTS, BASE)
     assert [done.choices[0].token_ids for done in got] == [done.choices[0].token_ids for done in wanted]
     assert sum(done.usage.accepted_tokens for done in got) > 0

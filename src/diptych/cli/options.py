@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.ground.config import BACKENDS, KV_FORMATS, SPECULATE, WEIGHT_FORMATS, EngineConfig
+from diptych.ground.config import BACKENDS, KV_FORMATS, MODEL_DRAFTERS, SPECULATE, WEIGHT_FORMATS, EngineConfig
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
@@ -42,6 +42,11 @@ MaxRunning = Annotated[int | None, typer.Option(help=CONFIG["max_running_sequenc
 Speculate = Annotated[
     str, typer.Option(help=f"guess tokens ahead and verify them, same answer: {' | '.join(SPECULATE)}")
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option("--draft-model", help=f"checkpoint of the drafter, for --speculate {' | '.join(MODEL_DRAFTERS)}"),
+]
+MaxDraftTokens = Annotated[int, typer.Option("--max-draft-tokens", help=CONFIG["max_draft_tokens"].what)]
 MaxStepTokens = Annotated[int, typer.Option(help=CONFIG["max_step_tokens"].what)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help=REQUEST["max_tokens"].what)]
 Temperature = Annotated[float, typer.Option(help=REQUEST["temperature"].what)]
@@ -68,6 +73,8 @@ BACKEND: Block = {
     "threads": (Threads, None),
     "numa": (Numa, "auto"),
     "speculate": (Speculate, "off"),
+    "draft_model": (DraftModel, None),
+    "max_draft_tokens": (MaxDraftTokens, 16),
 }
 ENGINE: Block = BACKEND | {"max_context_tokens": (MaxContext, None), "kv_memory_bytes": (KvMemory, None)}
 SAMPLING: Block = {

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.cli.written import errors_told, refuse_unread, written
-from diptych.cost.advice import chunk_for, pools_for, speculation, what_ifs
+from diptych.cost.advice import chunk_for, pools_for, speculation_advice, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.sizing import TRIED_TP, Answer, parse_ask, parse_duration_s, size
@@ -34,7 +34,7 @@ ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 
 _SETUP = {"hardware", "weights", "kv", "tp", "stack"}
 _QUESTION = {"batch", "prompt", "cached", "output", "context"}
-_ADVICE = {"stall_budget", "rate", "draft_tokens", "acceptance", "draft_cost"}
+_ADVICE = {"stall_budget", "rate", "speculate", "acceptance", "draft_cost"}
 # What each kind of answer reads, beside --json: any other option given with it is refused, as it would change nothing.
 READS = {
     "plan": _SETUP | _QUESTION | _ADVICE | {"picture"},
@@ -84,7 +84,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--context", type=int, metavar="N", help="context of the decode step (default: the middle of the answer)")
     add("--stall-budget", default="50ms", metavar="TIME", help="longest step while others decode")
     add("--rate", type=float, default=1.0, metavar="R", help="requests per second, for one pool or two")
-    add("--draft-tokens", type=int, default=4, metavar="N", help="tokens drafted per verify step")
+    add("--speculate", type=int, default=4, metavar="N", help="tokens drafted per sequence and verify step")
     add("--acceptance", type=float, default=0.7, metavar="A", help="chance that a drafted token is right")
     add("--draft-cost", type=float, default=0.05, metavar="C", help="cost of one drafted token, in decode steps")
     add("--stack", metavar="NAME", help="software whose fitted constants to use (see --list)")
@@ -163,7 +163,7 @@ def _question(options: argparse.Namespace, batch: int) -> Question:
         context_tokens=options.context,
         stall_budget_s=parse_duration_s(options.stall_budget, "stall budget"),
         requests_per_s=options.rate,
-        draft_tokens=options.draft_tokens,
+        draft_tokens=options.speculate,
         acceptance=options.acceptance,
         draft_cost=options.draft_cost,
     )
@@ -173,7 +173,7 @@ def _plan(plan: Plan, as_json: bool, picture: Path | None) -> None:
     setup, question = plan.setup, plan.question
     extras = {
         "what_if": what_ifs(setup, question),
-        "speculation": speculation(setup, question),
+        "speculation": speculation_advice(setup, question),
         "chunk": chunk_for(setup, question),
         "pools": pools_for(setup, question),
     }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from diptych.cli.tables import amount, duration, page, plain_table
-from diptych.cost.advice import ChunkAdvice, PoolAdvice, Speculation, WhatIf
+from diptych.cost.advice import MOST_BATCH, ChunkAdvice, PoolAdvice, SpeculationAdvice, WhatIf
 from diptych.cost.parameters import parameter_count
 from diptych.cost.planner import ComponentLine, PhasePlan, Plan
 from diptych.cost.sizing import Answer, Candidate, Load
@@ -35,7 +35,7 @@ def show_plan(
     plan: Plan,
     *,
     what_if: Sequence[WhatIf],
-    speculation: Speculation,
+    speculation: SpeculationAdvice,
     chunk: ChunkAdvice,
     pools: PoolAdvice,
 ) -> None:
@@ -47,7 +47,7 @@ def show_plan(
     _decode_split(console, plan)
     _limits(console, plan)
     _what_ifs(console, what_if)
-    console.print(_speculation_words(speculation))
+    _speculation(console, speculation)
     console.print(_chunk_words(plan, chunk))
     console.print(_pool_words(pools))
     for note in plan.notes:
@@ -181,12 +181,25 @@ def _what_ifs(console: Console, entries: Sequence[WhatIf]) -> None:
         console.print(f"not possible: {', '.join(changes)}: {reason}")
 
 
-def _speculation_words(entry: Speculation) -> str:
-    return (
+def _speculation(console: Console, advice: SpeculationAdvice) -> None:
+    entry = advice.asked
+    console.print(
         f"speculation, {entry.draft_tokens} drafted at acceptance {entry.acceptance:g}: "
         f"{entry.accepted_tokens:.2f} tokens per verify step of {duration(entry.verify_s)} "
-        f"+ {duration(entry.draft_s)} drafting: TPOT {duration(entry.tpot_s)}, {entry.speedup:.2f} x"
+        f"+ {duration(entry.draft_s)} drafting: TPOT {duration(entry.tpot_s)}, {entry.speedup:.2f} x; {_pays(advice)}"
     )
+    each = "; ".join(
+        f"batch {one.batch}: {one.speedup:.2f} x, "
+        + (f"{one.best_speedup:.2f} x with {one.depth:.1f}" if one.depth else "none is better")
+        for one in advice.table
+    )
+    console.print(f"  and with as many as the engine would choose: {each}")
+
+
+def _pays(advice: SpeculationAdvice) -> str:
+    if advice.most_batch is None:
+        return f"it still pays at batch {MOST_BATCH}"
+    return f"it pays up to batch {advice.most_batch}" if advice.most_batch else "it pays at no batch"
 
 
 def _chunk_words(plan: Plan, entry: ChunkAdvice) -> str:

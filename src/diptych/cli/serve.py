@@ -14,6 +14,7 @@ from diptych.cli import options
 from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.llm import AsyncLLM
+from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import env_text
 from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
 from diptych.server.run import bind, run_server
@@ -69,6 +70,7 @@ def serve(
     *,
     stall_budget_ms: options.StallBudget = None,
     max_running_sequences: options.MaxRunning = None,
+    lookup_memory_tokens: Annotated[int, typer.Option(help=CONFIG["lookup_memory_tokens"].what)] = 0,
     max_step_tokens: options.MaxStepTokens = 2048,
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
@@ -108,7 +110,7 @@ def serve(
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
-        **settings,
+        lookup_memory_tokens=lookup_memory_tokens, **settings,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

@@ -30,6 +30,7 @@ from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
+from diptych.sim.drafts import StatedDrafts
 from diptych.sim.link import parse_link
 from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
@@ -44,6 +45,7 @@ _SERVICE = {
     "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
     "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
     "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes", "steps",
+    "speculate", "acceptance", "draft_cost",
 }  # fmt: skip
 _LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
 # what each kind of load reads, beside the service's: any other option given with it is refused
@@ -63,7 +65,12 @@ def app(args: Sequence[str] | None = None, prog_name: str = "diptych simulate") 
         if len(kinds) != 1:
             given = " and ".join(f"--{kind}" for kind in kinds) or "none"
             raise ConfigError(f"a load is one of --trace, --rate and --users; given: {given}")
-        refuse_unread(f"--{kinds[0]}", written(_parser(prog_name), args), READS[kinds[0]] | _SERVICE)
+        given_options = written(_parser(prog_name), args)
+        refuse_unread(f"--{kinds[0]}", given_options, READS[kinds[0]] | _SERVICE)
+        if options.speculate is None:
+            refuse_unread(
+                "a load without --speculate", given_options, given_options.keys() - {"acceptance", "draft_cost"}
+            )
         _simulate(options, kinds[0])
 
 
@@ -97,6 +104,9 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--max-running-sequences", type=int, metavar="N", help="sequences that run at one time (default: the engine's)")
     add("--stall-budget", metavar="TIME", help="longest step while others decode (default: no limit)")
     add("--no-prefix-cache", action="store_true", help="find no prefix again")
+    add("--speculate", type=int, metavar="N", help="draft at most N tokens per sequence and step, as many as pay")
+    add("--acceptance", type=float, default=0.7, metavar="A", help="chance that a drafted token is right")
+    add("--draft-cost", type=float, default=0.05, metavar="C", help="cost of one drafted token, in decode steps")
     add("--slo", metavar="LIMITS", help="what counts for goodput, such as ttft=1s,tpot=80ms,e2e=30s")
     add("--usd-per-hour", type=float, metavar="USD", help="price of one device (default: the device's, if known)")
     add("--trace", type=Path, metavar="FILE", help="Azure CSV, Mooncake JSONL, or a recording of ours")
@@ -159,6 +169,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         max_running_sequences=options.max_running_sequences,
         stall_budget_s=None if budget is None else parse_duration_s(budget, "stall budget"),
         enable_prefix_cache=load.shares_prefixes and not options.no_prefix_cache,
+        drafts=_drafts(options),
     )
     service = _service(options, pool)
     with _progress(load.n_requests) as tell, _written(options.steps) as film:
@@ -223,6 +234,12 @@ def _service(options: argparse.Namespace, pool: Pool) -> Service:
 def seconds(text: str, what: str) -> float:
     """A duration, 0 included."""
     return 0.0 if text in ("0", "0s", "0ms") else parse_duration_s(text, what)
+
+
+def _drafts(options: argparse.Namespace) -> StatedDrafts | None:
+    if options.speculate is None:
+        return None
+    return StatedDrafts(draft_tokens=options.speculate, acceptance=options.acceptance, draft_cost=options.draft_cost)
 
 
 def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:

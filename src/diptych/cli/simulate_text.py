@@ -34,6 +34,7 @@ def as_json(report: Report, note: str) -> dict[str, Any]:
                 "n_engines": pool.n_engines,
                 "kv_tokens": pool.kv_tokens,
                 "scheduler": plain(pool.scheduler),
+                "drafts": plain(pool.drafts),
                 "times": pool.setup.calibration.source,
             }
             for pool in service.pools
@@ -73,6 +74,12 @@ def _pool(console: Console, service: Service, pool: Pool) -> None:
         f"({pool.places_reason}), steps of {config.max_step_tokens} tokens at most{budget}, "
         f"prefix cache {'on' if config.enable_prefix_cache else 'off'}"
     )
+    if pool.drafts is not None:
+        stated = pool.drafts
+        console.print(
+            f"speculation: at most {stated.draft_tokens} drafted, as many as pay, at a stated acceptance of "
+            f"{stated.acceptance:g}; drafting one costs {stated.draft_cost:g} decode steps"
+        )
 
 
 def _requests(console: Console, report: Report) -> None:

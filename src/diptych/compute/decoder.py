@@ -90,7 +90,7 @@ def load_decoder(
     # the largest tensor comes first, while little else is held beside its pages in the file
     head = loader.head(output, role=role)
     embedding = loader.table(table, head=head if spec.is_tied else None)
-    layers = tuple(_Layer(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
+    layers = tuple(LayerLoader(source, loader, spec, i, prefix).load() for i in range(spec.n_layers))
     return DecoderWeights(
         embedding=embedding, layers=layers, norm=loader.vector(norm, offset=spec.norm_offset), head=head
     )
@@ -113,7 +113,7 @@ def family_named(spec: ModelSpec) -> Family:
     return BY_MODEL_TYPE[spec.family]
 
 
-class _Layer(Generic[Table, Vector, Linear, Heads, Experts]):
+class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
     """Loads the tensors of one layer."""
 
     def __init__(
@@ -135,12 +135,12 @@ class _Layer(Generic[Table, Vector, Linear, Heads, Experts]):
     def load(self) -> LayerWeights[Vector, Linear, Heads, Experts]:
         """All of them: a dense MLP first, a mixture last."""
         mlp = self.parts.mlp
-        before, after, before_mlp, after_mlp = (self._norm_tensor(name) for name in NORM_NAMES[self.parts.norms])
+        before, after, before_mlp, after_mlp = (self.norm_tensor(name) for name in NORM_NAMES[self.parts.norms])
         dense = experts = None
         if isinstance(mlp, MlpSpec):
-            before_mlp, dense = self._mlp(mlp, before_mlp)
-        before, attention, qkv, o = self._heads(before)
-        input_norm, post_attention_norm, post_mlp_norm = (self._norm(norm) for norm in (before, after, after_mlp))
+            before_mlp, dense = self.mlp(mlp, before_mlp)
+        before, attention, qkv, o = self.heads(before)
+        input_norm, post_attention_norm, post_mlp_norm = (self.norm(norm) for norm in (before, after, after_mlp))
         if isinstance(mlp, MoeSpec):
             before_mlp, experts = self._experts(mlp, before_mlp)
         return LayerWeights(
@@ -149,24 +149,24 @@ class _Layer(Generic[Table, Vector, Linear, Heads, Experts]):
             o=o,
             input_norm=input_norm,
             post_attention_norm=post_attention_norm,
-            pre_mlp_norm=self._norm(before_mlp),
+            pre_mlp_norm=self.norm(before_mlp),
             post_mlp_norm=post_mlp_norm,
             dense=dense,
             experts=experts,
         )
 
-    def _heads(self, norm: WeightTensor | None) -> tuple[WeightTensor | None, Heads, Linear, Linear]:
+    def heads(self, norm: WeightTensor | None) -> tuple[WeightTensor | None, Heads, Linear, Linear]:
         """The norm that they read, attention, and its projections: q, k and v, and o."""
         attention, root = self.parts.attention, f"{self.prefix}self_attn."
         q, kv = attention.n_heads * attention.head_dim, attention.n_kv_heads * attention.head_dim
-        qkv = self._linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
-        o = self._linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
+        qkv = self.linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
+        o = self.linear(root, (self.names.o,), (self.spec.hidden,), q, has_bias=attention.has_o_bias)
         if self.loader.is_balancing:
             norm, (qkv,) = self._balance_norm(norm, (qkv,))
             qkv, o = balance_values(qkv, o, attention)
         return (
             norm,
-            self._attention(root),
+            self.attention(root),
             self.loader.linear(qkv, role=self._role(Split.OUTPUTS, q=q, k=kv, v=kv)),
             self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
         )
@@ -184,7 +184,7 @@ class _Layer(Generic[Table, Vector, Linear, Heads, Experts]):
     def _role(self, split: Split, **outputs: int) -> Role:
         return Role(sites=tuple(outputs.items()), split=split, layer=self.layer)
 
-    def _linear(
+    def linear(
         self, root: str, names: tuple[str, ...], rows: tuple[int, ...], n_inputs: int, *, has_bias: bool = False
     ) -> LinearParts:
         """Projections stacked along their outputs; one name for all of them: stacked in the file already."""
@@ -194,7 +194,7 @@ class _Layer(Generic[Table, Vector, Linear, Heads, Experts]):
         biases = tuple(self.source.tensor(f"{root}{name}.bias", n) for name, n in named) if has_bias else ()
         return LinearParts(weights=weights, biases=biases)
 
-    def _attention(self, root: str) -> Heads:
+    def attention(self, root: str) -> Heads:
         """The layer's attention handle, with q_norm and k_norm where it has them."""
         spec = self.parts.attention
         heads = AttentionSpec(
@@ -219,18 +219,19 @@ class _Layer(Generic[Table, Vector, Linear, Heads, Experts]):
             norm_offset=self.spec.norm_offset,
         )
 
-    def _norm_tensor(self, name: str | None) -> WeightTensor | None:
+    def norm_tensor(self, name: str | None) -> WeightTensor | None:
         """A norm over the residual width."""
         return None if name is None else self.source.tensor(f"{self.prefix}{name}.weight", self.spec.hidden)
 
-    def _norm(self, tensor: WeightTensor | None) -> Vector | None:
+    def norm(self, tensor: WeightTensor | None) -> Vector | None:
+        """A norm's handle; None where there is none."""
         return None if tensor is None else self.loader.vector(tensor, offset=self.spec.norm_offset)
 
-    def _mlp(self, mlp: MlpSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, tuple[Linear, Linear]]:
+    def mlp(self, mlp: MlpSpec, norm: WeightTensor | None) -> tuple[WeightTensor | None, tuple[Linear, Linear]]:
         """The norm that a dense MLP reads, and its gate_up and down."""
         root, hidden = f"{self.prefix}{self.names.mlp[0]}", self.spec.hidden
-        gate_up = self._linear(root, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden, has_bias=mlp.has_bias)
-        down = self._linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
+        gate_up = self.linear(root, self.names.gate_up, (mlp.ffn, mlp.ffn), hidden, has_bias=mlp.has_bias)
+        down = self.linear(root, (self.names.down,), (hidden,), mlp.ffn, has_bias=mlp.has_bias)
         if self.loader.is_balancing:
             norm, (gate_up,) = self._balance_norm(norm, (gate_up,))
             gate_up, down = balance_gated(gate_up, down)
@@ -263,8 +264,8 @@ class _Layer(Generic[Table, Vector, Linear, Heads, Experts]):
             *gate_up_names, down_name = self.names.expert
             experts = tuple(
                 ExpertParts(
-                    gate_up=self._linear(f"{root}experts.{e}.", tuple(gate_up_names), (ffn, ffn), hidden),
-                    down=self._linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn),
+                    gate_up=self.linear(f"{root}experts.{e}.", tuple(gate_up_names), (ffn, ffn), hidden),
+                    down=self.linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn),
                 )
                 for e in range(n)
             )
@@ -285,8 +286,9 @@ def run_decoder(
 ) -> Hidden:
     """Logits [R, V] of the step that `ops` stands for."""
     x = ops.embed(weights.embedding, scale=spec.embed_scale)
-    for layer in weights.layers:
+    for number, layer in enumerate(weights.layers):
         x = run_layer(ops, x, layer, eps=spec.norm_eps)
+        ops.tap(x, number)
     return ops.head(x, weights.norm, weights.head, eps=spec.norm_eps, softcap=spec.logit_softcap)
 
 

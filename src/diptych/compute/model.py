@@ -20,7 +20,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.decoder import DecoderWeights, family_named, head_name, load_decoder, prefix_of, run_decoder
 from diptych.compute.kv_store import KVStore
-from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Vector
+from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Taps, Vector
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.sampler import Weighed
 from diptych.compute.weights import Source
@@ -151,20 +151,44 @@ class Model(ABC):
 
     @overload
     def forward(
-        self, batch: ForwardBatch, kv: KVStore, want: Literal[Want.LOGITS, Want.HIDDEN] = Want.LOGITS
+        self,
+        batch: ForwardBatch,
+        kv: KVStore,
+        want: Literal[Want.LOGITS, Want.HIDDEN] = Want.LOGITS,
+        *,
+        given: torch.Tensor | None = None,
+        taps: Taps | None = None,
     ) -> torch.Tensor: ...
 
     @overload
-    def forward(self, batch: ForwardBatch, kv: KVStore, want: Literal[Want.BEST]) -> Best: ...
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: KVStore,
+        want: Literal[Want.BEST],
+        *,
+        given: torch.Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> Best: ...
 
     @abstractmethod
-    def forward(self, batch: ForwardBatch, kv: KVStore, want: Want = Want.LOGITS) -> torch.Tensor | Best:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: KVStore,
+        want: Want = Want.LOGITS,
+        *,
+        given: torch.Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> torch.Tensor | Best:
         """What is wanted of the batch's logits rows; writes the batch's keys and values to kv.
 
         LOGITS: [R, V] fp32 on `device`, valid until the next forward; to be drawn from by `argmax` and `weigh`.
         BEST: of each row the likeliest token, for steps that want nothing else; a backend may get by without logits.
         HIDDEN: [R, D] fp32 on `device`, the final norm's output, of which the head makes the logits. Where the head is
         int8 its channels are those of the balanced norm (`compute.balance`), each the checkpoint's over a constant.
+        given: [T, width] fp32, what a walk with an input reads. taps: what else is handed out, of a decoder the residual stream
+        behind the layers of these numbers; not with HIDDEN.
         """
 
     def warm_up(self, kv: KVStore) -> None:

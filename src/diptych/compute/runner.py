@@ -47,9 +47,11 @@ def load_model(
     max_context_tokens: int | None = None,
     progress: Progress | None = None,
     check: Callable[[ModelSpec], None] = lambda spec: None,
+    beside: Model | None = None,
 ) -> Model:
     """A checkpoint folder, a GGUF file or a hub name as a Model.
 
+    beside: a model that never runs while this one does; its threads are used.
     max_context_tokens: the longest sequence the engine will run, which some rotary scalings depend on; None: the model's.
     progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
     Raises LoadError, UnsupportedModel or ConfigError.
@@ -59,22 +61,22 @@ def load_model(
         _open_folder(resolve_model_dir(path_or_name), config) if gguf is None else _open_gguf(gguf, config)
     )
 
-    def build(source: Checkpoint | GgufCheckpoint, on_packed: Callable[[CpuLoader], None] | None = None) -> Model:
+    def built(source: Checkpoint | GgufCheckpoint, on_packed: Callable[[CpuLoader], None] | None = None) -> Model:
         source.progress = progress
         blueprint = draw_blueprint(
             hf_config, source, path=path, max_context_tokens=max_context_tokens, longrope=config.longrope
         )
         check(blueprint.spec)
-        return _build(blueprint, config, on_packed)
+        return build(blueprint, config, beside=beside, on_packed=on_packed)
 
-    model = _build_once(build, checkpoint, hf_config, config)
+    model = _built_once(built, checkpoint, hf_config, config)
     if isinstance(checkpoint, GgufCheckpoint):
         checkpoint.log_formats(model.weights_format)
     return model
 
 
-def _build_once(
-    build: Callable[..., Model],
+def _built_once(
+    built: Callable[..., Model],
     checkpoint: Checkpoint | GgufCheckpoint,
     hf_config: Mapping[str, Any],
     config: ComputeConfig,
@@ -83,20 +85,20 @@ def _build_once(
     kept = packed_cache()
     is_packing = choose_backend(config)[0] == "cpu" and cpu_kernels.is_available()[0]
     if kept is None or not is_packing or isinstance(checkpoint, QuantisedCheckpoint):
-        return build(checkpoint)
+        return built(checkpoint)
     cache = PackedCache(folder=kept[0], limit_bytes=kept[1])
     weights = "bf16" if config.weights == "auto" else config.weights
     key = cache.key(checkpoint.paths, hf_config, weights, choose_instruction_set(config.instruction_set))
     packed = cache.find(key)
     if packed is not None:
         try:
-            model = build(packed)
+            model = built(packed)
         except LoadError as error:  # a checksum that does not hold; a fault of the checkpoint itself will be said again
             cache.drop(key, error.message)
         else:
             logger.info("packed weights of an earlier start used entry=%s", packed.directory)
             return model
-    return build(checkpoint, lambda loader: cache.store(key, loader, checkpoint))
+    return built(checkpoint, lambda loader: cache.store(key, loader, checkpoint))
 
 
 # a checkpoint opened: its config.json and where that is from, its tensors, and the config that it settles
@@ -129,7 +131,7 @@ def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
 
 def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
     """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
-    return _build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
+    return build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
 
 
 def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -> tuple[torch.device, int]:
@@ -175,11 +177,18 @@ def choose_backend(config: ComputeConfig) -> tuple[str, str]:
     return ("cpu" if available else "torch"), detail
 
 
-def _build(blueprint: Blueprint, config: ComputeConfig, on_packed: Callable[[CpuLoader], None] | None = None) -> Model:
+def build(
+    blueprint: Blueprint,
+    config: ComputeConfig,
+    *,
+    beside: Model | None = None,
+    on_packed: Callable[[CpuLoader], None] | None = None,
+) -> Model:
+    """A blueprint as a Model on the backend that `config` asks for."""
     backend, reason = choose_backend(config)
     if reason == cpu_kernels.is_available()[1] and backend == "torch":
         logger.warning("the torch backend is used, which is several times slower on a CPU: %s", reason)
     logger.info("backend chosen name=%s reason=%s", backend, reason)
     if backend == "cpu":
-        return build_cpu_model(blueprint, config, on_packed=on_packed)
+        return build_cpu_model(blueprint, config, beside=beside, on_packed=on_packed)
     return build_torch_model(blueprint, config)

@@ -229,6 +229,12 @@ class Sampler:
         """Forget a sequence; unknown ids are fine."""
         self._states.pop(seq_id, None)
 
+    def rewind(self, seq_id: int, position: int) -> None:
+        """Forget what was drawn for `position` and behind it."""
+        state = self._states.get(seq_id)
+        if state is not None:
+            state.truncate(position - state.n_prompt)
+
     def is_plain(self, seq_ids: Iterable[int]) -> bool:
         """Whether every one of these sequences takes the arg-max of its raw logits and wants nothing else of them."""
         return self._states.keys().isdisjoint(seq_ids)

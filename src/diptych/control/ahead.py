@@ -1,6 +1,7 @@
 """What a simulator, which knows every token beforehand, need not walk through step by step.
 
-Steps in which nothing is left to decide: every running sequence decodes one token, none ends, blocks suffice. `foreseen`
+Steps in which nothing is left to decide: every running sequence decodes one token and guesses none, none ends, blocks
+suffice. `foreseen`
 says how many there are, `commit_run` leaves the scheduler as that many steps would have left it, block ids and prefix index
 included. `warm` leaves a prefix in the cache as a sequence that ended would have.
 `tests/control/test_ahead.py` holds that on random loads. Nothing here is called by an engine that computes.
@@ -41,7 +42,11 @@ def foreseen(scheduler: Scheduler, *, token_id: int, limit: int) -> DecodeRun | 
         if left < n_steps:
             n_steps = left
         i = seq.computed_tokens // block_tokens
-        if token_id in seq.stop_ids or (i < len(seq.block_ids) and references(seq.block_ids[i]) > 1):
+        if (
+            seq.speculation is not None
+            or token_id in seq.stop_ids
+            or (i < len(seq.block_ids) and references(seq.block_ids[i]) > 1)
+        ):
             return None
     if n_steps < 1:
         return None
@@ -106,7 +111,7 @@ def warm(scheduler: Scheduler, token_ids: tuple[int, ...]) -> None:
 
 def _admits_nobody(scheduler: Scheduler) -> bool:
     """Whether no prefill would be planned before a sequence ends or a block comes back."""
-    if scheduler.speculates or scheduler.prefilling or scheduler.received:
+    if scheduler.prefilling or scheduler.received:
         return False
     head, n_running = scheduler.waiting.first, scheduler.n_running
     budget = scheduler.config.max_step_tokens

@@ -20,7 +20,8 @@ from diptych.control.blocks import BlockPool
 from diptych.control.policy import rank_of
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
-from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.control.speculation import Depths, EveryGuess, Guesser, NewDrafter
+from diptych.ground.config import MODEL_DRAFTERS, BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
 from diptych.ground.events import (
     ArrivalEvent,
@@ -38,7 +39,7 @@ from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreStats:
-    """Gauges of this moment, and counters since the start (prefix_*_tokens, preemptions).
+    """Gauges of this moment, and counters since the start (prefix_*_tokens, preemptions, drafter_faults).
 
     running and waiting count sequences; blocks_in_use are held, blocks_cached idle (kept for the prefix index only).
     prefix_queries_tokens: prompt tokens looked up; prefix_hits_tokens: those found. A recompute counts in neither.
@@ -53,6 +54,7 @@ class CoreStats:
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
+    drafter_faults: int = 0
 
 
 class EngineCore:
@@ -66,12 +68,25 @@ class EngineCore:
         model_revision: str,
         predict_s: Predict | None = None,
         seed: int = 0,
+        depths: Depths | None = None,
+        n_vocab: int | None = None,
+        drafters: dict[str, NewDrafter] | None = None,
+        executor_drafter: str | None = None,
     ) -> None:
+        """depths: what drafts are worth; None: every guess. n_vocab: bound of token ids, for what drafters propose.
+
+        drafters: by name, in place of those that config.speculate names. executor_drafter: the one that the executor runs;
+        None: the one that config.speculate names, if it is such.
+        """
         self.config = config
         self.block_config = blocks
         self.model_revision = model_revision
         self.seed = seed
         self._predict_s = predict_s
+        self._depths = EveryGuess() if depths is None else depths
+        if executor_drafter is None and config.speculate in MODEL_DRAFTERS:
+            executor_drafter = config.speculate
+        self._guesser = Guesser(config, n_vocab=n_vocab, drafters=drafters, executor_drafter=executor_drafter)
         self._scheduler = self._new_scheduler()
         self.pool = self._scheduler.pool
         self._requests: dict[str, list[Sequence]] = {}  # open requests, all choices
@@ -309,7 +324,14 @@ class EngineCore:
         pool = BlockPool(
             n_blocks=blocks.n_blocks, block_tokens=blocks.block_tokens, is_caching=config.enable_prefix_cache
         )
-        return Scheduler(config, pool, model_revision=self.model_revision, predict_s=self._predict_s)
+        return Scheduler(
+            config,
+            pool,
+            model_revision=self.model_revision,
+            predict_s=self._predict_s,
+            depths=self._depths,
+            guesser=self._guesser,
+        )
 
     def begin_step(self, now_s: float) -> tuple[StepPlan | None, list[Event]]:
         """Plan the next step; None when there is nothing to do. The plan must come back through `end_step`."""
@@ -386,6 +408,7 @@ class EngineCore:
             prefix_queries_tokens=scheduler.query_tokens,
             prefix_hits_tokens=scheduler.hit_tokens,
             preemptions=scheduler.n_preemptions,
+            drafter_faults=self._guesser.n_faults,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -488,6 +511,8 @@ class EngineCore:
                 self._forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
+        if chunk.wanted_drafts is not None and seq.speculation is not None:
+            seq.speculation.hand(result.draft_token_ids)
         if n_drafted:
             self._scheduler.take_back_drafts(seq)
             events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))
@@ -536,6 +561,8 @@ class EngineCore:
         """Finish a sequence now; blocks that a step is still using go back when it ends."""
         seq.move(Status.FINISHED)
         seq.finish_reason = reason
+        if self._guesser.memory is not None:
+            self._guesser.memory.add(seq.request.cache_salt, seq.token_ids[seq.prompt_tokens :])
         if seq.is_unborn:
             self._bear(seq)
         if seq.index == 0 and not seq.has_forked:  # its children have nobody to wait for any more

@@ -16,6 +16,7 @@ from typing import Any
 
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
+from diptych.control.speculation import Depths
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import EngineError
 from diptych.ground.events import Event
@@ -125,8 +126,8 @@ class Recorder:
         self._lines.append(json.dumps({"call": call, "args": encode(args), "kwargs": named}))
 
 
-def replay(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
-    """Run a recording again on a fresh core; one line of text per plan that differs."""
+def replay(lines: list[str], *, predict_s: Predict | None = None, depths: Depths | None = None) -> list[str]:
+    """Run a recording again on a fresh core; one line of text per plan that differs. depths: fresh, as in the run."""
     head = json.loads(lines[0])["core"]
     core = EngineCore(
         decode(head["config"]),
@@ -134,6 +135,7 @@ def replay(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
         model_revision=head["model_revision"],
         predict_s=predict_s,
         seed=head["seed"],
+        depths=depths,
     )
     differences: list[str] = []
     plan: StepPlan | None = None

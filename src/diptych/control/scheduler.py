@@ -14,8 +14,8 @@ from collections.abc import Callable
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
 from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import DRAFTERS, MOST_DRAFTS, MOST_ROWS, UNPRICED_ROWS, Speculation, choose_depths
-from diptych.ground.config import SchedulerConfig
+from diptych.control.speculation import FIRST_DRAFTS, NO_GUESS, Depths, Guesser, Priced, Speculation
+from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
 from diptych.ground.shape import ChunkShape, StepShape
@@ -41,17 +41,27 @@ class StepDraft:
         self.preempted: list[Event] = []
         self.scheduled: list[Event] = []
         self.decode_request_ids: list[str] = []
+        self.speculations: list[tuple[int, Speculation]] = []  # of decode chunks that have drafters, by chunk
 
 
 class Scheduler:
     """See the module. Only `EngineCore` calls it."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, *, model_revision: str, predict_s: Predict | None = None
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        *,
+        model_revision: str,
+        predict_s: Predict | None,
+        depths: Depths,
+        guesser: Guesser,
     ) -> None:
         self.config = config
         self.pool = pool
         self.predict_s = predict_s
+        self.depths = depths
+        self.guesser = guesser
         self.waiting = RankedList()
         self.prefilling = RankedList()
         self.decoding = RankedList()
@@ -66,12 +76,6 @@ class Scheduler:
         self.max_running = min(config.max_running_sequences or config.max_step_tokens, config.max_step_tokens)
         self._model_revision = model_revision
         self._promised_blocks = 0
-        self._new_drafter = None if config.speculate == "off" else DRAFTERS[config.speculate]
-
-    @property
-    def speculates(self) -> bool:
-        """Whether decode chunks may hold guesses."""
-        return self._new_drafter is not None
 
     @property
     def n_running(self) -> int:
@@ -114,6 +118,8 @@ class Scheduler:
         """Its prompt is computed and its first new token known."""
         seq.move(Status.DECODE)
         assert seq.promised_blocks == 0, seq.promised_blocks
+        if seq.speculation is None:
+            seq.speculation = self.guesser.begin(seq.request, self.depths)
         self.prefilling.remove(seq)
         self.decoding.add(seq)
 
@@ -199,8 +205,11 @@ class Scheduler:
             self._start_received()
         self._plan_decodes(draft)
         self._plan_prefills(draft)
-        if self._new_drafter is not None and draft.decode_request_ids:
+        if draft.speculations:
+            plain = draft.shape
             self._add_drafts(draft)
+            if self.guesser.executor_drafter is not None:
+                self._ask_drafts(draft, plain)
         if not draft.chunks:
             return None, draft.preempted
         plan = StepPlan(
@@ -239,6 +248,8 @@ class Scheduler:
                 seq.table_sent = len(seq.block_ids)
             draft.chunks.append(Chunk(seq.seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True))
             shapes.append(ChunkShape(decode, 1, start, True))
+            if seq.speculation is not None:
+                draft.speculations.append((len(shapes) - 1, seq.speculation))
             draft.decode_request_ids.append(seq.request.request_id)
             seq.is_in_flight = True
             self.planned[seq.seq_id] = seq
@@ -249,34 +260,64 @@ class Scheduler:
     def _add_drafts(self, draft: StepDraft) -> None:
         """Lengthen decode chunks by guesses, out of the rows and blocks that everybody else has left."""
         n_decodes = len(draft.decode_request_ids)
-        n_free = self.pool.available_blocks - self._promised_blocks
-        guesses: list[list[int]] = []
-        chances: list[list[float]] = []
-        most = min(MOST_DRAFTS, 1 + MOST_ROWS // n_decodes)
-        for chunk in draft.chunks[:n_decodes]:
+        is_due = self.depths.is_due(n_decodes)
+        n_free = max(0, self.pool.available_blocks - self._promised_blocks)
+        guesses: dict[int, list[int]] = {}
+        priced: list[Priced] = [NO_GUESS] * n_decodes
+        if self.guesser.memory is not None:
+            self.guesser.memory.read()
+        for i, speculation in draft.speculations:
+            if not is_due and not speculation.has_drafts_at_hand:
+                continue  # the price said no of late, and guesses cost time
+            chunk = draft.chunks[i]
             seq = self.planned[chunk.seq_id]
-            if seq.speculation is None:
-                assert self._new_drafter is not None
-                seq.speculation = Speculation(self._new_drafter())
-            guess = seq.speculation.propose(seq.token_ids)
-            room = (len(seq.block_ids) + max(0, n_free)) * self.pool.block_tokens - chunk.end_pos
-            n = min(most, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
-            guesses.append(guess)
-            chances.append(seq.speculation.chances(max(0, n)))
-        if not any(chances):
+            guess = speculation.propose(seq.token_ids)
+            room = (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos
+            n = min(1 + MOST_DRAFT_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
+            if n > 0:
+                guesses[i], priced[i] = guess, speculation.priced(n)
+        if not guesses:
             return
-        predict_s = self.predict_s
-        rows = draft.left_tokens if predict_s else min(draft.left_tokens, UNPRICED_ROWS - draft.shape.n_tokens)
-        depths = choose_depths(
-            chances,
-            n_sure=n_decodes,
-            most_rows=min(rows, MOST_ROWS),
-            price_s=None if predict_s is None else lambda depths: predict_s(_lengthened(draft.shape, depths)),
+        depths = self.depths.choose(
+            priced,
+            shape=draft.shape,
+            most_rows=min(draft.left_tokens, MOST_DRAFT_ROWS),
             limit_s=self.config.stall_budget_s,
         )
+        if not any(depths):
+            return
         depths = [self._send_drafts(draft, i, guesses[i][:depth]) if depth else 0 for i, depth in enumerate(depths)]
-        draft.shape = _lengthened(draft.shape, depths)
+        draft.shape = draft.shape.with_drafts(depths)
         draft.left_tokens -= sum(depths)
+
+    def _ask_drafts(self, draft: StepDraft, plain: StepShape) -> None:
+        """Say how many drafts the executor is to make behind each decode chunk: as many as would pay in a step like this.
+
+        plain: the step without drafts.
+        """
+        n_decodes = len(draft.decode_request_ids)
+        priced: list[Priced] = [NO_GUESS] * n_decodes
+        for i, speculation in draft.speculations:
+            seq = self.planned[draft.chunks[i].seq_id]
+            left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
+            priced[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
+        wanted = self.depths.ask(
+            priced,
+            shape=StepShape(plain.shapes[:n_decodes]),
+            most_rows=min(self.config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
+            limit_s=self.config.stall_budget_s,
+        )
+        for i, _ in draft.speculations:
+            draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=wanted[i])
+
+    def _first_wanted(self, seq: Sequence, end: int) -> int | None:
+        """How many drafts to ask of the executor behind a prefill chunk that ends there."""
+        most = self.guesser.most_drafts(seq.request)
+        if self.guesser.executor_drafter is None or not most:
+            return None
+        if end < seq.known_tokens:
+            return 0
+        return max(0, min(FIRST_DRAFTS, most, seq.max_output_tokens - seq.output_tokens - 2))
 
     def _send_drafts(self, draft: StepDraft, i: int, guess: list[int]) -> int:
         """Put a guess behind chunk `i`, as far as blocks go; answers its length. Others' drafts may have taken blocks."""
@@ -432,6 +473,7 @@ class Scheduler:
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
             samples=end == seq.known_tokens,
+            wanted_drafts=self._first_wanted(seq, end),
         )
         draft.chunks.append(chunk)
         draft.shape = draft.shape.plus(chunk.shape)
@@ -554,12 +596,3 @@ class Scheduler:
     def _promise(self, seq: Sequence, n_blocks: int) -> None:
         self._promised_blocks += n_blocks - seq.promised_blocks
         seq.promised_blocks = n_blocks
-
-
-def _lengthened(shape: StepShape, depths: list[int]) -> StepShape:
-    """A step's shape with so many drafts behind each of its decode chunks, which are its first."""
-    shapes = shape.shapes
-    n_decodes = len(depths)
-    longer = [one._replace(new_tokens=1 + depth) for one, depth in zip(shapes[:n_decodes], depths, strict=True)]
-    decodes = StepShape(longer)
-    return decodes if len(shapes) == n_decodes else StepShape(shapes[n_decodes:], decodes)

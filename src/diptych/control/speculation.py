@@ -1,182 +1,285 @@
-"""Drafts: guesses at a sequence's next tokens, which a decode step verifies, and how many of them are worth their rows.
+"""Speculation in the scheduler: who guesses for a sequence, how guesses are judged, and what a bad drafter may do (nothing).
 
 A draft costs speed or gains it and never changes an answer: the executor draws every token by the usual rule, and a draft
-is kept only while it equals what was drawn. Everything here is integers, and chances as floats.
+is kept only while it equals what was drawn. Everything here is integers; what guesses are worth is `Depths`, which the
+engine fills with `diptych.cost.speculation` and a bare core with `EveryGuess`.
 
-    speculation = Speculation(Lookup())
-    speculation.propose(token_ids, 16)       # [] where nothing like the last tokens stood before
-    speculation.learn(token_ids_of_the_step) # how far the guess was right
-
-How many: decode reads all weights for one row, and a few rows more cost little. `choose_depths` adds the likeliest drafts
-of all sequences while predicted tokens per second rise; none at all is one of its choices.
+    guesser = Guesser(SchedulerConfig(speculate="lookup"), n_vocab=4096)
+    speculation = guesser.begin(request, depths)     # None for a request that wants no drafts
+    speculation.propose(token_ids)                   # the best guess of its drafters, [] for none
+    speculation.learn(token_ids_of_the_step)         # how far every guess was right
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
-MOST_DRAFTS = 16  # of one sequence and step
-MOST_ROWS = 128  # of all sequences: beyond it a step is bound by arithmetic on every machine we know
-UNPRICED_ROWS = 8  # of a whole step where nobody predicts its time: so few cost about as much as one
-_UNPRICED_CHANCE = 0.5
-_LEAST_CHANCE = 0.02
-_LEAST_GAIN = 1.02  # a prediction is not better than this
-_FIRST_RATE = 0.6
-_FORGET = 0.15  # weight of the newest verdict
-_READ_AT_ONCE = 4096  # tokens indexed per call: some milliseconds, so that a long prompt does not hold up one step
+from diptych.control.drafters import FOLLOWED, AnswerMemory, Drafter, Handed, Lookup, Prediction
+from diptych.ground.config import SchedulerConfig
+from diptych.ground.request import Request
+from diptych.ground.shape import StepShape
+
+logger = logging.getLogger("diptych.control")
+
+UNPRICED_ROWS = 8  # of a whole step where nobody prices drafts: so few cost about as much as one
+FIRST_DRAFTS = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
+MOST_FAULTS = 8  # of a drafter, then nobody asks it any more
+
+_INTS = {int}
+NewDrafter = Callable[[Request], Drafter]
+Priced = tuple[Any, int, int]  # an Estimate, how many drafts have room, the confidence of the guess
+NO_GUESS: Priced = (None, 0, 0)
 
 
-class Drafter(Protocol):
-    """Guesses what comes next in one sequence."""
+class Estimate(Protocol):
+    """How far the guesses of one drafter hold for one sequence."""
 
-    def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
-        """At most `n` tokens that may follow `token_ids`, which only ever grows at its end."""
+    def worth(self, n: int, confidence: int) -> float:
+        """What n drafts give; only compared."""
+        ...
+
+    def learn(self, n_right: int, n_judged: int, confidence: int) -> None:
+        """The first n_right of n_judged drafts were right."""
         ...
 
 
-class Lookup:
-    """What followed the last three tokens (else two) where they stood before: the text quotes itself or its prompt.
+class Depths(Protocol):
+    """Says how many guesses are worth their rows."""
 
-    An index of every pair and triple of tokens to the latest position behind it, extended as tokens come: O(1) per token.
-    While a guess goes on being right its source is followed, so that a long match is not left for a later, shorter one.
-    """
+    def begin(self, name: str) -> Any:
+        """The Estimate of a new sequence with the drafter of this name; handed back to `choose`."""
+        ...
 
-    __slots__ = ("_after_pair", "_after_triple", "_at", "_read", "_source")
+    def is_due(self, n_decodes: int) -> bool:
+        """Whether a step of so many decode chunks is worth guessing for."""
+        ...
 
-    def __init__(self) -> None:
-        self._after_pair: dict[int, int] = {}
-        self._after_triple: dict[int, int] = {}
-        self._read = 1  # the next token that may end a pair
-        self._source: int | None = None  # token_ids[_source] is the guess for token_ids[_at]
-        self._at = 0
+    def choose(
+        self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None
+    ) -> list[int]:
+        """How many drafts to verify of each decode chunk of a step of this shape, which has none yet."""
+        ...
 
-    def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
-        """See Drafter."""
-        known = len(token_ids)
-        self._index(token_ids, known - 1)  # nothing follows the newest token yet
-        source = self._followed(token_ids)
-        if source is None:
-            source = self._found(token_ids)
-        self._source, self._at = source, known
-        if source is None:
-            return []
-        drafts = list(token_ids[source : source + n])
-        while len(drafts) < n:  # the source ran into the end: what it says of the text goes on in the guess itself
-            drafts.append(drafts[len(drafts) - (known - source)])
-        return drafts
-
-    def _index(self, token_ids: SequenceOf[int], end: int) -> None:
-        """Take in pairs and triples that end before `end`."""
-        first, end = self._read, min(end, self._read + _READ_AT_ONCE)
-        pairs, triples = self._after_pair, self._after_triple
-        for i in range(first, end):
-            pair = token_ids[i - 1] << 32 | token_ids[i]
-            pairs[pair] = i + 1
-            if i > 1:
-                triples[token_ids[i - 2] << 64 | pair] = i + 1
-        self._read = max(first, end)
-
-    def _followed(self, token_ids: SequenceOf[int]) -> int | None:
-        """Where the last guess goes on, when all that came since is what it said."""
-        source, at = self._source, self._at
-        if source is None:
-            return None
-        while at < len(token_ids):
-            if token_ids[at] != token_ids[source]:
-                return None
-            at, source = at + 1, source + 1
-        return source
-
-    def _found(self, token_ids: SequenceOf[int]) -> int | None:
-        if len(token_ids) < 2:
-            return None
-        pair = token_ids[-2] << 32 | token_ids[-1]
-        if len(token_ids) > 2:
-            found = self._after_triple.get(token_ids[-3] << 64 | pair)
-            if found is not None:
-                return found
-        return self._after_pair.get(pair)
+    def ask(self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None) -> list[int]:
+        """How many drafts the executor is to make behind each decode chunk, for the next step to verify."""
+        ...
 
 
-DRAFTERS: Mapping[str, Callable[[], Drafter]] = MappingProxyType({"lookup": Lookup})
+class _Unjudged:
+    """The estimate of who believes every guess."""
+
+    def worth(self, n: int, confidence: int) -> float:
+        """The longer the better."""
+        return n
+
+    def learn(self, n_right: int, n_judged: int, confidence: int) -> None:
+        """Nothing."""
+
+
+class EveryGuess:
+    """Verifies what is guessed, the first drafts of every sequence first, in steps of at most `rows` rows. Prices nothing."""
+
+    def __init__(self, rows: int = UNPRICED_ROWS) -> None:
+        self._rows = rows
+
+    def begin(self, name: str) -> Any:
+        """See Depths."""
+        return _Unjudged()
+
+    def is_due(self, n_decodes: int) -> bool:
+        """Always."""
+        return True
+
+    def choose(
+        self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None
+    ) -> list[int]:
+        """See Depths."""
+        left = min(most_rows, self._rows - shape.n_tokens)
+        depths = [0] * len(guesses)
+        for depth in range(1, max((n for _, n, _ in guesses), default=0) + 1):
+            for i, (_, n, _) in enumerate(guesses):
+                if depth <= n and left > 0:
+                    depths[i], left = depth, left - 1
+        return depths
+
+    ask = choose
+
+
+class _Source:
+    """One drafter of one sequence, and its newest guess."""
+
+    __slots__ = ("confidence", "drafter", "estimate", "guess", "name")
+
+    def __init__(self, name: str, drafter: Drafter, estimate: Estimate) -> None:
+        self.name = name
+        self.drafter = drafter
+        self.estimate = estimate
+        self.guess: list[int] = []
+        self.confidence = 0
 
 
 class Speculation:
-    """One sequence's drafter, its newest guess, and how often guesses of each depth were right of late."""
+    """The drafters of one sequence. Every guess is judged, sent or not, so that a bad time ends by itself."""
 
-    __slots__ = ("_drafter", "_guess", "_rates")
+    __slots__ = ("_best", "_guesser", "_handed", "_most_drafts", "_sources")
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self._guess: list[int] = []
-        self._rates = [_FIRST_RATE] * MOST_DRAFTS  # draft j is right when all before it were
+    def __init__(self, guesser: Guesser, sources: list[_Source], most_drafts: int) -> None:
+        self._guesser = guesser
+        self._sources = sources
+        self._handed = next((source for source in sources if isinstance(source.drafter, Handed)), None)
+        self._best: _Source | None = None
+        self._most_drafts = most_drafts
+
+    @property
+    def has_drafts_at_hand(self) -> bool:
+        """Whether the executor has made some, which have been paid for."""
+        drafter = self._handed and self._handed.drafter
+        return isinstance(drafter, Handed) and bool(drafter.token_ids)
+
+    def hand(self, draft_token_ids: tuple[int, ...]) -> None:
+        """Take the guess that the executor's drafter made behind the newest token."""
+        if self._handed is not None and isinstance(self._handed.drafter, Handed):
+            self._handed.drafter.token_ids = draft_token_ids
 
     def propose(self, token_ids: SequenceOf[int]) -> list[int]:
-        """At most MOST_DRAFTS tokens."""
-        self._guess = self._drafter.propose(token_ids, MOST_DRAFTS)[:MOST_DRAFTS]
-        return self._guess
+        """The guess that is worth most, [] for none."""
+        best: _Source | None = None
+        for source in self._sources:
+            self._guesser.ask(source, token_ids, self._most_drafts)
+            if source.guess and (best is None or _worth(source) > _worth(best)):
+                best = source
+        self._best = best
+        return [] if best is None else best.guess
 
-    def chances(self, n: int) -> list[float]:
-        """The chance of each of the first `n` drafts to be kept: it falls with depth, and ends where it is hopeless."""
-        chances: list[float] = []
-        chance = 1.0
-        for rate in self._rates[:n]:
-            chance *= rate
-            if chance < _LEAST_CHANCE:
-                break
-            chances.append(chance)
-        return chances
+    def priced(self, n: int) -> Priced:
+        """What `Depths.choose` wants to know of n drafts of the guess."""
+        best = self._best
+        return NO_GUESS if best is None else (best.estimate, n, best.confidence)
+
+    def askable(self, n: int) -> Priced:
+        """What `Depths.ask` wants to know: none where the executor's drafter is off, or another one is being followed."""
+        handed, best = self._handed, self._best
+        if handed is None or not isinstance(handed.drafter, Handed):
+            return NO_GUESS
+        if best is not None and best is not handed and best.confidence == FOLLOWED:
+            return NO_GUESS
+        return handed.estimate, min(n, self._most_drafts), handed.drafter.confidence
 
     def learn(self, token_ids: SequenceOf[int]) -> None:
-        """Compare the guess with what came, whether or not it was sent to be verified: so a bad time ends by itself."""
-        rates = self._rates
-        for j, (draft, token_id) in enumerate(zip(self._guess, token_ids, strict=False)):
-            rates[j] += _FORGET * ((draft == token_id) - rates[j])
-            if draft != token_id:
-                break
-        self._guess = []
+        """Compare guesses with what came."""
+        for source in self._sources:
+            guess, source.guess = source.guess, []
+            n_judged = min(len(guess), len(token_ids))
+            if n_judged:
+                n_right = 0
+                while n_right < n_judged and guess[n_right] == token_ids[n_right]:
+                    n_right += 1
+                source.estimate.learn(n_right, n_judged, source.confidence)
+        self._best = None
 
 
-def choose_depths(
-    chances: SequenceOf[SequenceOf[float]],
-    *,
-    n_sure: int,
-    most_rows: int,
-    price_s: Callable[[list[int]], float] | None,
-    limit_s: float | None = None,
-) -> list[int]:
-    """How many drafts of each sequence to verify, at most `most_rows` together.
+def _worth(source: _Source) -> float:
+    return source.estimate.worth(len(source.guess), source.confidence)
 
-    chances: of each sequence and depth, falling with depth. n_sure: tokens that the step gives anyway. price_s: predicted
-    time of the step with these depths, None where nobody knows; limit_s: longest a step with drafts may take.
-    O(rows log rows), and O(log rows) calls of price_s.
+
+class Guesser:
+    """Makes the drafters of every sequence, and switches off those that misbehave: that costs speed and no answer.
+
+    A fault is an exception, or a guess that is no list of at most so many token ids. It ends the drafter for the sequence,
+    and after MOST_FAULTS of one name for all. A drafter that never returns is not guarded against: it runs on this thread.
     """
-    least = _UNPRICED_CHANCE if price_s is None else 0.0
-    # equal chances: the shallower first, so that a draft never comes without those before it
-    ranked = sorted(
-        ((-chance, j, i) for i, row in enumerate(chances) for j, chance in enumerate(row) if chance >= least)
-    )[: max(0, most_rows)]
-    depths = [0] * len(chances)
-    if price_s is None:
-        for _, _, i in ranked:
-            depths[i] += 1
-        return depths
-    chosen = depths
-    best = _LEAST_GAIN * n_sure / max(price_s(depths), 1e-12) if ranked else 0.0
-    tokens, taken, size = float(n_sure), 0, 1
-    depths = list(depths)
-    while taken < len(ranked):
-        for minus_chance, _, i in ranked[taken:size]:
-            depths[i] += 1
-            tokens -= minus_chance
-        taken = min(size, len(ranked))
-        size *= 2
-        step_s = price_s(depths)
-        if limit_s is not None and step_s > limit_s:
-            break
-        if tokens / step_s > best:
-            chosen, best = list(depths), tokens / step_s
-    return chosen
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        n_vocab: int | None = None,
+        drafters: dict[str, NewDrafter] | None = None,
+        executor_drafter: str | None = None,
+    ) -> None:
+        """n_vocab: token ids are below it; None: nobody says. See EngineCore."""
+        self.n_faults = 0
+        self.memory = AnswerMemory(config.lookup_memory_tokens) if config.lookup_memory_tokens else None
+        self.executor_drafter = executor_drafter
+        self._n_vocab = n_vocab
+        self._most_drafts = config.max_draft_tokens
+        self._faults: dict[str, int] = {}
+        if drafters is None:
+            drafters = {"lookup": self._lookup} if config.speculate in ("lookup", "auto") else {}
+        self._drafters = dict(drafters)
+        if executor_drafter is not None:
+            self._drafters[executor_drafter] = _handed
+
+    def most_drafts(self, request: Request) -> int:
+        """Drafts of one step that a request may have."""
+        most = request.sampling.max_draft_tokens
+        return self._most_drafts if most is None else min(most, self._most_drafts)
+
+    def begin(self, request: Request, depths: Depths) -> Speculation | None:
+        """The drafters of a sequence that begins to decode; None where it has none."""
+        makers = self._drafters
+        if request.prediction_token_ids:
+            makers = {"prediction": _prediction} | makers
+        most_drafts = self.most_drafts(request)
+        if not most_drafts or not makers:
+            return None
+        sources = [
+            _Source(name, make(request), depths.begin(name))
+            for name, make in makers.items()
+            if self._faults.get(name, 0) < MOST_FAULTS
+        ]
+        return Speculation(self, sources, most_drafts) if sources else None
+
+    def ask(self, source: _Source, token_ids: SequenceOf[int], n: int) -> None:
+        """Have a drafter guess; one that misbehaves is replaced by one that never does."""
+        try:
+            guess = source.drafter.propose(token_ids, n)
+            fault = self._fault_of(guess, source.drafter.confidence, n) if guess else None
+        except Exception as error:
+            guess, fault = [], f"{type(error).__name__}: {error}"
+        if fault is None:
+            source.guess, source.confidence = guess, source.drafter.confidence
+            return
+        source.guess, source.drafter = [], _Silent()
+        self.n_faults += 1
+        self._faults[source.name] = self._faults.get(source.name, 0) + 1
+        scope = "sequence" if self._faults[source.name] < MOST_FAULTS else "engine"
+        if source.name == self.executor_drafter and scope == "engine":
+            self.executor_drafter = None
+        logger.warning("drafter switched off name=%s scope=%s reason=%s", source.name, scope, fault)
+
+    def _fault_of(self, guess: object, confidence: object, n: int) -> str | None:
+        if type(guess) is not list or set(map(type, guess)) != _INTS:
+            return f"proposed {str(guess)[:60]}, which is no list of token ids"
+        if len(guess) > n:
+            return f"proposed {len(guess)} tokens; it was asked for at most {n}"
+        lowest, highest = min(guess), max(guess)
+        if lowest < 0 or (self._n_vocab is not None and highest >= self._n_vocab):
+            return f"proposed tokens {lowest} to {highest}; the vocabulary has {self._n_vocab}"
+        if confidence not in (0, 1, 2):
+            return f"has the confidence {str(confidence)[:60]}; it must be 0, 1 or 2"
+        return None
+
+    def _lookup(self, request: Request) -> Drafter:
+        return Lookup(self.memory, request.cache_salt)
+
+
+class _Silent:
+    """In place of a drafter that misbehaved."""
+
+    confidence = 0
+
+    def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
+        """Nothing."""
+        return []
+
+
+def _handed(request: Request) -> Drafter:
+    return Handed()
+
+
+def _prediction(request: Request) -> Drafter:
+    return Prediction(request.prediction_token_ids, start=len(request.prompt_token_ids))

@@ -1,20 +1,18 @@
-"""What would change: formats, tensor parallel, speculation; the chunk for a stall budget; one pool or two.
-
->>> round(accepted_tokens(draft_tokens=4, acceptance=0.7), 3)
-2.773
-"""
+"""What would change: formats, tensor parallel, speculation; the chunk for a stall budget; one pool or two."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, prefill_work_of
 from diptych.cost.setup import Setup
+from diptych.cost.speculation import MOST_DEPTH, chances_at, choose_depths, expected_tokens, speedup
 from diptych.cost.tables import kv_spec, quant_spec
+from diptych.ground.config import MOST_DRAFT_ROWS
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
@@ -23,6 +21,8 @@ from diptych.ground.shape import ChunkShape, StepShape
 NETWORK_BYTES_PER_S = 50e9
 WHAT_IF_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 WHAT_IF_TP = (2, 4, 8)
+SHOWN_BATCHES = (1, 4, 16, 64)
+MOST_BATCH = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,34 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """A verify step of `draft_tokens` drafted tokens plus one, at an acceptance rate."""
+    """Drafts at an acceptance rate and a batch: `draft_tokens` verified for every sequence, and as many as the engine would.
 
+    depth: drafts per sequence that the engine would choose, on average; best_speedup: what those give.
+    """
+
+    batch: int
     draft_tokens: int
     acceptance: float
-    accepted_tokens: float  # handed out per verify step, on average
+    accepted_tokens: float  # handed out per sequence and verify step, on average, the sequence's own included
     verify_s: float
     draft_s: float
     tpot_s: float
     speedup: float
+    depth: float
+    best_speedup: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationAdvice:
+    """asked: at the question's batch; table: at other batches. most_batch: up to which `draft_tokens` gain.
+
+    0 where they gain at none, None where they still do at MOST_BATCH (long contexts: what decode reads is caches then, and
+    rows stay cheap).
+    """
+
+    asked: Speculation
+    table: tuple[Speculation, ...]
+    most_batch: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +99,6 @@ class PoolAdvice:
     network_s: float
     link_s: float | None
     advice: str
-
-
-def accepted_tokens(*, draft_tokens: int, acceptance: float) -> float:
-    """Mean tokens per verify step: (1 - a^(k+1)) / (1 - a)."""
-    if acceptance >= 1.0:
-        return float(draft_tokens + 1)
-    return float((1.0 - acceptance ** (draft_tokens + 1)) / (1.0 - acceptance))
 
 
 def what_ifs(setup: Setup, question: Question) -> tuple[WhatIf, ...]:
@@ -136,38 +148,72 @@ def _what_if(change: str, setup: Setup | ConfigError, question: Question) -> Wha
     )
 
 
-def speculation(setup: Setup, question: Question) -> Speculation:
-    """Speculative decoding: one verify step checks k + 1 rows per sequence; drafting costs a share of a decode step."""
-    context, batch = question.decode_context_tokens, question.batch
-    predictor = setup.model_of_time()
-    plain_s = predictor.predict(StepShape.decode(batch=batch, context_tokens=context)).total_s
-    rows = question.draft_tokens + 1
-    # A verify step has the launches of a decode step (one graph) and the arithmetic of k + 1 rows per sequence.
-    verify = StepShape.decode(batch=batch * rows, context_tokens=context + 1)
-    repeated_s = _shared_kv_s(setup, context, batch, rows) + batch * (rows - 1) * setup.calibration.decode.sequence_s
-    verify_s = predictor.predict(verify).total_s - repeated_s
-    draft_s = question.draft_tokens * question.draft_cost * plain_s
-    accepted = accepted_tokens(draft_tokens=question.draft_tokens, acceptance=question.acceptance)
-    tpot_s = (verify_s + draft_s) / accepted
+def speculation_advice(setup: Setup, question: Question) -> SpeculationAdvice:
+    """Speculative decoding at the question's batch and others, and the batch at which it stops paying."""
+    asked = speculation(setup, question, question.batch)
+    batches = sorted({*SHOWN_BATCHES, question.batch})
+    table = tuple(asked if batch == question.batch else speculation(setup, question, batch) for batch in batches)
+    return SpeculationAdvice(asked=asked, table=table, most_batch=_most_batch(setup, question))
+
+
+def speculation(setup: Setup, question: Question, batch: int) -> Speculation:
+    """The engine's own arithmetic (`cost.speculation`); drafting a token for all sequences costs a share of a decode step."""
+    predict_s = setup.model_of_time().predict_s
+    plain = StepShape.decode(batch=1, context_tokens=question.decode_context_tokens)
+    plain = StepShape(plain.shapes * batch)
+    plain_s = predict_s(plain)
+
+    def draft_s(depths: Sequence[int]) -> float:
+        return max(depths) * question.draft_cost * plain_s
+
+    def step_s(depths: Sequence[int]) -> float:
+        return predict_s(plain.with_drafts(depths)) + draft_s(depths)
+
+    fixed = [question.draft_tokens] * batch
+    chances = chances_at(question.acceptance, question.draft_tokens)
+    any_depth = chances_at(question.acceptance, MOST_DEPTH)
+    chosen = choose_depths([any_depth] * batch, n_sure=batch, most_rows=MOST_DRAFT_ROWS, price_s=step_s)
+    tokens = sum(expected_tokens(any_depth[:depth]) for depth in chosen)
+    verify_s = predict_s(plain.with_drafts(fixed))
+    spent_s = verify_s + draft_s(fixed)
     return Speculation(
+        batch=batch,
         draft_tokens=question.draft_tokens,
         acceptance=question.acceptance,
-        accepted_tokens=accepted,
+        accepted_tokens=expected_tokens(chances),
         verify_s=verify_s,
-        draft_s=draft_s,
-        tpot_s=tpot_s,
-        speedup=plain_s / tpot_s,
+        draft_s=draft_s(fixed),
+        tpot_s=spent_s / expected_tokens(chances),
+        speedup=speedup(chances, plain_s=plain_s, verify_s=spent_s),
+        depth=sum(chosen) / batch,
+        best_speedup=tokens / batch * plain_s / step_s(chosen) if any(chosen) else 1.0,
     )
 
 
-def _shared_kv_s(setup: Setup, context: int, batch: int, rows: int) -> float:
-    """The rows of one sequence read its cache once, not once each: the time to take off."""
-    predictor = setup.model_of_time()
+def _most_batch(setup: Setup, question: Question) -> int | None:
+    """The last batch before drafts first stop paying: doubled to there, then bisected.
 
-    def attention_s(count: int) -> float:
-        return predictor.predict(StepShape.decode(batch=count, context_tokens=context + 1)).parts_s["attention"]
+    At batches far beyond it they may pay again where contexts are long, as reading many caches leaves rows empty once more.
+    """
+    chances = chances_at(question.acceptance, question.draft_tokens)
+    predict_s = setup.model_of_time().predict_s
 
-    return attention_s(batch * rows) - attention_s(batch)
+    def gains(batch: int) -> bool:
+        plain = ChunkShape(Phase.DECODE, 1, question.decode_context_tokens - 1, True, batch)
+        plain_s = predict_s(StepShape((plain,)))
+        verify_s = predict_s(StepShape((plain._replace(new_tokens=1 + question.draft_tokens),)))
+        verify_s += question.draft_tokens * question.draft_cost * plain_s
+        return speedup(chances, plain_s=plain_s, verify_s=verify_s) > 1.0
+
+    low, high = 0, 1
+    while gains(high):
+        if high == MOST_BATCH:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if gains(middle) else (low, middle)
+    return low
 
 
 def chunk_for(setup: Setup, question: Question) -> ChunkAdvice:

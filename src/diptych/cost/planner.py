@@ -23,6 +23,7 @@ from diptych.cost.parameters import (
 )
 from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
+from diptych.cost.speculation import MOST_DEPTH
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -52,6 +53,8 @@ class Question:
         for name in ("prompt_tokens", "output_tokens", "batch", "draft_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.draft_tokens > MOST_DEPTH:
+            raise ConfigError(f"draft_tokens is {self.draft_tokens}; it must be at most {MOST_DEPTH}")
         if not 0 <= self.cached_tokens < self.prompt_tokens:
             raise ConfigError(f"cached_tokens is {self.cached_tokens}; it must be from 0 to {self.prompt_tokens - 1}")
         if self.context_tokens is not None and self.context_tokens < 1:

@@ -155,7 +155,6 @@ class Engine:
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
         self.book = EventBook()  # of every open request, and of every step
-        self._speculates = core.config.speculate != "off"
         self._listeners: list[Callable[[list[Event]], None]] = []
         self.on_submit: list[Callable[[OpenRequest], object]] = []  # called with every request that was taken
         self.stepper = Stepper(core, executor, clock, fold=self._publish, observe=observe)
@@ -203,12 +202,19 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             segments=segments,
+            prediction_token_ids=self._prediction_ids(sampling.prediction),
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)
         if sampling.structured is not None:
             self._grammars.compile(sampling.structured)  # here, off the engine's thread; `submit` finds it cached
         return request
+
+    def _prediction_ids(self, prediction: str | None) -> tuple[int, ...]:
+        if prediction is None:
+            return ()
+        self.tokenizer.refuse_endless(prediction, self.core.context_limit_tokens, param="prediction")
+        return tuple(self.tokenizer.encode(prediction, add_special_tokens=False))
 
     def submit(self, request: Request, on_delta: Callable[[OutputDelta], None]) -> OpenRequest:
         """Take a request. Raises PromptTooLong, CapacityError or RequestError and then keeps nothing of it."""
@@ -268,7 +274,8 @@ class Engine:
         finishes = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
         added: list[Event] = []
         fold = self.book.fold
-        steps = _Steps() if self._speculates else None
+        # only a step with drafts gives a choice several tokens
+        steps = _Steps() if any(type(event) is DraftEvent for event in events) else None
         if steps is None:
             fold(events)
         for event in events:

@@ -2,12 +2,12 @@
 
 Owns the block tables of running sequences as integers (the bytes belong to the KVStore) and the sampler's state.
 One step: copies -> ForwardBatch -> Model.forward -> Sampler -> StepResult. A step in which every sequence wants only its
-likeliest token asks for no logits (`Want.BEST`).
+likeliest token asks for no logits (`Want.BEST`). Where a drafter runs, it guesses behind the drawn tokens (`drafting`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from math import isfinite
 
@@ -18,6 +18,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Model, Want
 from diptych.compute.sampler import SampledToken, Sampler, not_finite
+from diptych.engine.drafting import Drafting
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, ExecutorError
 from diptych.ground.phase import Phase
@@ -27,7 +28,10 @@ from diptych.ground.step import Chunk, ChunkResult, SequenceStart, StepPlan, Ste
 class ModelExecutor:
     """Executes plans on a model. Not thread-safe: one thread steps the engine."""
 
-    def __init__(self, model: Model, kv: KVStore, sampler: Sampler, *, clock: Clock) -> None:
+    def __init__(
+        self, model: Model, kv: KVStore, sampler: Sampler, *, clock: Clock, drafting: Drafting | None = None
+    ) -> None:
+        self.drafting = drafting
         self._model = model
         self._kv = kv
         self._sampler = sampler
@@ -50,27 +54,36 @@ class ModelExecutor:
         What fails for one sequence alone (its options, its grammar, its logits) is the error of its own result.
         """
         begin_s = self._clock.now_s()
+        draft_s = 0.0
         try:
             self._begin_and_end_sequences(plan)
             if plan.copies:
                 self._kv.copy_blocks([(copy.source_block_id, copy.target_block_id) for copy in plan.copies])
+            if self.drafting is not None:
+                self.drafting.follow(plan)
             batch = self._batch(plan)
             needs_logits = self._needs_logits(plan)
+            taps = None if self.drafting is None else self.drafting.taps_of(plan)
             forward_s = self._clock.now_s()
             if needs_logits:
-                logits_RV = self._model.forward(batch, self._kv, Want.LOGITS)
+                logits_RV = self._model.forward(batch, self._kv, Want.LOGITS, taps=taps)
                 device_s = self._clock.now_s() - forward_s
                 results = self._read_logits(plan, logits_RV)
             else:
-                best = self._model.forward(batch, self._kv, Want.BEST)
+                best = self._model.forward(batch, self._kv, Want.BEST, taps=taps)
                 device_s = self._clock.now_s() - forward_s
                 results = self._take_best(plan, best)
+            if self.drafting is not None:
+                drawn_s = self._clock.now_s()
+                results = self.drafting.propose(plan, results, self._tables_of, taps)
+                draft_s = self._clock.now_s() - drawn_s
         except EngineError:
             raise
         except Exception as error:
             raise ExecutorError(f"step {plan.step_id} failed: {type(error).__name__}: {error}") from error
         total_s = self._clock.now_s() - begin_s
-        return StepResult(step_id=plan.step_id, results=results, device_s=device_s, host_s=max(0.0, total_s - device_s))
+        host_s = max(0.0, total_s - device_s - draft_s)
+        return StepResult(step_id=plan.step_id, results=results, device_s=device_s, host_s=host_s, draft_s=draft_s)
 
     def _begin_and_end_sequences(self, plan: StepPlan) -> None:
         for seq_id in plan.ended_seq_ids:
@@ -123,6 +136,9 @@ class ModelExecutor:
             block_table_SM=self._tables.take(table_rows, axis=0),  # half the time of indexing, caches being cold
             logits_rows_R=np.array(logits_rows, dtype=np.int32),
         )
+
+    def _tables_of(self, seq_ids: Iterable[int]) -> np.ndarray:
+        return self._tables.take([self._rows[seq_id] for seq_id in seq_ids], axis=0)
 
     def _wants_prompt_logprobs(self, chunk: Chunk) -> bool:
         if chunk.phase is not Phase.PREFILL:

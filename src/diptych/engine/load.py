@@ -19,8 +19,11 @@ from diptych.control.loop import EngineCore
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
+from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.cost_view import CostView
+from diptych.engine.drafters import OpenDrafter, open_drafter
+from diptych.engine.drafting import Drafting
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.memory import Memory, memory_of
@@ -29,12 +32,13 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import words_of
 from diptych.ground.bounds import shown
 from diptych.ground.clock import Clock, MonotonicClock
-from diptych.ground.config import SETTINGS, BlockConfig, EngineConfig, engine_config
+from diptych.ground.config import SETTINGS, BlockConfig, ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.shape import StepShape
 from diptych.models.gguf_file import find_gguf
 from diptych.models.named import SHAPES
 from diptych.models.spec import ModelSpec
+from diptych.stepper import Observe
 
 logger = logging.getLogger("diptych.engine")
 
@@ -60,6 +64,7 @@ class LoadedModel:
     checkpoint_s: float  # to read and pack the weights
     load_s: float  # until the first step can be run
     clock: Clock
+    compute: ComputeConfig  # how it was asked to be loaded; a drafter is loaded alike
 
 
 def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
@@ -118,6 +123,7 @@ def load(
         checkpoint_s=checkpoint_s,
         load_s=checkpoint_s,
         clock=clock,
+        compute=config.compute,
     )
 
 
@@ -144,14 +150,17 @@ def opened(
     return model, config
 
 
-def size_pool(model: Model, config: EngineConfig) -> tuple[int, int]:
-    """(max_context_tokens, n_blocks) of the KV pool.
+def size_pool(model: Model, config: EngineConfig, drafter: OpenDrafter | None = None) -> tuple[int, int]:
+    """(max_context_tokens, n_blocks) of the KV pool; a drafter's store has as many blocks, out of the same memory.
 
     Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory or
     when more memory is given than there is; the message names the largest context that fits.
     """
-    block_bytes, memory = model.kv_bytes_per_block(config.block_tokens), memory_of(model.device)
-    context, n_blocks = _pool(model.spec.max_context_tokens, block_bytes, memory, config)
+    block_bytes = model.kv_bytes_per_block(config.block_tokens) + (drafter.block_bytes if drafter else 0)
+    scratch_bytes = drafter.scratch_bytes if drafter else 0
+    context, n_blocks = _pool(
+        model.spec.max_context_tokens, block_bytes, memory_of(model.device), config, scratch_bytes
+    )
     asked = config.max_context_tokens or model.spec.max_context_tokens
     if context < asked:
         given = n_blocks * block_bytes
@@ -165,7 +174,9 @@ def _check_pool(spec: ModelSpec, config: EngineConfig) -> None:
     _pool(spec.max_context_tokens, block_bytes, memory_of(device), config)
 
 
-def _pool(model_context: int, block_bytes: int, memory: Memory, config: EngineConfig) -> tuple[int, int]:
+def _pool(
+    model_context: int, block_bytes: int, memory: Memory, config: EngineConfig, scratch_bytes: int = 0
+) -> tuple[int, int]:
     asked, block_tokens = config.max_context_tokens, config.block_tokens
     if asked is not None and asked > model_context:
         raise ConfigError(
@@ -184,7 +195,7 @@ def _pool(model_context: int, block_bytes: int, memory: Memory, config: EngineCo
             hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free"
             + (f", and ask for a context of at most {min(largest, model_context)}" if largest else ""),
         )
-    fitting_blocks = memory_bytes // block_bytes
+    fitting_blocks = max(0, memory_bytes - scratch_bytes) // block_bytes
     needed_blocks = _blocks(context, block_tokens)
     if needed_blocks > fitting_blocks:
         largest = fitting_blocks * block_tokens
@@ -245,14 +256,29 @@ class Machinery:
 
     core: EngineCore
     executor: ModelExecutor
-    step_time: StepTimeModel
+    observe: Observe  # learns from every step how long it took
 
 
 def make_machinery(
-    model: Model, config: EngineConfig, *, clock: Clock, grammars: GrammarCompiler | None = None
+    model: Model,
+    config: EngineConfig,
+    *,
+    clock: Clock,
+    grammars: GrammarCompiler | None = None,
+    loaded: LoadedModel | None = None,
 ) -> Machinery:
-    """Allocate the KV pool and join scheduler, executor and sampler."""
-    context, n_blocks = size_pool(model, config)
+    """Allocate the KV pool and join scheduler, executor and sampler. loaded: where the model came with its words."""
+    drafter = (
+        open_drafter(config, model)
+        if loaded is None
+        else open_drafter(
+            replace(config, compute=loaded.compute), model, directory=loaded.directory, tokenizer=loaded.tokenizer
+        )
+    )
+    scheduler = config.scheduler
+    if drafter is not None:
+        scheduler = replace(scheduler, max_draft_tokens=drafter.most_drafts)
+    context, n_blocks = size_pool(model, config, drafter)
     kv = model.make_kv(n_blocks, config.block_tokens)
     model.warm_up(kv)
     step_time = StepTimeModel()
@@ -262,22 +288,35 @@ def make_machinery(
         found = default_places(n_blocks * config.block_tokens, context, calibrated)
         number = found.number
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
+    # the measured profile of this machine where there is one; until then the engine learns from its own steps
+    predict_s = step_time.predict_s if calibrated is None else calibrated.predict_s
+    prices = DraftPrices(predict_s, draft_s=None if drafter is None else drafter.price_s)
+
+    def observe(shape: StepShape, measured_s: float) -> None:
+        step_time.observe(shape, measured_s)
+        prices.observe(shape, measured_s)
+
     core = EngineCore(
-        replace(config.scheduler, max_context_tokens=context, max_running_sequences=number),
+        replace(scheduler, max_context_tokens=context, max_running_sequences=number),
         BlockConfig(n_blocks=n_blocks, block_tokens=config.block_tokens),
         model_revision=model.revision,
-        # the measured profile of this machine where there is one; until then the engine learns from its own steps
-        predict_s=step_time.predict_s if calibrated is None else calibrated.predict_s,
+        predict_s=predict_s,
         seed=config.seed,
+        depths=prices,
+        n_vocab=model.spec.vocab_size,
+        executor_drafter=None if drafter is None else drafter.kind,
     )
     _tell_defaults(model, config, context, n_blocks, calibrated)
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
-    executor = ModelExecutor(model, kv, sampler, clock=clock)
+    drafting = None
+    if drafter is not None:
+        drafting = Drafting(drafter.drafter(n_blocks, sampler, clock=clock), vocab_size=model.spec.vocab_size)
+    executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
     )  # fmt: skip
-    return Machinery(core=core, executor=executor, step_time=step_time)
+    return Machinery(core=core, executor=executor, observe=observe)
 
 
 def _tell_defaults(
@@ -309,7 +348,7 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     begin_s = loaded.clock.now_s()
     tokenizer, vocab_size = loaded.tokenizer, loaded.model.spec.vocab_size
     grammars = GrammarCompiler(tokenizer, vocab_size)
-    machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars)
+    machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars, loaded=loaded)
     loaded.load_s = loaded.checkpoint_s + loaded.clock.now_s() - begin_s
     return Engine(
         machinery.core,
@@ -318,6 +357,6 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         clock=loaded.clock,
         vocab_size=vocab_size,
         grammars=grammars,
-        observe=machinery.step_time.observe,
+        observe=machinery.observe,
         back_memory=machinery.executor.back_memory,
     )

@@ -14,6 +14,7 @@ from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel, local_predictor, profile_gap
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook, StepRecord, percentile
 
 
@@ -64,6 +65,7 @@ class PhaseReport:
     itl_p50_s: float | None
     itl_p99_s: float | None
     tokens_per_decode_step: float | None  # more than one per sequence where drafts held
+    undrafted_s: float | None  # predicted time of the same decode without drafts; None without drafts or prediction
     usage: Usage
     unpredicted: str | None = None
 
@@ -102,9 +104,13 @@ class PhaseReport:
             f"  prompt {usage.prompt_tokens} tokens = {usage.computed_tokens} computed + {usage.cached_tokens} cached"
         )
         if usage.drafted_tokens and self.tokens_per_decode_step is not None:
+            gained = ""
+            if self.undrafted_s is not None and self.decode is not None:
+                gain = self.undrafted_s / self.decode.time_s
+                gained = f"; {gain:.2f} x the speed predicted without, {_ms(self.undrafted_s)}"
             lines.append(
                 f"  speculation {self.tokens_per_decode_step:.2f} tokens per decode step: {usage.accepted_tokens} of "
-                f"{usage.drafted_tokens} drafts accepted"
+                f"{usage.drafted_tokens} drafts accepted{gained}"
             )
         return "\n".join(lines)
 
@@ -134,10 +140,9 @@ def phase_report(
     decode_steps = [step for step in observer.steps if step.shape.phase is Phase.DECODE]
     first_token_s = prefill_steps[-1].time_s - prefill_steps[-1].device_s if prefill_steps else 0.0
     itl = timings.itl_s
-    rejected = usage.drafted_tokens - usage.accepted_tokens
     decode = _phase_row(Phase.DECODE, decode_steps, view, ceilings, predictor) if decode_steps else None
-    if decode is not None and rejected:  # rows that were computed and handed out nothing
-        n_tokens = decode.tokens - rejected
+    if decode is not None and usage.drafted_tokens:  # rows of rejected drafts were computed and handed out nothing
+        n_tokens = sum(step.decode_tokens for step in decode_steps)
         decode = replace(decode, tokens=n_tokens, tokens_per_s=n_tokens / decode.time_s)
     return PhaseReport(
         model=loaded.name,
@@ -155,9 +160,21 @@ def phase_report(
         itl_p50_s=percentile(itl, 50.0),
         itl_p99_s=percentile(itl, 99.0),
         tokens_per_decode_step=None if decode is None else decode.tokens / len(decode_steps),
+        undrafted_s=None if not usage.drafted_tokens else _undrafted_s(decode_steps, predictor),
         usage=usage,
         unpredicted=profile_gap(loaded.model),
     )
+
+
+def _undrafted_s(steps: list[StepRecord], predictor: CalibratedModel | None) -> float | None:
+    """Predicted time of decode steps that hand out the same tokens without drafts: as many as each one's tokens stand for."""
+    if predictor is None:
+        return None
+    total_s = 0.0
+    for step in steps:
+        plain = StepShape([shape._replace(new_tokens=1) for shape in step.shape.shapes])
+        total_s += step.decode_tokens / plain.n_sequences * predictor.predict_s(plain)
+    return total_s
 
 
 def _phase_row(

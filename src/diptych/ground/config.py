@@ -22,8 +22,10 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
-SPECULATE = ("off", "lookup")
+MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
+SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
 PACKED_CACHE_BYTES = 32 * 2**30  # a dozen models of the sizes that a CPU serves
+MOST_DRAFT_ROWS = 128  # of all sequences of a step: beyond it a step is bound by arithmetic on every machine we know
 _NAME = re.compile(r"[a-z0-9_]{1,32}")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,4})?")
 
@@ -45,6 +47,10 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "max_waiting_tokens": Bound(int, 1, 2**62, "refuse requests beyond this many waiting tokens"),
         "max_context_tokens": Bound(int, 2, 2**31 - 1, "longest sequence (default: the model's)", is_optional=True),
         "aging_s": Bound(float, 0.0, None, "a waiting request gains a priority level in this time", is_low_open=True),
+        "lookup_memory_tokens": Bound(
+            int, 0, 2**24, "tokens of recent answers in which lookup looks, too, by cache salt (0: none)"
+        ),
+        "max_draft_tokens": Bound(int, 1, 16, "most tokens guessed ahead for one sequence and step"),
         "n_blocks": Bound(int, 1, 2**31 - 1, "blocks of the KV pool"),
         "block_tokens": Bound(int, 1, 2**20, "tokens of a KV block"),
         "threads": Bound(
@@ -64,7 +70,9 @@ class SchedulerConfig:
     engine settles it, see `engine.places`). stall_budget_s: a step that holds running decodes may not be predicted to
     last longer than this (None: no limit). max_waiting_tokens: admission bound over prompt + max_tokens of all waiting
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves. speculate: who
-    guesses tokens ahead (`control.speculation`); it changes speed and no answer.
+    guesses tokens ahead (`control.speculation`; `MODEL_DRAFTERS` are run by the executor); it changes speed and no answer.
+    max_draft_tokens: most guesses of one sequence and step. lookup_memory_tokens: recent answers that `lookup` knows beside the
+    sequence's own text, those with the same cache salt only; about 200 bytes each.
     """
 
     max_step_tokens: int = 2048
@@ -75,10 +83,13 @@ class SchedulerConfig:
     aging_s: float = 2.0
     enable_prefix_cache: bool = True
     speculate: str = "off"
+    lookup_memory_tokens: int = 0
+    max_draft_tokens: int = 16
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
         _take(self, "max_step_tokens", "max_running_sequences", "stall_budget_s", "max_waiting_tokens", "aging_s")
+        _take(self, "lookup_memory_tokens", "max_draft_tokens")
         at_least("max_context_tokens", self.max_context_tokens, 2)  # settled here: the model's own is known
         _take(self, "max_context_tokens")
         exactly(bool, "enable_prefix_cache", self.enable_prefix_cache, ConfigError)
@@ -135,7 +146,10 @@ class ComputeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything `LLM` needs. `max_context_tokens` None: the model's own; kv_memory_bytes None: a share of free memory."""
+    """Everything `LLM` needs. `max_context_tokens` None: the model's own; kv_memory_bytes None: a share of free memory.
+
+    draft_model: checkpoint of the drafter that `speculate` names, a folder or a hub name; None: the bundled model's own.
+    """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
@@ -143,6 +157,7 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     block_tokens: int = 32
     seed: int = 0
+    draft_model: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers, and settings of other kinds."""
@@ -150,6 +165,19 @@ class EngineConfig:
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a {kind.__name__}")
         _take(self, "max_context_tokens", "kv_memory_bytes", "block_tokens", "seed")
+        self._check_draft_model()
+
+    def _check_draft_model(self) -> None:
+        """A drafter's checkpoint is read where its drafter runs, and refused elsewhere."""
+        if self.draft_model is None:
+            return
+        if not isinstance(self.draft_model, str):
+            raise ConfigError(f"draft_model is {shown(self.draft_model)}; it must be a checkpoint's folder or name")
+        if self.scheduler.speculate not in MODEL_DRAFTERS:
+            raise ConfigError(
+                f"draft_model is {self.draft_model!r}, and speculate is {self.scheduler.speculate!r}",
+                hint=f"a draft model is for speculate of {', '.join(MODEL_DRAFTERS)}",
+            )
 
 
 def engine_config(base: EngineConfig | None = None, /, **settings: Any) -> EngineConfig:

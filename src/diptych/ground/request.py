@@ -44,6 +44,9 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "prompt_logprobs": Bound(
             int, 0, MAX_TOP_LOGPROBS, "likeliest alternatives told per prompt token", is_optional=True
         ),
+        "max_draft_tokens": Bound(
+            int, 0, 2**31 - 1, "most tokens guessed ahead per step (0: none, and no answer changes)", is_optional=True
+        ),
         "priority": Bound(int, -(2**31), 2**31 - 1, "higher is served sooner"),
     }
 )
@@ -114,6 +117,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()  # kept as a tuple
     include_stop_str_in_output: bool = False
     structured: StructuredSpec | None = None
+    max_draft_tokens: int | None = None  # None: as many as pay
+    prediction: str | None = None  # what the answer may be: the drafts of this request, whoever else guesses
 
     def __post_init__(self) -> None:
         """Refuse impossible values, each by name, value and limit; make the others plain."""
@@ -128,6 +133,8 @@ class SamplingParams:
         exactly(bool, "ignore_eos", self.ignore_eos, BadSampling)
         exactly(bool, "include_stop_str_in_output", self.include_stop_str_in_output, BadSampling)
         _instance("structured", self.structured, StructuredSpec)
+        if self.prediction is not None:
+            text("prediction", self.prediction, BadSampling)
         keep(self, "stop", _stop_strings(self.stop))
         keep(self, "stop_token_ids", ids("stop_token_ids", self.stop_token_ids, BadSampling, n_ids=MAX_TOKEN_ID + 1))
         _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
@@ -197,7 +204,7 @@ class Request:
     """One generation request as control sees it: integers only, text already left behind.
 
     `eos_token_ids` are the model's; `sampling.ignore_eos` switches them off. `cache_salt` keeps prefix-cache
-    entries of different tenants apart. Higher `priority` is served sooner.
+    entries of different tenants apart. Higher `priority` is served sooner. prediction_token_ids: of `sampling.prediction`.
 
     Raises RequestError for an impossible value; the prompt's ids are checked by whoever knows the vocabulary.
     """
@@ -210,6 +217,7 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     segments: tuple[Segment, ...] = ()
+    prediction_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what would go wrong only later, in the middle of others' work."""

@@ -170,6 +170,16 @@ class StepShape:
         """One step that does both."""
         return StepShape((other,) if isinstance(other, ChunkShape) else other.shapes, self)
 
+    def with_drafts(self, depths: Sequence[int]) -> StepShape:
+        """The step with so many drafts behind each of its decode chunks, which are its first: O(chunks)."""
+        shapes = self.shapes
+        longer = [
+            ChunkShape(one.phase, one.new_tokens + depth, one.start_pos, True, one.count) if depth else one
+            for one, depth in zip(shapes, depths, strict=False)
+        ]
+        decodes = StepShape(longer)
+        return decodes if len(shapes) == len(longer) else StepShape(shapes[len(longer) :], decodes)
+
     @property
     def shapes(self) -> tuple[ChunkShape, ...]:
         """Every chunk, in order: O(chunks)."""

@@ -39,6 +39,8 @@ class Chunk(NamedTuple):
     samples: whether the last token's logits are wanted and a token drawn from them. False for all chunks of a prompt but
     the last. A decode chunk is the newest known token and drafts behind it, guesses at what comes next: every row gets
     logits, and row i draws what draft i has to equal.
+    wanted_drafts: how many tokens the executor's drafter is to guess behind what this chunk gives. 0: none now, but it keeps
+    up with the sequence, as it may be asked later; None: never for this sequence.
     A named tuple, as a step makes one per sequence: a quarter of a frozen dataclass's time.
     """
 
@@ -49,6 +51,7 @@ class Chunk(NamedTuple):
     first_new_block: int
     new_block_ids: tuple[int, ...]
     samples: bool
+    wanted_drafts: int | None = None
 
     @property
     def end_pos(self) -> int:
@@ -125,6 +128,7 @@ class ChunkResult:
     `prompt_logprobs` has one entry per prompt token that this chunk's rows judge, as often as they are computed: positions
     [start_pos + 1, end_pos], the last prompt token at most. A chunk from position 0 also has None for token 0, before which
     nothing stands. Control hands each position out once.
+    `draft_token_ids`: guesses at what follows `token_ids`, at most as many as the chunk wanted, for the next chunk to verify.
     `error`: why this sequence cannot go on; the others of the step are untouched, and nothing else here counts.
     """
 
@@ -133,17 +137,21 @@ class ChunkResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     is_complete: bool = False
+    draft_token_ids: tuple[int, ...] = ()
     error: EngineError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Results in the order of the plan's chunks. device_s: inside the kernels; host_s: the rest of execute()."""
+    """Results in the order of the plan's chunks. device_s: inside the model's kernels; draft_s: of the drafter, all of it;
+    host_s: the rest of execute().
+    """
 
     step_id: int
     results: tuple[ChunkResult, ...]
     device_s: float
     host_s: float
+    draft_s: float = 0.0
 
 
 class Executor(Protocol):

@@ -14,7 +14,9 @@ from typing import Any
 from diptych.compute.runner import Model
 from diptych.compute.sampler import Sampler
 from diptych.control.loop import EngineCore
+from diptych.control.speculation import Depths, NewDrafter
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.executor import ModelExecutor
 from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
@@ -40,6 +42,7 @@ class Driver:
         self.clock = clock
         self.book = EventBook()
         self.token_s: dict[str, list[float]] = {}
+        self.token_ids: dict[str, list[int]] = {}
         self._stepper = Stepper(core, executor, clock, fold=self._fold, observe=observe)
         self._vocab = vocab
         self._random = random.Random(1)
@@ -61,7 +64,7 @@ class Driver:
             sampling=SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
             arrival_s=self.clock.now_s(),
         )
-        self.token_s[name] = []
+        self.token_s[name], self.token_ids[name] = [], []
         self._stepper.submit(request)
         return request.arrival_s
 
@@ -79,11 +82,17 @@ class Driver:
         """End a request early."""
         self._fold(self.core.cancel(name, self.clock.now_s()))
 
+    def forget(self, name: str) -> None:
+        """Drop what is kept of a request that is over."""
+        self.book.take(name)
+        del self.token_s[name], self.token_ids[name]
+
     def _fold(self, events: list[Event]) -> None:
         self.book.fold(events)
         for event in events:
             if isinstance(event, TokenEvent):
                 self.token_s[event.request_id].append(event.at_s)
+                self.token_ids[event.request_id].append(event.token_id)
 
 
 class Engines:
@@ -115,29 +124,55 @@ class Engines:
 
     def driver(self, **settings: Any) -> Driver:
         """The real thing with these `SchedulerConfig` settings."""
+        return self.speculating(settings, drafters=None, depths=None)
+
+    def speculating(
+        self, settings: dict[str, Any], *, drafters: dict[str, NewDrafter] | None, depths: Depths | None
+    ) -> Driver:
+        """The same with drafters and a choice of depths in place of the engine's own (None: these)."""
         clock, step_time = MonotonicClock(), StepTimeModel()
         # the measured profile where there is one; until then the scheduler learns from its own steps, as the engine's does
         predict_s = step_time.predict_s if self._predictor is None else self._predictor.predict_s
+        prices = DraftPrices(predict_s)
+        core = self._core(predict_s, settings, drafters=drafters, depths=prices if depths is None else depths)
+
+        def observe(shape: StepShape, measured_s: float) -> None:
+            step_time.observe(shape, measured_s)
+            prices.observe(shape, measured_s)
+
         model = self._model
         sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
         executor = ModelExecutor(model, self._kv, sampler, clock=clock)
-        return Driver(
-            self._core(predict_s, settings), executor, clock, vocab=model.spec.vocab_size, observe=step_time.observe
-        )
+        return Driver(core, executor, clock, vocab=model.spec.vocab_size, observe=observe)
 
     def rehearsal(self, **settings: Any) -> Driver | None:
-        """The same scheduler on predicted step times; None when this machine was never calibrated."""
+        """The same scheduler on predicted step times; None when this machine was never calibrated. Nobody speculates there."""
         if self._predictor is None:
             return None
+        settings |= {"speculate": "off"}
         clock = VirtualClock()
         executor = PredictedExecutor(self._predictor.predict_s, clock)
         core = self._core(self._predictor.predict_s, settings)
         return Driver(core, executor, clock, vocab=self._model.spec.vocab_size)
 
-    def _core(self, predict_s: Callable[[StepShape], float], settings: dict[str, Any]) -> EngineCore:
+    def _core(
+        self,
+        predict_s: Callable[[StepShape], float],
+        settings: dict[str, Any],
+        *,
+        drafters: dict[str, NewDrafter] | None = None,
+        depths: Depths | None = None,
+    ) -> EngineCore:
         scheduler: SchedulerConfig = replace(
             self._config.scheduler, max_context_tokens=self._context_tokens, **settings
         )
         return EngineCore(
-            scheduler, self._blocks, model_revision=self._model.revision, predict_s=predict_s, seed=self._config.seed
+            scheduler,
+            self._blocks,
+            model_revision=self._model.revision,
+            predict_s=predict_s,
+            seed=self._config.seed,
+            depths=depths,
+            n_vocab=self._model.spec.vocab_size,
+            drafters=drafters,
         )

@@ -83,7 +83,7 @@ def _quantiles(values: list[float]) -> dict[str, float]:
 
 def _run(machinery: Machinery, clock: Clock, requests: list[Request]) -> list[Sample]:
     book = EventBook()
-    stepper = Stepper(machinery.core, machinery.executor, clock, fold=book.fold, observe=machinery.step_time.observe)
+    stepper = Stepper(machinery.core, machinery.executor, clock, fold=book.fold, observe=machinery.observe)
     begin_s = clock.now_s()
     serve(stepper, [replace(one, arrival_s=begin_s + one.arrival_s) for one in requests], wait=sleep_s)
     return [record.sample() for record in book.records.values()]

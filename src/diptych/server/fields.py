@@ -106,7 +106,6 @@ OF_PROMPTS: Mapping[str, Refusal] = {"prompt": Refusal("send messages, or the pr
 NO_EFFECT: Mapping[str, str] = {
     # OpenAI
     "metadata": "labels stored answers, and none is stored",
-    "prediction": "a hint for speed; the answer is the same",
     "prompt_cache_key": "a hint where to look; every prompt's prefix is looked up here",
     "prompt_cache_options": "a hint how long to keep; what is unused longest goes first",
     "prompt_cache_retention": "a hint how long to keep; what is unused longest goes first",

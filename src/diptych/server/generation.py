@@ -304,4 +304,6 @@ def sampling_params(
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         structured=structured,
+        max_draft_tokens=body.max_draft_tokens,
+        prediction=body.predicted_text,
     )

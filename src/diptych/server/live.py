@@ -180,7 +180,7 @@ class LiveFeed:
         frame, shape = self._frame, step.shape
         frame.n_steps += 1
         frame.prefill_tokens += shape.prefill_tokens
-        frame.decode_tokens += shape.decode_tokens
+        frame.decode_tokens += step.decode_tokens
         frame.busy_s += step.time_s
         # steps with prefill are the story; plain decode steps are drawn while there is room
         if len(frame.steps) < (MAX_FRAME_STEPS if not shape.prefill_tokens else 2 * MAX_FRAME_STEPS):
@@ -189,7 +189,8 @@ class LiveFeed:
                     "t": step.begin_s,
                     "s": step.time_s,
                     "p": shape.prefill_tokens,
-                    "d": shape.decode_tokens,
+                    "d": step.decode_tokens,
+                    "g": [step.drafted_tokens, step.accepted_tokens],
                     "chunks": step.prefills,
                     "seqs": step.decode_request_ids,
                 }

@@ -103,6 +103,8 @@ class MetricsCollector(Collector):
         yield _counter("diptych_output_tokens", "tokens handed out", telemetry.output_tokens)
         yield _counter("diptych_reasoning_tokens", "output tokens between thinking tags", telemetry.reasoning_tokens)
         yield _counter("diptych_preemptions", "sequences that lost their blocks", telemetry.preemptions)
+        faults = 0 if self.counts is None else self.counts.drafter_faults
+        yield _counter("diptych_drafter_faults", "drafters switched off because they misbehaved", faults)
         yield _counter("diptych_steps", "steps run", telemetry.steps)
         yield _counter("diptych_step_device_seconds", "time inside the kernels", telemetry.step_device_s)
         yield _counter("diptych_step_host_seconds", "time of steps outside the kernels", telemetry.step_host_s)

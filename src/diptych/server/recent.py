@@ -21,7 +21,7 @@ from diptych.sim.counterfactual import Change, Machine, Minutes, Past, past_of, 
 
 # what is held at most, whatever the load
 MAX_CHUNKS = 200_000  # of steps
-MAX_TOKENS = 4_000_000  # of prompts and answers
+MAX_TOKENS = 4_000_000  # of prompts
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Recent:
         self._requests.append(_Kept(opened, now_s, outputs, prompt_tokens))
         self._n_tokens += prompt_tokens
         oldest_s = now_s - self._keep_s
-        while self._n_tokens > MAX_TOKENS or (self._requests[0].end_s or oldest_s) < oldest_s:
+        while self._requests and (self._n_tokens > MAX_TOKENS or (self._requests[0].end_s or oldest_s) < oldest_s):
             self._n_tokens -= self._requests.popleft().prompt_tokens
 
     def _on_step(self, step: StepRecord) -> None:

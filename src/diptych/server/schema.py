@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -384,6 +385,19 @@ class Message(Body):
     tool_call_id: str | None = Field(None, max_length=256)
 
 
+class PredictedOutput(Body):
+    """OpenAI's `prediction`: a text that the answer may be. It is tried and never trusted."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[ContentPart], StopAtFirst()]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
 class SamplingBody(Body):
     """Fields that every route that generates has, in whichever protocol: the model, how tokens are drawn, whose cache."""
 
@@ -410,6 +424,10 @@ class SamplingBody(Body):
     priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
     request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
     cache_salt: CacheSalt = None
+    # llama.cpp's name, too: 0 is how its clients switch speculation off
+    max_draft_tokens: Whole | None = Field(
+        None, ge=0, le=2**31 - 1, validation_alias=AliasChoices("max_draft_tokens", "speculative.n_max")
+    )
     _ignored: tuple[str, ...] = PrivateAttr(())
     # fields that this protocol knows and does not read: refused by name, or of no effect
     _refused: ClassVar[Mapping[str, Refusal]] = REFUSED
@@ -429,6 +447,11 @@ class SamplingBody(Body):
     def choices(self) -> int:
         """How many answers are asked for."""
         return 1
+
+    @property
+    def predicted_text(self) -> str | None:
+        """A text that the answer may be; only the chat and completion routes have a field for it."""
+        return None
 
     @property
     def is_answered_at_length(self) -> bool:
@@ -464,9 +487,15 @@ class GenerationBody(SamplingBody):
     guided_grammar: Grammar | None = None
     json_schema: Schema | None = None
     grammar: Grammar | None = None
+    prediction: PredictedOutput | None = None
     return_token_ids: bool | None = None
     user: User
     metadata: dict[str, Any] | None = None
+
+    @property
+    def predicted_text(self) -> str | None:
+        """See SamplingBody."""
+        return None if self.prediction is None else self.prediction.text
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -96,6 +96,16 @@ def timeline_json(record: RequestRecord, *, now_s: float) -> dict[str, Any]:
             for chunk in record.chunks
         ],
         "tokens_ms": tokens,
+        "drafts": [
+            {
+                "step": one.step_id,
+                "index": one.index,
+                "at_ms": ms(one.at_s),
+                "drafted": one.drafted_tokens,
+                "kept": one.accepted_tokens,
+            }
+            for one in list(record.drafts)
+        ],
         "preempted_ms": [ms(at_s) for at_s in record.preempted_s],
         "shared_steps": [
             {

@@ -23,6 +23,7 @@ from diptych.ground.events import FinishEvent
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import RequestRecord, StepRecord
+from diptych.sim.drafts import StatedDrafts
 from diptych.sim.executor import DRAWN_TOKEN
 from diptych.sim.link import Link, Ports
 from diptych.sim.load import Due, Load
@@ -40,6 +41,7 @@ class Group:
     blocks: BlockConfig
     predict_s: Callable[[StepShape], float]
     decodes: bool = True
+    drafts: StatedDrafts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,14 @@ class Cluster:
             work = tally.work_of(number)
             for _ in range(group.n_engines):
                 i = len(self.members)
-                member = Member(group.config, group.blocks, predict_s=group.predict_s, seed=seed + i, work=work)
+                member = Member(
+                    group.config,
+                    group.blocks,
+                    predict_s=group.predict_s,
+                    seed=seed + i,
+                    work=work,
+                    drafts=group.drafts,
+                )
                 member.engine.book.records = records
                 member.leaps = leaps
                 member.on_finish = self._finished

@@ -8,20 +8,26 @@ summary = summarize([record.sample() for record in engine.book.records.values()]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from diptych.control.loop import EngineCore
+from diptych.cost.speculation import DraftPrices
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.events import Event
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook, StepRecord
+from diptych.sim.drafts import StatedDrafts
 from diptych.sim.executor import PredictedExecutor, Remembered
 from diptych.stepper import Stepper, serve
 
 
 class SimulatedEngine:
-    """Owns its clock, its core and its book. on_events, on_step: called after the book has taken them in."""
+    """Owns its clock, its core and its book. on_events, on_step: called after the book has taken them in.
+
+    drafts: how speculation goes; None: there is none.
+    """
 
     def __init__(
         self,
@@ -30,13 +36,25 @@ class SimulatedEngine:
         *,
         predict_s: Callable[[StepShape], float],
         seed: int = 0,
+        drafts: StatedDrafts | None = None,
         on_events: Callable[[list[Event]], object] | None = None,
         on_step: Callable[[StepRecord], object] | None = None,
     ) -> None:
         self.clock = VirtualClock()
         self.book = EventBook(on_step=on_step)
+        if drafts is not None:
+            predict_s = drafts.timed(predict_s)
+            config = replace(config, max_draft_tokens=drafts.draft_tokens)
         predict_s = Remembered(predict_s)
-        self.core = EngineCore(config, blocks, model_revision="simulated", predict_s=predict_s, seed=seed)
+        self.core = EngineCore(
+            config,
+            blocks,
+            model_revision="simulated",
+            predict_s=predict_s,
+            seed=seed,
+            depths=DraftPrices(predict_s),
+            drafters={} if drafts is None else drafts.drafters(seed),
+        )
         self._on_events = on_events
         self.stepper = Stepper(self.core, PredictedExecutor(predict_s, self.clock), self.clock, fold=self._fold)
 

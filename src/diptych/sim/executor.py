@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from diptych.ground.clock import VirtualClock
 from diptych.ground.shape import StepShape
@@ -28,7 +28,7 @@ class Remembered:
 
 
 class PredictedExecutor:
-    """Moves the clock by predict_s(shape) per step; every token it draws is DRAWN_TOKEN."""
+    """Moves the clock by predict_s(shape) per step; every token it draws is DRAWN_TOKEN, and drafts of it hold."""
 
     def __init__(self, predict_s: Callable[[StepShape], float], clock: VirtualClock) -> None:
         self._predict_s = predict_s
@@ -39,7 +39,20 @@ class PredictedExecutor:
         step_s = self._predict_s(plan.shape)
         self._clock.advance(step_s)
         drawn = (DRAWN_TOKEN,)
+        is_drafted = plan.shape.n_tokens > plan.shape.n_sequences  # or holds a prompt; else nobody looks
         results = tuple(
-            ChunkResult(seq_id=chunk.seq_id, token_ids=drawn if chunk.samples else ()) for chunk in plan.chunks
+            ChunkResult(
+                seq_id=chunk.seq_id,
+                token_ids=() if not chunk.samples else _run_of(chunk.draft_token_ids) if is_drafted else drawn,
+            )
+            for chunk in plan.chunks
         )
         return StepResult(step_id=plan.step_id, results=results, device_s=step_s, host_s=0.0)
+
+
+def _run_of(drafts: Sequence[int]) -> tuple[int, ...]:
+    """What verifying these drafts gives: those that hold, and the token drawn behind them."""
+    n_right = 0
+    while n_right < len(drafts) and drafts[n_right] == DRAWN_TOKEN:
+        n_right += 1
+    return (DRAWN_TOKEN,) * (1 + n_right)

@@ -12,6 +12,7 @@ from diptych.ground.errors import InternalError
 from diptych.ground.events import Event, FinishEvent, StepEndEvent
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
+from diptych.sim.drafts import StatedDrafts
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.executor import DRAWN_TOKEN
 from diptych.sim.film import Film
@@ -35,9 +36,16 @@ class Member:
         predict_s: Callable[[StepShape], float],
         seed: int,
         work: Work,
+        drafts: StatedDrafts | None = None,
     ) -> None:
         self.engine = SimulatedEngine(
-            config, blocks, predict_s=predict_s, seed=seed, on_events=self._on_events, on_step=self._on_step
+            config,
+            blocks,
+            predict_s=predict_s,
+            seed=seed,
+            drafts=drafts,
+            on_events=self._on_events,
+            on_step=self._on_step,
         )
         self.is_busy = False
         self.leaps = True

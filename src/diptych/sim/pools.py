@@ -20,6 +20,7 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.sim.cluster import Group, Wire
+from diptych.sim.drafts import StatedDrafts
 from diptych.sim.link import Link
 
 MAX_ENGINES = 1024
@@ -42,6 +43,7 @@ class Pool:
     blocks: BlockConfig
     places_reason: str
     pace: float = 1.0
+    drafts: StatedDrafts | None = None
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class Pool:
         max_waiting_tokens: int = SchedulerConfig().max_waiting_tokens,
         stall_budget_s: float | None = None,
         enable_prefix_cache: bool = True,
+        drafts: StatedDrafts | None = None,
     ) -> Pool:
         """KV blocks from the device's memory less weights and buffers, and as many places as the engine would give itself.
 
@@ -85,6 +88,7 @@ class Pool:
             scheduler=scheduler,
             blocks=blocks,
             places_reason="as asked" if is_given else found.reason,
+            drafts=drafts,
         )
 
     @property
@@ -104,7 +108,12 @@ class Pool:
             known_s = predict_s
             predict_s = lambda shape: pace * known_s(shape)  # noqa: E731
         return Group(
-            n_engines=self.n_engines, config=self.scheduler, blocks=self.blocks, predict_s=predict_s, decodes=decodes
+            n_engines=self.n_engines,
+            config=self.scheduler,
+            blocks=self.blocks,
+            predict_s=predict_s,
+            decodes=decodes,
+            drafts=self.drafts,
         )
 
 
@@ -158,6 +167,7 @@ class Service:
         max_waiting_tokens: int = SchedulerConfig().max_waiting_tokens,
         stall_budget_s: float | None = None,
         enable_prefix_cache: bool = True,
+        drafts: StatedDrafts | None = None,
     ) -> Service:
         """One pool whose engines do both; see `Pool.of`."""
         pool = Pool.of(
@@ -170,6 +180,7 @@ class Service:
             max_waiting_tokens=max_waiting_tokens,
             stall_budget_s=stall_budget_s,
             enable_prefix_cache=enable_prefix_cache,
+            drafts=drafts,
         )
         return cls(pool=pool, router=router)
 

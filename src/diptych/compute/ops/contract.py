@@ -184,8 +184,34 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """The output projection [V, D], for `head`."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Taps:
+    """What a forward is to hand out beside its result: `numbers` of `Ops.tap`; then `states` [taps, T, width] fp32, on the CPU
+    where the backend is, valid as long as nobody else writes them.
+    """
+
+    numbers: tuple[int, ...]
+    states: torch.Tensor | None = None
+
+
 class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     """The forward vocabulary. Handles of the residual stream are called x, everything else h, y, q, a."""
+
+    @abstractmethod
+    def input(self, width: int) -> Stream:
+        """x [T, width]: the rows that the caller gives with the step, anew at each call."""
+
+    @abstractmethod
+    def tap(self, x: Stream | Hidden, number: int) -> None:
+        """Hand out x [T, D] as it stands here, in steps that ask for this number."""
+
+    @abstractmethod
+    def start(self, h: Stream | Hidden, weight: Linear) -> Stream:
+        """x [T, N] = h W^T + b: a residual stream that begins with a projection."""
+
+    @abstractmethod
+    def linear_sum(self, h: Stream | Hidden, weight: Linear, y: Hidden) -> Hidden:
+        """y + h W^T + b [T, N], y a projection, which may be written and is not used again by the caller."""
 
     @abstractmethod
     def embed(self, table: Table, *, scale: float) -> Stream:
@@ -204,7 +230,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """y [T, F] = act(h Wgate^T + bg) * (h Wup^T + bu); the activation was given at load."""
 
     @abstractmethod
-    def linear_add(self, h: Hidden, weight: Linear, x: Stream) -> Stream:
+    def linear_add(self, h: Stream | Hidden, weight: Linear, x: Stream) -> Stream:
         """x [T, D] + h W^T + b; x may be written and is not used again by the caller."""
 
     @abstractmethod
@@ -227,8 +253,8 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """
 
     @abstractmethod
-    def head(self, x: Stream, norm: Vector, weight: Linear, *, eps: float, softcap: float | None) -> Hidden:
-        """Logits [R, V] fp32 of the step's logits rows: norm, projection, softcap * tanh(logits / softcap)."""
+    def head(self, x: Stream, norm: Vector | None, weight: Linear, *, eps: float, softcap: float | None) -> Hidden:
+        """Logits [R, V] fp32 of the step's logits rows: norm if there is one, projection, softcap * tanh(logits / softcap)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     and LAB.md has the quality that results. The router is always bf16 (it is tiny and picks experts).
     """
 
-    def __init__(self, config: ComputeConfig, source: Source) -> None:
+    def __init__(self, config: ComputeConfig, source: Source, beside: Any = None) -> None:
         available, reason = is_available()
         if not available:
             raise ConfigError(reason, hint="use --backend torch meanwhile")
@@ -99,7 +99,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.weights_format = "bf16" if config.weights == "auto" else config.weights
         self.kv_format = "bf16" if config.kv == "auto" else config.kv
         self.placement = choose_cpus(config.threads, config.numa, allowed_cpus())
-        self.program = _cpu.Program(self.instruction_set, self.placement.threads, self.placement.cpus)
+        self.program = (
+            _cpu.Program(self.instruction_set, self.placement.threads, self.placement.cpus)
+            if beside is None
+            else _cpu.Program(self.instruction_set, beside)  # its threads, one model running at a time
+        )
         self.source = source
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed

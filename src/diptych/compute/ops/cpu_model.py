@@ -17,6 +17,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
+from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.ops.cpu_loader import CpuLoader
@@ -32,12 +33,19 @@ KEPT_LOGITS_ROWS = 64
 
 
 def build_cpu_model(
-    blueprint: Blueprint, config: ComputeConfig, *, on_packed: Callable[[CpuLoader], None] | None = None
+    blueprint: Blueprint,
+    config: ComputeConfig,
+    *,
+    beside: Model | None = None,
+    on_packed: Callable[[CpuLoader], None] | None = None,
 ) -> CpuModel:
-    """Pack the weights, hand them to `on_packed`, record the program. ConfigError for what this backend lacks, LoadError."""
+    """Pack the weights, hand them to `on_packed`, record the program. ConfigError for what this backend lacks, LoadError.
+
+    beside: a model that never runs while this one does; its threads are used.
+    """
     if config.device not in ("auto", "cpu"):
         raise ConfigError(f"device is {config.device!r}; the cpu backend runs on cpu", hint="use --backend torch")
-    return CpuModel(blueprint, config, on_packed)
+    return CpuModel(blueprint, config, beside if isinstance(beside, CpuModel) else None, on_packed)
 
 
 class CpuModel(Model):
@@ -47,16 +55,20 @@ class CpuModel(Model):
     device = torch.device("cpu")
 
     def __init__(
-        self, blueprint: Blueprint, config: ComputeConfig, on_packed: Callable[[CpuLoader], None] | None
+        self,
+        blueprint: Blueprint,
+        config: ComputeConfig,
+        beside: CpuModel | None,
+        on_packed: Callable[[CpuLoader], None] | None,
     ) -> None:
         self.spec = blueprint.spec
         self.hf_config = blueprint.hf_config
-        loader = CpuLoader(config, blueprint.source)
+        loader = CpuLoader(config, blueprint.source, None if beside is None else beside.program)
         weights = blueprint.load(loader)
         if on_packed is not None:
             on_packed(loader)
         blueprint.forward(CpuOps(loader), weights)
-        self.program = loader.program
+        self.program: Any = loader.program
         self.weights_format = loader.weights_format
         self.kv_format = loader.kv_format
         self.head_format = weights.head.format
@@ -96,7 +108,15 @@ class CpuModel(Model):
             revision=self.revision,
         )
 
-    def forward(self, batch: ForwardBatch, kv: KVStore, want: Want = Want.LOGITS) -> Any:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: KVStore,
+        want: Want = Want.LOGITS,
+        *,
+        given: torch.Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> Any:
         """As `Model.forward`. For BEST the logits are compared where the product leaves them in cache and written nowhere."""
         assert isinstance(kv, CpuKVStore), type(kv)
         arrays = (
@@ -106,9 +126,12 @@ class CpuModel(Model):
             batch.block_table_SM,
             batch.logits_rows_R,
         )
+        ends: tuple[object, ...] = ()
+        if given is not None or taps is not None:
+            ends = (given, None if taps is None else self._tapped(taps, batch.n_tokens))
         try:
             if want is Want.BEST:
-                best: Best = self.program.run_best(*arrays, kv.native)
+                best: Best = self.program.run_best(*arrays, kv.native, *ends)
                 return best
             if want is Want.HIDDEN:
                 hidden_RD = torch.empty((len(batch.logits_rows_R), self.program.hidden_width), dtype=torch.float32)
@@ -116,10 +139,17 @@ class CpuModel(Model):
                 return hidden_RD
             logits_RV = self._logits(len(batch.logits_rows_R))
             # as numpy: the binding asks a tensor in Python for its memory, and loses a Ctrl-C that arrives meanwhile
-            self.program.run(*arrays, kv.native, logits_RV.numpy())
+            self.program.run(*arrays, kv.native, logits_RV.numpy(), *ends)
         except ValueError as error:
             raise ExecutorError(f"the step was refused: {error}") from error
         return logits_RV
+
+    def _tapped(self, taps: Taps, n_tokens: int) -> tuple[np.ndarray, torch.Tensor]:
+        """The taps' numbers and room for their states."""
+        numbers = np.array(taps.numbers, dtype=np.int32)
+        width = int(self.program.tap_width(taps.numbers[0]))
+        taps.states = torch.empty((len(numbers), n_tokens, width), dtype=torch.float32)
+        return numbers, taps.states
 
     def _logits(self, n_rows: int) -> torch.Tensor:
         """Room for logits; few rows share one tensor, because fresh megabytes cost a page fault for every 4 KB."""

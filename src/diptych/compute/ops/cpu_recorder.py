@@ -61,6 +61,7 @@ class CpuOps(
         self.program = loader.program
         self._buffers: dict[tuple[Any, ...], int] = {}
         self._owner: dict[int, Value] = {}
+        self._n_inputs = 0
 
     def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
@@ -70,6 +71,24 @@ class CpuOps(
             width, record = table.width, self.program.embed
         x = ResidualStream(self._f32("residual", width), width)
         record(table.index, x.buffer, scale)
+        return x
+
+    def input(self, width: int) -> ResidualStream:
+        """A buffer of its own each time: a later layer may write into one and another still read the rows."""
+        self._n_inputs += 1
+        x = ResidualStream(self._f32(f"input {self._n_inputs}", width), width)
+        self.program.input(x.buffer)
+        return x
+
+    def tap(self, x: ResidualStream | Value, number: int) -> None:
+        """A copy to the caller, passed over in steps that do not ask for it."""
+        self.program.tap(x.buffer if isinstance(x, ResidualStream) else self._materialised(x), number)
+
+    def start(self, h: Value | ResidualStream, weight: LinearHandle) -> ResidualStream:
+        """A projection into a stream's buffer."""
+        h = self._as_value(h)
+        x = ResidualStream(self._f32("start", weight.n_outputs), weight.n_outputs)
+        self.program.linear(category=CATEGORIES[h.kind], weight=weight.index, rows=self._rows(h, weight), out=x.buffer)
         return x
 
     def rms_norm(self, x: ResidualStream | Value, weight: VectorHandle, *, eps: float) -> Value:
@@ -103,12 +122,20 @@ class CpuOps(
         value.emit_bf16 = value.emit_rows = lambda out: program.linear(out=out, store="bf16", **settings)
         return value
 
-    def linear_add(self, h: Value, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
+    def linear_add(self, h: Value | ResidualStream, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
         """x += h W^T + b in the product's epilogue."""
-        category = CATEGORIES[h.kind]
-        rows = self._rows(h, weight)
-        self.program.linear(category=category, weight=weight.index, rows=rows, out=x.buffer, store="add_f32")
+        self._linear_onto(h, weight, x.buffer)
         return self._written(x)
+
+    def linear_sum(self, h: Value | ResidualStream, weight: LinearHandle, y: Value) -> Value:
+        """The same onto a projection's buffer."""
+        self._linear_onto(h, weight, self._materialised(y))
+        return y
+
+    def _linear_onto(self, h: Value | ResidualStream, weight: LinearHandle, buffer: int) -> None:
+        h = self._as_value(h)
+        category, rows = CATEGORIES[h.kind], self._rows(h, weight)
+        self.program.linear(category=category, weight=weight.index, rows=rows, out=buffer, store="add_f32")
 
     def add(self, x: ResidualStream, y: Value) -> ResidualStream:
         """x += y, with y's norm fused where it is one."""
@@ -177,13 +204,12 @@ class CpuOps(
         return self._written(x)
 
     def head(
-        self, x: ResidualStream, norm: VectorHandle, weight: LinearHandle, *, eps: float, softcap: float | None
+        self, x: ResidualStream, norm: VectorHandle | None, weight: LinearHandle, *, eps: float, softcap: float | None
     ) -> Value:
         """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
         rows = self._rows_buffer("head", x.width, weight)
-        self.program.head(
-            x=x.buffer, norm=norm.index, eps=eps, rows=rows, weight=weight.index, scale=1.0, softcap=softcap
-        )
+        index = None if norm is None else norm.index
+        self.program.head(x=x.buffer, norm=index, eps=eps, rows=rows, weight=weight.index, scale=1.0, softcap=softcap)
         return Value("logits", weight.n_outputs)
 
     def _buffer(self, role: str, width: int, make: Callable[[int], int], *more: Any) -> int:

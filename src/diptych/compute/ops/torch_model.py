@@ -12,6 +12,7 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Model, Want
+from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.torch_ops import TorchLoader, TorchOps
 from diptych.compute.sampler import PlainDrawing, Weighed
@@ -107,13 +108,25 @@ class TorchModel(Model):
             revision=self.revision,
         )
 
-    def forward(self, batch: ForwardBatch, kv: KVStore, want: Want = Want.LOGITS) -> Any:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: KVStore,
+        want: Want = Want.LOGITS,
+        *,
+        given: torch.Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> Any:
         """As `Model.forward`."""
         assert isinstance(kv, TorchKVStore), type(kv)
         with torch.no_grad():
             wants_hidden = want is Want.HIDDEN
-            ops = TorchOps(batch, kv, device=self.device, dtype=self._dtype, wants_hidden=wants_hidden)
+            ops = TorchOps(
+                batch, kv, device=self.device, dtype=self._dtype, wants_hidden=wants_hidden, given=given, taps=taps
+            )
             rows: torch.Tensor = self._blueprint.forward(ops, self._weights)
+            if taps is not None:
+                taps.states = torch.stack([ops.tapped[number] for number in taps.numbers])
             if want is not Want.BEST:
                 return rows
             ids = self.argmax(rows)

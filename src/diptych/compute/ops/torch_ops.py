@@ -25,6 +25,7 @@ from diptych.compute.ops.contract import (
     QkNorm,
     Role,
     RopeSpec,
+    Taps,
     WeightTensor,
 )
 from diptych.models.spec import MoeSpec
@@ -158,8 +159,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         device: torch.device,
         dtype: torch.dtype,
         wants_hidden: bool = False,
+        given: torch.Tensor | None = None,
+        taps: Taps | None = None,
     ) -> None:
         self._wants_hidden = wants_hidden
+        self._given = given
+        self._wanted = () if taps is None else taps.numbers
+        self.tapped: dict[int, torch.Tensor] = {}
         self._batch = batch
         self._kv = kv
         self._device = device
@@ -176,6 +182,21 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         """x [T, D]. The scale is rounded to the compute dtype first, as the models were trained."""
         x = table[self._token_ids]
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=self._dtype, device=self._device)
+
+    def input(self, width: int) -> torch.Tensor:
+        """x [T, width], on the device in the compute dtype."""
+        assert self._given is not None, "the walk takes an input, and the step has none"
+        assert self._given.shape[1] == width, (self._given.shape, width)
+        return self._given.to(device=self._device, dtype=self._dtype)
+
+    def tap(self, x: torch.Tensor, number: int) -> None:
+        """Kept where the step asks for it."""
+        if number in self._wanted:
+            self.tapped[number] = x.float()
+
+    def start(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
+        """x [T, N]."""
+        return self.linear(h, weight)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
         """h [T, D]."""
@@ -195,6 +216,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
         return x + F.linear(h, weight.weight, weight.bias)
+
+    def linear_sum(self, h: torch.Tensor, weight: TorchLinear, y: torch.Tensor) -> torch.Tensor:
+        """y + h W^T + b [T, N]."""
+        return self.linear_add(h, weight, y)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x + y [T, D]."""
@@ -248,10 +273,12 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         return x + total
 
     def head(
-        self, x: torch.Tensor, norm: torch.Tensor, weight: TorchLinear, *, eps: float, softcap: float | None
+        self, x: torch.Tensor, norm: torch.Tensor | None, weight: TorchLinear, *, eps: float, softcap: float | None
     ) -> torch.Tensor:
         """Logits [R, V] fp32, or h [R, D] fp32 where that is all the forward is for."""
-        h = self.rms_norm(x[self._logits_rows], norm, eps=eps)
+        h = x[self._logits_rows]
+        if norm is not None:
+            h = self.rms_norm(h, norm, eps=eps)
         if self._wants_hidden:
             return h.float()
         logits = F.linear(h, weight.weight)

@@ -9,6 +9,7 @@ from diptych.lab.experiments.memory import KV_MEMORY
 from diptych.lab.experiments.models import HEAD_SHARING, WEIGHT_FORMATS
 from diptych.lab.experiments.prompts import COLD_START, PREFIX_CACHE, PROMPT_SHAPE, THINKING
 from diptych.lab.experiments.roofline import ROOFLINE
+from diptych.lab.experiments.speculation import SPECULATION_BATCH, SPECULATION_DEPTH, SPECULATION_DRAFTERS
 
 EXPERIMENTS: tuple[Experiment, ...] = (
     PREFILL_LENGTH,
@@ -21,6 +22,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     WEIGHT_FORMATS,
     CHUNKED_PREFILL,
     CONTINUOUS_BATCHING,
+    SPECULATION_DEPTH,
+    SPECULATION_BATCH,
+    SPECULATION_DRAFTERS,
     KV_MEMORY,
     PREFIX_CACHE,
     PROMPT_SHAPE,

@@ -157,7 +157,7 @@ function drawSteps() {
   const pointed = drawTimeline(el("timeline"), { steps: state.steps, lanes, ...shownTime(), pointer: state.pointer });
   if (pointed !== null) {
     const chunks = pointed.chunks.map(([id, tokens, cached]) => `${id.slice(-8)} ${tokens}${cached ? ` (+${cached} cached)` : ""}`);
-    const parts = [`step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode`];
+    const parts = [`step of ${milliseconds(pointed.s)}`, `${pointed.p} prefill tokens${chunks.length ? `: ${chunks.join(", ")}` : ""}`, `${pointed.d} decode${pointed.g[0] ? ` (${pointed.g[1]} of ${pointed.g[0]} drafts kept)` : ""}`];
     if (pointed.p > 0 && pointed.d > 0) parts.push(`${pointed.seqs.length} streams waited for ${pointed.chunks.map(([id]) => id.slice(-8)).join(", ")}`);
     el("timeline-note").textContent = parts.join(" · ");
   }

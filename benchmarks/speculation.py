@@ -1,0 +1,199 @@
+"""Speculation against none, in turns: the table of LAB.md. Close everything else first; `--help` has the cases.
+
+    .venv/bin/python benchmarks/speculation.py proposer
+    .venv/bin/python benchmarks/speculation.py grid --shape qwen2.5-0.5b --weights int8      # auto, every cell, against off
+    .venv/bin/python benchmarks/speculation.py quoting --shape llama-3.2-1b --weights int8   # lookup where answers quote
+    .venv/bin/python benchmarks/speculation.py quoting                                       # the bundled model's own text
+    .venv/bin/python benchmarks/speculation.py drafters                                      # those that ship with it
+
+Where a random model cannot say anything worth guessing, acceptance is scripted: the drafter knows the answer, errs at the
+stated rate and takes no time, so what is measured is verification and the choice of depth. Medians of rounds in turns, with
+their 95 % interval; a run on a disturbed machine says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from time import process_time
+
+from diptych.compute.runner import random_model
+from diptych.control.speculation import Guesser
+from diptych.cost.speculation import DraftPrices
+from diptych.engine.drafters import shipped
+from diptych.engine.llm import LLM
+from diptych.engine.load import bundled_dir, load
+from diptych.ground.config import EngineConfig, SchedulerConfig, engine_config
+from diptych.ground.request import Request, SamplingParams
+from diptych.lab.experiment import Stage
+from diptych.lab.rounds import Effort, measure
+from diptych.lab.scripted import Race
+from diptych.models.named import SHAPES
+
+BATCHES = (1, 4, 16, 64)
+ACCEPTANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
+QUOTING = 0.95  # of a draft in an answer that copies its prompt, where a random model is timed
+PROMPT, ANSWER = 128, 128
+PASSAGE = (
+    "The ferry leaves the harbour at seven in the morning and returns at nine in the evening. On Sundays it leaves at ten. "
+    "Bicycles travel free of charge, and dogs must be kept on a lead while they are on deck. "
+)
+QUESTIONS = (
+    f"Repeat this text word for word: {PASSAGE}",
+    f"Copy the following.\n{PASSAGE}",
+    PASSAGE * 2 + "The ferry leaves",
+)
+
+
+def proposer(context_tokens: int = 32_768, n_steps: int = 20_000) -> None:
+    """Processor time of `lookup` per token: guess, compare with what came, at a context of 32k tokens."""
+    for name, every in (("an answer that copies its context", 40), ("one that has nothing of it", 1)):
+        rng = random.Random(1)
+        tokens = [rng.randrange(50_000) for _ in range(context_tokens)]
+        request = Request(request_id="r", prompt_token_ids=tuple(tokens), sampling=SamplingParams(), arrival_s=0.0)
+        guesser = Guesser(SchedulerConfig(speculate="lookup"), n_vocab=50_000)
+        speculation = guesser.begin(request, DraftPrices(lambda shape: 1.0))
+        assert speculation is not None
+        begin_s = process_time()
+        for _ in range(-(-context_tokens // 4096)):
+            speculation.propose(tokens)
+        read_s = process_time() - begin_s
+        source = 1000
+        begin_s = process_time()
+        for step in range(n_steps):
+            speculation.propose(tokens)
+            token_id = tokens[source] if every > 1 and step % every else rng.randrange(50_000)
+            source = source + 1 if source < context_tokens - 1 else 1000
+            speculation.learn((token_id,))
+            tokens.append(token_id)
+        per_token_s = (process_time() - begin_s) / n_steps
+        print(
+            f"{name}: {1e6 * per_token_s:.2f} us per token (goal: under 5); reading the context {1e3 * read_s:.1f} ms"
+        )
+
+
+def stage_of(options: argparse.Namespace, n_tokens: int) -> Stage:
+    """A random model of the shape, or the bundled one."""
+    settings = {"weights": options.weights, "max_context_tokens": n_tokens}
+    if options.threads is not None:
+        settings["threads"] = options.threads
+    config = engine_config(**settings)
+    if options.shape is None:
+        loaded = load(str(bundled_dir()), config)
+        model, name = loaded.model, loaded.name
+    else:
+        loaded, name = None, options.shape
+        model = random_model(SHAPES[options.shape], config.compute, seed=1)
+    effort = Effort(rounds=options.rounds, budget_s=options.budget)
+    return Stage(
+        model=model,
+        name=name,
+        config=config,
+        loaded=loaded,
+        longest_tokens=n_tokens,
+        effort=effort,
+        progress=lambda _: None,
+    )
+
+
+def race_of(stage: Stage, batch: int) -> Race:
+    """Over a KV pool of its own."""
+    engines = stage.engines(context_tokens=PROMPT + ANSWER, n_tokens=batch * (PROMPT + ANSWER))
+    return Race(engines, batch=batch, prompt_tokens=PROMPT, new_tokens=ANSWER)
+
+
+def grid(options: argparse.Namespace) -> None:
+    """As many drafts as pay against none, in every cell. Scripted acceptance."""
+    stage = stage_of(options, PROMPT + ANSWER)
+    print(f"{stage.name}, {stage.model.weights_format}: speed with as many drafts as pay over off; acceptance scripted")
+    worst = 9.9
+    for batch in options.batches:
+        race = race_of(stage, batch)
+        lanes = [race.lane(acceptance=acceptance) for acceptance in options.acceptances]
+        rounds = stage.measure([race.plain.token_s, *(lane.token_s for lane in lanes)])
+        for i, (acceptance, lane) in enumerate(zip(options.acceptances, lanes, strict=True)):
+            gain = rounds.of(lambda t, i=i: t[0] / t[1 + i])  # type: ignore[misc]
+            worst = min(worst, gain.value)
+            held = f"{lane.accepted_tokens} of {lane.drafted_tokens} drafts held" + " (disturbed)" * rounds.is_disturbed
+            each = rounds.point(1 + i).times(1e3).text()
+            print(f"  batch {batch:>2}, acceptance {acceptance:<4}: {gain.text()} x, {each} ms per token, {held}")
+    print(f"worst cell {worst:.3f} (goal: 0.97)")
+
+
+def quoting(options: argparse.Namespace) -> None:
+    """Batch 1, answers that quote their prompt: scripted for a shape, lookup's own guesses for the bundled model."""
+    if options.shape is not None:
+        stage = stage_of(options, PROMPT + ANSWER)
+        race = race_of(stage, 1)
+        lane = race.lane(acceptance=QUOTING)
+        rounds = stage.measure([race.plain.token_s, lane.token_s])
+        gain = rounds.of(lambda t: t[0] / t[1])
+        print(
+            f"{stage.name}, batch 1, scripted acceptance {QUOTING}: {gain.text()} x (goal: 2.5); {lane.n_steps} steps"
+        )
+        return
+    versus_off(options, {"lookup": {"speculate": "lookup"}, "auto": {"speculate": "auto"}})
+
+
+def drafters(options: argparse.Namespace) -> None:
+    """The bundled model's own drafters on held prompts, greedy and at temperature 0.8."""
+    kinds = ("lookup", *shipped(bundled_dir()), "auto")
+    for temperature in (0.0, 0.8):
+        print(f"temperature {temperature}")
+        versus_off(options, {kind: {"speculate": kind} for kind in kinds}, temperature=temperature)
+
+
+def versus_off(options: argparse.Namespace, ways: dict[str, dict[str, str]], *, temperature: float = 0.0) -> None:
+    """Decode time of the same answers, each way in turn."""
+    loaded = load(str(bundled_dir()), engine_config(weights=options.weights))
+    config = replace(EngineConfig(), max_context_tokens=1024, kv_memory_bytes=1 << 28)
+    params = SamplingParams(max_tokens=ANSWER, temperature=temperature, seed=1, ignore_eos=True)
+    runs: list[Callable[[], float]] = []
+    told: list[tuple[int, int, int]] = []
+    wanted = None
+    for settings in ({"speculate": "off"}, *ways.values()):
+        llm = LLM(loaded, config, **settings)
+
+        def decode_s(llm: LLM = llm) -> float:
+            return sum(llm.generate([question], params)[0].timings.decode_s for question in QUESTIONS)
+
+        done = [llm.generate([question], params)[0] for question in QUESTIONS]
+        answers = [one.choices[0].token_ids for one in done]
+        assert wanted in (None, answers), "speculation changed an answer"
+        wanted = answers
+        usages = [one.usage for one in done]
+        n_drafted, n_held = sum(u.drafted_tokens for u in usages), sum(u.accepted_tokens for u in usages)
+        told.append((sum(u.output_tokens for u in usages), n_drafted, n_held))
+        runs.append(decode_s)
+    rounds = measure(runs, Effort(rounds=options.rounds, budget_s=options.budget))
+    for i, name in enumerate(ways):
+        gain = rounds.of(lambda t, i=i: t[0] / t[1 + i])  # type: ignore[misc]
+        n_tokens, n_drafted, n_held = told[1 + i]
+        per_step = n_tokens / (n_tokens - n_held)
+        print(f"  {name}: {gain.text()} x off, {per_step:.2f} tokens per step, {n_held} of {n_drafted} drafts held")
+
+
+def main() -> None:
+    """Run one case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=("proposer", "grid", "quoting", "drafters"))
+    parser.add_argument(
+        "--shape", choices=tuple(SHAPES), help="random weights of this shape (default: the bundled model)"
+    )
+    parser.add_argument("--weights", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds to go on until medians are settled")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
+    options = parser.parse_args()
+    if options.case == "proposer":
+        proposer()
+    else:
+        {"grid": grid, "quoting": quoting, "drafters": drafters}[options.case](options)
+
+
+if __name__ == "__main__":
+    main()

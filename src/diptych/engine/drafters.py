@@ -1,0 +1,288 @@
+"""From the name of a drafter to one that the executor can run: its checkpoint, whether it fits the model, what it costs.
+
+A drafter is loaded as the model is (backend, threads, formats). One of another vocabulary is refused with both numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+
+from diptych.compute.draft_store import DraftStore, scratch_blocks
+from diptych.compute.drafter import Drafter, DraftModel
+from diptych.compute.head_drafters import EagleDrafter, Fuse, MedusaDrafter, fused, normed
+from diptych.compute.heads import EagleBlueprint, FusionBlueprint, HeadSource, MedusaBlueprint, TargetTensors
+from diptych.compute.model import Model
+from diptych.compute.runner import build, load_model
+from diptych.compute.sampler import Sampler
+from diptych.compute.weights import resolve_model_dir
+from diptych.cost.step_time import StepTimeModel
+from diptych.engine.text.tokenizer import Tokenizer
+from diptych.ground.clock import Clock
+from diptych.ground.config import MODEL_DRAFTERS, ComputeConfig, EngineConfig
+from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
+from diptych.models.config import read_json
+from diptych.models.heads import EagleSpec, MedusaSpec, read_eagle, read_medusa
+
+logger = logging.getLogger("diptych.engine")
+
+MOST_SEQUENCES = 64  # that drafts are made for in one step; more leave no rows to fill
+BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+# the drafters that ship beside a bundled model
+BUNDLED_DRAFTERS = {
+    "diptych-10m": {"draft": "diptych-1m-draft", "medusa": "diptych-10m-medusa", "eagle": "diptych-10m-eagle"}
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenDrafter(ABC):
+    """A drafter's weights, before there is a pool to draft for."""
+
+    model: Model
+    config: EngineConfig
+    kind: str = ""
+    times: StepTimeModel = field(default_factory=StepTimeModel)  # of its own forwards
+
+    @property
+    def most_drafts(self) -> int:
+        """Of one sequence and step."""
+        return self.config.scheduler.max_draft_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        """What a block of the pool takes in the drafter's own store."""
+        return self.model.kv_bytes_per_block(self.config.block_tokens)
+
+    @property
+    def most_sequences(self) -> int:
+        """For how many sequences it drafts in one step."""
+        return min(self.config.scheduler.max_running_sequences or MOST_SEQUENCES, MOST_SEQUENCES)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What its store takes beside the pool's blocks."""
+        return self.most_sequences * scratch_blocks(self.config.block_tokens, self.most_drafts) * self.block_bytes
+
+    @abstractmethod
+    def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
+        """Ready to draft for a pool of `n_blocks`."""
+
+    def price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
+        """Seconds that it takes in a step of this shape for so many drafts of each decode chunk: a forward for each depth."""
+        n = sum(depth > 0 for depth in depths)
+        return max(depths) * self._forward_s(shape, n) if n else 0.0
+
+    def _forward_s(self, shape: StepShape, n: int) -> float:
+        context_tokens = shape.decode_context_tokens // max(1, shape.decode_tokens)
+        return self.times.estimate_s(StepShape.decode(batch=n, context_tokens=max(1, context_tokens)))
+
+    def _store(self, n_blocks: int) -> DraftStore:
+        return DraftStore(
+            self.model,
+            n_blocks=n_blocks,
+            block_tokens=self.config.block_tokens,
+            most_sequences=self.most_sequences,
+            most_drafts=self.most_drafts,
+        )
+
+
+class OpenDraftModel(OpenDrafter):
+    """A second model."""
+
+    def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
+        """See OpenDrafter."""
+        store = self._store(n_blocks)
+        self.model.warm_up(store.kv)
+        most_rows = self.config.scheduler.max_step_tokens
+        return DraftModel(self.model, store, sampler, most_rows=most_rows, clock=clock, observe=self.times.observe)
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenEagle(OpenDrafter):
+    """An EAGLE head; `fusion` is EAGLE-3's fc."""
+
+    eagle: EagleSpec
+    blueprint: EagleBlueprint
+    fusion: Model | None
+    vocab_size: int
+    norm_eps: float
+
+    def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
+        """See OpenDrafter."""
+        eagle, source = self.eagle, self.blueprint.source
+        again: Fuse = _as_is
+        if self.fusion is None:
+            fuse = normed(self.blueprint.target.norm(), self.norm_eps)
+        else:
+            if eagle.norms_residual:
+                weight = source.tensor("layers.0.hidden_norm.weight", eagle.layer.hidden).read().float()
+                eps = eagle.layer.norm_eps
+                again = lambda states: F.rms_norm(states, weight.shape, weight.to(states.device), eps)  # noqa: E731
+            fuse = fused(self.fusion, self.fusion.make_kv(1, self.config.block_tokens), again)
+        tokens_of = None
+        if eagle.layer.vocab_size != self.vocab_size:
+            offsets = source.integers("d2t", eagle.layer.vocab_size)
+            tokens_of = offsets + offsets.new_tensor(range(len(offsets)))
+            if int(tokens_of.min()) < 0 or int(tokens_of.max()) >= self.vocab_size:
+                raise ConfigError(
+                    f"d2t names token {int(tokens_of.max())}; the model's vocabulary has {self.vocab_size}",
+                    hint="heads are made for one model and no other",
+                )
+        return EagleDrafter(
+            self.model, self._store(n_blocks), sampler, taps=eagle.taps, fuse=fuse, again=again, tokens_of=tokens_of,
+            vocab_size=self.vocab_size, clock=clock, observe=self.times.observe,
+        )  # fmt: skip
+
+
+def _as_is(states: Any) -> Any:
+    return states
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenMedusa(OpenDrafter):
+    """Medusa heads, which keep nothing."""
+
+    medusa: MedusaSpec
+    fuse: Fuse
+    taps: tuple[int, ...]
+
+    @property
+    def most_drafts(self) -> int:
+        """One of each head."""
+        return min(self.medusa.n_heads, self.config.scheduler.max_draft_tokens)
+
+    @property
+    def block_bytes(self) -> int:
+        """Nothing."""
+        return 0
+
+    def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
+        """See OpenDrafter."""
+        kv = self.model.make_kv(1, self.config.block_tokens)
+        return MedusaDrafter(
+            self.model, kv, sampler, n_heads=self.medusa.n_heads, taps=self.taps, fuse=self.fuse, clock=clock,
+            observe=self.times.observe,
+        )  # fmt: skip
+
+    def price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
+        """One forward, however deep."""
+        n = sum(depth > 0 for depth in depths)
+        return self._forward_s(shape, n) if n else 0.0
+
+
+def open_drafter(
+    config: EngineConfig, target: Model, *, directory: Path | None = None, tokenizer: Tokenizer | None = None
+) -> OpenDrafter | None:
+    """The drafter that `config` names, None where that is none that runs tensors. `auto`: the best that ships with the model.
+
+    directory, tokenizer: of the target's checkpoint, where it has one. Raises ConfigError for a drafter that is not there or
+    does not fit, LoadError for a checkpoint that cannot be read.
+    """
+    kind = config.scheduler.speculate
+    if kind == "auto":
+        kind = next((one for one in ("eagle", "medusa", "draft") if one in shipped(directory)), kind)
+    if kind not in MODEL_DRAFTERS:
+        return None
+    folder = _folder(config, kind, directory)
+    if kind == "draft":
+        opened = _open_model(config, target, folder, tokenizer)
+    else:
+        if directory is None or directory.is_file():  # a GGUF file holds them in blocks
+            raise ConfigError(
+                f"speculate is {kind!r}, and the model has no checkpoint folder whose embedding heads could share"
+            )
+        opened = (_open_eagle if kind == "eagle" else _open_medusa)(config, target, folder, directory)
+    opened.kind = kind
+    logger.info("drafter loaded kind=%s path=%s parameters=%d", kind, folder, opened.model.n_parameters)
+    return opened
+
+
+def _open_model(config: EngineConfig, target: Model, folder: Path, tokenizer: Tokenizer | None) -> OpenDrafter:
+    if tokenizer is not None:
+        _refuse_other_words(Tokenizer.from_dir(folder), tokenizer, folder)
+    model = load_model(folder, config.compute, max_context_tokens=config.max_context_tokens, beside=target)
+    ours, theirs = target.spec.vocab_size, model.spec.vocab_size
+    if ours != theirs:
+        raise ConfigError(
+            f"the draft model {folder} has a vocabulary of {theirs} tokens; the model's has {ours}",
+            hint="a draft model is of the same family and has the same tokenizer",
+        )
+    return OpenDraftModel(model=model, config=config)
+
+
+def _open_eagle(config: EngineConfig, target: Model, folder: Path, directory: Path) -> OpenDrafter:
+    raw = read_json(folder / "config.json")
+    eagle = read_eagle(raw, target.spec, str(folder / "config.json"))
+    tensors, compute = TargetTensors(directory, target.spec), _compute_of(config, target)
+    blueprint = EagleBlueprint(spec=eagle.layer, hf_config=raw, source=HeadSource(folder), eagle=eagle, target=tensors)
+    fusion = None
+    if eagle.version == 3:
+        fc = FusionBlueprint(spec=eagle.fusion, hf_config=raw, source=HeadSource(folder), eagle=eagle)
+        fusion = build(fc, compute, beside=target)
+    return OpenEagle(
+        model=build(blueprint, compute, beside=target), config=config, eagle=eagle, blueprint=blueprint, fusion=fusion,
+        vocab_size=target.spec.vocab_size, norm_eps=target.spec.norm_eps,
+    )  # fmt: skip
+
+
+def _open_medusa(config: EngineConfig, target: Model, folder: Path, directory: Path) -> OpenDrafter:
+    raw, source = read_json(folder / "config.json"), HeadSource(folder)
+    n_blocks = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
+    has_own_head = source.has(f"0.{n_blocks}.weight") or source.has("lm_heads.0.weight")
+    medusa = read_medusa(raw, target.spec, str(folder / "config.json"), has_own_head=has_own_head)
+    tensors = TargetTensors(directory, target.spec)
+    blueprint = MedusaBlueprint(spec=medusa.spec, hf_config=raw, source=source, medusa=medusa, target=tensors)
+    return OpenMedusa(
+        model=build(blueprint, _compute_of(config, target), beside=target), config=config, medusa=medusa,
+        fuse=normed(tensors.norm(), target.spec.norm_eps), taps=(target.spec.n_layers - 1,),
+    )  # fmt: skip
+
+
+def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
+    """Heads are computed as their model is; not in int4, as they are small and drafts are worth the bits."""
+    weights = "int8" if target.weights_format == "int4" else target.weights_format
+    return replace(config.compute, backend=target.backend_name, weights=weights, kv=target.kv_format)
+
+
+def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
+    if config.draft_model is not None:
+        return resolve_model_dir(config.draft_model)
+    bundled = shipped(directory)
+    if kind not in bundled:
+        raise ConfigError(
+            f"speculate is {kind!r}, and no draft model is given",
+            hint="name its checkpoint: draft_model=..., --draft-model",
+        )
+    return BUNDLED / bundled[kind]
+
+
+def shipped(directory: Path | None) -> Mapping[str, str]:
+    """The drafters beside a model, by kind."""
+    if directory is None or directory.parent != BUNDLED:
+        return {}
+    named = BUNDLED_DRAFTERS.get(directory.name, {})
+    return {kind: name for kind, name in named.items() if (BUNDLED / name).is_dir()}
+
+
+def _refuse_other_words(theirs: Tokenizer, ours: Tokenizer, folder: Path) -> None:
+    """Raise ConfigError unless every token id says the same in both."""
+    if theirs.vocab_size != ours.vocab_size:
+        raise ConfigError(
+            f"the tokenizer of the draft model {folder} has {theirs.vocab_size} tokens; the model's has {ours.vocab_size}",
+            hint="a draft model has the same tokenizer",
+        )
+    differing = [i for i in range(ours.vocab_size) if ours.token(i) != theirs.token(i)]
+    if differing:
+        first = differing[0]
+        raise ConfigError(
+            f"the tokenizer of the draft model {folder} differs in {len(differing)} of {ours.vocab_size} tokens: "
+            f"id {first} is {theirs.token(first)!r}, and {ours.token(first)!r} in the model's",
+            hint="a draft model has the same tokenizer",
+        )

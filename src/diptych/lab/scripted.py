@@ -1,0 +1,117 @@
+"""Scripted acceptance: a drafter that knows the answer and errs at a set rate, so that verification is measured without a
+trained model. Every number made with it is labelled as such.
+
+    race = Race(stage.engines(...), batch=4, prompt_tokens=128, new_tokens=64)
+    fast = race.lane(acceptance=0.8, draft_tokens=4)        # depth 4 always; draft_tokens None: as deep as pays
+    fast.token_s()                                          # seconds of decode per token of one sequence, once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from random import Random
+from typing import Any
+
+from diptych.control.speculation import EveryGuess, NewDrafter
+from diptych.ground.request import Request
+from diptych.lab.drive import Driver, Engines
+
+_CONFIDENCE = 2  # of every guess alike
+
+
+class ScriptedDrafter:
+    """Knows what one sequence will say; each draft is right with `acceptance` once those before it are."""
+
+    def __init__(self, answer: SequenceOf[int], *, start: int, acceptance: float, rng: Random) -> None:
+        self._answer = answer
+        self._start = start
+        self._acceptance = acceptance
+        self._rng = rng
+        self.confidence = _CONFIDENCE
+
+    def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
+        """See `diptych.control.drafters.Drafter`."""
+        at = len(token_ids) - self._start
+        drafts = list(self._answer[at : at + n])
+        for j, right in enumerate(drafts):
+            if self._rng.random() >= self._acceptance:
+                drafts[j] = right - 1 if right else 1
+                break
+        return drafts
+
+
+def scripted(answers: Mapping[tuple[int, ...], SequenceOf[int]], *, acceptance: float, seed: int = 1) -> NewDrafter:
+    """For an `EngineCore`: answers by prompt."""
+    rng = Random(seed)
+
+    def begin(request: Request) -> ScriptedDrafter:
+        prompt = request.prompt_token_ids
+        return ScriptedDrafter(answers[prompt], start=len(prompt), acceptance=acceptance, rng=rng)
+
+    return begin
+
+
+class Lane:
+    """One way to decode the same answers. Its engine keeps what it has learned from one run to the next."""
+
+    def __init__(self, driver: Driver, prompts: SequenceOf[tuple[int, ...]], new_tokens: int) -> None:
+        self._driver = driver
+        self._prompts = prompts
+        self._new_tokens = new_tokens
+        self._n_runs = 0
+        self.drafted_tokens = self.accepted_tokens = self.n_steps = 0  # of the last run, decode alone
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+
+    def token_s(self) -> float:
+        """Seconds of decode per token of one sequence, from the step in which the last prompt was read."""
+        driver = self._driver
+        names = [f"{self._n_runs}-{i}" for i in range(len(self._prompts))]
+        self._n_runs += 1
+        for name, prompt in zip(names, self._prompts, strict=True):
+            driver.submit(name, prompt, new_tokens=self._new_tokens)
+        while not all(driver.token_s[name] for name in names):
+            driver.step()
+        begin_s = driver.clock.now_s()
+        n_before = sum(len(driver.token_s[name]) for name in names)
+        self.n_steps = 0
+        while driver.core.has_work:
+            driver.step()
+            self.n_steps += 1
+        n_tokens = sum(len(driver.token_s[name]) for name in names) - n_before
+        usages = [driver.book.records[name].usage() for name in names]
+        self.drafted_tokens = sum(usage.drafted_tokens for usage in usages)
+        self.accepted_tokens = sum(usage.accepted_tokens for usage in usages)
+        self.answers = {p: driver.token_ids[name] for p, name in zip(self._prompts, names, strict=True)}
+        for name in names:
+            driver.forget(name)
+        return (driver.clock.now_s() - begin_s) * len(names) / n_tokens
+
+
+class Race:
+    """`batch` random prompts and the model's answers to them, decoded by several lanes over one KV pool."""
+
+    def __init__(self, engines: Engines, *, batch: int, prompt_tokens: int, new_tokens: int) -> None:
+        self._engines = engines
+        self._new_tokens = new_tokens
+        self._settings: dict[str, Any] = {
+            "enable_prefix_cache": False,
+            "max_running_sequences": batch,
+            "speculate": "off",
+        }
+        driver = engines.driver(**self._settings)
+        self._prompts = [driver.prompt(prompt_tokens) for _ in range(batch)]
+        self.plain = Lane(driver, self._prompts, new_tokens)
+        self.plain.token_s()
+        self._answers = self.plain.answers
+
+    def lane(self, *, acceptance: float, draft_tokens: int | None = None) -> Lane:
+        """With drafts. draft_tokens None: as many as the engine finds worth their rows."""
+        drafters = {"scripted": scripted(self._answers, acceptance=acceptance)}
+        settings = self._settings if draft_tokens is None else self._settings | {"max_draft_tokens": draft_tokens}
+        depths = None if draft_tokens is None else EveryGuess(rows=1 << 20)
+        driver = self._engines.speculating(settings, drafters=drafters, depths=depths)
+        lane = Lane(driver, self._prompts, self._new_tokens)
+        lane.token_s()
+        assert lane.answers == self._answers, "speculation changed an answer"
+        return lane

@@ -1,0 +1,54 @@
+"""What holds in every test of the suite: no draft is lost or counted twice, whatever the test is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from diptych.control.loop import EngineCore
+from diptych.ground.events import DraftEvent, Event, TokenEvent
+from diptych.ground.phase import Phase
+from diptych.ground.step import StepPlan, StepResult
+from diptych.metrics import RequestRecord
+
+_end_step, _usage = EngineCore.end_step, RequestRecord.usage
+
+
+def _checked_end_step(core: EngineCore, plan: StepPlan, result: StepResult, now_s: float) -> list[Event]:
+    """Each chunk with drafts that was committed says so once; what it hands out are those that held and one token more."""
+    open_chunks = {}
+    for chunk in plan.chunks:
+        seq = core._in_flight[chunk.seq_id]
+        if chunk.phase is Phase.DECODE and len(chunk.token_ids) > 1:
+            open_chunks[seq.request.request_id, seq.index] = chunk
+    events = _end_step(core, plan, result, now_s)
+    tokens: dict[tuple[str, int], int] = {}
+    for event in events:
+        if type(event) is TokenEvent:
+            tokens[event.request_id, event.index] = tokens.get((event.request_id, event.index), 0) + 1
+    drafts = [event for event in events if type(event) is DraftEvent]
+    for event in drafts:
+        key = event.request_id, event.index
+        assert event.drafted_tokens == len(open_chunks.pop(key).draft_token_ids), "proposed = what was verified"
+        assert 0 <= event.accepted_tokens <= event.drafted_tokens, "accepted + rejected = proposed"
+        # a stop may come with a draft, behind which no token of its own is handed out
+        assert tokens[key] - event.accepted_tokens in (0, 1), "accepted drafts are tokens of the answer"
+    assert not open_chunks.keys() & tokens.keys(), "drafts were verified and nobody counted them"
+    return events
+
+
+def _checked_usage(record: RequestRecord, **options: int):
+    usage = _usage(record, **options)
+    rejected = sum(one.drafted_tokens - one.accepted_tokens for one in record.drafts)
+    assert usage.drafted_tokens == usage.accepted_tokens + rejected
+    assert usage.accepted_tokens <= usage.output_tokens
+    return usage
+
+
+@pytest.fixture(autouse=True, scope="session")
+def drafts_balance() -> Iterator[None]:
+    """In this process; servers in processes of their own are held by `ServerProcess.check_balance`."""
+    EngineCore.end_step, RequestRecord.usage = _checked_end_step, _checked_usage  # type: ignore[method-assign]
+    yield
+    EngineCore.end_step, RequestRecord.usage = _end_step, _usage  # type: ignore[method-assign]

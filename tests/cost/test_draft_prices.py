@@ -1,0 +1,184 @@
+"""Acceptance learned, depths bought while they pay, and asking rarely where they do not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diptych.cost.speculation import MOST_DEPTH, Acceptance, DraftPrices, chances_at, choose_depths, expected_tokens
+from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
+
+
+def test_chances_fall_with_depth_and_follow_what_came():
+    """A guess is judged whether or not it was sent, so that a bad time ends by itself; and one token deeper than it held."""
+    own = Acceptance(Acceptance())
+    first = own.chances(MOST_DEPTH)
+    assert first == sorted(first, reverse=True)
+    own.learn(2, 3)
+    assert own.chances(2) > first[:2]
+    assert own.chances(3)[2] < first[2] * 1.2
+    for _ in range(40):
+        own.learn(0, 1)
+    assert own.chances(MOST_DEPTH) == [], "hopeless"
+    assert own.worth(4) == 0.0
+    assert own.chances(MOST_DEPTH, 1) == first, "another confidence is another matter"
+    for _ in range(6):
+        own.learn(1, 1)
+    assert own.chances(1)[0] > 0.5
+
+
+def test_a_new_sequence_begins_with_what_others_have_learned():
+    """Every short answer began with the same hope, and paid for it again."""
+    prices = DraftPrices(lambda shape: 1.0)
+    for _ in range(40):
+        one = prices.begin("lookup")
+        for _ in range(10):
+            one.learn(0, 1)
+    assert prices.begin("lookup").worth(8) < 0.1
+    assert prices.begin("prediction").worth(8) > 1.0
+
+
+def test_depth_is_bought_while_it_pays():
+    """Rows for nothing are all taken, rows at full price never, and the likelier sequence gets them first."""
+    sure, unsure = chances_at(0.9, 8), chances_at(0.3, 8)
+    choose = {"n_sure": 2, "most_rows": 100}
+    assert choose_depths([sure, unsure], price_s=lambda depths: 1.0, **choose) == [8, 8]
+    assert choose_depths([sure, unsure], price_s=lambda depths: 2.0 + sum(depths), **choose) == [0, 0]
+    depths = choose_depths([sure, unsure], price_s=lambda depths: 1.0 + 0.1 * sum(depths), **choose)
+    assert depths[0] > depths[1]
+    assert choose_depths([sure, unsure], price_s=lambda depths: 1.0, n_sure=2, most_rows=3) == [3, 0]
+    over = {"price_s": lambda depths: 1.0 + 0.01 * sum(depths), "limit_s": 1.05}
+    assert sum(choose_depths([sure, unsure], **choose, **over)) == 4
+    assert choose_depths([[], []], price_s=lambda depths: 1.0, **choose) == [0, 0]
+
+
+def test_the_drafters_time_is_counted():
+    """A drafter as slow as the model gains nothing, however often it is right."""
+    shape = StepShape.decode(batch=2, context_tokens=100)
+
+    def depths(draft_s):
+        prices = DraftPrices(lambda shape: 1.0, draft_s=draft_s)
+        guesses = [(prices.begin("draft"), 4, 1) for _ in range(2)]
+        return prices.ask(guesses, shape=shape, most_rows=64, limit_s=None)
+
+    assert depths(None) == [4, 4]
+    assert depths(lambda shape, depths: 1.0 * max(depths)) == [0, 0]
+    assert 0 < sum(depths(lambda shape, depths: 0.15 * max(depths))) < 8
+
+
+def test_a_drafter_that_does_not_pay_is_tried_now_and_then():
+    """Nothing is drafted in vain for long, and luck that turns is seen."""
+    prices = DraftPrices(lambda shape: 1.0, draft_s=lambda shape, depths: 0.1 * max(depths))
+    own, shape = prices.begin("draft"), StepShape.decode(batch=1, context_tokens=100)
+    asked = []
+    for step in range(400):
+        (depth,) = prices.ask([(own, 4, 1)], shape=shape, most_rows=64, limit_s=None)
+        asked.append(depth)
+        if depth:
+            own.learn(depth if step >= 200 else 0, depth, 1)
+    assert sum(asked[50:200]) <= 12
+    assert set(asked[50:200]) == {0, 1}
+    assert asked[-100:] == [4] * 100
+
+
+class Loop:
+    """Sequences that decode with drafts at a stated acceptance; counts tokens, seconds, guesses and questions of price."""
+
+    def __init__(self, batch: int, acceptance: float, real_s, predict_s=None, *, seed: int = 1) -> None:
+        self.rng, self.acceptance, self.real_s = random.Random(seed), acceptance, real_s
+        self.n_asked = 0
+
+        def counted(shape):
+            self.n_asked += 1
+            return (predict_s or real_s)(shape)
+
+        self.prices = DraftPrices(counted)
+        self.batch = batch
+        self.estimates = [self.prices.begin("scripted") for _ in range(batch)]
+        self.tokens, self.seconds, self.n_guessed = 0, 0.0, 0
+
+    def steps(self, n: int) -> Loop:
+        for _ in range(n):
+            self.step()
+        return self
+
+    def step(self) -> None:
+        shape = StepShape([ChunkShape(Phase.DECODE, 1, 100, True) for _ in range(self.batch)])
+        depths, right = [0] * self.batch, [0] * self.batch
+        is_due = self.prices.is_due(self.batch)
+        if is_due:
+            self.n_guessed += self.batch
+            guesses = [(estimate, MOST_DEPTH, 1) for estimate in self.estimates]
+            depths = self.prices.choose(guesses, shape=shape, most_rows=128, limit_s=None)
+            right = [self.n_right() for _ in range(self.batch)]
+        step_s = self.real_s(shape.with_drafts(depths))
+        self.prices.observe(shape.with_drafts(depths), step_s)
+        self.seconds += step_s
+        for i, estimate in enumerate(self.estimates):
+            kept = min(depths[i], right[i])
+            self.tokens += 1 + kept
+            if is_due:
+                estimate.learn(min(right[i], kept + 1), kept + 1, 1)
+
+    def n_right(self) -> int:
+        n = 0
+        while n < MOST_DEPTH and self.rng.random() < self.acceptance:
+            n += 1
+        return n
+
+    @property
+    def gain(self) -> float:
+        plain_s = self.real_s(StepShape([ChunkShape(Phase.DECODE, 1, 100, True) for _ in range(self.batch)]))
+        return self.tokens / self.seconds * plain_s / self.batch
+
+
+def flat(shape) -> float:
+    """Eight rows at the price of one, then by the row: decode as we know it."""
+    return max(1.0, shape.n_tokens / 8)
+
+
+PREDICTIONS = {"right": flat, "free": lambda shape: 1.0, "dear": lambda shape: 1.0 + 0.3 * shape.n_tokens}
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("predicted", PREDICTIONS)
+def test_speculation_never_costs_much_at_any_batch_and_acceptance(batch, acceptance, predicted):
+    """With right prices, with a prediction that thinks rows are free, and with one that thinks them dear."""
+    gain = Loop(batch, acceptance, flat, PREDICTIONS[predicted]).steps(600).gain
+    assert gain >= 0.97
+    if predicted == "right":
+        assert Loop(batch, acceptance, flat).steps(60).gain >= 0.99
+        if batch == 1:
+            assert gain > 0.9 * expected_tokens(chances_at(acceptance, 7))
+
+
+def test_what_the_price_refuses_is_asked_rarely():
+    """At a full batch, guessing and asking at every step cost more than they ever gave."""
+    loop = Loop(64, 0.9, lambda shape: 1e-5 * shape.n_tokens).steps(300)
+    assert loop.gain == pytest.approx(1.0)
+    assert loop.n_guessed < 300 * 64 / 10
+    asked = loop.n_asked - 300  # the loop's own, of `observe`
+    assert asked < 300
+
+
+def test_a_refusal_ends_when_chances_rise():
+    """A text that begins to quote must not wait long for its speed."""
+    loop = Loop(1, 0.0, flat).steps(100)
+    assert loop.tokens <= 102
+    loop.acceptance = 1.0
+    tokens = loop.tokens
+    loop.steps(40)
+    assert loop.tokens - tokens > 150
+
+
+def test_a_drafted_shape_is_the_step_it_stands_for():
+    """Rows, contexts and pairs as the plan's own shape has them."""
+    plain = StepShape([ChunkShape(Phase.DECODE, 1, 9, True), ChunkShape(Phase.DECODE, 1, 20, True)])
+    prefill = ChunkShape(Phase.PREFILL, 8, 0, False)
+    assert plain.plus(prefill).with_drafts([3, 0]) == StepShape(
+        [ChunkShape(Phase.DECODE, 4, 9, True), ChunkShape(Phase.DECODE, 1, 20, True), prefill]
+    )
+    assert plain.with_drafts([0, 2]).n_logits_rows == 4

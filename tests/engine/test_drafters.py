@@ -1,0 +1,285 @@
+"""Drafters that run tensors: their guesses are worth what they are worth, and answers are those without."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.checkpoints import make_checkpoint
+from tests.engine.conftest import tiny_config
+from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, unpriced
+
+from diptych.compute.drafter import DraftModel
+from diptych.compute.ops import cpu_kernels
+from diptych.engine.drafters import open_drafter
+from diptych.engine.llm import LLM, Completion
+from diptych.engine.load import LoadedModel, load, size_pool
+from diptych.ground.config import EngineConfig, engine_config
+from diptych.ground.errors import ConfigError
+from diptych.ground.request import SamplingParams
+from diptych.ground.step import Chunk
+
+
+@pytest.fixture
+def exact(loaded: LoadedModel) -> LoadedModel:
+    """The cpu backend, where a row has the same bits however the step is cut."""
+    if loaded.model.backend_name != "cpu":
+        pytest.skip("bit for bit on the cpu backend only; on torch logits are equal within its tolerance")
+    return loaded
+
+
+def drafting(loaded: LoadedModel, config: EngineConfig, draft: Path, **settings: object) -> LLM:
+    """An engine with a draft model, whose depths are not priced."""
+    llm = LLM(loaded, config, speculate="draft", draft_model=str(draft), **settings)
+    return unpriced(llm)
+
+
+def counts(done: Sequence[Completion]) -> tuple[int, int]:
+    """(drafted, accepted) tokens."""
+    return sum(d.usage.drafted_tokens for d in done), sum(d.usage.accepted_tokens for d in done)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_drafter_that_is_the_model_itself_is_always_right(exact: LoadedModel, tiny_dir: Path, name: str) -> None:
+    """Same noise, penalties and grammar, and keys and values where they belong: or it would be wrong somewhere.
+
+    Beside neighbours, with prompts in chunks and, the second time, from the prefix cache.
+    """
+    config = tiny_config()
+    wanted = LLM(exact, config).generate(PROMPTS, CASES[name])
+    llm = drafting(exact, config, tiny_dir)
+    for _ in range(2):
+        got = llm.generate(PROMPTS, CASES[name])
+        drafted, accepted = counts(got)
+        ends = (
+            len(PROMPTS) if name == "regex" else 0
+        )  # a draft that ends the grammar is drawn, and nothing stands behind it
+        assert 0 < accepted == drafted - ends
+        if name != "choices":  # their seeds are the engine's next
+            assert [[c.token_ids for c in d.choices] for d in got] == [[c.token_ids for c in d.choices] for d in wanted]
+    assert llm.engine.stepper.executor.drafting.failures == 0
+
+
+@pytest.fixture(scope="session")
+def other_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller model of the same vocabulary that is mostly wrong."""
+    import shutil
+
+    directory = tmp_path_factory.mktemp("other")
+    make_checkpoint("qwen3", directory, seed=5, vocab_size=4096, max_position_embeddings=512, num_hidden_layers=1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_dir / name, directory / name)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled_logprobs", "penalties", "choices", "json", "regex"])
+def test_a_drafter_that_is_mostly_wrong_changes_nothing(exact: LoadedModel, other_dir: Path, name: str) -> None:
+    """Another family, another size of the cache: every answer as without."""
+    config = tiny_config()
+    wanted = LLM(exact, config).generate(PROMPTS, CASES[name])
+    llm = drafting(exact, config, other_dir)
+    got = llm.generate(PROMPTS, CASES[name])
+    assert [said(done) for done in got] == [said(done) for done in wanted]
+    drafted, accepted = counts(got)
+    assert drafted > accepted
+
+
+def test_it_stays_right_through_preemption(exact: LoadedModel, tiny_dir: Path) -> None:
+    """Blocks go and come back with other numbers: the drafter's keys and values go with them."""
+    config = tiny_config(max_context_tokens=96)
+    both = 2 * exact.model.kv_bytes_per_block(config.block_tokens)
+    config = replace(config, kv_memory_bytes=(8 + 8) * both)
+    params = replace(SAMPLED, max_tokens=40, repetition_penalty=1.2)
+    prompts = [list(range(40 + i, 85 + i)) for i in range(6)]
+    wanted = LLM(exact, config).generate(prompts, params)
+    llm = drafting(exact, config, tiny_dir)
+    got = llm.generate(prompts, params)
+    assert llm.engine.stats().preemptions > 0
+    assert [c.token_ids for d in got for c in d.choices] == [c.token_ids for d in wanted for c in d.choices]
+    drafted, accepted = counts(got)
+    assert drafted == accepted > 0
+    llm.engine.core.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7, 16])
+def test_at_every_depth(exact: LoadedModel, tiny_dir: Path, depth: int) -> None:
+    """Drafts that reach over the ends of blocks lie in scratch, and are computed again when they have come true."""
+    config = tiny_config()
+    params = replace(SAMPLED, max_tokens=70)
+    wanted = LLM(exact, config).generate(PROMPTS, params)
+    got = drafting(exact, config, tiny_dir, max_draft_tokens=depth).generate(PROMPTS, params)
+    assert [said(done) for done in got] == [said(done) for done in wanted]
+    drafted, accepted = counts(got)
+    assert drafted == accepted > 0
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("weights", "kv"), [("int8", "bf16"), ("int4", "int8"), ("bf16", "int8")])
+def test_in_every_format(tiny_dir: Path, other_dir: Path, weights: str, kv: str) -> None:
+    """A row has the same bits among others in every format of weights and cache."""
+    if not cpu_kernels.is_available()[0]:
+        pytest.skip(cpu_kernels.is_available()[1])
+    config = tiny_config("cpu")
+    config = replace(config, compute=replace(config.compute, weights=weights, kv=kv))
+    loaded = load(str(tiny_dir), config)
+    for params in (BASE, SAMPLED):
+        wanted = LLM(loaded, config).generate(PROMPTS, params)
+        for draft in (tiny_dir, other_dir):
+            got = drafting(loaded, config, draft).generate(PROMPTS, params)
+            assert [said(done) for done in got] == [said(done) for done in wanted]
+            assert counts(got)[0] > 0
+
+
+def test_a_neighbour_that_nobody_drafts_for_can_be_caught_up_with(exact: LoadedModel, tiny_dir: Path) -> None:
+    """Drafts are asked for late: the drafter reads what it has missed first, in several steps where that is much."""
+    config = tiny_config()
+    params = replace(BASE, max_tokens=60)
+    wanted = LLM(exact, config).generate([[7, 8, 9] * 40], params)
+    llm = drafting(exact, config, tiny_dir)
+    scheduler = llm.engine.core._scheduler
+    scheduler._asks_executor = False  # for the prompt and the first tokens
+
+    def late(step: object) -> None:
+        scheduler._asks_executor = scheduler._asks_executor or llm.engine.core._next_step_id > 12
+
+    llm.engine.book.on_step.append(late)
+    got = llm.generate([[7, 8, 9] * 40], params)
+    assert [said(done) for done in got] == [said(done) for done in wanted]
+    drafted, accepted = counts(got)
+    assert drafted == accepted > 0
+
+
+def test_on_torch_greedy_text_stays(loaded: LoadedModel, tiny_dir: Path) -> None:
+    """In fp32 torch's rows differ by rounding however they are cut; the likeliest token of this model does not."""
+    if loaded.model.backend_name != "torch":
+        pytest.skip("the cpu backend is held bit for bit above")
+    for params in (BASE, replace(BASE, repetition_penalty=1.3), replace(SAMPLED, top_p=0.9)):
+        wanted = LLM(loaded, tiny_config()).generate(PROMPTS, params)
+        got = drafting(loaded, tiny_config(), tiny_dir).generate(PROMPTS, params)
+        assert [c.token_ids for d in got for c in d.choices] == [c.token_ids for d in wanted for c in d.choices]
+        drafted, accepted = counts(got)
+        assert 0 < 0.9 * drafted < accepted
+
+
+class Trouble(Exception):
+    """What a drafter dies of."""
+
+
+def _raise(*_: object, **__: object) -> None:
+    raise Trouble("the drafter is broken")
+
+
+@pytest.mark.parametrize("method", ["begin", "end", "copy_blocks", "propose"])
+def test_a_drafter_that_raises_is_switched_off(
+    exact: LoadedModel, tiny_dir: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs speed and no answer: the requests of its last step go on too."""
+    config = tiny_config()
+    params = replace(SAMPLED, n=2)
+    prompts = [list(range(9 + i, 40 + i)) for i in range(3)]
+    wanted = LLM(exact, config).generate(prompts, params)
+    llm = drafting(exact, config, tiny_dir)
+    monkeypatch.setattr(DraftModel, method, _raise)
+    with caplog.at_level(logging.WARNING):
+        got = llm.generate(prompts, params)
+        llm.generate(prompts, BASE)
+    state = llm.engine.stepper.executor.drafting
+    assert (state.failures, state.is_on) == (1, False)
+    assert "drafter switched off, answers go on without: Trouble: the drafter is broken" in caplog.text
+    assert [[c.token_ids for c in d.choices] for d in got] == [[c.token_ids for c in d.choices] for d in wanted]
+
+
+LIES: dict[str, Callable[[random.Random, int], list[object]]] = {
+    "out_of_range": lambda rng, n: [rng.choice([-1, 4096, 2**40, -(2**70)]) for _ in range(n)],
+    "too_many": lambda rng, n: [rng.randrange(4096) for _ in range(n + 40)],
+    "too_few": lambda rng, n: [],
+    "no_integers": lambda rng, n: ["a", None, 1.5, True][:n],
+    "wrong": lambda rng, n: [rng.randrange(4096) for _ in range(n)],
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_drafter_that_lies_changes_nothing(
+    exact: LoadedModel, tiny_dir: Path, lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that are none, more than were asked, sequences that nobody asked for."""
+    config = tiny_config()
+    wanted = LLM(exact, config).generate(PROMPTS, SAMPLED)
+    llm = drafting(exact, config, tiny_dir)
+    rng = random.Random(2)
+
+    def propose(self: object, chunks: Sequence[Chunk], *rest: object) -> dict[int, list[object]]:
+        return {seq_id: LIES[lie](rng, 3) for seq_id in (*(chunk.seq_id for chunk in chunks), 10**9)}
+
+    monkeypatch.setattr(DraftModel, "propose", propose)
+    got = llm.generate(PROMPTS, SAMPLED)
+    assert [said(done) for done in got] == [said(done) for done in wanted]
+    state = llm.engine.stepper.executor.drafting
+    assert state.is_on
+    assert (state.refused_tokens > 0) == (lie in ("out_of_range", "too_many", "no_integers", "wrong"))
+    assert (counts(got)[0] > 0) == (lie in ("too_many", "wrong"))
+
+
+def test_another_vocabulary_is_refused_with_both_numbers(loaded: LoadedModel, tmp_path: Path, tiny_dir: Path) -> None:
+    """Drafts are token ids: between other vocabularies they would mean other words."""
+    import json
+    import shutil
+
+    make_checkpoint("llama", tmp_path, vocab_size=4000)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_dir / name, tmp_path / name)
+    config = engine_config(tiny_config(loaded.model.backend_name), speculate="draft", draft_model=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"vocabulary of 4000 tokens; the model's has 4096"):
+        open_drafter(config, loaded.model)
+    words = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = words["model"]["vocab"]
+    (a, i), (b, j) = list(vocab.items())[700:702]
+    vocab[a], vocab[b] = j, i
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ConfigError, match=rf"differs in 2 of 4096 tokens: id {min(i, j)} is"):
+        open_drafter(config, loaded.model, tokenizer=loaded.tokenizer)
+    with pytest.raises(ConfigError, match="speculate is 'draft', and no draft model is given"):
+        open_drafter(replace(config, draft_model=None), loaded.model, directory=tiny_dir)
+
+
+def test_a_draft_model_is_for_drafters_that_read_one() -> None:
+    """An option that does nothing would be a silent lie."""
+    with pytest.raises(ConfigError, match="draft_model is 'x', and speculate is 'lookup'"):
+        engine_config(speculate="lookup", draft_model="x")
+    with pytest.raises(ConfigError, match="max_draft_tokens is 17"):
+        engine_config(max_draft_tokens=17)
+
+
+def test_the_pool_pays_for_both_stores(loaded: LoadedModel, tiny_dir: Path) -> None:
+    """A drafter's keys and values are memory too: of the same bytes there are fewer blocks."""
+    config = replace(tiny_config(loaded.model.backend_name), kv_memory_bytes=1_000_000)
+    alone = size_pool(loaded.model, config)[1]
+    config = engine_config(config, speculate="draft", draft_model=str(tiny_dir))
+    drafter = open_drafter(config, loaded.model)
+    assert drafter is not None
+    n_blocks = size_pool(loaded.model, config, drafter)[1]
+    assert n_blocks < 0.6 * alone
+    spent = n_blocks * (loaded.model.kv_bytes_per_block(16) + drafter.block_bytes) + drafter.scratch_bytes
+    assert 950_000 < spent <= 1_000_000
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("drafter", "temperature"), [("draft", 0.0), ("draft", 0.8), ("eagle", 0.0)])
+def test_the_bundled_drafters_save_steps(drafter: str, temperature: float) -> None:
+    """`speculate` alone takes the bundled drafter for the bundled model; a quarter of the steps goes at least."""
+    if not cpu_kernels.is_available()[0]:
+        pytest.skip(cpu_kernels.is_available()[1])
+    loaded = load("bundled", EngineConfig())
+    params = SamplingParams(max_tokens=80, temperature=temperature, seed=3, ignore_eos=True)
+    prompts = ["Once upon a time there was a little girl who", "The capital of France is"]
+    wanted = LLM(loaded).generate(prompts, params)
+    llm = unpriced(LLM(loaded, speculate=drafter, max_draft_tokens=4))
+    steps: list[object] = []
+    llm.engine.book.on_step.append(steps.append)
+    got = llm.generate(prompts, params)
+    assert [said(done) for done in got] == [said(done) for done in wanted]
+    assert len(steps) < 60
