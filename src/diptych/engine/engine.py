@@ -202,7 +202,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             segments=segments,
-            prediction_token_ids=self._prediction_ids(sampling.prediction),
+            prediction_token_ids=self._prediction_ids(sampling),
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)
@@ -210,7 +210,8 @@ class Engine:
             self._grammars.compile(sampling.structured)  # here, off the engine's thread; `submit` finds it cached
         return request
 
-    def _prediction_ids(self, prediction: str | None) -> tuple[int, ...]:
+    def _prediction_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        prediction = getattr(sampling, "prediction", None)  # of another type: Request says so
         if prediction is None:
             return ()
         self.tokenizer.refuse_endless(prediction, self.core.context_limit_tokens, param="prediction")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from math import isfinite
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,13 +65,14 @@ class ModelExecutor:
             batch = self._batch(plan)
             needs_logits = self._needs_logits(plan)
             taps = None if self.drafting is None else self.drafting.taps_of(plan)
+            ends: dict[str, Any] = {} if taps is None else {"taps": taps}
             forward_s = self._clock.now_s()
             if needs_logits:
-                logits_RV = self._model.forward(batch, self._kv, Want.LOGITS, taps=taps)
+                logits_RV = self._model.forward(batch, self._kv, Want.LOGITS, **ends)
                 device_s = self._clock.now_s() - forward_s
                 results = self._read_logits(plan, logits_RV)
             else:
-                best = self._model.forward(batch, self._kv, Want.BEST, taps=taps)
+                best = self._model.forward(batch, self._kv, Want.BEST, **ends)
                 device_s = self._clock.now_s() - forward_s
                 results = self._take_best(plan, best)
             if self.drafting is not None:
