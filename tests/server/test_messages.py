@@ -88,7 +88,9 @@ def test_cache_tokens_are_those_of_the_prefix_cache(client: Anthropic, http: htt
     assert first.usage.cache_creation_input_tokens == count // 32 * 32
     assert second.usage.cache_read_input_tokens == count // 32 * 32 > 0
     assert second.usage.cache_creation_input_tokens == 0
-    other = client.messages.create(model=MODEL, max_tokens=4, messages=ASK, system=system)
+    other = client.messages.create(
+        model=MODEL, max_tokens=4, messages=ASK, system=system, extra_body={"cache_salt": "messages-other"}
+    )
     assert other.usage.cache_read_input_tokens == 0, "another salt"
     with client.messages.stream(model=MODEL, max_tokens=4, messages=ASK, system=system, extra_body=extra) as stream:
         head = next(iter(stream)).message.usage
