@@ -185,9 +185,7 @@ def open_drafter(
     directory, tokenizer: of the target's checkpoint, where it has one. Raises ConfigError for a drafter that is not there or
     does not fit, LoadError for a checkpoint that cannot be read.
     """
-    kind = config.scheduler.speculate
-    if kind == "auto":
-        kind = next((one for one in ("eagle", "medusa", "draft") if one in shipped(directory)), kind)
+    kind = config.scheduler.speculate  # "auto" has none: one that only keeps up costs up to half a short step (LAB.md)
     if kind not in MODEL_DRAFTERS:
         return None
     folder = _folder(config, kind, directory)
