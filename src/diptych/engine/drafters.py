@@ -180,12 +180,12 @@ class OpenMedusa(OpenDrafter):
 def open_drafter(
     config: EngineConfig, target: Model, *, directory: Path | None = None, tokenizer: Tokenizer | None = None
 ) -> OpenDrafter | None:
-    """The drafter that `config` names, None where that is none that runs tensors. `auto`: the best that ships with the model.
+    """The drafter that `config` names, None where that is none that runs tensors.
 
     directory, tokenizer: of the target's checkpoint, where it has one. Raises ConfigError for a drafter that is not there or
     does not fit, LoadError for a checkpoint that cannot be read.
     """
-    kind = config.scheduler.speculate  # "auto" has none: one that only keeps up costs up to half a short step (LAB.md)
+    kind = config.scheduler.speculate  # "auto" has none: keeping up alone may cost most of a short step (LAB.md)
     if kind not in MODEL_DRAFTERS:
         return None
     folder = _folder(config, kind, directory)
