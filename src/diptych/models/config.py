@@ -48,6 +48,8 @@ SIZE_LIMIT = 2**31 - 1
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; LoadError when there is none, or it is larger or deeper than any config."""
+    if path.exists() and not path.is_file():
+        raise LoadError(f"{path} is no regular file")  # a pipe or a device: to open or read it may take for ever
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise LoadError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read")
