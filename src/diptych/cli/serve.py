@@ -91,7 +91,7 @@ def serve(
     config = ServerConfig(
         host=host,
         port=port,
-        api_key=api_key or env_text("API_KEY"),
+        api_key=env_text("API_KEY") if api_key is None else api_key,
         is_insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
         allow_origins=tuple(origin.lower() for origin in allow_origin or ()),
