@@ -168,6 +168,26 @@ uint8_t* linear_scratch(int64_t bytes) {
   return buffer.data();
 }
 
+namespace {
+
+// A tile in which rows may have biases of their own: then row by row.
+void finish_rows(const LinearCall& call, int64_t first_row, const FinishArgs& all) {
+  alignas(64) float biases[kMaxTileRows * kPanelLanes];
+  bool has[kMaxTileRows];
+  if (!call.epilogue.biases->write(first_row, all.rows, all.first_lane, all.lanes, biases, has)) return call.kernels.finish(all);
+  FinishArgs one = all;
+  one.rows = 1;
+  for (int64_t i = 0; i < all.rows; ++i) {
+    one.bias = has[i] ? biases + i * kPanelLanes : all.bias;
+    one.acc = static_cast<const uint8_t*>(all.acc) + i * kPanelLanes * 4;
+    one.row_scales[0] = all.row_scales[i], one.row_sums[0] = all.row_sums[i];
+    one.out[0] = all.out[i], one.row_weights[0] = all.row_weights[i];
+    call.kernels.finish(one);
+  }
+}
+
+}  // namespace
+
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
   const Epilogue& epilogue = call.epilogue;
   const int64_t lanes_per_output = call.w.shape.gated ? 2 : 1;
@@ -192,7 +212,8 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
                                           : acc + i * kPanelLanes * element;
     args.row_weights[i] = epilogue.row_weights != nullptr ? epilogue.row_weights[rows.begin + i] : 1.0f;
   }
-  call.kernels.finish(args);
+  args.bias = call.w.bias != nullptr ? call.w.bias + args.first_lane : nullptr;
+  epilogue.biases == nullptr ? call.kernels.finish(args) : finish_rows(call, rows.begin, args);
   if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
 }
 

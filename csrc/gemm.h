@@ -149,6 +149,17 @@ class OutputReader {
   ~OutputReader() = default;
 };
 
+// Biases that rows of a call have of their own (what an adapter adds), asked for tile by tile.
+class RowBiases {
+ public:
+  // Of rows [row, row + rows) of the call, at most kMaxTileRows, at lanes [first, first + lanes) of the packed form: out [rows][64],
+  // 64-byte aligned, is written for the rows that have any, with the weight's own bias; has [rows] tells which. False: none has.
+  virtual bool write(int64_t row, int64_t rows, int64_t first, int64_t lanes, float* out, bool* has) const = 0;
+
+ protected:
+  ~RowBiases() = default;
+};
+
 struct Epilogue {
   Store store = Store::f32;
   Activation activation = Activation::silu;  // read for gated weights only
@@ -156,6 +167,7 @@ struct Epilogue {
   int64_t out_stride = 0;              // elements from row to row
   const int32_t* out_rows = nullptr;   // row i goes to out row out_rows[i]; null: row i. No row twice in one call.
   const float* row_weights = nullptr;  // add_f32: weight of row i; null: 1
+  const RowBiases* biases = nullptr;   // without x_rows, or none
   OutputReader* reader = nullptr;      // f32 and add_f32: the calling thread's own, or none
 };
 

@@ -356,10 +356,10 @@ void finish_as(const FinishArgs& args) {
   __mmask16 masks[kStored];
   for (int v = 0; v < kLanes; ++v) {
     scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
-    bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
+    bias[v] = args.bias != nullptr ? _mm512_load_ps(args.bias + v * 16) : _mm512_setzero_ps();
   }
   for (int v = 0; v < kStored; ++v) masks[v] = head(args.outputs - v * 16);
-  const bool has_bias = w.bias != nullptr;
+  const bool has_bias = args.bias != nullptr;
   const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
     __m512 y[kLanes];

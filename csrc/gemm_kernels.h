@@ -113,6 +113,7 @@ using InterleaveRows = void (*)(const uint8_t* const* rows, int64_t count, int64
 // The last act of a tile: scales, bias, activation, store. acc may be the output: a row is read before it is written.
 struct FinishArgs {
   const PackedLinear* w;
+  const float* bias;                      // of these lanes, 64-byte aligned, or null: the weight's, or a row's own
   int64_t first_lane;
   int64_t lanes;                          // 16 (not gated), 32 or 64
   int64_t rows;
