@@ -1,4 +1,4 @@
-"""LoRA adapters as `peft` writes them: read, refused by name where they are something else, and fitted to a model's projections.
+"""LoRA adapters as `peft` writes them: read, refused by name where they are more, and fitted to a model's projections.
 
 An adapter adds s * B (A x) to what a projection gives (arXiv 2106.09685): A [r, K], B [N, r], s = alpha / r, or alpha / sqrt(r)
 with rslora. What it holds beyond that (DoRA, biases, saved modules, embeddings, experts) changes answers, so it is refused.
@@ -219,7 +219,8 @@ def _read_sides(path: Path) -> dict[str, dict[str, torch.Tensor]]:
                 dtype = file.get_slice(name).get_dtype()
                 if dtype not in FLOAT_DTYPES:
                     raise LoadError(f"{name} in {path} has dtype {dtype}; {', '.join(FLOAT_DTYPES)} can be read")
-                found.setdefault(match["module"], {})[match["side"]] = file.get_tensor(name)
+                # a copy: the file is mapped, and an adapter's file may be written anew while it is served
+                found.setdefault(match["module"], {})[match["side"]] = file.get_tensor(name).clone()
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{path} is damaged or cut short: {error}", hint="copy the adapter again") from error
     return found
