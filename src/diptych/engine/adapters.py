@@ -44,6 +44,17 @@ class Loaded:
         return self.on_gone is not None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCounts:
+    """Adapters served and the most that may be, memory of all, and names of those with requests that run or wait."""
+
+    loaded: int
+    most: int
+    n_bytes: int
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
 class Adapters:
     """Owned by the engine's thread: `add`, `remove`, `hold` and `let_go` between steps; `find` and `read` anywhere."""
 
@@ -64,13 +75,18 @@ class Adapters:
         """Memory of all, leaving ones included."""
         return sum(one.n_bytes for one in list(self._by_number.values()))
 
-    def find(self, name: str) -> AdapterRef:
-        """What a request for that adapter carries. RequestError where it is not served."""
+    def named(self, name: str) -> AdapterRef | None:
+        """What a request for that adapter carries; None where none of that name is served."""
         found = self._by_name.get(name)
+        return None if found is None else found.ref
+
+    def find(self, name: str) -> AdapterRef:
+        """The same; RequestError where it is not served."""
+        found = self.named(name)
         if found is None:
             known = ", ".join(self._by_name) or "none"
             raise RequestError(f"no adapter {name[:100]!r} is loaded; loaded are: {known}", param="adapter")
-        return found.ref
+        return found
 
     def read(self, name: str, path: str | Path, *, takes_hub_names: bool = False) -> Adapter:
         """An adapter from its folder, or its name on the hub. ConfigError, LoadError or CapacityError where it is refused."""

@@ -14,7 +14,7 @@ from itertools import count
 
 from diptych.compute.structured import CompiledGrammar, GrammarCompiler
 from diptych.control.loop import CoreStats, EngineCore
-from diptych.engine.adapters import Adapters
+from diptych.engine.adapters import AdapterCounts, Adapters
 from diptych.engine.prompts import Prompt, prompt_ids
 from diptych.engine.text.detokenizer import TextDelta, TextStream
 from diptych.engine.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ from diptych.ground.events import (
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import AdapterRef, Request, SamplingParams
 from diptych.ground.step import Executor, TokenLogprobs
 from diptych.metrics import EventBook, RequestRecord
 from diptych.stepper import Observe, Stepper
@@ -176,6 +176,19 @@ class Engine:
         """Counts of sequences and blocks right now."""
         return self.core.stats()
 
+    def adapter_counts(self) -> AdapterCounts:
+        """Of this moment. On any thread: list() of a dict is one C call."""
+        running: dict[str, None] = {}
+        waiting: dict[str, None] = {}
+        for opened in list(self._open.values()):
+            if opened.request.adapter is not None and opened.record is not None:
+                (running if opened.record.chunks else waiting)[opened.request.adapter.name] = None
+        adapters = self.adapters
+        return AdapterCounts(
+            loaded=len(adapters.served), most=adapters.max_loras, n_bytes=adapters.n_bytes, running=tuple(running),
+            waiting=tuple(waiting),
+        )  # fmt: skip
+
     def listen(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
         """Call `listener` with every batch of events, on the engine's thread. Returns the function that ends it."""
         self._listeners.append(listener)
@@ -190,7 +203,7 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        adapter: str | None = None,
+        adapter: str | AdapterRef | None = None,
     ) -> Request:
         """Turn a prompt into a Request, and compile its grammar. Safe on any thread; may take up to seconds.
 
@@ -208,7 +221,7 @@ class Engine:
             cache_salt=cache_salt,
             segments=segments,
             prediction_token_ids=self._prediction_ids(sampling),
-            adapter=None if adapter is None else self.adapters.find(adapter),
+            adapter=self.adapters.find(adapter) if isinstance(adapter, str) else adapter,
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)

@@ -26,7 +26,7 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import AdapterRef, Request, SamplingParams
 from diptych.ground.step import TokenLogprobs
 from diptych.metrics import RequestRecord
 
@@ -357,12 +357,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        adapter: str | None = None,
+        adapter: str | AdapterRef | None = None,
         arrival_s: float | None = None,
     ) -> RequestHandle:
         """Submit a request and return its handle once the engine has taken it.
 
-        adapter: the name of a loaded adapter.
+        adapter: the name of a loaded adapter, or what `Adapters.find` gave for it.
         arrival_s: when the request came in, on this engine's clock (default now), so that TTFT includes its rendering.
         Raises RequestError for a bad request, CapacityError when draining or when the waiting line is full.
         """
