@@ -62,6 +62,7 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after an en
 Lora = Annotated[
     list[str] | None, typer.Option("--lora", help="load an adapter: name=FOLDER, or a hub name (may be repeated)")
 ]
+OneLora = Annotated[str | None, typer.Option("--lora", help="answer with this adapter: its folder, or a hub name")]
 MaxLoras = Annotated[int, typer.Option("--max-loras", help=CONFIG["max_loras"].what)]
 MaxLoraRank = Annotated[int, typer.Option("--max-lora-rank", help=CONFIG["max_lora_rank"].what)]
 Shape = Annotated[str | None, typer.Option(help=f"random weights of a known shape: {', '.join(SHAPES)}")]
@@ -83,6 +84,7 @@ BACKEND: Block = {
 }
 ENGINE: Block = BACKEND | {"max_context_tokens": (MaxContext, None), "kv_memory_bytes": (KvMemory, None)}
 LORAS: Block = {"lora": (Lora, None), "max_loras": (MaxLoras, 8), "max_lora_rank": (MaxLoraRank, 64)}
+ONE_LORA: Block = {"lora": (OneLora, None)}
 SAMPLING: Block = {
     "temperature": (Temperature, 0.0),
     "top_k": (TopK, None),
@@ -148,6 +150,11 @@ def _loras(given: list[str]) -> dict[str, str]:
             raise ConfigError(f"lora names {name!r} twice, for {loras[name]} and {path}")
         loras[name] = path
     return loras
+
+
+def one_lora(lora: str | None) -> dict[str, Any]:
+    """Settings for one adapter, whatever its rank, called "lora"; none without one."""
+    return {} if lora is None else {"loras": {"lora": lora}, "max_lora_rank": CONFIG["max_lora_rank"].high}
 
 
 def sampling_params(*, stop: list[str] | None = None, **values: object) -> SamplingParams:
