@@ -11,6 +11,9 @@ namespace diptych {
 namespace {
 
 constexpr int64_t kBlock = kAdapterRows;  // rows of x that pass over A together
+// A bias that changes no sum, of whatever sign its zero is.
+alignas(64) const float kNone[kStripLanes] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f,
+                                              -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f};
 
 int64_t all_ranks(const AdapterParts& site) {
   int64_t ranks = 0;
@@ -167,25 +170,37 @@ void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int th
   }
 }
 
-bool AdapterBiases::write(int64_t row, int64_t n_rows, int64_t first_lane, int64_t lanes, float* out, bool* has) const {
+bool AdapterBiases::write(int64_t row, int64_t n_rows, int64_t first_lane, int64_t lanes, float* out) const {
+  const int32_t* groups = rows_.group_of_.data() + row;
+  auto site_of = [&](int32_t group) { return group < 0 ? nullptr : rows_.groups_[group].adapter->site(weight_); };
+  int32_t seen = -1;
   bool has_any = false;
-  for (int64_t i = 0; i < n_rows;) {
-    const int32_t number = rows_.group_of_[row + i];
-    int64_t count = 1;
-    while (count < kBlock && i + count < n_rows && rows_.group_of_[row + i + count] == number) ++count;
-    const Adapter::Site* site = number < 0 ? nullptr : rows_.groups_[number].adapter->site(weight_);
-    std::fill(has + i, has + i + count, site != nullptr);
-    has_any = has_any || site != nullptr;
-    for (int64_t lane = 0; site != nullptr && lane < lanes; lane += kStripLanes) {
-      const Adapter::Strip& strip = site->strips[(first_lane + lane) / kStripLanes];
-      const float* shrunk[kBlock];
-      for (int64_t j = 0; j < count; ++j) shrunk[j] = rows_.shrunk_.data() + rows_.places_[row + i + j] * rows_.stride_ + strip.first_rank;
-      const float* bias = layer_.bias != nullptr ? layer_.bias + first_lane + lane : nullptr;
-      set_.step->expand_rows(shrunk, count, site->b + strip.begin, strip.ranks, bias, out + i * kPanelLanes + lane, kPanelLanes);
+  for (int64_t i = 0; i < n_rows && !has_any; ++i)
+    if (groups[i] != seen) seen = groups[i], has_any = site_of(seen) != nullptr;
+  if (!has_any) return false;
+  for (int64_t i = 0, count = 1; i < n_rows; i += count, out += count * kPanelLanes) {
+    for (count = 1; count < kBlock && i + count < n_rows && groups[i + count] == groups[i];) ++count;
+    const Adapter::Site* site = site_of(groups[i]);
+    for (int64_t lane = 0; lane < lanes; lane += kStripLanes) {
+      const Adapter::Strip strip = site != nullptr ? site->strips[(first_lane + lane) / kStripLanes] : Adapter::Strip{};
+      const float* shrunk[kBlock] = {};
+      for (int64_t j = 0; site != nullptr && j < count; ++j) shrunk[j] = rows_.shrunk_.data() + rows_.places_[row + i + j] * rows_.stride_ + strip.first_rank;
+      const float* bias = layer_.bias != nullptr ? layer_.bias + first_lane + lane : kNone;
+      set_.step->expand_rows(shrunk, count, site != nullptr ? site->b + strip.begin : nullptr, strip.ranks, bias, out + lane, kPanelLanes);
     }
-    i += count;
   }
-  return has_any;
+  return true;
+}
+
+void AdapterBiases::fetch(int64_t first_lane, int64_t lanes) const {
+  for (const AdaptedRows::Group& group : rows_.groups_) {
+    const Adapter::Site* site = group.adapter->site(weight_);
+    if (site == nullptr) continue;
+    for (int64_t lane = first_lane; lane < first_lane + lanes; lane += kStripLanes) {
+      const Adapter::Strip& strip = site->strips[lane / kStripLanes];
+      for (int64_t i = 0; i < strip.ranks; i += 2) __builtin_prefetch(site->b + strip.begin + i * kStripLanes, 0, 2);  // 32 bytes a rank
+    }
+  }
 }
 
 }  // namespace diptych

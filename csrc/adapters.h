@@ -96,7 +96,8 @@ class AdapterBiases final : public RowBiases {
  public:
   AdapterBiases(const KernelSet& set, const AdaptedRows& rows, int weight, const PackedLinear& layer)
       : set_(set), rows_(rows), weight_(weight), layer_(layer) {}
-  bool write(int64_t row, int64_t n_rows, int64_t first_lane, int64_t lanes, float* out, bool* has) const override;
+  bool write(int64_t row, int64_t n_rows, int64_t first_lane, int64_t lanes, float* out) const override;
+  void fetch(int64_t first_lane, int64_t lanes) const override;
 
  private:
   const KernelSet& set_;

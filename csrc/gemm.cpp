@@ -170,20 +170,11 @@ uint8_t* linear_scratch(int64_t bytes) {
 
 namespace {
 
-// A tile in which rows may have biases of their own: then row by row.
-void finish_rows(const LinearCall& call, int64_t first_row, const FinishArgs& all) {
+// A tile of a call whose rows may have biases of their own.
+void finish_rows(const LinearCall& call, int64_t first_row, FinishArgs& args) {
   alignas(64) float biases[kMaxTileRows * kPanelLanes];
-  bool has[kMaxTileRows];
-  if (!call.epilogue.biases->write(first_row, all.rows, all.first_lane, all.lanes, biases, has)) return call.kernels.finish(all);
-  FinishArgs one = all;
-  one.rows = 1;
-  for (int64_t i = 0; i < all.rows; ++i) {
-    one.bias = has[i] ? biases + i * kPanelLanes : all.bias;
-    one.acc = static_cast<const uint8_t*>(all.acc) + i * kPanelLanes * 4;
-    one.row_scales[0] = all.row_scales[i], one.row_sums[0] = all.row_sums[i];
-    one.out[0] = all.out[i], one.row_weights[0] = all.row_weights[i];
-    call.kernels.finish(one);
-  }
+  if (call.epilogue.biases->write(first_row, args.rows, args.first_lane, args.lanes, biases)) args.bias = biases, args.bias_stride = kPanelLanes;
+  call.kernels.finish(args);
 }
 
 }  // namespace
@@ -213,6 +204,7 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
     args.row_weights[i] = epilogue.row_weights != nullptr ? epilogue.row_weights[rows.begin + i] : 1.0f;
   }
   args.bias = call.w.bias != nullptr ? call.w.bias + args.first_lane : nullptr;
+  args.bias_stride = 0;
   epilogue.biases == nullptr ? call.kernels.finish(args) : finish_rows(call, rows.begin, args);
   if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
 }
@@ -246,6 +238,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
     ready = block;
     const int64_t piece = tasks.current() % n_pieces, strip = piece % pieces * strips;
     const uint8_t* next = w.panels + tasks.following() % n_pieces * (w.panel_bytes / pieces);
+    if (epilogue.biases != nullptr) epilogue.biases->fetch(piece / pieces * kPanelLanes + strip * kStripLanes, strips * kStripLanes);
     if (begin < end) run_piece(job, {piece / pieces, {strip, strip + strips}, next}, begin, end);
   }
 }

@@ -153,8 +153,10 @@ class OutputReader {
 class RowBiases {
  public:
   // Of rows [row, row + rows) of the call, at most kMaxTileRows, at lanes [first, first + lanes) of the packed form: out [rows][64],
-  // 64-byte aligned, is written for the rows that have any, with the weight's own bias; has [rows] tells which. False: none has.
-  virtual bool write(int64_t row, int64_t rows, int64_t first, int64_t lanes, float* out, bool* has) const = 0;
+  // 64-byte aligned, with the weight's own bias; -0 where a row has none, which changes no sum. False: no row has any of its own.
+  virtual bool write(int64_t row, int64_t rows, int64_t first, int64_t lanes, float* out) const = 0;
+  // Those lanes are written soon: whatever is read for them may be brought into cache.
+  virtual void fetch(int64_t first, int64_t lanes) const = 0;
 
  protected:
   ~RowBiases() = default;

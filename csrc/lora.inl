@@ -53,7 +53,7 @@ static void shrink_rows(const uint16_t* const* x, int64_t rows, const uint16_t* 
 template <int kRows>
 static void expand_some(const float* const* shrunk, const uint16_t* b, int64_t ranks, const float* bias, float* out, int64_t stride) {
   F32 acc[kRows];
-  for (int i = 0; i < kRows; ++i) acc[i] = bias != nullptr ? load(bias) : zero();
+  for (int i = 0; i < kRows; ++i) acc[i] = load(bias);
   for (int64_t r = 0; r < ranks; ++r) {
     const F32 weights = load_bf16(b + 16 * r);
     for (int i = 0; i < kRows; ++i) acc[i] = fma(set1(shrunk[i][r]), weights, acc[i]);

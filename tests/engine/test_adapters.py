@@ -56,6 +56,7 @@ def test_answers_of_several_adapters_at_once_are_those_of_each_alone(
     together = LLM(loaded, tiny_config(), loras=loras, kv_memory_bytes=16 * 2 * 16 * loaded.model.kv_bytes_per_block(1))
     done = together.generate(prompts, sampling, adapter=names)
     assert [ids_of([one]) for one in done] == alone
+    assert [one.adapter for one in done] == names
     assert alone[0] != alone[1] != alone[2] != alone[0], "the adapters do next to nothing"
     assert [loaded.n_requests for loaded in together.engine.adapters.served] == [0, 0]
     (plain,) = LLM(loaded, tiny_config()).generate([PROMPTS[0]], GREEDY)
@@ -114,6 +115,9 @@ def test_what_cannot_be_loaded_is_refused_with_its_numbers(
             llm.generate(["a"], GREEDY, adapter=name)
         with pytest.raises(RequestError, match="no adapter"):
             llm.unload_lora(name)
+    for wrong in (5, [5], [["poet"]]):
+        with pytest.raises(RequestError, match="adapter"):
+            llm.generate(["a"], GREEDY, adapter=wrong)
     with pytest.raises(RequestError, match="1 prompts came with 2 adapters"):
         llm.generate(["a"], GREEDY, adapter=["poet", "poet"])
     assert [one.ref.name for one in llm.engine.adapters.served] == ["poet"]

@@ -120,11 +120,11 @@ class Sites:
         """Each module of the adapter at its site. LoadError, by name and shape, where one has none or another shape."""
         tails = {_tail(module): module for module in self._by_module}
         prefixes = {"", "model."} | {module.removesuffix(_tail(module)) for module in self._by_module}
-        fitted = []
+        fitted: dict[str, tuple[Site, LowRank]] = {}
         for module, low_rank in adapter.modules.items():
             tail = _tail(module)
             name = tails.get(tail)
-            if name is None or module.removesuffix(tail) not in prefixes:
+            if name is None or name in fitted or module.removesuffix(tail) not in prefixes:
                 self._refuse(adapter, module)
             site = self._by_module[name]
             n_outputs = site.end - site.begin
@@ -134,13 +134,13 @@ class Sites:
                     f"{module}; the model's weight there is [{n_outputs}, {site.n_inputs}]",
                     hint="the adapter was trained on another model",
                 )
-            fitted.append((site, low_rank))
-        return fitted
+            fitted[name] = site, low_rank
+        return list(fitted.values())
 
     def _refuse(self, adapter: Adapter, module: str) -> NoReturn:
         kinds = sorted({one.rpartition(".")[2] for one in self._by_module})
         raise LoadError(
-            f"adapter {adapter.path} adapts {module}, which this model does not have or cannot adapt",
+            f"adapter {adapter.path} adapts {module}, which this model does not have, cannot adapt, or has been given already",
             hint=f"what can be adapted in its {len(self._by_module)} modules: {', '.join(kinds)}",
         )
 
@@ -164,19 +164,14 @@ def read_adapter(directory: Path, *, max_rank: int) -> Adapter:
     _check_config(config, directory)
     digest = hashlib.sha256(b"lora 1\n")
     modules: dict[str, LowRank] = {}
-    for module, sides in sorted(_read_sides(directory / WEIGHTS_FILE).items()):
+    for module, sides in sorted(_read_sides(directory / WEIGHTS_FILE, max_rank).items()):
         if set(sides) != {"A", "B"}:
             raise LoadError(f"{directory} has lora_{next(iter(sides))} of {module} alone; A and B belong together")
         a, b = sides["A"], sides["B"]
         rank, scale = _scale(config, module, directory)
-        if a.ndim != 2 or b.ndim != 2 or len(a) != rank or b.shape[1] != rank:
+        if len(a) != rank or b.shape[1] != rank:
             raise LoadError(
                 f"{module} in {directory} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; its config says rank {rank}"
-            )
-        if rank > max_rank:
-            raise CapacityError(
-                f"{module} in {directory} has rank {rank}; at most {max_rank} is taken",
-                hint="raise max_lora_rank (--max-lora-rank)",
             )
         digest.update(f"{module} {list(a.shape)} {list(b.shape)} {scale!r}\n".encode())
         for tensor in (a, b):
@@ -204,8 +199,8 @@ def _check_config(config: Mapping[str, Any], directory: Path) -> None:
         logger.warning("adapter %s has settings that nobody here knows: %s", directory, ", ".join(unknown))
 
 
-def _read_sides(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """A and B by module. LoadError for tensors that are neither, and for files that cannot be read."""
+def _read_sides(path: Path, max_rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """A and B by module. LoadError for other tensors and for files that cannot be read, CapacityError for a higher rank."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     try:
         with safe_open(str(path), framework="pt") as file:
@@ -216,9 +211,18 @@ def _read_sides(path: Path) -> dict[str, dict[str, torch.Tensor]]:
                         f"{path} holds {name}, which is no lora_A or lora_B of a projection",
                         hint="DoRA, biases, embeddings and saved modules are not supported",
                     )
-                dtype = file.get_slice(name).get_dtype()
-                if dtype not in FLOAT_DTYPES:
-                    raise LoadError(f"{name} in {path} has dtype {dtype}; {', '.join(FLOAT_DTYPES)} can be read")
+                view = file.get_slice(name)
+                shape, dtype = view.get_shape(), view.get_dtype()
+                if dtype not in FLOAT_DTYPES or len(shape) != 2:
+                    raise LoadError(
+                        f"{name} in {path} is {dtype} {list(shape)}; matrices of {', '.join(FLOAT_DTYPES)} can be read"
+                    )
+                rank = shape["AB".index(match["side"])]
+                if rank > max_rank:  # before it is read: it may be of any size
+                    raise CapacityError(
+                        f"{match['module']} in {path} has rank {rank}; at most {max_rank} is taken",
+                        hint="raise max_lora_rank (--max-lora-rank)",
+                    )
                 # a copy: the file is mapped, and an adapter's file may be written anew while it is served
                 found.setdefault(match["module"], {})[match["side"]] = file.get_tensor(name).clone()
     except (SafetensorError, OSError) as error:

@@ -17,7 +17,7 @@ from diptych.compute.adapters import Adapter, read_adapter
 from diptych.compute.model import Model
 from diptych.compute.weights import resolve_model_dir
 from diptych.engine.memory import memory_of
-from diptych.ground.bounds import text
+from diptych.ground.bounds import shown, text
 from diptych.ground.errors import CapacityError, ConfigError, RequestError
 from diptych.ground.request import AdapterRef
 
@@ -82,10 +82,10 @@ class Adapters:
 
     def find(self, name: str) -> AdapterRef:
         """The same; RequestError where it is not served."""
-        found = self.named(name)
+        found = self.named(name) if isinstance(name, str) else None
         if found is None:
             known = ", ".join(self._by_name) or "none"
-            raise RequestError(f"no adapter {name[:100]!r} is loaded; loaded are: {known}", param="adapter")
+            raise RequestError(f"no adapter {shown(name)} is loaded; loaded are: {known}", param="adapter")
         return found
 
     def read(self, name: str, path: str | Path, *, takes_hub_names: bool = False) -> Adapter:

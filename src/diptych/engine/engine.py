@@ -221,7 +221,7 @@ class Engine:
             cache_salt=cache_salt,
             segments=segments,
             prediction_token_ids=self._prediction_ids(sampling),
-            adapter=self.adapters.find(adapter) if isinstance(adapter, str) else adapter,
+            adapter=adapter if adapter is None or isinstance(adapter, AdapterRef) else self.adapters.find(adapter),
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)

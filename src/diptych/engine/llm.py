@@ -50,6 +50,7 @@ class Completion:
     """A finished request with its account: tokens by source and time by phase.
 
     error: why its choices ended with FinishReason.ERROR, when they did; other requests of the call are untouched.
+    adapter: the name of the one that answered; None: the model as it is.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...]
     record: RequestRecord
     error: EngineError | None = None
+    adapter: str | None = None
 
 
 class LLM:
@@ -115,7 +117,11 @@ class LLM:
         settings = entries("sampling", sampling, RequestError)
         if len(settings) != len(asked):
             raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
-        names = [adapter] * len(asked) if adapter is None or isinstance(adapter, str) else list(adapter)
+        names = (
+            [adapter] * len(asked)
+            if adapter is None or isinstance(adapter, str)
+            else list(entries("adapter", adapter, RequestError, rule="a name, or one name or None for each prompt"))
+        )
         if len(names) != len(asked):
             raise RequestError(f"{len(asked)} prompts came with {len(names)} adapters", param="adapter")
         arrival_s = self.engine.clock.now_s()
@@ -210,6 +216,7 @@ def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion
         prompt_logprobs=tuple(opened.prompt_logprobs),
         record=record,
         error=opened.error,
+        adapter=None if opened.request.adapter is None else opened.request.adapter.name,
     )
 
 

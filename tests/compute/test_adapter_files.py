@@ -1,4 +1,4 @@
-"""Adapters against peft, and what is refused. The cpu backend's bits: tests/kernels/test_adapters.py."""
+"""Adapters against peft, and what is refused. The cpu backend's bits: tests/kernels/test_adapter_bits.py."""
 
 from __future__ import annotations
 
@@ -134,6 +134,19 @@ def test_modules_that_the_model_does_not_adapt_are_refused_by_name(base: Path, t
     folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3})
     rename(folder, "model.layers.0.self_attn.q_proj", after)
     assert after in refusal(folder, base)
+
+
+def test_a_module_that_comes_twice_is_refused(base: Path, tmp_path: Path) -> None:
+    """By two names that mean the same: one of them would be left out."""
+    folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3})
+    tensors = copied(folder)
+    again = {
+        name.replace("model.model.model.layers.1", "model.model.layers.1"): one.clone()
+        for name, one in tensors.items()
+        if "layers.1" in name
+    }
+    save_file({**tensors, **again}, folder / "adapter_model.safetensors")
+    assert "given already" in refusal(folder, base)
 
 
 def test_shapes_of_another_model_are_refused_with_both_shapes(base: Path, tmp_path: Path) -> None:
