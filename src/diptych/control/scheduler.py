@@ -424,12 +424,11 @@ class Scheduler:
         """The prefix hit a sequence without blocks would start from. Never covers its last known token."""
         if seq.index == 0 and seq.request.sampling.prompt_logprobs is not None:
             return []  # a cached token has no logits
-        salt = seq.request.cache_scope
         return self.pool.match(
             seq.token_ids,
-            salt=salt,
+            salt=seq.request.cache_scope,
             digests=seq.digests,
-            root=self.root_of(salt),
+            root=self.root_of(seq.request.cache_scope),
             max_blocks=(seq.known_tokens - 1) // self.pool.block_tokens,
         )
 
