@@ -168,6 +168,17 @@ uint8_t* linear_scratch(int64_t bytes) {
   return buffer.data();
 }
 
+namespace {
+
+// A tile of a call whose rows may have biases of their own.
+void finish_rows(const LinearCall& call, int64_t first_row, FinishArgs& args) {
+  alignas(64) float biases[kMaxTileRows * kPanelLanes];
+  if (call.epilogue.biases->write(first_row, args.rows, args.first_lane, args.lanes, biases)) args.bias = biases, args.bias_stride = kPanelLanes;
+  call.kernels.finish(args);
+}
+
+}  // namespace
+
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
   const Epilogue& epilogue = call.epilogue;
   const int64_t lanes_per_output = call.w.shape.gated ? 2 : 1;
@@ -192,7 +203,9 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
                                           : acc + i * kPanelLanes * element;
     args.row_weights[i] = epilogue.row_weights != nullptr ? epilogue.row_weights[rows.begin + i] : 1.0f;
   }
-  call.kernels.finish(args);
+  args.bias = call.w.bias != nullptr ? call.w.bias + args.first_lane : nullptr;
+  args.bias_stride = 0;
+  epilogue.biases == nullptr ? call.kernels.finish(args) : finish_rows(call, rows.begin, args);
   if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
 }
 
@@ -225,6 +238,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
     ready = block;
     const int64_t piece = tasks.current() % n_pieces, strip = piece % pieces * strips;
     const uint8_t* next = w.panels + tasks.following() % n_pieces * (w.panel_bytes / pieces);
+    if (epilogue.biases != nullptr) epilogue.biases->fetch(piece / pieces * kPanelLanes + strip * kStripLanes, strips * kStripLanes);
     if (begin < end) run_piece(job, {piece / pieces, {strip, strip + strips}, next}, begin, end);
   }
 }

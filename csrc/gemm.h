@@ -149,6 +149,19 @@ class OutputReader {
   ~OutputReader() = default;
 };
 
+// Biases that rows of a call have of their own (what an adapter adds), asked for tile by tile.
+class RowBiases {
+ public:
+  // Of rows [row, row + rows) of the call, at most kMaxTileRows, at lanes [first, first + lanes) of the packed form: out [rows][64],
+  // 64-byte aligned, with the weight's own bias; -0 where a row has none, which changes no sum. False: no row has any of its own.
+  virtual bool write(int64_t row, int64_t rows, int64_t first, int64_t lanes, float* out) const = 0;
+  // Those lanes are written soon: whatever is read for them may be brought into cache.
+  virtual void fetch(int64_t first, int64_t lanes) const = 0;
+
+ protected:
+  ~RowBiases() = default;
+};
+
 struct Epilogue {
   Store store = Store::f32;
   Activation activation = Activation::silu;  // read for gated weights only
@@ -156,6 +169,7 @@ struct Epilogue {
   int64_t out_stride = 0;              // elements from row to row
   const int32_t* out_rows = nullptr;   // row i goes to out row out_rows[i]; null: row i. No row twice in one call.
   const float* row_weights = nullptr;  // add_f32: weight of row i; null: 1
+  const RowBiases* biases = nullptr;   // without x_rows, or none
   OutputReader* reader = nullptr;      // f32 and add_f32: the calling thread's own, or none
 };
 

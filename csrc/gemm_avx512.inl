@@ -353,19 +353,22 @@ void finish_as(const FinishArgs& args) {
   const PackedLinear& w = *args.w;
   const int64_t first_lane = args.first_lane;
   __m512 scales[kLanes], bias[kLanes];
+  const float* biases = args.bias;
   __mmask16 masks[kStored];
   for (int v = 0; v < kLanes; ++v) {
     scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
-    bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
+    bias[v] = biases != nullptr ? _mm512_load_ps(biases + v * 16) : _mm512_setzero_ps();
   }
   for (int v = 0; v < kStored; ++v) masks[v] = head(args.outputs - v * 16);
-  const bool has_bias = w.bias != nullptr;
+  const bool has_bias = biases != nullptr, has_own = args.bias_stride != 0;
   const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
     __m512 y[kLanes];
     const float* acc = static_cast<const float*>(args.acc) + row * kPanelLanes;
     const __m512i offset = kWhole ? _mm512_set1_epi32(128 * *args.row_sums[row]) : _mm512_setzero_si512();
     const __m512 row_scale = kWhole ? _mm512_set1_ps(*args.row_scales[row]) : _mm512_setzero_ps();
+    if (has_own)
+      for (int v = 0; v < kLanes; ++v) bias[v] = _mm512_load_ps(biases + row * kPanelLanes + v * 16);
     for (int v = 0; v < kLanes; ++v) {
       y[v] = _mm512_load_ps(acc + v * 16);
       if constexpr (kWhole)

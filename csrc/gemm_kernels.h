@@ -113,6 +113,8 @@ using InterleaveRows = void (*)(const uint8_t* const* rows, int64_t count, int64
 // The last act of a tile: scales, bias, activation, store. acc may be the output: a row is read before it is written.
 struct FinishArgs {
   const PackedLinear* w;
+  const float* bias;                      // of these lanes, 64-byte aligned, or null
+  int64_t bias_stride;                    // from row to row: 0 where all have the weight's
   int64_t first_lane;
   int64_t lanes;                          // 16 (not gated), 32 or 64
   int64_t rows;

@@ -139,6 +139,31 @@ using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu
 using Input = std::optional<F32Matrix>;
 using Tapped = std::optional<std::pair<I32, F32CubeOut>>;  // numbers of taps, and [taps, T, width] to write them to
 
+using AdapterOf = std::optional<I32>;  // [S] each sequence's adapter, or -1
+
+void add_adapters(Step& step, const AdapterOf& adapters) {
+  if (!adapters) return;
+  if (static_cast<int64_t>(adapters->shape(0)) != step.n_sequences) throw std::invalid_argument("adapters must be as many as sequences");
+  step.adapters = adapters->data();
+}
+
+// Of one layer: its number, and of each part the rows [begin, end) that it adds to, A [ranks, k], and B [rows, ranks], scaled.
+using AdapterSites = std::vector<std::tuple<int, std::vector<std::tuple<int64_t, int64_t, F32Matrix, F32Matrix>>>>;
+
+int add_adapter(Program& program, const AdapterSites& sites) {
+  std::vector<std::pair<int, std::vector<AdapterPart>>> parts;
+  for (const auto& [weight, of_layer] : sites) {
+    auto& taken = parts.emplace_back(weight, std::vector<AdapterPart>{}).second;
+    for (const auto& [begin, end, a, b] : of_layer) {
+      if (static_cast<int64_t>(a.shape(1)) != program.linear_at(weight).shape.k || static_cast<int64_t>(b.shape(0)) != end - begin || a.shape(0) != b.shape(1))
+        throw std::invalid_argument("an adapter's A must be [ranks, k] and its B [rows, ranks]");
+      taken.push_back({begin, end, static_cast<int64_t>(a.shape(0)), a.data(), b.data()});
+    }
+  }
+  nb::gil_scoped_release release;
+  return program.add_adapter(parts);
+}
+
 void add_ends(const Program& program, Step& step, const Input& input, Tapped& tapped) {
   if (input) {
     if (static_cast<int64_t>(input->shape(0)) != step.n_tokens || static_cast<int64_t>(input->shape(1)) != program.input_width())
@@ -155,8 +180,9 @@ void add_ends(const Program& program, Step& step, const Input& input, Tapped& ta
 }
 
 void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-         F32Out logits, Input input, Tapped tapped) {
+         F32Out logits, Input input, Tapped tapped, AdapterOf adapters) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  add_adapters(step, adapters);
   add_ends(program, step, input, tapped);
   if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
@@ -166,8 +192,9 @@ void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I
 
 std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I32 token_ids, I32 query_start, I32 context_tokens,
                                                              I32Table block_table, I32 logits_rows, KvCache& kv, Input input,
-                                                             Tapped tapped) {
+                                                             Tapped tapped, AdapterOf adapters) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  add_adapters(step, adapters);
   add_ends(program, step, input, tapped);
   std::pair<std::vector<int32_t>, std::vector<float>> out;
   nb::gil_scoped_release release;
@@ -179,8 +206,9 @@ std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I
 }
 
 void run_hidden(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-                F32Out hidden) {
-  const Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+                F32Out hidden, AdapterOf adapters) {
+  Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  add_adapters(step, adapters);
   if (hidden.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(hidden.shape(1)) != program.hidden_width())
     throw std::invalid_argument("hidden must be [rows wanted, model dimension]");
   nb::gil_scoped_release release;
@@ -410,15 +438,20 @@ void bind_program(nb::module_& m) {
       .def("add_vector", [](Program& p, F32Vector v) { return p.add_vector(std::vector<float>(v.data(), v.data() + v.shape(0))); })
       .def("add_table", &add_table, nb::keep_alive<1, 2>())
       .def("add_rope", &Program::add_rope, nb::arg("inverse_frequency"), nb::arg("attention_factor"))
+      .def("add_adapter", &add_adapter, nb::arg("sites"))
+      .def("drop_adapter", &Program::drop_adapter, nb::arg("number"))
+      .def("adapter_bytes", &Program::adapter_bytes, nb::arg("number"))
       .def("add_f32", [](Program& p, int64_t width, int64_t rows) { return add_plain(p, BufferKind::f32, width, rows); }, nb::arg("width"), nb::arg("rows_per_token") = 1)
       .def("add_bf16", [](Program& p, int64_t width) { return add_plain(p, BufferKind::bf16, width, 1); }, nb::arg("width"))
       .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1)
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none())
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
+           nb::arg("adapters").none() = nb::none())
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none())
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
+           nb::arg("adapters").none() = nb::none())
       .def("run_hidden", &run_hidden, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"))
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none())
       .def_prop_ro("hidden_width", &Program::hidden_width)
       .def("tap_width", &Program::tap_width, nb::arg("number"))
       .def("argmax", &argmax)

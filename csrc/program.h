@@ -17,6 +17,7 @@
 #include <variant>
 #include <vector>
 
+#include "adapters.h"
 #include "attention_plan.h"
 #include "gemm.h"
 #include "kernel_sets.h"
@@ -41,6 +42,7 @@ struct Step {
   const int32_t* tapped = nullptr;       // [n_tapped] numbers of the taps wanted
   float* taps = nullptr;                 // [n_tapped, T, width], written
   int64_t n_tapped = 0;
+  const int32_t* adapters = nullptr;     // [S] each sequence's adapter, -1: none; null: none has any
 };
 
 enum class BufferKind : int32_t { f32, bf16, rows };
@@ -129,6 +131,10 @@ class Program {
   int add_table(const Table& table);
   int add_rope(std::vector<double> inverse_frequency, double attention_factor);
   int add_buffer(const Buffer& buffer);
+  // Adapters (adapters.h) come and go between runs. Numbers of dropped ones are given again.
+  int add_adapter(const std::vector<std::pair<int, std::vector<AdapterPart>>>& sites);  // by weight
+  void drop_adapter(int number);  // throws std::invalid_argument where there is none
+  int64_t adapter_bytes(int number) const;
   void record(Category category, OpBody body);
 
   // Runs the whole forward; logits [R, vocab] fp32 is written. Throws std::invalid_argument when an index is out of range.
@@ -183,6 +189,8 @@ class Program {
   std::vector<RopeTable> ropes_;
   std::vector<Buffer> buffers_;
   std::vector<Op> ops_;
+  std::vector<std::unique_ptr<Adapter>> adapters_;  // null: dropped
+  AdaptedRows adapted_;                             // of the step
   std::vector<AttentionShape> attention_shapes_;  // distinct windows
   std::vector<AttentionPlan> attention_plans_;    // one for each distinct window
   std::vector<int> plan_of_op_;                   // index by op; only read for attention

@@ -169,8 +169,16 @@ Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation) 
 }
 
 void Program::Run::run(const LinearOp& op, size_t, int thread, int threads) const {
-  linear(set, program.linears_[op.weight], buffer(op.rows).rows, nullptr, step.n_tokens, epilogue_to(op.out, op.store, op.activation),
-         thread, threads);
+  const PackedLinear& weight = program.linears_[op.weight];
+  const Rows& rows = buffer(op.rows).rows;
+  Epilogue epilogue = epilogue_to(op.out, op.store, op.activation);
+  const AdapterBiases biases(set, program.adapted_, op.weight, weight);
+  if (program.adapted_.have_site(op.weight)) {
+    program.adapted_.shrink(set, op.weight, rows, thread, threads);
+    barrier(thread);
+    epilogue.biases = &biases;
+  }
+  linear(set, weight, rows, nullptr, step.n_tokens, epilogue, thread, threads);
 }
 
 void Program::Run::run(const RotateOp& op, size_t, int thread, int threads) const {
@@ -409,6 +417,7 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
   reserve(step.n_tokens);
   place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);
+  adapted_.plan(step.adapters, step.query_start, step.n_sequences, adapters_);
   int64_t positions = 0;
   for (int64_t s = 0; s < step.n_sequences; ++s) positions = positions < step.context_tokens[s] ? step.context_tokens[s] : positions;
   for (RopeTable& rope : ropes_) rope.grow(positions);

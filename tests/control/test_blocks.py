@@ -62,6 +62,10 @@ def test_salts_and_revisions_keep_apart():
     put(pool, tokens, salt="a")
     assert len(found(pool, tokens, salt="a")) == 2
     assert found(pool, tokens, salt="b") == found(pool, tokens) == []
+    put(pool, tokens, salt=("adapter", "a"))
+    assert len(found(pool, tokens, salt=("adapter", "a"))) == 2
+    for other in (("adapter", None), ("other", "a"), "adapter", ("a", None), ("adapter+a", None), "adapter+a"):
+        assert found(pool, tokens, salt=other) == []
     assert root_digest("m", None) != root_digest("m", "")
     assert root_digest("m1", "2") != root_digest("m", "12") != root_digest("m", "+12")
     assert root_digest("m", None) != root_digest("n", None)

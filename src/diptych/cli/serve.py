@@ -24,7 +24,7 @@ LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.W
 
 
 @app.command()
-@options.takes(settings=options.ENGINE)
+@options.takes(settings=options.ENGINE, loras=options.LORAS)
 def serve(
     model: Annotated[str, typer.Argument(help="'bundled', a checkpoint folder, or a hub name")] = "bundled",
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
@@ -76,6 +76,10 @@ def serve(
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
     ] = True,
     settings: dict[str, Any],
+    loras: dict[str, Any],
+    runtime_lora: Annotated[
+        bool, typer.Option("--runtime-lora", help="let clients load and unload adapters (from any folder here)")
+    ] = False,
     reads_control_tokens: Annotated[
         bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
     ] = False,
@@ -97,6 +101,7 @@ def serve(
         allow_origins=tuple(origin.lower() for origin in allow_origin or ()),
         served_model_names=tuple(served_model_name or ()),
         takes_any_model_name=any_model_name,
+        loads_loras=runtime_lora,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
         max_open_requests=open_requests_limit(max_open_requests),
         max_body_bytes=max_body_bytes,
@@ -110,7 +115,7 @@ def serve(
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
-        lookup_memory_tokens=lookup_memory_tokens, **settings,
+        lookup_memory_tokens=lookup_memory_tokens, **settings, **loras,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
+from diptych.compute.adapters import Adapter
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.decoder import DecoderWeights, family_named, head_name, load_decoder, prefix_of, run_decoder
 from diptych.compute.kv_store import KVStore
@@ -210,6 +211,18 @@ class Model(ABC):
         self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
     ) -> Sequence[Weighed]:
         """For each named row of logits on the CPU a token of softmax(logits / temperature), by inverse CDF at its quantile."""
+
+    @abstractmethod
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Take an adapter in, between forwards; its number in `ForwardBatch.adapters_S`. LoadError where it does not fit."""
+
+    @abstractmethod
+    def drop_adapter(self, number: int) -> None:
+        """Give an adapter's memory back, between forwards. Its number may be given to another."""
+
+    @abstractmethod
+    def adapter_bytes(self, number: int) -> int:
+        """Memory that an adapter takes."""
 
     @abstractmethod
     def close(self) -> None:

@@ -26,7 +26,7 @@ import xxhash
 
 from diptych.compute.model import draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
-from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
+from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader, exponents_key
 from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
@@ -232,6 +232,7 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
     parts: dict[str, Callable[[], torch.Tensor]] = {
         PREFIX + key: partial(_blob, loader, index) for key, index in loader.packed.items()
     }
+    parts |= {PREFIX + exponents_key(key): partial(_raw, exponents) for key, exponents in loader.exponents.items()}
     parts |= {name: tensor.read for name, tensor in loader.plain.items()}
     header: dict[str, Any] = {}
     checksums = {}
@@ -261,6 +262,10 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
 
 def _blob(loader: CpuLoader, index: int) -> torch.Tensor:
     return torch.from_dlpack(loader.program.packed_blob(index))
+
+
+def _raw(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)
 
 
 def _stored_names(key: str) -> list[str]:

@@ -6,8 +6,8 @@ Every block is in exactly one of three states:
     # held    referenced by one or more block tables (it may be in the prefix index too)
     # idle    referenced by none, still in the prefix index; evicted in least-recently-used order
 
-A prefix-index entry is found by the SHA-256 chain over (model revision, salt, tokens), and believed only when its token
-ids, its salt and its predecessor agree as well, so a digest collision is a miss and never a wrong answer.
+A prefix-index entry is found by the SHA-256 chain over (model revision, salt and adapter, tokens), and believed only when its
+token ids, its salt and its predecessor agree as well, so a digest collision is a miss and never a wrong answer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diptych.ground.errors import BlockLeak
+from diptych.ground.request import CacheScope
 
 ROOT_SERIAL = 0
 
@@ -29,19 +30,20 @@ class PrefixEntry(NamedTuple):
 
     digest: bytes
     token_ids: tuple[int, ...]
-    salt: str | None
+    salt: CacheScope
     previous_serial: int
     serial: int
     block_id: int
 
 
 @lru_cache(maxsize=1024)  # asked for with every block of a step
-def root_digest(model_revision: str, salt: str | None) -> bytes:
-    """The start of a chain. Lengths are part of it, so no two (revision, salt) pairs share one."""
-    revision_bytes = model_revision.encode()
-    salt_bytes = b"" if salt is None else b"+" + salt.encode()
-    head = f"diptych {len(revision_bytes)} {len(salt_bytes)} ".encode()
-    return hashlib.sha256(head + revision_bytes + salt_bytes).digest()
+def root_digest(model_revision: str, salt: CacheScope) -> bytes:
+    """The start of a chain. Lengths are part of it, so no two of (revision, adapter's revision, salt) share one."""
+    adapter, own = salt if isinstance(salt, tuple) else ("", salt)
+    revision_bytes, adapter_bytes = model_revision.encode(), adapter.encode()
+    salt_bytes = b"" if own is None else b"+" + own.encode()
+    head = f"diptych {len(revision_bytes)} {len(adapter_bytes)} {len(salt_bytes)} ".encode()
+    return hashlib.sha256(head + revision_bytes + adapter_bytes + salt_bytes).digest()
 
 
 def next_digest(previous: bytes, token_ids: SequenceOf[int]) -> bytes:
@@ -140,7 +142,7 @@ class BlockPool:
         return block_id in self._idle
 
     def match(
-        self, token_ids: SequenceOf[int], *, salt: str | None, digests: list[bytes], root: bytes, max_blocks: int
+        self, token_ids: SequenceOf[int], *, salt: CacheScope, digests: list[bytes], root: bytes, max_blocks: int
     ) -> list[PrefixEntry]:
         """The longest indexed chain of leading full blocks, at most `max_blocks`; holds nothing.
 
@@ -163,7 +165,7 @@ class BlockPool:
         i: int,
         *,
         token_ids: SequenceOf[int],
-        salt: str | None,
+        salt: CacheScope,
         digests: list[bytes],
         root: bytes,
         previous_serial: int | None,
@@ -231,7 +233,7 @@ class BlockPool:
         return digests[i]
 
     def _agrees(
-        self, entry: PrefixEntry, i: int, token_ids: SequenceOf[int], salt: str | None, previous_serial: int
+        self, entry: PrefixEntry, i: int, token_ids: SequenceOf[int], salt: CacheScope, previous_serial: int
     ) -> bool:
         start = i * self.block_tokens
         has_same_past = entry.previous_serial == previous_serial and entry.salt == salt

@@ -33,7 +33,7 @@ from diptych.ground.events import (
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason, Phase, Status
-from diptych.ground.request import Request
+from diptych.ground.request import CacheScope, Request
 from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
 
 
@@ -416,7 +416,7 @@ class EngineCore:
         self.pool.reset_index()
 
     def prefix_match(
-        self, token_ids: tuple[int, ...], salt: str | None = None, *, digests: list[bytes] | None = None
+        self, token_ids: tuple[int, ...], salt: CacheScope = None, *, digests: list[bytes] | None = None
     ) -> int:
         """Leading tokens of this prompt that a request would find cached now.
 

@@ -18,6 +18,7 @@ from diptych.control.speculation import FIRST_DRAFTS, NO_GUESS, Depths, Guesser,
 from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
+from diptych.ground.request import CacheScope
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.step import BlockCopy, Chunk, SequenceStart, StepPlan
 
@@ -182,14 +183,14 @@ class Scheduler:
             seq.block_ids[i],
             i,
             token_ids=seq.token_ids,
-            salt=seq.request.cache_salt,
+            salt=seq.request.cache_scope,
             digests=seq.digests,
-            root=self.root_of(seq.request.cache_salt),
+            root=self.root_of(seq.request.cache_scope),
             previous_serial=seq.serials[-1] if seq.serials else 0,
         )
         seq.serials.append(serial)
 
-    def root_of(self, salt: str | None) -> bytes:
+    def root_of(self, salt: CacheScope) -> bytes:
         """The start of the digest chain for this model and salt."""
         return root_digest(self._model_revision, salt)
 
@@ -423,12 +424,11 @@ class Scheduler:
         """The prefix hit a sequence without blocks would start from. Never covers its last known token."""
         if seq.index == 0 and seq.request.sampling.prompt_logprobs is not None:
             return []  # a cached token has no logits
-        salt = seq.request.cache_salt
         return self.pool.match(
             seq.token_ids,
-            salt=salt,
+            salt=seq.request.cache_scope,
             digests=seq.digests,
-            root=self.root_of(salt),
+            root=self.root_of(seq.request.cache_scope),
             max_blocks=(seq.known_tokens - 1) // self.pool.block_tokens,
         )
 
@@ -491,6 +491,7 @@ class Scheduler:
                     sampling=seq.request.sampling,
                     seed=seq.seed,
                     eos_token_ids=seq.request.eos_token_ids,
+                    adapter=None if seq.request.adapter is None else seq.request.adapter.number,
                 )
             )
         draft.scheduled.extend(self._scheduled_events(seq, start, end, hit_tokens, draft))

@@ -14,6 +14,7 @@ from itertools import count
 
 from diptych.compute.structured import CompiledGrammar, GrammarCompiler
 from diptych.control.loop import CoreStats, EngineCore
+from diptych.engine.adapters import AdapterCounts, Adapters
 from diptych.engine.prompts import Prompt, prompt_ids
 from diptych.engine.text.detokenizer import TextDelta, TextStream
 from diptych.engine.text.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ from diptych.ground.events import (
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import AdapterRef, Request, SamplingParams
 from diptych.ground.step import Executor, TokenLogprobs
 from diptych.metrics import EventBook, RequestRecord
 from diptych.stepper import Observe, Stepper
@@ -145,8 +146,10 @@ class Engine:
         grammars: GrammarCompiler,
         observe: Observe | None = None,
         back_memory: Callable[[Callable[[], bool]], None] = lambda wants_stop: None,
+        adapters: Adapters,
     ) -> None:
         self.core = core
+        self.adapters = adapters
         self.clock = clock
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -173,6 +176,19 @@ class Engine:
         """Counts of sequences and blocks right now."""
         return self.core.stats()
 
+    def adapter_counts(self) -> AdapterCounts:
+        """Of this moment. On any thread: list() of a dict is one C call."""
+        running: dict[str, None] = {}
+        waiting: dict[str, None] = {}
+        for opened in list(self._open.values()):
+            if opened.request.adapter is not None and opened.record is not None:
+                (running if opened.record.chunks else waiting)[opened.request.adapter.name] = None
+        adapters = self.adapters
+        return AdapterCounts(
+            loaded=len(adapters.served), most=adapters.max_loras, n_bytes=adapters.n_bytes, running=tuple(running),
+            waiting=tuple(waiting),
+        )  # fmt: skip
+
     def listen(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
         """Call `listener` with every batch of events, on the engine's thread. Returns the function that ends it."""
         self._listeners.append(listener)
@@ -187,10 +203,12 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | AdapterRef | None = None,
     ) -> Request:
         """Turn a prompt into a Request, and compile its grammar. Safe on any thread; may take up to seconds.
 
-        Raises RequestError for an empty prompt or ids outside the vocabulary, GrammarError for a bad constraint.
+        Raises RequestError for an empty prompt, ids outside the vocabulary or an adapter that is not loaded, GrammarError for a
+        bad constraint.
         """
         token_ids, segments = prompt_ids(prompt, self.tokenizer, vocab_size=self._vocab_size)
         request = Request(
@@ -203,6 +221,7 @@ class Engine:
             cache_salt=cache_salt,
             segments=segments,
             prediction_token_ids=self._prediction_ids(sampling),
+            adapter=adapter if adapter is None or isinstance(adapter, AdapterRef) else self.adapters.find(adapter),
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)
@@ -225,7 +244,13 @@ class Engine:
         opened = OpenRequest(request, tokenizer=self.tokenizer, on_delta=on_delta, follows_text=not request.segments)
         if request.sampling.structured is not None:
             opened.grammar = self._grammars.compile(request.sampling.structured)
-        events = self.core.submit(request)
+        if request.adapter is not None:
+            self.adapters.hold(request.adapter)
+        try:
+            events = self.core.submit(request)
+        except BaseException:
+            self._let_go(request)
+            raise
         self._open[request.request_id] = opened
         self._publish(events)
         for tell in self.on_submit:
@@ -242,8 +267,14 @@ class Engine:
         return is_open
 
     def _forget(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+        opened = self._open.pop(request_id, None)
         self.book.take(request_id)
+        if opened is not None:
+            self._let_go(opened.request)
+
+    def _let_go(self, request: Request) -> None:
+        if request.adapter is not None:
+            self.adapters.let_go(request.adapter)
 
     def step(self) -> bool:
         """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails.

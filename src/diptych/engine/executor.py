@@ -43,6 +43,7 @@ class ModelExecutor:
         self._rows: dict[int, int] = {}  # seq_id -> row of _tables
         self._free_rows = list(range(7, -1, -1))
         self._starts: dict[int, SequenceStart] = {}
+        self._n_adapted = 0  # sequences with an adapter
         self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
@@ -92,11 +93,14 @@ class ModelExecutor:
             row = self._rows.pop(seq_id, None)
             if row is not None:
                 self._free_rows.append(row)
-            if self._starts.pop(seq_id, None) is not None:
+            start = self._starts.pop(seq_id, None)
+            if start is not None:
+                self._n_adapted -= start.adapter is not None
                 self._sampler.end(seq_id)
             self._failed.pop(seq_id, None)
         for start in plan.starts:
             self._starts[start.seq_id] = start
+            self._n_adapted += start.adapter is not None
             self._rows[start.seq_id] = self._take_row()
             try:
                 self._sampler.begin(start)
@@ -137,7 +141,14 @@ class ModelExecutor:
             context_tokens_S=np.array(ends, dtype=np.int32),
             block_table_SM=self._tables.take(table_rows, axis=0),  # half the time of indexing, caches being cold
             logits_rows_R=np.array(logits_rows, dtype=np.int32),
+            adapters_S=self._adapters_of(plan) if self._n_adapted else None,
         )
+
+    def _adapters_of(self, plan: StepPlan) -> np.ndarray | None:
+        numbers = [self._starts[chunk.seq_id].adapter for chunk in plan.chunks]
+        if all(number is None for number in numbers):
+            return None
+        return np.array([-1 if number is None else number for number in numbers], dtype=np.int32)
 
     def _tables_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         return self._tables.take([self._rows[seq_id] for seq_id in seq_ids], axis=0)

@@ -26,7 +26,7 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import AdapterRef, Request, SamplingParams
 from diptych.ground.step import TokenLogprobs
 from diptych.metrics import RequestRecord
 
@@ -50,6 +50,7 @@ class Completion:
     """A finished request with its account: tokens by source and time by phase.
 
     error: why its choices ended with FinishReason.ERROR, when they did; other requests of the call are untouched.
+    adapter: the name of the one that answered; None: the model as it is.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...]
     record: RequestRecord
     error: EngineError | None = None
+    adapter: str | None = None
 
 
 class LLM:
@@ -98,12 +100,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         on_delta: Callable[[int, OutputDelta], None] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[Completion]:
         """Run all prompts together and return their completions in order.
 
         prompts: one prompt or several; a prompt is text, token ids, or a RenderedPrompt.
+        adapter: the name of a loaded adapter for all of them, or one name or None for each.
         on_delta(prompt index, delta) is called as text appears. is_cancelled() is asked before each step; once true, what
         is left is aborted and comes back with what it has. A refused prompt raises before anything runs.
         """
@@ -113,13 +117,31 @@ class LLM:
         settings = entries("sampling", sampling, RequestError)
         if len(settings) != len(asked):
             raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
+        names = (
+            [adapter] * len(asked)
+            if adapter is None or isinstance(adapter, str)
+            else list(entries("adapter", adapter, RequestError, rule="a name, or one name or None for each prompt"))
+        )
+        if len(names) != len(asked):
+            raise RequestError(f"{len(asked)} prompts came with {len(names)} adapters", param="adapter")
         arrival_s = self.engine.clock.now_s()
         with self._turns:
             requests = [
-                self.engine.make_request(prompt, params, arrival_s=arrival_s)  # type: ignore[arg-type]
-                for prompt, params in zip(asked, settings, strict=True)
+                self.engine.make_request(prompt, params, arrival_s=arrival_s, adapter=name)  # type: ignore[arg-type]
+                for prompt, params, name in zip(asked, settings, names, strict=True)
             ]
             return self._run(requests, on_delta, is_cancelled)
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Load an adapter from its folder or hub name, to be asked for by `name`. LoadError, ConfigError, CapacityError."""
+        with self._turns:
+            adapters = self.engine.adapters
+            adapters.add(name, adapters.read(name, path, takes_hub_names=True))
+
+    def unload_lora(self, name: str) -> None:
+        """Give its memory back. RequestError where it is not loaded."""
+        with self._turns:
+            self.engine.adapters.remove(name)
 
     def _run(
         self,
@@ -194,6 +216,7 @@ def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion
         prompt_logprobs=tuple(opened.prompt_logprobs),
         record=record,
         error=opened.error,
+        adapter=None if opened.request.adapter is None else opened.request.adapter.name,
     )
 
 
@@ -341,10 +364,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | AdapterRef | None = None,
         arrival_s: float | None = None,
     ) -> RequestHandle:
         """Submit a request and return its handle once the engine has taken it.
 
+        adapter: the name of a loaded adapter, or what `Adapters.find` gave for it.
         arrival_s: when the request came in, on this engine's clock (default now), so that TTFT includes its rendering.
         Raises RequestError for a bad request, CapacityError when draining or when the waiting line is full.
         """
@@ -361,6 +386,7 @@ class AsyncLLM:
             request_id=request_id,
             priority=priority,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         loop = asyncio.get_running_loop()
         handle = RequestHandle(request, lambda: self.abort(request.request_id))
@@ -376,6 +402,18 @@ class AsyncLLM:
     def abort(self, request_id: str) -> None:
         """End a request, in any state; its handle gets the last deltas. Unknown ids are ignored."""
         self._post(lambda: self.engine.abort(request_id))
+
+    async def load_lora(self, name: str, path: str | Path, *, replaces: bool = False) -> None:
+        """Load an adapter from its folder while requests run. LoadError, ConfigError, CapacityError."""
+        adapter = await asyncio.to_thread(self.engine.adapters.read, name, path)
+        await self.call(lambda engine: engine.adapters.add(name, adapter, replaces=replaces))
+
+    async def unload_lora(self, name: str) -> None:
+        """Serve an adapter no more; returns when its last request is over and its memory free. RequestError for another."""
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[object] = loop.create_future()
+        await self.call(lambda engine: engine.adapters.remove(name, lambda: _tell(loop, gone, None, None)))
+        await gone
 
     async def call(self, function: Callable[[Engine], object]) -> object:
         """Run `function(engine)` between two steps on the engine's thread and return its result."""

@@ -21,6 +21,7 @@ from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
+from diptych.engine.adapters import Adapters
 from diptych.engine.cost_view import CostView
 from diptych.engine.drafters import OpenDrafter, open_drafter
 from diptych.engine.drafting import Drafting
@@ -348,6 +349,9 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     begin_s = loaded.clock.now_s()
     tokenizer, vocab_size = loaded.tokenizer, loaded.model.spec.vocab_size
     grammars = GrammarCompiler(tokenizer, vocab_size)
+    adapters = Adapters(loaded.model, max_loras=config.max_loras, max_rank=config.max_lora_rank)
+    for name, path in config.loras.items():  # before the pool is sized by what is free
+        adapters.add(name, adapters.read(name, path, takes_hub_names=True))
     machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars, loaded=loaded)
     loaded.load_s = loaded.checkpoint_s + loaded.clock.now_s() - begin_s
     return Engine(
@@ -359,4 +363,5 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         grammars=grammars,
         observe=machinery.observe,
         back_memory=machinery.executor.back_memory,
+        adapters=adapters,
     )

@@ -57,6 +57,8 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
             int, 1, 4096, "compute threads (default: one per core this process may use)", is_optional=True
         ),
         "kv_memory_bytes": Bound(int, 1, 2**62, "memory of the KV pool in bytes", is_optional=True),
+        "max_loras": Bound(int, 0, 4096, "most adapters loaded at one time"),
+        "max_lora_rank": Bound(int, 1, 4096, "highest rank of an adapter"),
         "seed": Bound(int, -(2**63), 2**64 - 1, "of what the engine draws for requests without a seed"),
     }
 )
@@ -149,6 +151,7 @@ class EngineConfig:
     """Everything `LLM` needs. `max_context_tokens` None: the model's own; kv_memory_bytes None: a share of free memory.
 
     draft_model: checkpoint of the drafter that `speculate` names, a folder or a hub name; None: the bundled model's own.
+    loras: adapters to load at start, name -> folder or hub name. max_loras, max_lora_rank: what may be loaded, then or later.
     """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -158,14 +161,31 @@ class EngineConfig:
     block_tokens: int = 32
     seed: int = 0
     draft_model: str | None = None
+    loras: Mapping[str, str | Path] = field(default_factory=dict)
+    max_loras: int = 8
+    max_lora_rank: int = 64
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers, and settings of other kinds."""
         for name, kind in (("scheduler", SchedulerConfig), ("compute", ComputeConfig)):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a {kind.__name__}")
-        _take(self, "max_context_tokens", "kv_memory_bytes", "block_tokens", "seed")
+        _take(self, "max_context_tokens", "kv_memory_bytes", "block_tokens", "seed", "max_loras", "max_lora_rank")
         self._check_draft_model()
+        self._check_loras()
+
+    def _check_loras(self) -> None:
+        """Names and paths, no more of them than may be loaded."""
+        loras = self.loras
+        if not isinstance(loras, Mapping) or not all(
+            isinstance(name, str) and name and isinstance(path, str | Path) for name, path in loras.items()
+        ):
+            raise ConfigError(f"loras is {shown(loras)}; it must map names to folders")
+        if len(loras) > self.max_loras:
+            raise ConfigError(
+                f"loras has {len(loras)} adapters; max_loras is {self.max_loras}", hint="raise max_loras (--max-loras)"
+            )
+        object.__setattr__(self, "loras", dict(loras))
 
     def _check_draft_model(self) -> None:
         """A drafter's checkpoint is read where its drafter runs, and refused elsewhere."""

@@ -205,12 +205,26 @@ class Segment:
     end: int
 
 
+# whose cached prefixes a request may use: those of a salt, or of an adapter's revision and a salt
+CacheScope = str | tuple[str, str | None] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRef:
+    """The adapter that answers a request: its name, its number in the model, and a digest of its numbers."""
+
+    name: str
+    number: int
+    revision: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One generation request as control sees it: integers only, text already left behind.
 
     `eos_token_ids` are the model's; `sampling.ignore_eos` switches them off. `cache_salt` keeps prefix-cache
     entries of different tenants apart. Higher `priority` is served sooner. prediction_token_ids: of `sampling.prediction`.
+    adapter: None: the model as it is.
 
     Raises RequestError for an impossible value; the prompt's ids are checked by whoever knows the vocabulary.
     """
@@ -224,6 +238,7 @@ class Request:
     cache_salt: str | None = None
     segments: tuple[Segment, ...] = ()
     prediction_token_ids: tuple[int, ...] = ()
+    adapter: AdapterRef | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would go wrong only later, in the middle of others' work."""
@@ -235,6 +250,11 @@ class Request:
         object.__setattr__(self, "priority", BOUNDS["priority"].take("priority", self.priority, RequestError))
         object.__setattr__(self, "arrival_s", _ARRIVAL.take("arrival_s", self.arrival_s, RequestError))
         object.__setattr__(self, "prompt_token_ids", entries("prompt", self.prompt_token_ids, RequestError))
+
+    @property
+    def cache_scope(self) -> CacheScope:
+        """What keys and values depend on beside the model and the tokens, and who may see that they are there."""
+        return self.cache_salt if self.adapter is None else (self.adapter.revision, self.cache_salt)
 
 
 _ARRIVAL = Bound(float, -1e12, 1e12, "when the request came in, on the engine's clock")

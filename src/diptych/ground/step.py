@@ -20,7 +20,7 @@ from diptych.ground.shape import ChunkShape, StepShape
 class SequenceStart:
     """A sequence the executor has not seen: its prompt (for penalties and grammars) and how to sample it.
 
-    `seed` is already drawn; noise depends on (seed, position) and on nothing else.
+    `seed` is already drawn; noise depends on (seed, position) and on nothing else. adapter: its number in the model.
     Sent exactly once per sequence, before or in the plan of its first chunk; a preempted sequence is not sent again.
     """
 
@@ -29,6 +29,7 @@ class SequenceStart:
     sampling: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...] = ()
+    adapter: int | None = None
 
 
 class Chunk(NamedTuple):

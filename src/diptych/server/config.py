@@ -26,6 +26,7 @@ class ServerConfig:
 
     served_model_names: what the model is asked for by, the first of them told in answers; none: its own name.
     takes_any_model_name: answer whatever model is asked for, as tools with a name built in need it.
+    loads_loras: clients may load and unload adapters, from any folder that this process may read.
     max_queue_s: a request that would wait longer than this for its first step is refused with 503, bursts excepted (see
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
@@ -46,6 +47,7 @@ class ServerConfig:
     allow_origins: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     takes_any_model_name: bool = False
+    loads_loras: bool = False
     max_queue_s: float | None = None
     max_open_requests: int = MOST_OPEN_REQUESTS
     max_body_bytes: int | None = None

@@ -273,6 +273,8 @@ class OpContract:
         return self.tolerance_fp32 if dtype == torch.float32 else self.tolerance_bf16
 
 
+# Rows whose sequence has an adapter (`ForwardBatch.adapters_S`) get W + s B A in `linear`, `linear_gate` and `linear_add`: the
+# low-rank part comes of the same h, behind the bias and before activation and sum, to its own outputs (`reference.adapted`).
 # bf16 keeps 8 bits: one rounding of a value of order one is 2^-9; sums of products of order one round once more.
 OPS: dict[str, OpContract] = {
     op.name: op

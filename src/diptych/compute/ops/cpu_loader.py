@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from diptych.compute.adapters import Sites
+from diptych.compute.balance import exponents_of
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
@@ -31,9 +34,10 @@ INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearHandle:
-    """A packed weight: its number in the program, the format of the rows it multiplies, its shape."""
+    """A packed weight: its number in the program, its key there, the format of the rows it multiplies, its shape."""
 
     index: int
+    key: str
     format: str
     n_inputs: int
     n_outputs: int
@@ -108,6 +112,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
+        self.exponents: dict[str, torch.Tensor] = {}  # likewise, of what may be balanced: see `balance.exponents_of`
+        self.sites = Sites()
         self._ropes: dict[RopeSpec, int] = {}
 
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
@@ -130,11 +136,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        return self._pack(parts, self.weights_format, role=role)
+        handle = self._pack(parts, self.weights_format, role=role)
+        self.sites.note(parts, handle)
+        return handle
 
     def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> LinearHandle:
         """Gate and up interleaved, so that the product's epilogue can join them."""
-        return self._pack(parts, self.weights_format, activation=activation, role=role)
+        handle = self._pack(parts, self.weights_format, activation=activation, role=role)
+        self.sites.note(parts, handle)
+        return handle
 
     def attention(
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
@@ -163,8 +173,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return ExpertsHandle(
             spec=spec,
             router=self._pack(LinearParts(weights=(router,)), "bf16"),
-            gate_up=tuple(self.gated(expert.gate_up, spec.activation, role=role) for expert in experts),
-            down=tuple(self.linear(expert.down, role=role) for expert in experts),
+            gate_up=tuple(
+                self._pack(expert.gate_up, self.weights_format, activation=spec.activation, role=role)
+                for expert in experts
+            ),
+            down=tuple(self._pack(expert.down, self.weights_format, role=role) for expert in experts),
         )
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
@@ -204,11 +217,28 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
                 bias = torch.cat([part.read().detach().to(torch.float32).reshape(-1) for part in parts.biases])
             index = self.program.add_linear(shape, weights, bias)
         self.packed[key] = index
+        if weights_format != "bf16":
+            self._note_exponents(key, parts, is_packed=saved is not None)
         return LinearHandle(
             index=index,
+            key=key,
             format=weights_format,
             n_inputs=k,
             n_outputs=n if activation is None else n // 2,
             activation=activation,
             role=role,
         )
+
+    def _note_exponents(self, key: str, parts: LinearParts, *, is_packed: bool) -> None:
+        """What the weight was multiplied by before it was packed: now, or when it was saved."""
+        if not is_packed:
+            self.exponents[key] = exponents_of(parts)
+            return
+        saved = self.source.find_packed(exponents_key(key), 4 * (parts.n_outputs + parts.n_inputs))
+        if saved is not None:
+            self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
+
+
+def exponents_key(key: str) -> str:
+    """Under which the exponents of a packed weight are saved."""
+    return f"{key}|exponents"
