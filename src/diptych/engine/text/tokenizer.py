@@ -131,6 +131,11 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens).ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts as one input, with what tokenizer.json puts around and between them."""
+        self.encode(first), self.encode(second)  # what is wrong with one of them is said as of any text
+        return self._backend.encode(first, second).ids
+
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True
     ) -> tuple[list[int], list[tuple[int, int]]]:
