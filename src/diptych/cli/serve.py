@@ -75,6 +75,7 @@ def serve(
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
     ] = True,
+    task: options.Task = "auto",
     settings: dict[str, Any],
     reads_control_tokens: Annotated[
         bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
@@ -110,7 +111,7 @@ def serve(
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
-        lookup_memory_tokens=lookup_memory_tokens, **settings,
+        lookup_memory_tokens=lookup_memory_tokens, task=task, **settings,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

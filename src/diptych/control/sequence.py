@@ -101,8 +101,10 @@ class Sequence:
         request = self.request
         if self.index == 0 and request.sampling.prompt_logprobs is not None:
             return 0
-        is_averaged = request.pooling is not None and request.pooling.pool is Pool.MEAN
-        return min(self.known_tokens - 1, request.pooling.first) if is_averaged else self.known_tokens - 1
+        pooling = request.pooling
+        if pooling is not None and pooling.pool is Pool.MEAN:
+            return min(self.known_tokens - 1, pooling.first)
+        return self.known_tokens - 1
 
     def samples_at(self, end: int) -> bool:
         """Whether a prefill chunk that ends there draws a token."""

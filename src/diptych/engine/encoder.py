@@ -34,7 +34,7 @@ NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, max_draft_tokens=0)
 QUERY, DOCUMENT = "query", "document"  # the prompts of these names are put before the two sides of a search
 # how Qwen3-Reranker was trained to be asked (its model card)
 JUDGE = (
-    '<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. '
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 JUDGED = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -115,18 +115,18 @@ class Encoder:
             token_ids, segments = rendered.token_ids, rendered.segments
         else:
             token_ids = self._ids(instruction + text)
-            n_before = min(self._n_before(instruction), len(token_ids) - 1)
+            n_before = min(self._n_before(instruction), len(token_ids) - 1)  # the last may have joined both
             if n_before > 0:
                 first = 0 if spec.includes_prompt else n_before
                 places = (("instruction", 0, n_before), ("text", n_before, len(token_ids)))
                 segments = tuple(Segment(name=name, start=start, end=end) for name, start, end in places)
         return self._checked(token_ids, Pooling(pool=spec.pool, first=first), segments)
 
-    def vector(self, state: bytes, dimensions: int | None = None) -> np.ndarray:
-        """[dimensions] fp32: the state, cut and normalised as the model wants it."""
+    def vector(self, state: bytes, dimensions: int | None = None, *, normalises: bool | None = None) -> np.ndarray:
+        """[dimensions] fp32: the state, cut, and normalised as the model wants it or as is said."""
         assert self.embedding is not None
         vector = np.frombuffer(state, dtype=np.float32)[: dimensions or self.width]
-        if not self.embedding.is_normalised:
+        if not (self.embedding.is_normalised if normalises is None else normalises):
             return vector.copy()
         norm = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
         return (vector / max(norm, 1e-12)).astype(np.float32)
@@ -202,7 +202,8 @@ class Encoder:
     def _ids(self, text: str) -> tuple[int, ...]:
         self._refuse_endless(text, param="input")
         token_ids = self._tokenizer.encode(text)
-        return tuple(token_ids) if token_ids else tuple(self._tokenizer.encode(" "))
+        end = self._tokenizer.missing_end
+        return tuple(token_ids) if end is None else (*token_ids, end)
 
     def _n_before(self, instruction: str) -> int:
         """Tokens of an instruction, without what ends every text."""
@@ -215,9 +216,7 @@ class Encoder:
         most = self.reading.max_tokens or self._spec.max_context_tokens
         self._tokenizer.refuse_endless(text, most, param=param)
 
-    def _checked(
-        self, token_ids: Sequence[int], pooling: Pooling, segments: tuple[Segment, ...]
-    ) -> PooledPrompt:
+    def _checked(self, token_ids: Sequence[int], pooling: Pooling, segments: tuple[Segment, ...]) -> PooledPrompt:
         most = self.reading.max_tokens
         if most is not None and len(token_ids) > most:
             raise PromptTooLong(

@@ -92,9 +92,7 @@ def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSp
         return ScoringSpec(token_ids=None, is_sigmoid=_is_sigmoid(directory, config), reading=reading)
     if "LogitScore" in modules:
         path = directory / modules["LogitScore"] / "config.json"
-        return ScoringSpec(
-            token_ids=_true_and_false(path), is_sigmoid=_is_sigmoid(directory, config), reading=reading
-        )
+        return ScoringSpec(token_ids=_true_and_false(path), is_sigmoid=_is_sigmoid(directory, config), reading=reading)
     if "Pooling" not in modules:
         raise UnsupportedModel(f"{MODULES} in {directory} names no pooling; one vector per text cannot be made")
     pool, includes_prompt = _pooling(directory / modules["Pooling"] / "config.json")

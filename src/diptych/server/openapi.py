@@ -43,6 +43,7 @@ _WORDS = {
     400: "the request is wrong; the message names the field, the value and the limit",
     401: "no valid key",
     404: "no such model or request",
+    409: "the request was ended from outside",
     413: "the body is too large",
     503: "overloaded or draining; see Retry-After",
 }
