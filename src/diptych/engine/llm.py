@@ -121,8 +121,7 @@ class LLM:
                 self.engine.make_request(prompt, params, arrival_s=arrival_s)  # type: ignore[arg-type]
                 for prompt, params in zip(asked, settings, strict=True)
             ]
-            done = self._run(requests, on_delta, is_cancelled)
-        return [completion(one, parts) for one, parts in done]
+            return self._run(requests, on_delta, is_cancelled)
 
     def embed(
         self,
@@ -181,9 +180,17 @@ class LLM:
                 self.engine.make_request(one.rendered, NO_TOKENS, arrival_s=arrival_s, pooling=one.pooling)
                 for one in prompts
             ]
-            return [opened for opened, _ in self._run(requests, None, None)]
+            return [opened for opened, _ in self._finished(requests, None, None)]
 
     def _run(
+        self,
+        requests: Sequence[Request],
+        on_delta: Callable[[int, OutputDelta], None] | None,
+        is_cancelled: Callable[[], bool] | None,
+    ) -> list[Completion]:
+        return [completion(one, parts) for one, parts in self._finished(requests, on_delta, is_cancelled)]
+
+    def _finished(
         self,
         requests: Sequence[Request],
         on_delta: Callable[[int, OutputDelta], None] | None,
