@@ -12,9 +12,11 @@ import torch
 from tests.embedding_files import PAIR_TEMPLATE, PROMPTS, judge, make_classifier, make_embedder, make_reranker, oracle
 from tests.engine.conftest import BACKENDS, tiny_config
 
+from diptych.compute.ceilings import Ceilings
 from diptych.compute.ops import cpu_kernels
 from diptych.engine.engine import Engine
 from diptych.engine.llm import LLM
+from diptych.engine.report import PhaseObserver, phase_report
 from diptych.ground.config import ComputeConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError, PromptTooLong, RequestError, UnsupportedModel
 from diptych.ground.events import StepBeginEvent
@@ -313,6 +315,22 @@ def test_refusals_name_what_and_how_many(embedder: Path, tmp_path: Path) -> None
         writer.embed("a")
     with pytest.raises(UnsupportedModel, match="3 labels"):
         fp32(make_classifier(tmp_path / "three", n_labels=3))
+
+
+def test_report_of_an_embedding_has_one_phase() -> None:
+    """The planner's and the report's word for it: a prefill, priced as one, and no decode."""
+    llm = LLM("bundled", task="embed", max_context_tokens=256, max_step_tokens=16)
+    observer = PhaseObserver()
+    llm.engine.listen(observer)
+    (one,) = llm.embed(TEXTS[1])
+    ceilings = Ceilings(read_bytes_per_s=1e9, flops_per_s=1e10, compute_dtype="bf16", threads=1)
+    report = phase_report(llm.loaded, observer, ceilings=ceilings, usage=one.usage, timings=one.timings)
+    assert report.decode is None
+    assert report.prefill.tokens == one.usage.prompt_tokens > 16
+    table = report.table()
+    assert "state after" in table
+    assert "no decode" in table
+    assert "TTFT" not in table
 
 
 def test_bundled_model_embeds_when_asked() -> None:
