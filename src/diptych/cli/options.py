@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.ground.config import BACKENDS, KV_FORMATS, MODEL_DRAFTERS, SPECULATE, WEIGHT_FORMATS, EngineConfig
+from diptych.ground.config import BACKENDS, KV_FORMATS, MODEL_DRAFTERS, SPECULATE, TASKS, WEIGHT_FORMATS, EngineConfig
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
@@ -45,6 +45,9 @@ Speculate = Annotated[
 DraftModel = Annotated[
     str | None,
     typer.Option("--draft-model", help=f"checkpoint of the drafter, for --speculate {' | '.join(MODEL_DRAFTERS)}"),
+]
+Task = Annotated[
+    str, typer.Option(help=f"what the model gives beside text, auto: as its files say: {' | '.join(TASKS)}")
 ]
 MaxDraftTokens = Annotated[int, typer.Option("--max-draft-tokens", help=CONFIG["max_draft_tokens"].what)]
 MaxStepTokens = Annotated[int, typer.Option(help=CONFIG["max_step_tokens"].what)]

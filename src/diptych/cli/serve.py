@@ -75,6 +75,7 @@ def serve(
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
     ] = True,
+    task: options.Task = "auto",
     settings: dict[str, Any],
     loras: dict[str, Any],
     runtime_lora: Annotated[
@@ -115,7 +116,7 @@ def serve(
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
-        lookup_memory_tokens=lookup_memory_tokens, **settings, **loras,
+        lookup_memory_tokens=lookup_memory_tokens, task=task, **settings, **loras,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

@@ -62,6 +62,7 @@ class Blueprint:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
         weights = load_decoder(self.source, loader, self.spec)
         ignored = (*family_named(self.spec).ignored, *(("lm_head.weight",) if self.spec.is_tied else ()))
+        ignored = ignored if self.spec.has_head else (*ignored, "score.weight")  # read by who scores (`pooler`)
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 
@@ -117,7 +118,16 @@ def draw_blueprint(
             "the files' own is used, as transformers does", path,
         )  # fmt: skip
         spec = replace(spec, is_tied=False)
-    return Blueprint(spec=spec, hf_config=hf_config, source=source)
+    return Blueprint(spec=_with_some_head(source, spec), hf_config=hf_config, source=source)
+
+
+def _with_some_head(source: Source, spec: ModelSpec) -> ModelSpec:
+    """Of a model without an output projection, the embedding stands where it would be and nobody draws from it."""
+    prefix = prefix_of(source, spec)
+    if spec.has_head and (prefix or spec.is_tied or source.has(head_name(source, prefix))):
+        return spec
+    logger.info("the checkpoint has no output projection: it gives embeddings or scores, and writes no text")
+    return replace(spec, is_tied=True, has_head=False)
 
 
 def _holds_another_head(source: Source, spec: ModelSpec) -> bool:

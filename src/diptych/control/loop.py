@@ -29,6 +29,7 @@ from diptych.ground.events import (
     Event,
     FinishEvent,
     PromptLogprobsEvent,
+    StateEvent,
     StepEndEvent,
     TokenEvent,
 )
@@ -203,17 +204,18 @@ class EngineCore:
         if prompt_tokens == 0:
             raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
         pool_tokens = self.pool.n_blocks * self.pool.block_tokens
-        if prompt_tokens >= self.config.max_context_tokens:
+        left, why = (0, "") if request.pooling is not None else (1, ", one being left for the answer")
+        if prompt_tokens + left > self.config.max_context_tokens:
             raise PromptTooLong(
                 f"prompt has {prompt_tokens} tokens; a context of {self.config.max_context_tokens} takes at most "
-                f"{self.config.max_context_tokens - 1}, one being left for the answer",
+                f"{self.config.max_context_tokens - left}{why}",
                 hint="shorten the prompt or raise max_context_tokens",
                 param="prompt",
             )
-        if prompt_tokens >= pool_tokens:
+        if prompt_tokens + left > pool_tokens:
             raise PromptTooLong(
                 f"prompt has {prompt_tokens} tokens; the KV pool of {self.pool.n_blocks} blocks of "
-                f"{self.pool.block_tokens} takes at most {pool_tokens - 1}, one being left for the answer",
+                f"{self.pool.block_tokens} takes at most {pool_tokens - left}{why}",
                 hint="shorten the prompt or give the KV pool more memory",
                 param="prompt",
             )
@@ -475,6 +477,10 @@ class EngineCore:
         events = self._prompt_logprobs(seq, chunk, result, now_s)
         if not result.token_ids:
             self._scheduler.register_computed(seq)
+            if seq.request.pooling is not None and seq.computed_tokens == seq.known_tokens:
+                events.append(StateEvent(seq.request.request_id, now_s, step_id, result.state))
+                events.append(self._end(seq, now_s, FinishReason.STOP))
+                self._forget_if_over(seq.request.request_id)
             return events
         if seq.status is Status.PREFILL:
             self._scheduler.register_computed(seq)

@@ -422,14 +422,12 @@ class Scheduler:
 
     def _lookup(self, seq: Sequence) -> list[PrefixEntry]:
         """The prefix hit a sequence without blocks would start from. Never covers its last known token."""
-        if seq.index == 0 and seq.request.sampling.prompt_logprobs is not None:
-            return []  # a cached token has no logits
         return self.pool.match(
             seq.token_ids,
             salt=seq.request.cache_scope,
             digests=seq.digests,
             root=self.root_of(seq.request.cache_scope),
-            max_blocks=(seq.known_tokens - 1) // self.pool.block_tokens,
+            max_blocks=seq.findable_tokens // self.pool.block_tokens,
         )
 
     def _take_hits(self, seq: Sequence, hits: list[PrefixEntry]) -> None:
@@ -450,7 +448,7 @@ class Scheduler:
             return limit
 
         def is_within(n_tokens: int) -> bool:
-            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, start + n_tokens == seq.known_tokens)
+            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens))
             return predict_s(draft.shape.plus(chunk)) <= budget_s
 
         n_tokens = longest_within(limit=limit, quantum=MIN_PREFILL_TOKENS, is_within=is_within)
@@ -473,7 +471,7 @@ class Scheduler:
             token_ids=tuple(seq.token_ids[start:end]),
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
-            samples=end == seq.known_tokens,
+            samples=seq.samples_at(end),
             wanted_drafts=self._first_wanted(seq, end),
         )
         draft.chunks.append(chunk)
@@ -492,6 +490,7 @@ class Scheduler:
                     seed=seq.seed,
                     eos_token_ids=seq.request.eos_token_ids,
                     adapter=None if seq.request.adapter is None else seq.request.adapter.number,
+                    pooling=seq.request.pooling,
                 )
             )
         draft.scheduled.extend(self._scheduled_events(seq, start, end, hit_tokens, draft))

@@ -27,12 +27,13 @@ from diptych.ground.events import (
     Event,
     FinishEvent,
     PromptLogprobsEvent,
+    StateEvent,
     StepBeginEvent,
     StepEndEvent,
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import AdapterRef, Request, SamplingParams
+from diptych.ground.request import AdapterRef, Pooling, Request, SamplingParams
 from diptych.ground.step import Executor, TokenLogprobs
 from diptych.metrics import EventBook, RequestRecord
 from diptych.stepper import Observe, Stepper
@@ -89,6 +90,7 @@ class OpenRequest:
             )
             for _ in range(sampling.n)
         ]
+        self.state: bytes | None = None  # [D] fp32, of a request that wants no tokens
         self.error: EngineError | None = None
         self.grammar: CompiledGrammar | None = None  # held, so that the sampler finds it compiled whenever it starts
 
@@ -147,7 +149,12 @@ class Engine:
         observe: Observe | None = None,
         back_memory: Callable[[Callable[[], bool]], None] = lambda wants_stop: None,
         adapters: Adapters,
+        writes: bool = True,
+        encodes: bool = False,
     ) -> None:
+        """writes: whether the model can write text; encodes: whether states may be asked of it."""
+        self._writes = writes
+        self._encodes = encodes
         self.core = core
         self.adapters = adapters
         self.clock = clock
@@ -204,12 +211,15 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: str | AdapterRef | None = None,
+        pooling: Pooling | None = None,
     ) -> Request:
         """Turn a prompt into a Request, and compile its grammar. Safe on any thread; may take up to seconds.
 
+        pooling: its state is wanted, and no tokens.
         Raises RequestError for an empty prompt, ids outside the vocabulary or an adapter that is not loaded, GrammarError for a
         bad constraint.
         """
+        self._refuse_other_task(pooling)
         token_ids, segments = prompt_ids(prompt, self.tokenizer, vocab_size=self._vocab_size)
         request = Request(
             request_id=f"req-{next(self._numbers)}" if request_id is None else request_id,
@@ -222,12 +232,22 @@ class Engine:
             segments=segments,
             prediction_token_ids=self._prediction_ids(sampling),
             adapter=adapter if adapter is None or isinstance(adapter, AdapterRef) else self.adapters.find(adapter),
+            pooling=pooling,
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)
         if sampling.structured is not None:
             self._grammars.compile(sampling.structured)  # here, off the engine's thread; `submit` finds it cached
         return request
+
+    def _refuse_other_task(self, pooling: Pooling | None) -> None:
+        if pooling is None and not self._writes:
+            raise RequestError(
+                "this model has no output projection: it embeds or scores texts, and writes none",
+                hint="ask for embeddings or scores, or load a model that writes",
+            )
+        if pooling is not None and not self._encodes:
+            raise RequestError("this model was loaded to write text", hint="load it with the task embed or score")
 
     def _prediction_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         prediction = getattr(sampling, "prediction", None)  # of another type: Request says so
@@ -328,6 +348,8 @@ class Engine:
                 self._on_finish(opened, event)
             elif isinstance(event, PromptLogprobsEvent):
                 opened.prompt_logprobs += event.entries
+            elif isinstance(event, StateEvent):
+                opened.state = event.state
             elif isinstance(event, ArrivalEvent):
                 opened.record = self.book.records[event.request_id]
         if steps is not None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from diptych.control.loop import CoreStats
+from diptych.engine.encoded import Embedding, Scores, embedding, scores
+from diptych.engine.encoder import NO_TOKENS, Encoder, PooledPrompt, Text
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
@@ -26,7 +28,7 @@ from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import AdapterRef, Request, SamplingParams
+from diptych.ground.request import AdapterRef, Pooling, Request, SamplingParams
 from diptych.ground.step import TokenLogprobs
 from diptych.metrics import RequestRecord
 
@@ -143,12 +145,79 @@ class LLM:
         with self._turns:
             self.engine.adapters.remove(name)
 
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+    ) -> list[Embedding]:
+        """The vector of each text, in order: a prefill without a decode. A text may be given as token ids.
+
+        prompt_name: an instruction that the model knows by name (query); instruction: one in words, put before every text.
+        dimensions: cut vectors to so many numbers (Matryoshka). Raises RequestError, PromptTooLong before anything runs.
+        """
+        encoder = self._encoder
+        if encoder.embedding is None:
+            raise RequestError("this model scores pairs and embeds nothing", hint="ask for scores")
+        encoder.check_dimensions(dimensions)
+        if instruction is not None and prompt_name is not None:
+            raise RequestError("prompt_name and instruction exclude each other", param="instruction")
+        asked = encoder.instruction(prompt_name) if instruction is None else instruction
+        given: list[Text] = prompt_list(texts)  # type: ignore[assignment]
+        return [
+            embedding(opened, encoder, dimensions)
+            for opened in self._read([encoder.prompt(text, instruction=asked) for text in given])
+        ]
+
+    def score(
+        self, query: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None
+    ) -> Scores:
+        """How well documents fit a query, by the model's judgement or, of a model that embeds, by cosine.
+
+        One query with every document, or as many queries as documents, pair by pair. instruction: what is asked.
+        """
+        queries = [query] if isinstance(query, str) else list(query)
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        queries = queries * len(texts) if len(queries) == 1 else queries
+        if len(queries) != len(texts):
+            raise RequestError(
+                f"{len(queries)} queries came with {len(texts)} documents; give one query, or as many", param="query"
+            )
+        ranking = self._encoder.ranking(list(zip(queries, texts, strict=True)), instruction=instruction)
+        return scores(self._read(ranking.prompts), ranking)
+
+    @property
+    def _encoder(self) -> Encoder:
+        encoder = self.loaded.encoder
+        if encoder is None:
+            raise RequestError("this model was loaded to write text", hint="load it with task='embed' or task='score'")
+        return encoder
+
+    def _read(self, prompts: Sequence[PooledPrompt]) -> list[OpenRequest]:
+        arrival_s = self.engine.clock.now_s()
+        with self._turns:
+            requests = [
+                self.engine.make_request(one.rendered, NO_TOKENS, arrival_s=arrival_s, pooling=one.pooling)
+                for one in prompts
+            ]
+            return [opened for opened, _ in self._finished(requests, None, None)]
+
     def _run(
         self,
         requests: Sequence[Request],
         on_delta: Callable[[int, OutputDelta], None] | None,
         is_cancelled: Callable[[], bool] | None,
     ) -> list[Completion]:
+        return [completion(one, parts) for one, parts in self._finished(requests, on_delta, is_cancelled)]
+
+    def _finished(
+        self,
+        requests: Sequence[Request],
+        on_delta: Callable[[int, OutputDelta], None] | None,
+        is_cancelled: Callable[[], bool] | None,
+    ) -> list[tuple[OpenRequest, list[OutputDelta]]]:
         deltas: list[list[OutputDelta]] = [[] for _ in requests]
         opened: list[OpenRequest] = []
         try:
@@ -166,7 +235,7 @@ class LLM:
             self.engine.stepper.abort(error)
             self._abort(requests)
             raise
-        return [completion(one, parts) for one, parts in zip(opened, deltas, strict=True)]
+        return list(zip(opened, deltas, strict=True))
 
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -366,8 +435,9 @@ class AsyncLLM:
         cache_salt: str | None = None,
         adapter: str | AdapterRef | None = None,
         arrival_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> RequestHandle:
-        """Submit a request and return its handle once the engine has taken it.
+        """Submit a request and return its handle once the engine has taken it. pooling: for its state and no tokens.
 
         adapter: the name of a loaded adapter, or what `Adapters.find` gave for it.
         arrival_s: when the request came in, on this engine's clock (default now), so that TTFT includes its rendering.
@@ -387,6 +457,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             adapter=adapter,
+            pooling=pooling,
         )
         loop = asyncio.get_running_loop()
         handle = RequestHandle(request, lambda: self.abort(request.request_id))

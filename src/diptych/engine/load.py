@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from diptych.compute.pooler import Pooler
 from diptych.compute.runner import Model, load_model, memory_of_block
 from diptych.compute.sampler import Sampler
 from diptych.compute.structured import GrammarCompiler
@@ -25,6 +26,7 @@ from diptych.engine.adapters import Adapters
 from diptych.engine.cost_view import CostView
 from diptych.engine.drafters import OpenDrafter, open_drafter
 from diptych.engine.drafting import Drafting
+from diptych.engine.encoder import Encoder, open_encoder
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.memory import Memory, memory_of
@@ -66,6 +68,7 @@ class LoadedModel:
     load_s: float  # until the first step can be run
     clock: Clock
     compute: ComputeConfig  # how it was asked to be loaded; a drafter is loaded alike
+    encoder: Encoder | None = None  # how it embeds or scores, where it does
 
 
 def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
@@ -113,6 +116,7 @@ def load(
         progress=progress,
         check=lambda spec: _check_pool(spec, config),
     )
+    encoder = open_encoder(directory, model.hf_config, tokenizer, template, task=config.task, spec=model.spec)
     served_name = BUNDLED_MODEL if name == "bundled" else name
     checkpoint_s = clock.now_s() - begin_s
     return LoadedModel(
@@ -125,6 +129,7 @@ def load(
         load_s=checkpoint_s,
         clock=clock,
         compute=config.compute,
+        encoder=encoder,
     )
 
 
@@ -143,7 +148,7 @@ def opened(
         raise ConfigError(f"model is {shown(model)}; it must be a name, a path or a loaded model")
     if not isinstance(model, LoadedModel):
         return load(str(model), config, progress=progress), config
-    late = [name for name in settings if SETTINGS[name] == "compute"]
+    late = [name for name in settings if SETTINGS[name] == "compute" or name == "task"]
     if late:
         raise ConfigError(
             f"{late[0]} is set, but the model is already loaded", hint="give the setting when it is loaded"
@@ -312,7 +317,9 @@ def make_machinery(
     drafting = None
     if drafter is not None:
         drafting = Drafting(drafter.drafter(n_blocks, sampler, clock=clock), vocab_size=model.spec.vocab_size)
-    executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting)
+    encoder = None if loaded is None else loaded.encoder
+    pooler = None if encoder is None else Pooler(encoder.tail)
+    executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting, pooler=pooler)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
@@ -364,4 +371,6 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         observe=machinery.observe,
         back_memory=machinery.executor.back_memory,
         adapters=adapters,
+        writes=loaded.model.spec.has_head,
+        encodes=loaded.encoder is not None,
     )

@@ -23,6 +23,7 @@ WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
 MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
+TASKS = ("auto", "generate", "embed", "score")
 SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
 PACKED_CACHE_BYTES = 32 * 2**30  # a dozen models of the sizes that a CPU serves
 MOST_DRAFT_ROWS = 128  # of all sequences of a step: beyond it a step is bound by arithmetic on every machine we know
@@ -150,6 +151,8 @@ class ComputeConfig:
 class EngineConfig:
     """Everything `LLM` needs. `max_context_tokens` None: the model's own; kv_memory_bytes None: a share of free memory.
 
+    task: what the model is for beside writing; auto: as its files say (`models.pooling`); generate: nothing; embed, score:
+    that too where they say nothing.
     draft_model: checkpoint of the drafter that `speculate` names, a folder or a hub name; None: the bundled model's own.
     loras: adapters to load at start, name -> folder or hub name. max_loras, max_lora_rank: what may be loaded, then or later.
     """
@@ -160,6 +163,7 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     block_tokens: int = 32
     seed: int = 0
+    task: str = "auto"
     draft_model: str | None = None
     loras: Mapping[str, str | Path] = field(default_factory=dict)
     max_loras: int = 8
@@ -171,6 +175,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a {kind.__name__}")
         _take(self, "max_context_tokens", "kv_memory_bytes", "block_tokens", "seed", "max_loras", "max_lora_rank")
+        one_of("task", self.task, TASKS)
         self._check_draft_model()
         self._check_loras()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import partial
 from types import MappingProxyType
 
@@ -196,6 +197,24 @@ def _logit_bias(value: object) -> Mapping[int, float]:
     return MappingProxyType(biases)
 
 
+class Pool(Enum):
+    """What becomes of the states of a prompt: that of its last token is kept, or their mean."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """A request for states in place of tokens: its prompt is read, nothing is written, and its blocks go at once.
+
+    first: where the mean begins; what stands before it (an instruction) is read and not averaged.
+    """
+
+    pool: Pool
+    first: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Tokens [start, end) of a prompt and where they came from (system, tools, user, assistant, document, ...)."""
@@ -225,6 +244,7 @@ class Request:
     `eos_token_ids` are the model's; `sampling.ignore_eos` switches them off. `cache_salt` keeps prefix-cache
     entries of different tenants apart. Higher `priority` is served sooner. prediction_token_ids: of `sampling.prediction`.
     adapter: None: the model as it is.
+    pooling: states are wanted and no tokens; then of `sampling` nothing is used.
 
     Raises RequestError for an impossible value; the prompt's ids are checked by whoever knows the vocabulary.
     """
@@ -239,6 +259,7 @@ class Request:
     segments: tuple[Segment, ...] = ()
     prediction_token_ids: tuple[int, ...] = ()
     adapter: AdapterRef | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would go wrong only later, in the middle of others' work."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from diptych.ground.errors import EngineError
 from diptych.ground.phase import Phase
-from diptych.ground.request import SamplingParams
+from diptych.ground.request import Pooling, SamplingParams
 from diptych.ground.shape import ChunkShape, StepShape
 
 
@@ -22,6 +22,7 @@ class SequenceStart:
 
     `seed` is already drawn; noise depends on (seed, position) and on nothing else. adapter: its number in the model.
     Sent exactly once per sequence, before or in the plan of its first chunk; a preempted sequence is not sent again.
+    pooling: no token is ever drawn; the pooled state of the prompt comes up with its last chunk.
     """
 
     seq_id: int
@@ -30,6 +31,7 @@ class SequenceStart:
     seed: int
     eos_token_ids: tuple[int, ...] = ()
     adapter: int | None = None
+    pooling: Pooling | None = None
 
 
 class Chunk(NamedTuple):
@@ -130,6 +132,7 @@ class ChunkResult:
     [start_pos + 1, end_pos], the last prompt token at most. A chunk from position 0 also has None for token 0, before which
     nothing stands. Control hands each position out once.
     `draft_token_ids`: guesses at what follows `token_ids`, at most as many as the chunk wanted, for the next chunk to verify.
+    `state`: [D] fp32 in native order, the pooled state of a prompt that asked for it, with its last chunk.
     `error`: why this sequence cannot go on; the others of the step are untouched, and nothing else here counts.
     """
 
@@ -139,6 +142,7 @@ class ChunkResult:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     is_complete: bool = False
     draft_token_ids: tuple[int, ...] = ()
+    state: bytes | None = None
     error: EngineError | None = None
 
 

@@ -25,6 +25,8 @@ from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.chat import ChatAnswer, turn_request
 from diptych.server.completions import CompletionAnswer
 from diptych.server.door import RequireKey
+from diptych.server.embeddings.routes import BODIES as EMBEDDING_BODIES
+from diptych.server.embeddings.routes import add_embeddings
 from diptych.server.errors import ApiError, error_response, from_engine_error
 from diptych.server.jobs import generate
 from diptych.server.loras import BODIES as LORA_BODIES
@@ -100,6 +102,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_generation(app, state)
     add_responses(app, state)
     add_messages(app, state)
+    add_embeddings(app, state)
     _add_text(app, state)
     _add_requests(app, state)
     _add_status(app, state)
@@ -107,7 +110,9 @@ def create_app(state: ServerState) -> FastAPI:
     _add_page(app, state)
     _add_short_paths(app)
     texts = (TokenizeBody, DetokenizeBody, TemplateBody)
-    install_openapi(app, CompletionBody, ChatBody, *RESPONSES_BODIES, *MESSAGES_BODIES, *LORA_BODIES, *texts)
+    install_openapi(
+        app, CompletionBody, ChatBody, *RESPONSES_BODIES, *MESSAGES_BODIES, *LORA_BODIES, *EMBEDDING_BODIES, *texts
+    )
     return app
 
 

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from diptych.engine.adapters import Adapters
+from diptych.engine.encoder import Encoder
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import RequestHandle
 from diptych.engine.text.template import RenderedPrompt
@@ -58,6 +59,7 @@ class Generation:
     desk: Desk
     workers: Workers
     accountant: Accountant
+    encoder: Encoder | None = None  # where the model embeds or scores
 
     @property
     def context_tokens(self) -> int:

@@ -107,6 +107,7 @@ class MetricsCollector(Collector):
         tokens.add_metric(["recomputed"], telemetry.recomputed_tokens)
         yield tokens
         yield _counter("diptych_output_tokens", "tokens handed out", telemetry.output_tokens)
+        yield _counter("diptych_states", "prompts read for an embedding or a score, and not answered", telemetry.states)
         yield _counter("diptych_reasoning_tokens", "output tokens between thinking tags", telemetry.reasoning_tokens)
         yield _counter("diptych_preemptions", "sequences that lost their blocks", telemetry.preemptions)
         faults = 0 if self.counts is None else self.counts.drafter_faults

@@ -44,6 +44,7 @@ _WORDS = {
     401: "no valid key",
     403: "this server was not started with the option for it",
     404: "no such model or request",
+    409: "the request was ended from outside",
     413: "the body is too large",
     503: "overloaded or draining; see Retry-After",
 }

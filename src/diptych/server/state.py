@@ -60,6 +60,7 @@ class ServerState:
             reader=self.reader,
             desk=self.desk,
             workers=self.workers,
+            encoder=loaded.encoder,
             accountant=Accountant(
                 work=work,
                 view=cost_view(engine),

@@ -63,6 +63,17 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
         count = to_json({"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)})
         return JsonAnswer(count, headers=ignored_header(body.ignored_fields))
 
+    @app.post("/v1/responses/compact", responses=responses(400))
+    async def compact_response() -> Response:
+        """Refused: what stands for a conversation afterwards is a summary in an encrypted item, which its own service reads."""
+        raise ApiError(
+            400,
+            "conversations are not compacted here: that is a summary, which a model would have to write\n"
+            'hint: send truncation "auto", which drops the first items of a prompt that is too long, or ask the model for a '
+            "summary and begin with it",
+            code="unsupported",
+        )
+
 
 def _add_stored(app: FastAPI, shared: Responses) -> None:
     refusals: dict[str, Any] = {"responses": responses(400, 404)}
