@@ -101,7 +101,11 @@ class DraftingToy(ToyExecutor):
         tables = [self.tables[chunk.seq_id] for chunk in plan.chunks]
         width = max(map(len, tables))
         tables_CM = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
-        drafts_of = self.drafter.propose(asked, [one.token_ids for one in result.results], tables_CM)
+        given = [one.token_ids for one in result.results]
+        self.drafter.follow(asked, given)
+        drafts_of = {}
+        if any(self.drafter.reads(chunk) for chunk in asked):
+            drafts_of = self.drafter.propose(asked, given, tables_CM)
         for chunk in asked:
             assert len(drafts_of.get(chunk.seq_id, ())) <= (chunk.wanted_drafts or 0)
         return replace(

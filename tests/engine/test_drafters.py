@@ -15,6 +15,7 @@ from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, u
 
 from diptych.compute.drafter import DraftModel
 from diptych.compute.ops import cpu_kernels
+from diptych.control.speculation import EveryGuess
 from diptych.engine.drafters import open_drafter
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, load, size_pool
@@ -135,18 +136,25 @@ def test_in_every_format(tiny_dir: Path, other_dir: Path, weights: str, kv: str)
 
 
 def test_a_neighbour_that_nobody_drafts_for_can_be_caught_up_with(exact: LoadedModel, tiny_dir: Path) -> None:
-    """Drafts are asked for late: the drafter reads what it has missed first, in several steps where that is much."""
+    """A sequence is given up and tried again later: the drafter first reads what it has missed, in several steps where that is
+    much. Nobody asked for it in this test once, as the switch that it turned had gone.
+    """
     config = tiny_config()
     params = replace(BASE, max_tokens=60)
     wanted = LLM(exact, config).generate([[7, 8, 9] * 40], params)
     llm = drafting(exact, config, tiny_dir)
-    scheduler = llm.engine.core._scheduler
-    scheduler._asks_executor = False  # for the prompt and the first tokens
 
-    def late(step: object) -> None:
-        scheduler._asks_executor = scheduler._asks_executor or llm.engine.core._next_step_id > 12
+    class Late(EveryGuess):
+        """Gives everybody up for the prompt and the first tokens."""
 
-    llm.engine.book.on_step.append(late)
+        def read(self, estimate: object, end: int, n: int) -> int | None:
+            return None
+
+        def ask(self, guesses, **settings):
+            is_late = llm.engine.core._next_step_id > 12
+            return super().choose(guesses, **settings) if is_late else [0] * len(guesses)
+
+    llm.engine.core._scheduler.drafts.depths = Late(rows=64)
     got = llm.generate([[7, 8, 9] * 40], params)
     assert [said(done) for done in got] == [said(done) for done in wanted]
     drafted, accepted = counts(got)
@@ -173,7 +181,7 @@ def _raise(*_: object, **__: object) -> None:
     raise Trouble("the drafter is broken")
 
 
-@pytest.mark.parametrize("method", ["begin", "end", "copy_blocks", "propose"])
+@pytest.mark.parametrize("method", ["begin", "end", "copy_blocks", "follow", "reads", "propose"])
 def test_a_drafter_that_raises_is_switched_off(
     exact: LoadedModel, tiny_dir: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -205,21 +205,24 @@ def watched(llm: LLM) -> list[tuple[list[int], list[int]]]:
     seen: list[tuple[list[int], list[int]]] = []
     texts: dict[int, list[int]] = {}
     drafter = drafting._drafter
-    begin, propose = drafter.begin, drafter.propose
+    begin, follow, propose = drafter.begin, drafter.follow, drafter.propose
 
     def begun(start: Any) -> None:
         texts[start.seq_id] = list(start.prompt_token_ids)
         begin(start)
 
-    def proposed(chunks: Any, token_ids: Any, *rest: Any) -> Any:
+    def followed(chunks: Any, token_ids: Any) -> None:
         for chunk, given in zip(chunks, token_ids, strict=True):
             if given:
                 texts[chunk.seq_id][chunk.end_pos - len(chunk.draft_token_ids) :] = given
+        follow(chunks, token_ids)
+
+    def proposed(chunks: Any, token_ids: Any, *rest: Any) -> Any:
         found = propose(chunks, token_ids, *rest)
         seen.extend((list(texts[seq_id]), list(drafts)) for seq_id, drafts in found.items())
         return found
 
-    drafter.begin, drafter.propose = begun, proposed
+    drafter.begin, drafter.follow, drafter.propose = begun, followed, proposed
     return seen
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from diptych.control.blocks import BlockPool
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import FIRST_DRAFTS, NO_GUESS, Depths, Guesser, Priced
+from diptych.control.speculation import NO_GUESS, Depths, Guesser, Priced
 from diptych.control.step_draft import StepDraft
 from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.shape import StepShape
@@ -41,13 +41,14 @@ class DraftPlanner:
             self._ask(draft, planned, plain)
 
     def wanted_behind(self, seq: Sequence, end: int) -> int | None:
-        """How many drafts to ask of the executor behind a prefill chunk that ends there."""
-        most = self.guesser.most_drafts(seq.request)
-        if self.guesser.executor_drafter is None or not most:
+        """How many drafts to ask of the executor behind a prefill chunk that ends there; None: its drafter does not read it."""
+        if self.guesser.executor_drafter is None:
             return None
-        if end < seq.known_tokens:
-            return 0
-        return max(0, min(FIRST_DRAFTS, most, seq.max_output_tokens - seq.output_tokens - 2))
+        self.begin(seq)
+        if seq.speculation is None:
+            return None
+        left = seq.max_output_tokens - seq.output_tokens - 2 if end == seq.known_tokens else 0
+        return seq.speculation.wanted_behind(end, max(0, left))
 
     def take_back(self, seq: Sequence) -> None:
         """After a step with drafts: blocks behind what is computed go back, as if they had never been taken."""
@@ -108,7 +109,7 @@ class DraftPlanner:
     def _ask(self, draft: StepDraft, planned: Mapping[int, Sequence], plain: StepShape) -> None:
         """Say how many drafts the executor is to make behind each decode chunk: as many as would pay in a step like this.
 
-        plain: the step without drafts.
+        plain: the step without drafts. A chunk behind which none is wanted is not read by the executor's drafter at all.
         """
         n_decodes = len(draft.decode_request_ids)
         priced: list[Priced] = [NO_GUESS] * n_decodes
@@ -122,5 +123,6 @@ class DraftPlanner:
             most_rows=min(self._config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
             limit_s=self._config.stall_budget_s,
         )
-        for i, _ in draft.speculations:
-            draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=wanted[i])
+        for i, n_wanted in enumerate(wanted):
+            if n_wanted:
+                draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=n_wanted)

@@ -136,6 +136,7 @@ class Scheduler:
             seq = self.received.first
             self.received.remove(seq)
             seq.move(Status.DECODE)
+            self.drafts.begin(seq)
             self.decoding.add(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from diptych.compute.model import Model
 from diptych.compute.runner import build, load_model
 from diptych.compute.sampler import Sampler
 from diptych.compute.weights import resolve_model_dir
+from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock
@@ -74,6 +75,10 @@ class OpenDrafter(ABC):
     def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
         """Ready to draft for a pool of `n_blocks`."""
 
+    def prices(self, predict_s: Callable[[StepShape], float]) -> DraftPrices:
+        """What its drafts cost an engine whose steps take predict_s."""
+        return DraftPrices(predict_s, draft_s=self.price_s)
+
     def price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """Seconds that it takes in a step of this shape for so many drafts of each decode chunk: a forward for each depth."""
         n = sum(depth > 0 for depth in depths)
@@ -95,6 +100,14 @@ class OpenDrafter(ABC):
 
 class OpenDraftModel(OpenDrafter):
     """A second model."""
+
+    def prices(self, predict_s: Callable[[StepShape], float]) -> DraftPrices:
+        """It reads what it has missed of a sequence, too."""
+        return DraftPrices(predict_s, draft_s=self.price_s, read_s=self.read_s)
+
+    def read_s(self, n_tokens: int) -> float:
+        """Seconds to read so many tokens at once."""
+        return self.times.estimate_s(StepShape.prefill(batch=1, new_tokens=n_tokens))
 
     def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
         """See OpenDrafter."""

@@ -290,7 +290,7 @@ def make_machinery(
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
     predict_s = step_time.predict_s if calibrated is None else calibrated.predict_s
-    prices = DraftPrices(predict_s, draft_s=None if drafter is None else drafter.price_s)
+    prices = DraftPrices(predict_s) if drafter is None else drafter.prices(predict_s)
 
     def observe(shape: StepShape, measured_s: float) -> None:
         step_time.observe(shape, measured_s)
@@ -310,7 +310,11 @@ def make_machinery(
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     drafting = None
     if drafter is not None:
-        drafting = Drafting(drafter.drafter(n_blocks, sampler, clock=clock), vocab_size=model.spec.vocab_size)
+        drafting = Drafting(
+            drafter.drafter(n_blocks, sampler, clock=clock),
+            vocab_size=model.spec.vocab_size,
+            observe=prices.observe_drafting,
+        )
     executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
