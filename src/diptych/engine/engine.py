@@ -145,13 +145,16 @@ class Engine:
         grammars: GrammarCompiler,
         observe: Observe | None = None,
         back_memory: Callable[[Callable[[], bool]], None] = lambda wants_stop: None,
+        drafter_faults: Callable[[], int] = lambda: 0,
     ) -> None:
+        """drafter_faults: of the drafter that the executor runs; the core counts those of its own."""
         self.core = core
         self.clock = clock
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._grammars = grammars
         self.back_memory = back_memory
+        self._drafter_faults = drafter_faults
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
         self.book = EventBook()  # of every open request, and of every step
@@ -171,7 +174,8 @@ class Engine:
 
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks right now."""
-        return self.core.stats()
+        stats = self.core.stats()
+        return replace(stats, drafter_faults=stats.drafter_faults + self._drafter_faults())
 
     def listen(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
         """Call `listener` with every batch of events, on the engine's thread. Returns the function that ends it."""

@@ -354,6 +354,7 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     grammars = GrammarCompiler(tokenizer, vocab_size)
     machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars, loaded=loaded)
     loaded.load_s = loaded.checkpoint_s + loaded.clock.now_s() - begin_s
+    drafting = machinery.executor.drafting
     return Engine(
         machinery.core,
         machinery.executor,
@@ -363,4 +364,5 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         grammars=grammars,
         observe=machinery.observe,
         back_memory=machinery.executor.back_memory,
+        drafter_faults=lambda: 0 if drafting is None else drafting.failures,
     )
