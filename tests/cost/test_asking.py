@@ -138,10 +138,12 @@ ACCEPTANCES = {"0": 0.0, "0.3": 0.3, "0.6": 0.6, "0.9": 0.9, "just wrong": just_
 def test_the_drafter_never_costs_more_than_its_bound(acceptance, length, batch, draft_s):
     """An eagle head cost 39 % at temperature 0.8, where none of its drafts was wanted. At every moment, not in the end only.
 
-    With a right belief of what a forward of it takes, with one that is ten times too low and one ten times too high.
+    With a right belief of what a forward of it takes, with one that is ten times too low and one ten times too high, and
+    where rows are thought to be free.
     """
-    for believed in (1.0, 0.1, 10.0):
+    for believed, predict_s in ((1.0, flat), (0.1, flat), (10.0, flat), (1.0, lambda shape: 1.0)):
         world = World(
+            predict_s=predict_s,
             batch=batch,
             acceptance=ACCEPTANCES[acceptance],
             length=length,
@@ -152,6 +154,15 @@ def test_the_drafter_never_costs_more_than_its_bound(acceptance, length, batch, 
         for _ in range(300):
             world.step()
             assert world.seconds <= world.bound_s, (believed, len(world.asked))
+
+
+def test_a_disturbed_machine_is_not_the_drafters_fault():
+    """One measurement of a hundred steps' time would keep it from being asked for ten thousand."""
+    world = World(acceptance=0.9, draft_s=0.1).steps(100)
+    shape = StepShape.decode(batch=1, context_tokens=100)
+    world.prices.observe_drafting(shape, [4], 100.0, n_read=1)
+    world.steps(200)
+    assert min(map(bool, world.asked[-20:])), "asked again"
 
 
 def test_what_it_costs_where_it_never_pays_goes_to_nothing():
@@ -233,6 +244,18 @@ def test_what_was_missed_is_paid_for_before_it_is_read():
     far.places[0].start, far.places[0].read = 1000, 0  # 20 steps' time: more than the purse ever holds
     far.steps(2000)
     assert not any(far.asked)
+
+
+def test_an_empty_purse_stops_even_what_should_pay():
+    """Prices may be wrong; what was spent is not. It earns a hundredth of a step with every step."""
+    world = World(acceptance=0.95, draft_s=0.1).steps(50)
+    assert world.asked[-1] > 1
+    world.prices.purse.pay(world.prices.purse.balance_s + 0.5)
+    world.places[0].at_hand = 0
+    n = len(world.asked)
+    world.steps(100)
+    assert not any(world.asked[n : n + 45])
+    assert any(world.asked[n + 45 :])
 
 
 def test_full_purses_do_not_grow():

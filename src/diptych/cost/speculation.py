@@ -31,6 +31,7 @@ _TRUST = 0.1  # weight of a newest measurement over predicted time, once there a
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
 _TRIED_SHARE = 8  # one of so many sequences that were given up is tried at a time
 _FEW_TOKENS = 2 * MOST_DEPTH  # read by the executor's drafter with the next guess, for nothing
+_DISTURBED = 3.0  # times what was expected: the machine did something else, which the drafter does not pay for
 _FARTHEST = 1.5  # what one measurement may say beyond those before it: the machine may have been busy
 
 
@@ -113,6 +114,8 @@ class DraftPrices:
         self._verify: dict[int, _Ratio] = {}
         self._drafting = _Ratio()
         self._has_asked = False  # the executor's drafter, in the step that is planned
+        # its share of that step's drafts, the step's price without drafts and with
+        self._sent: tuple[float, float, float] | None = None
         self._last_shape: StepShape | None = None
 
     def begin(self, name: str, kind: int = 0) -> Acceptance:
@@ -176,7 +179,7 @@ class DraftPrices:
             if any(probe) and price_s(probe) <= most_s:
                 depths = probe
         if self._asked_pools and any(depths):
-            self._pay_for_rows(guesses, depths, price_s)
+            self._note_rows(guesses, depths, price_s)
         return depths
 
     def ask(
@@ -263,17 +266,16 @@ class DraftPrices:
             refused = refused[: len(refused) // 2]
         return depths
 
-    def _pay_for_rows(
+    def _note_rows(
         self,
         guesses: Sequence[tuple[Acceptance, int, int]],
         depths: list[int],
         price_s: Callable[[list[int]], float],
     ) -> None:
-        """The executor's drafts in a step pay for their part of its rows."""
+        """The executor's drafts in a step are to pay for their part of what it takes longer."""
         rows = sum(depth for (estimate, _, _), depth in zip(guesses, depths, strict=True) if type(estimate) is Asked)
         if rows:
-            longer_s = price_s(depths) - price_s([0] * len(depths))
-            self.purse.pay(longer_s * rows / sum(depths))
+            self._sent = (rows / sum(depths), price_s([0] * len(depths)), price_s(depths))
 
     def _decide(
         self,
@@ -299,6 +301,10 @@ class DraftPrices:
 
     def observe(self, shape: StepShape, measured_s: float) -> None:
         """Learn how far off predictions are for steps with and without drafts; steps with prefill say nothing of it."""
+        if self._sent is not None:
+            (share, plain_s, longer_s), self._sent = self._sent, None
+            took_s = longer_s if shape.prefill_tokens else min(measured_s, _FARTHEST * longer_s)
+            self.purse.pay(share * max(0.0, took_s - plain_s))
         if not (self._pools or self._asked_pools) or shape.prefill_tokens or not shape.decode_tokens:
             return
         ratio = measured_s / max(self._predict_s(shape), 1e-12)
@@ -315,10 +321,15 @@ class DraftPrices:
 
     def observe_drafting(self, shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int) -> None:
         """The executor's drafter took so long in a step of this shape, for these drafts; it read n_read tokens for them."""
-        self.purse.pay(measured_s)
-        if self._draft_s is None or not any(depths) or n_read > _FEW_TOKENS * len(depths):
-            return
-        self._drafting.add(measured_s / max(self._draft_s(shape, depths), 1e-12))
+        expected_s = self._predict_s(shape) * self._plain.value  # to read is never dearer than to compute
+        if any(depths) and self._draft_s is not None:
+            drafting_s = self._draft_s(shape, depths)
+            expected_s = drafting_s * self._drafting.value
+            if n_read <= _FEW_TOKENS * len(depths):
+                self._drafting.add(measured_s / max(drafting_s, 1e-12))
+            elif self._read_s is not None:
+                expected_s += self._read_s(n_read)
+        self.purse.pay(min(measured_s, _DISTURBED * expected_s) if self._drafting.is_known else measured_s)
 
     def _price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """Seconds of the step with these depths of its decode chunks."""
