@@ -142,7 +142,7 @@ def test_the_drafter_is_right_in_random_worlds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", range(10))
+@pytest.mark.parametrize("shard", range(40))
 def test_the_drafter_is_right_in_ten_thousand_worlds(shard: int) -> None:
-    """The same for many more."""
-    check(range(shard, 10_000, 10))
+    """The same for many more, in pieces of some ten seconds: `-k "[7]"` runs one of the forty."""
+    check(range(shard, 10_000, 40))
