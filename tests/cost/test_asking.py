@@ -258,6 +258,27 @@ def test_an_empty_purse_stops_even_what_should_pay():
     assert any(world.asked[n + 45 :])
 
 
+def test_waiting_for_money_costs_nothing():
+    """Every step asked for the price of a trial that could not be paid, which took a twentieth of a small model's step."""
+    n_priced = 0
+
+    def counted(shape: StepShape) -> float:
+        nonlocal n_priced
+        n_priced += 1
+        return flat(shape)
+
+    world = World(acceptance=0.0, draft_s=0.9, predict_s=counted).steps(100)
+    world.places[0].estimate.begin_trial()
+    world.prices.purse.balance_s = 0.1
+    world.step()
+    n_priced = 0
+    world.steps(50)
+    assert not any(world.asked[-50:])
+    assert n_priced <= 3 * 50
+    world.steps(60)
+    assert any(world.asked[-60:])
+
+
 def test_full_purses_do_not_grow():
     """Or a good hour would let the next one be as bad."""
     purse = Purse()

@@ -31,6 +31,8 @@ _TRUST = 0.1  # weight of a newest measurement over predicted time, once there a
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
 _TRIED_SHARE = 8  # one of so many sequences that were given up is tried at a time
 _FEW_TOKENS = 2 * MOST_DEPTH  # read by the executor's drafter with the next guess, for nothing
+_FORGOTTEN = 0.95  # of a price that the purse could not pay is left a step later
+_FEW_DEPTHS = 4  # are enough to see whether a drafter pays for all sequences alike
 _DISTURBED = 3.0  # times what was expected: the machine did something else, which the drafter does not pay for
 _FARTHEST = 1.5  # what one measurement may say beyond those before it: the machine may have been busy
 
@@ -113,6 +115,7 @@ class DraftPrices:
         self._plain = _Ratio()
         self._verify: dict[int, _Ratio] = {}
         self._drafting = _Ratio()
+        self._short_of_s = 0.0  # what the last trial costs: until the purse holds it, no price is asked for another
         self._has_asked = False  # the executor's drafter, in the step that is planned
         # its share of that step's drafts, the step's price without drafts and with
         self._sent: tuple[float, float, float] | None = None
@@ -128,9 +131,9 @@ class DraftPrices:
         own = Asked(self.purse, pool)
         shape = self._last_shape
         if shape is not None:
-            chances = [pool.chances(MOST_DEPTH)] * shape.n_sequences
+            chances = [pool.chances(_FEW_DEPTHS)] * shape.n_sequences
             price_s = partial(self._price_and_draft_s, shape)
-            most_rows = MOST_DEPTH * shape.n_sequences
+            most_rows = _FEW_DEPTHS * shape.n_sequences
             if not any(choose_depths(chances, n_sure=len(chances), most_rows=most_rows, price_s=price_s)):
                 own.state = Asking.GIVEN_UP
         return own
@@ -199,7 +202,9 @@ class DraftPrices:
         plain_s = self._price_s(shape, depths)
         self.purse.fill(plain_s, len(guesses))
         self._last_shape = shape
-        if self.purse.is_empty:
+        is_short = self.purse.balance_s < self._short_of_s and all(guesses[i][0].state is Asking.TRIED for i in asked)
+        if self.purse.is_empty or is_short:
+            self._short_of_s *= _FORGOTTEN
             return depths
         starts = [one.start_pos for one in shape.shapes for _ in range(one.count)]
         asked = [i for i in asked if self._can_read(starts[i] - guesses[i][0].read_tokens)]
@@ -261,7 +266,8 @@ class DraftPrices:
             tried = list(depths)
             for i in refused:
                 tried[i] = 1
-            if not self._drafting.is_known or price_s(tried) - before_s <= self.purse.balance_s:
+            self._short_of_s = price_s(tried) - before_s
+            if not self._drafting.is_known or self._short_of_s <= self.purse.balance_s:
                 return tried
             refused = refused[: len(refused) // 2]
         return depths
