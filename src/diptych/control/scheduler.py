@@ -185,7 +185,8 @@ class Scheduler:
         if self.received:
             self._start_received()
         self._plan_decodes(draft)
-        self._plan_prefills(draft)
+        if self.waiting or self.prefilling:
+            self._plan_prefills(draft)
         if draft.speculations:
             self.drafts.add(draft, self.planned, promised_blocks=self._promised_blocks)
         if not draft.chunks:
