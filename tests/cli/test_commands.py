@@ -121,9 +121,9 @@ def test_bench_json_has_the_promised_shape() -> None:
         assert point["context_tokens"] >= point["prompt_tokens"]
 
 
-@pytest.mark.parametrize("extra", [(), ("--rate", "50")])
+@pytest.mark.parametrize("extra", [(), ("--rate", "50", "--speculate", "draft")])
 def test_mix_json_has_the_promised_shape(extra: tuple[str, ...]) -> None:
-    """All at once and at a Poisson rate, every request answered."""
+    """All at once and at a Poisson rate, every request answered; the bundled drafter was not found without --draft-model."""
     done = diptych("bench", "mix", "--requests", "6", "--prompt-tokens", "4:40", "--new-tokens", "2:9", "--repeat", "2",
                    "--json", *extra)  # fmt: skip
     assert done.returncode == 0, done.stderr

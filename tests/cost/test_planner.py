@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from diptych.cost.acceptance import chances_at, expected_tokens
 from diptych.cost.advice import chunk_for, pools_for, speculation, speculation_advice, what_ifs
 from diptych.cost.components import kv_bytes_of_context
 from diptych.cost.memory import capacity_of
 from diptych.cost.planner import Question, compute_bound_batch, make_plan, quadratic_prompt_tokens
 from diptych.cost.setup import find_model, setup_of
-from diptych.cost.speculation import chances_at, expected_tokens
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import Bottleneck

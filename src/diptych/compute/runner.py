@@ -129,9 +129,15 @@ def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
     return hf_config, str(path), checkpoint, config
 
 
-def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
-    """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
-    return build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
+def random_model(
+    hf_config: Mapping[str, Any], config: ComputeConfig, seed: int, *, beside: Model | None = None
+) -> Model:
+    """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed.
+
+    beside: a model that it takes turns with, on the same threads.
+    """
+    blueprint = draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope)
+    return build(blueprint, config, beside=beside)
 
 
 def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -> tuple[torch.device, int]:

@@ -517,10 +517,10 @@ class EngineCore:
                 self._forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
-        if chunk.wanted_drafts is not None and seq.speculation is not None:
+        if seq.speculation is not None:
             seq.speculation.hand(result.draft_token_ids)
         if n_drafted:
-            self._scheduler.take_back_drafts(seq)
+            self._scheduler.drafts.take_back(seq)
             events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))
         return events
 

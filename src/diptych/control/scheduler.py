@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
+from diptych.control.draft_planner import DraftPlanner
 from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import FIRST_DRAFTS, NO_GUESS, Depths, Guesser, Priced, Speculation
-from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
+from diptych.control.speculation import Depths, Guesser
+from diptych.control.step_draft import StepDraft
+from diptych.ground.config import SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
 from diptych.ground.request import CacheScope
@@ -23,26 +25,6 @@ from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.step import BlockCopy, Chunk, SequenceStart, StepPlan
 
 Predict = Callable[[StepShape], float]
-
-
-NOTHING = StepShape(())
-
-
-class StepDraft:
-    """A plan in the making; lives for one call of `Scheduler.plan`."""
-
-    def __init__(self, *, step_id: int, now_s: float, budget_tokens: int) -> None:
-        self.step_id = step_id
-        self.now_s = now_s
-        self.left_tokens = budget_tokens
-        self.shape = NOTHING
-        self.chunks: list[Chunk] = []
-        self.copies: list[BlockCopy] = []
-        self.starts: list[SequenceStart] = []
-        self.preempted: list[Event] = []
-        self.scheduled: list[Event] = []
-        self.decode_request_ids: list[str] = []
-        self.speculations: list[tuple[int, Speculation]] = []  # of decode chunks that have drafters, by chunk
 
 
 class Scheduler:
@@ -61,8 +43,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.predict_s = predict_s
-        self.depths = depths
-        self.guesser = guesser
+        self.drafts = DraftPlanner(config, pool, depths=depths, guesser=guesser)
         self.waiting = RankedList()
         self.prefilling = RankedList()
         self.decoding = RankedList()
@@ -119,8 +100,7 @@ class Scheduler:
         """Its prompt is computed and its first new token known."""
         seq.move(Status.DECODE)
         assert seq.promised_blocks == 0, seq.promised_blocks
-        if seq.speculation is None:
-            seq.speculation = self.guesser.begin(seq.request, self.depths)
+        self.drafts.begin(seq)
         self.prefilling.remove(seq)
         self.decoding.add(seq)
 
@@ -157,6 +137,7 @@ class Scheduler:
             seq = self.received.first
             self.received.remove(seq)
             seq.move(Status.DECODE)
+            self.drafts.begin(seq)
             self.decoding.add(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -208,10 +189,7 @@ class Scheduler:
         if self.waiting or self.prefilling:
             self._plan_prefills(draft)
         if draft.speculations:
-            plain = draft.shape
-            self._add_drafts(draft)
-            if self.guesser.executor_drafter is not None:
-                self._ask_drafts(draft, plain)
+            self.drafts.add(draft, self.planned, promised_blocks=self._promised_blocks)
         if not draft.chunks:
             return None, draft.preempted
         plan = StepPlan(
@@ -258,90 +236,6 @@ class Scheduler:
         if shapes:
             draft.left_tokens -= len(shapes)
             draft.shape = StepShape(shapes)
-
-    def _add_drafts(self, draft: StepDraft) -> None:
-        """Lengthen decode chunks by guesses, out of the rows and blocks that everybody else has left."""
-        n_decodes = len(draft.decode_request_ids)
-        is_due = self.depths.is_due(n_decodes)
-        n_free = max(0, self.pool.available_blocks - self._promised_blocks)
-        guesses: dict[int, list[int]] = {}
-        priced: list[Priced] = [NO_GUESS] * n_decodes
-        if self.guesser.memory is not None:
-            self.guesser.memory.read()
-        for i, speculation in draft.speculations:
-            if not is_due and not speculation.has_drafts_at_hand:
-                continue  # the price said no of late, and guesses cost time
-            chunk = draft.chunks[i]
-            seq = self.planned[chunk.seq_id]
-            guess = speculation.propose(seq.token_ids)
-            room = (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos
-            n = min(1 + MOST_DRAFT_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
-            if n > 0:
-                guesses[i], priced[i] = guess, speculation.priced(n)
-        if not guesses:
-            return
-        depths = self.depths.choose(
-            priced,
-            shape=draft.shape,
-            most_rows=min(draft.left_tokens, MOST_DRAFT_ROWS),
-            limit_s=self.config.stall_budget_s,
-        )
-        if not any(depths):
-            return
-        depths = [self._send_drafts(draft, i, guesses[i][:depth]) if depth else 0 for i, depth in enumerate(depths)]
-        draft.shape = draft.shape.with_drafts(depths)
-        draft.left_tokens -= sum(depths)
-
-    def _ask_drafts(self, draft: StepDraft, plain: StepShape) -> None:
-        """Say how many drafts the executor is to make behind each decode chunk: as many as would pay in a step like this.
-
-        plain: the step without drafts.
-        """
-        n_decodes = len(draft.decode_request_ids)
-        priced: list[Priced] = [NO_GUESS] * n_decodes
-        for i, speculation in draft.speculations:
-            seq = self.planned[draft.chunks[i].seq_id]
-            left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
-            priced[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
-        wanted = self.depths.ask(
-            priced,
-            shape=StepShape(plain.shapes[:n_decodes]),
-            most_rows=min(self.config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
-            limit_s=self.config.stall_budget_s,
-        )
-        for i, _ in draft.speculations:
-            draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=wanted[i])
-
-    def _first_wanted(self, seq: Sequence, end: int) -> int | None:
-        """How many drafts to ask of the executor behind a prefill chunk that ends there."""
-        most = self.guesser.most_drafts(seq.request)
-        if self.guesser.executor_drafter is None or not most:
-            return None
-        if end < seq.known_tokens:
-            return 0
-        return max(0, min(FIRST_DRAFTS, most, seq.max_output_tokens - seq.output_tokens - 2))
-
-    def _send_drafts(self, draft: StepDraft, i: int, guess: list[int]) -> int:
-        """Put a guess behind chunk `i`, as far as blocks go; answers its length. Others' drafts may have taken blocks."""
-        chunk = draft.chunks[i]
-        seq = self.planned[chunk.seq_id]
-        n_free = max(0, self.pool.available_blocks - self._promised_blocks)
-        del guess[max(0, (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos) :]
-        n_new = self.pool.blocks_for(chunk.end_pos + len(guess)) - len(seq.block_ids)
-        if n_new > 0:
-            seq.block_ids.extend(self.pool.take(n_new))
-            seq.table_sent = len(seq.block_ids)
-        draft.chunks[i] = chunk._replace(
-            token_ids=(*chunk.token_ids, *guess), new_block_ids=tuple(seq.block_ids[chunk.first_new_block :])
-        )
-        return len(guess)
-
-    def take_back_drafts(self, seq: Sequence) -> None:
-        """After a step with drafts: blocks behind what is computed go back, as if they had never been taken."""
-        n_kept = self.pool.blocks_for(seq.computed_tokens)
-        while len(seq.block_ids) > n_kept:
-            self.pool.drop(seq.block_ids.pop())
-        seq.table_sent = min(seq.table_sent, n_kept)
 
     def _make_room(self, seq: Sequence, draft: StepDraft) -> bool:
         """Preempt until the next token of this decoding sequence finds a block; False when it had to go itself."""
@@ -472,7 +366,7 @@ class Scheduler:
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
             samples=seq.samples_at(end),
-            wanted_drafts=self._first_wanted(seq, end),
+            wanted_drafts=self.drafts.wanted_behind(seq, end),
         )
         draft.chunks.append(chunk)
         draft.shape = draft.shape.plus(chunk.shape)

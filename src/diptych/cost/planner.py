@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
+from diptych.cost.acceptance import MOST_DEPTH
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
 from diptych.cost.memory import Capacity, capacity_of
 from diptych.cost.parameters import (
@@ -23,7 +24,6 @@ from diptych.cost.parameters import (
 )
 from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
-from diptych.cost.speculation import MOST_DEPTH
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape

@@ -151,8 +151,11 @@ class Engine:
         adapters: Adapters,
         writes: bool = True,
         encodes: bool = False,
+        drafter_faults: Callable[[], int] = lambda: 0,
     ) -> None:
-        """writes: whether the model can write text; encodes: whether states may be asked of it."""
+        """writes: whether the model can write text; encodes: whether states may be asked of it.
+        drafter_faults: of the drafter that the executor runs; the core counts those of its own.
+        """
         self._writes = writes
         self._encodes = encodes
         self.core = core
@@ -162,6 +165,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._grammars = grammars
         self.back_memory = back_memory
+        self._drafter_faults = drafter_faults
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
         self.book = EventBook()  # of every open request, and of every step
@@ -181,7 +185,8 @@ class Engine:
 
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks right now."""
-        return self.core.stats()
+        stats = self.core.stats()
+        return replace(stats, drafter_faults=stats.drafter_faults + self._drafter_faults())
 
     def adapter_counts(self) -> AdapterCounts:
         """Of this moment. On any thread: list() of a dict is one C call."""

@@ -96,6 +96,7 @@ class ModelExecutor:
                 drawn_s = self._clock.now_s()
                 results = self.drafting.propose(plan, results, self._tables_of, drafted)
                 draft_s = self._clock.now_s() - drawn_s
+                self.drafting.tell(plan, results, draft_s)
         except EngineError:
             raise
         except Exception as error:

@@ -296,7 +296,7 @@ def make_machinery(
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
     predict_s = step_time.predict_s if calibrated is None else calibrated.predict_s
-    prices = DraftPrices(predict_s, draft_s=None if drafter is None else drafter.price_s)
+    prices = DraftPrices(predict_s) if drafter is None else drafter.prices(predict_s)
 
     def observe(shape: StepShape, measured_s: float) -> None:
         step_time.observe(shape, measured_s)
@@ -316,7 +316,11 @@ def make_machinery(
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     drafting = None
     if drafter is not None:
-        drafting = Drafting(drafter.drafter(n_blocks, sampler, clock=clock), vocab_size=model.spec.vocab_size)
+        drafting = Drafting(
+            drafter.drafter(n_blocks, sampler, clock=clock),
+            vocab_size=model.spec.vocab_size,
+            observe=prices.observe_drafting,
+        )
     encoder = None if loaded is None else loaded.encoder
     pooler = None if encoder is None else Pooler(encoder.tail)
     executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting, pooler=pooler)
@@ -361,6 +365,7 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         adapters.add(name, adapters.read(name, path, takes_hub_names=True))
     machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars, loaded=loaded)
     loaded.load_s = loaded.checkpoint_s + loaded.clock.now_s() - begin_s
+    drafting = machinery.executor.drafting
     return Engine(
         machinery.core,
         machinery.executor,
@@ -373,4 +378,5 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         adapters=adapters,
         writes=loaded.model.spec.has_head,
         encodes=loaded.encoder is not None,
+        drafter_faults=lambda: 0 if drafting is None else drafting.failures,
     )

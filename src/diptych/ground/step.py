@@ -42,8 +42,8 @@ class Chunk(NamedTuple):
     samples: whether the last token's logits are wanted and a token drawn from them. False for all chunks of a prompt but
     the last. A decode chunk is the newest known token and drafts behind it, guesses at what comes next: every row gets
     logits, and row i draws what draft i has to equal.
-    wanted_drafts: how many tokens the executor's drafter is to guess behind what this chunk gives. 0: none now, but it keeps
-    up with the sequence, as it may be asked later; None: never for this sequence.
+    wanted_drafts: how many tokens the executor's drafter is to guess behind what this chunk gives. 0: none, but it reads the
+    chunk, as it will be asked behind a later one; None: it does nothing, and may be asked again all the same.
     A named tuple, as a step makes one per sequence: a quarter of a frozen dataclass's time.
     """
 
