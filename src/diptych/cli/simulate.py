@@ -36,7 +36,7 @@ from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, User
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
 from diptych.sim.recorded import is_recording, recorded_load
 from diptych.sim.service import simulate
-from diptych.workload import LengthRange, WorkloadSpec, read_trace
+from diptych.workload import LengthRange, WorkloadSpec, open_trace
 
 MAX_REQUESTS = 10_000_000
 MAX_USERS = 1_000_000
@@ -291,11 +291,11 @@ def _trace(options: argparse.Namespace) -> tuple[Load, str]:
     if is_recording(path):
         load = recorded_load(path, limit=options.limit, speed=options.speed)
         return load, f"recording {path.name}{faster}"
-    items = read_trace(path)[: options.limit]
-    _count("requests of the trace", len(items), MAX_REQUESTS)
-    shares = any(item.prefix_ids for item in items)
+    trace = open_trace(path, limit=options.limit)
+    _count("requests of the trace", trace.n_requests, MAX_REQUESTS)
+    shares = trace.shares_prefixes
     words = f"trace {path.name}{faster}" + (", requests of one tick spread over it" if shares else "")
-    return OpenLoad(items, shares_prefixes=shares, speed=options.speed), words
+    return OpenLoad(trace, shares_prefixes=shares, speed=options.speed), words
 
 
 def _count(name: str, value: int, most: int) -> None:

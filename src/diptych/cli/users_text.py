@@ -106,16 +106,18 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     each = "" if n == 1 else f" for each cell, {n * best.cost:.6g} together"
     advice = "buy" if best.holds else "nothing that was tried holds for longer; the nearest is"
     console.print(f"[bold]{advice} {_words(best.service)}[/bold]: {best.cost:.4g} {unit}{each}")
-    table = plain_table("", "layout", "users each", "cost", "good", "longer", "TTFT p95", "TPOT p95")
+    unit_short = "USD/h" if unit.startswith("USD") else unit
+    table = plain_table("", "layout", "users each", unit_short, "good", "longer", "TTFT p95", "TPOT p95")
     for layout in (*found.colocated, *found.pools):
-        table.add_row(*_row(layout, unit))
+        table.add_row(*_row(layout))
     console.print(table)
     if any(layout.holds is False for layout in (*found.colocated, *found.pools)):
         console.print(f"(no): less than {ask.good_share:.0%} of requests are good, so it is not what to buy")
     console.print(f"crossover: {_crossover(found)}")
     colocated = found.colocated[0]
     engines, without = colocated.service.n_engines, found.engines_uncached
-    words = f"{without} in place of {engines}" if without is not None else f"no number would do in place of {engines}"
+    words = "no number would do in place of" if without is None else f"{without} in place of"
+    words = f"the same {engines}" if without == engines else f"{words} {engines}"
     console.print(f"prefix cache: without it {words} x ({colocated.service.pool.setup.label})")
     console.print(f"twice the users: first breaks {breaks_first(found.doubled, found.ask.good_share)}")
     held = found.confirmed
@@ -144,10 +146,10 @@ def _words(service: Service) -> str:
     return " and ".join(parts)
 
 
-def _row(layout: Layout, unit: str) -> tuple[str, ...]:
+def _row(layout: Layout) -> tuple[str, ...]:
     report = layout.report or layout.longer
     users = "-" if layout.users_each is None else f"{'about ' if layout.is_rough else ''}{layout.users_each:,}"
-    cost = f"{layout.cost:.4g} {'USD/h' if unit.startswith('USD') else 'devices'}"
+    cost = f"{layout.cost:.4g}"
     name = ", ".join(
         f"{'' if part == 'both phases' else part + ' '}{pool.n_devices} x {pool.setup.hardware.name}"
         f"{f' (tp {pool.setup.tp})' if pool.setup.tp > 1 else ''}"
@@ -179,13 +181,18 @@ def _crossover(found: Answer) -> str:
     as_much = "as much as" if min(pooled) == min(alone) else "more than"
     words = f"for these users two pools cost {as_much} engines that do both"
     if users is not None and users > n_users:
-        words += f"; they cost less from about {users:,} users on"
+        words += f"; they cost less from about {_round(users):,} users on"
     else:
         words += ", and for up to a hundred times as many"
     tokens = found.crossover_message_tokens
     if tokens is not None:
         words += f"; or with messages of {tokens:,} tokens and more (an estimate without queues)"
     return words
+
+
+def _round(number: int) -> int:
+    """To two digits: it was looked for in steps of an eighth."""
+    return int(float(f"{number:.2g}"))
 
 
 def _sure(found: Answer) -> str:

@@ -303,6 +303,28 @@ class CalibratedModel:
         device_s += terms.link_base_s + rows * terms.link_row_s + logits * terms.link_logits_row_s
         return _join(terms, device_s, shape.n_sequences)
 
+    def predict_run_s(self, shape: StepShape, n_steps: int) -> list[float]:
+        """`predict_s(shape.later(k))` for k below n_steps, of a step that only decodes one token of each sequence."""
+        terms, rows = self._decode, shape.n_tokens
+        if len(terms.windows) != 1 or terms.windows[0][0] is not None:
+            return [self.predict_s(shape.later(step)) for step in range(n_steps)]
+        device_s = self._decode_rows_s.get(rows)
+        if device_s is None:
+            device_s = self._decode_rows_s[rows] = self._rows_s(terms, shape)
+        (_, kv_s, _, pair_s), p, launch_p = terms.windows[0], terms.p, terms.launch_p
+        link_s = terms.link_base_s + rows * terms.link_row_s + rows * terms.link_logits_row_s
+        base_s, sequences_s = terms.base_s, rows * terms.sequence_s
+        tokens, pairs = shape.decode_context_tokens, shape.decode_pairs
+        return [
+            pnorm(
+                base_s,
+                device_s + pnorm((tokens + moved) * kv_s, (pairs + moved) * pair_s, p) + link_s,
+                launch_p,
+            )
+            + sequences_s
+            for moved in range(0, n_steps * rows, rows)
+        ]
+
     def _rows_s(self, terms: _Terms, shape: StepShape) -> float:
         """Everything that is done to rows one by one: linear layers, experts, the head."""
         p, rows, logits = terms.p, shape.n_tokens, shape.n_logits_rows
