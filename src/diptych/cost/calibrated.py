@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.calibration import Calibration, Constants, Coverage
-from diptych.cost.components import ATTENTION, attention_widths, cost_of, expected_experts, kv_elements
+from diptych.cost.components import ATTENTION, attention_widths, cost_of, expected_experts, layer_kv_bytes
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
@@ -68,7 +68,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
         pair_flops, absorbed = (2.0 * n * heads * sum(attention_widths(attention, is_decode=d)) for d in (False, True))
         sums = windows.get(attention.window, (0.0, 0.0, 0.0))
-        kv_bytes = n * kv_elements(attention, tp) * kv.bytes_per_element
+        kv_bytes = n * layer_kv_bytes(attention, kv, tp)
         windows[attention.window] = (sums[0] + kv_bytes, sums[1] + pair_flops, sums[2] + absorbed)
     return _Units(
         dense_bytes=sum(part.weight_bytes for part in body),

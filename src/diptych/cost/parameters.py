@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from diptych.cost.components import attention_widths, kv_elements_of
+from diptych.cost.components import attention_widths, kv_bytes_of_tokens
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
@@ -78,7 +78,7 @@ def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1) -> f
 
 def kv_bytes_stored(model: ModelSpec, kv: KVSpec, context_tokens: int) -> float:
     """KV bytes of one sequence over the whole model, unsplit and unrounded (what a hand-off must move)."""
-    return kv_elements_of(model, context_tokens, 1) * kv.bytes_per_element
+    return kv_bytes_of_tokens(model, kv, context_tokens, 1)
 
 
 def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
