@@ -108,9 +108,10 @@ def test_what_does_not_hold_for_longer_is_marked_and_not_bought(
         (["--users", "9", "--hardware", "l40s", "--price", "l40s=-1"], "--price of l40s is -1"),
         (["--users", "9", "--tp", "0"], "--tp is '0'"),
         (["--users", "9", "--link", "fast"], "cannot read the link 'fast'"),
-        (["--users", "9", "--ep", "8"], "expert parallel layouts cannot be simulated"),
-        (["--users", "9", "--pp", "2"], "pipeline parallel layouts cannot be simulated"),
-        (["--users", "9", "--attention-dp", "2"], "attention-data parallel layouts cannot be simulated"),
+        (["--users", "9", "--ep", "8", *DEVICES], "llama-3.1-8b has no experts to be parallel"),
+        (["--users", "9", "--pp", "200", *DEVICES], "they cannot stand on 200 stages"),
+        (["--users", "9", "--dp-attention", "2", *DEVICES], "no experts to share"),
+        (["--users", "9", "--pp", "0"], "pipeline parallel degree is 0"),
         (["--users", "9", "--processes", "0", *DEVICES], "processes is 0"),
     ],
 )

@@ -21,6 +21,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from diptych.cli.layouts import layout_of, layout_options
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
 from diptych.cli.written import errors_told, refuse_unread, written
@@ -45,7 +46,7 @@ _SERVICE = {
     "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
     "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
     "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes", "steps",
-    "speculate", "acceptance", "draft_cost",
+    "speculate", "acceptance", "draft_cost", "ep", "pp", "dp_attention",
 }  # fmt: skip
 _LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
 # what each kind of load reads, beside the service's: any other option given with it is refused
@@ -88,6 +89,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--weights", "-w", default="bf16", metavar="FORMAT", help="weight format (default bf16)")
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format (default bf16)")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
+    layout_options(parser)
     add("--stack", metavar="NAME", help="software whose fitted constants to use (see `diptych plan --list`)")
     add("--engines", type=int, default=1, metavar="N", help="copies of the model behind the router")
     add("--router", default="least-work", metavar="NAME", help=" | ".join(POLICIES))
@@ -153,6 +155,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         kv=options.kv,
         tp=options.tp,
         stack=options.stack,
+        layout=layout_of(options),
     )
     limits = limits_of(options.slo)
     usd = options.usd_per_hour

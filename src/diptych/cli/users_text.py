@@ -7,6 +7,7 @@ from typing import Any
 
 from diptych.cli.plan_json import plain
 from diptych.cli.tables import duration, page, plain_table
+from diptych.cost.layout import PLAIN
 from diptych.sim.pools import Service
 from diptych.sim.search import Answer, Layout
 from diptych.sim.service import Report
@@ -133,15 +134,19 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
         console.print(f"note: {name}: {why}")
     for source in dict.fromkeys(pool.setup.calibration.source for pool in best.service.pools):
         console.print(f"note: times: {source}")
-    if best.service.pool.setup.model.moe is not None:
-        console.print("note: expert, pipeline and attention-data parallel layouts are not tried")
+    setup = best.service.pool.setup
+    if setup.layout != PLAIN:
+        console.print(f"note: {setup.split}: priced by formulas that no measurement was fitted to")
+    elif setup.model.moe is not None:
+        console.print("note: other layouts of the experts are tried when asked for: --ep, --dp-attention, --pp")
 
 
 def _words(service: Service) -> str:
     parts = []
     for pool, part in zip(service.pools, _parts(service), strict=True):
         which = "" if part == "both phases" else f" to {part}"
-        split = f", {pool.setup.tp} to a copy of the model" if pool.setup.tp > 1 else ""
+        layout = f" ({pool.setup.split})" if pool.setup.layout != PLAIN else ""
+        split = f", {pool.setup.n_devices} to a copy of the model{layout}" if pool.setup.n_devices > 1 else ""
         parts.append(f"{pool.n_devices} x {pool.setup.hardware.name}{which}{split}")
     return " and ".join(parts)
 
@@ -152,7 +157,7 @@ def _row(layout: Layout) -> tuple[str, ...]:
     cost = f"{layout.cost:.4g}"
     name = ", ".join(
         f"{'' if part == 'both phases' else part + ' '}{pool.n_devices} x {pool.setup.hardware.name}"
-        f"{f' (tp {pool.setup.tp})' if pool.setup.tp > 1 else ''}"
+        f"{f' ({pool.setup.split})' if pool.setup.n_devices > 1 else ''}"
         for pool, part in zip(layout.service.pools, _parts(layout.service), strict=True)
     )
     if report is None or report.ttft_s is None:

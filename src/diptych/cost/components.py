@@ -49,8 +49,8 @@ class Component:
         """FLOPs per unavoidable byte; None for a component that moves none."""
         return self.flops / self.bytes if self.bytes else None
 
-    def times(self, n: int) -> Component:
-        """The same component in n layers."""
+    def times(self, n: float) -> Component:
+        """The same component in n layers, or its share of the work."""
         return Component(name=self.name, **{field: getattr(self, field) * n for field in _FIELDS})
 
     def plus(self, other: Component) -> Component:
@@ -96,6 +96,15 @@ class PhaseCost:
     def intensity(self) -> float:
         """FLOPs per byte of the whole step."""
         return self.flops / self.bytes
+
+    def shared(self, *, rows: int, experts: int) -> PhaseCost:
+        """Of one of so many devices that share the rows, and so many that share the weights of the experts."""
+        parts = []
+        for part in self.components:
+            one = part.times(1.0 / rows)
+            weights = part.weight_bytes / (experts if part.name == "experts" else 1)
+            parts.append(replace(one, weight_bytes=weights))
+        return replace(self, components=tuple(parts))
 
     def component(self, name: str) -> Component:
         """A component by name; an empty one when the model has none such."""

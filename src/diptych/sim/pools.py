@@ -137,7 +137,7 @@ class Pool:
     @property
     def n_devices(self) -> int:
         """Of all engines together."""
-        return self.n_engines * self.setup.tp
+        return self.n_engines * self.setup.n_devices
 
     @property
     def kv_tokens(self) -> int:

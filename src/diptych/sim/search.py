@@ -364,7 +364,7 @@ def _pools(ask: Ask, pools: Sequence[Pool], link: Link, mapped: Mapped, price_of
             service=service,
             ask=ask,
             n_requests=LONG,
-            price=price_of(service.pool.setup) * service.pool.setup.tp,
+            price=price_of(service.pool.setup) * service.pool.setup.n_devices,
             reader_price=_reader_price(service, price_of),
         )
         for _, service in pairs[:FINALISTS]
@@ -387,7 +387,7 @@ def _readers_cost(service: Service, price_of: PriceOf) -> float:
 
 def _reader_price(service: Service, price_of: PriceOf) -> float:
     assert service.readers is not None
-    return price_of(service.readers.setup) * service.readers.setup.tp
+    return price_of(service.readers.setup) * service.readers.setup.n_devices
 
 
 def _reads_in(pool: Pool, ask: Ask) -> float:
