@@ -32,6 +32,7 @@ from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
 from diptych.sim.drafts import StatedDrafts
+from diptych.sim.journal import is_journal, journal_load
 from diptych.sim.link import parse_link
 from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
@@ -291,6 +292,9 @@ def _trace(options: argparse.Namespace) -> tuple[Load, str]:
     if options.limit is not None:
         _count("--limit", options.limit, MAX_REQUESTS)
     faster = "" if options.speed == 1.0 else f", {options.speed:g} times as fast"
+    if is_journal(path):
+        journal = journal_load(path, limit=options.limit, speed=options.speed)
+        return journal, f"recording {path.name}{faster}"
     if is_recording(path):
         load = recorded_load(path, limit=options.limit, speed=options.speed)
         return load, f"recording {path.name}{faster}"

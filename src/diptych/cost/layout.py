@@ -23,7 +23,7 @@ from diptych.models.spec import ModelSpec
 
 HOP_S = 10e-6  # between stages, beside the bytes: a point-to-point message of NCCL
 # what predictions of such layouts are off beyond those of tensor parallel, natural log at 80 %, of each kind used
-# (169 published services with dp have a median error of TPOT of 18 %, 353 with ep of 16 %; with pp there is none)
+# (169 published services with dp have a median error of TPOT of 16 %, 353 with ep of 16 %; with pp there is none)
 SPREADS = {"ep": 0.2, "dp": 0.2, "pp": 0.3}
 
 
