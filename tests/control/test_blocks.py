@@ -16,15 +16,8 @@ P = 4
 def put(pool, tokens, *, salt=None, root=None):
     """Compute and register every full block of `tokens`; answers the held block ids."""
     root = root or root_digest("toy", salt)
-    digests, serials = [], []
     ids = pool.take(len(tokens) // pool.block_tokens)
-    for i, block_id in enumerate(ids):
-        previous = serials[-1] if serials else blocks.ROOT_SERIAL
-        serials.append(
-            pool.register(
-                block_id, i, token_ids=tokens, salt=salt, digests=digests, root=root, previous_serial=previous
-            )
-        )
+    pool.register(ids, len(ids), serials=[], token_ids=tokens, salt=salt, digests=[], root=root)
     return ids
 
 

@@ -87,6 +87,10 @@ def serve(
     keep_minutes: Annotated[
         float, typer.Option(help="remember so many minutes of requests for `explain --what-if`; 0: none")
     ] = 2.0,
+    record: Annotated[
+        Path | None, typer.Option(help="write times and lengths of requests and steps to this file, without any text")
+    ] = None,
+    max_record_bytes: Annotated[int, typer.Option(help="end the recording beyond this")] = 2**30,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -113,6 +117,8 @@ def serve(
         metrics_compat=metrics_compat,
         reads_control_tokens=reads_control_tokens,
         kept_minutes=keep_minutes,
+        record=record,
+        max_record_bytes=max_record_bytes,
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,

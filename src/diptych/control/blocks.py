@@ -58,6 +58,7 @@ class BlockPool:
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
         self.is_caching = is_caching
+        self.next_digest = next_digest  # a simulator, whose tokens nobody chose to collide, puts a cheaper one here
         self.n_drops = 0  # how often a block was dropped; a parked admission looks again when this moves
         self._refs = [0] * n_blocks
         self._free = list(range(n_blocks - 1, -1, -1))
@@ -152,7 +153,9 @@ class BlockPool:
         if not self.is_caching:
             return found
         for i in range(max_blocks):
-            entry = self._index.get(self._digest(i, token_ids, digests, root))
+            if i >= len(digests):
+                self._extend(digests, i + 1, token_ids, root)
+            entry = self._index.get(digests[i])
             previous_serial = found[-1].serial if found else ROOT_SERIAL
             if entry is None or not self._agrees(entry, i, token_ids, salt, previous_serial):
                 break
@@ -161,43 +164,49 @@ class BlockPool:
 
     def register(
         self,
-        block_id: int,
-        i: int,
+        block_ids: SequenceOf[int],
+        end: int,
         *,
+        serials: list[int | None],
         token_ids: SequenceOf[int],
         salt: CacheScope,
         digests: list[bytes],
         root: bytes,
-        previous_serial: int | None,
-    ) -> int | None:
-        """Offer the computed full block `i` of a sequence to the index; answers its entry's serial.
+    ) -> None:
+        """Offer the computed full blocks len(serials) .. end - 1 of a sequence to the index; serials gets their entries'.
 
         An equal block that is indexed already stays; a colliding one stays too, and None tells that this chain ends.
         """
-        if previous_serial is None or not self.is_caching:
-            return None
-        digest = self._digest(i, token_ids, digests, root)
-        entry = self._index.get(digest)
-        if entry is not None and self._agrees(entry, i, token_ids, salt, previous_serial):
-            return entry.serial
-        if entry is not None and (entry.previous_serial == ROOT_SERIAL or entry.previous_serial in self._live_serials):
-            return None
-        if entry is not None:  # its predecessor was evicted, so no walk can reach it any more
-            self._discard(entry.block_id)
-        start = i * self.block_tokens
-        entry = PrefixEntry(
-            digest=digest,
-            token_ids=tuple(token_ids[start : start + self.block_tokens]),
-            salt=salt,
-            previous_serial=previous_serial,
-            serial=self._next_serial,
-            block_id=block_id,
-        )
-        self._next_serial += 1
-        self._index[digest] = entry
-        self._entries[block_id] = entry
-        self._live_serials.add(entry.serial)
-        return entry.serial
+        if not self.is_caching:
+            serials += [None] * (end - len(serials))
+            return
+        size, index = self.block_tokens, self._index
+        previous = serials[-1] if serials else ROOT_SERIAL
+        if previous is not None:
+            self._extend(digests, end, token_ids, root)
+        for i in range(len(serials), end):
+            if previous is None:
+                serials += [None] * (end - i)
+                return
+            digest = digests[i]
+            tokens = tuple(token_ids[i * size : (i + 1) * size])
+            entry = index.get(digest)
+            if entry is not None:
+                if entry.previous_serial == previous and entry.salt == salt and entry.token_ids == tokens:
+                    previous = entry.serial
+                    serials.append(previous)
+                    continue
+                if entry.previous_serial == ROOT_SERIAL or entry.previous_serial in self._live_serials:
+                    previous = None
+                    serials.append(None)
+                    continue
+                self._discard(entry.block_id)  # its predecessor was evicted, so no walk can reach it any more
+            serial, block_id = self._next_serial, block_ids[i]
+            index[digest] = self._entries[block_id] = PrefixEntry(digest, tokens, salt, previous, serial, block_id)
+            self._live_serials.add(serial)
+            self._next_serial = serial + 1
+            previous = serial
+            serials.append(serial)
 
     def reset_index(self) -> None:
         """Forget every prefix; idle blocks become free, held ones stay held."""
@@ -225,12 +234,13 @@ class BlockPool:
         if not idle <= indexed or indexed & free or len(self._index) != len(indexed):
             raise BlockLeak(f"{len(indexed)} indexed blocks do not agree with {len(self._index)} index entries")
 
-    def _digest(self, i: int, token_ids: SequenceOf[int], digests: list[bytes], root: bytes) -> bytes:
-        while len(digests) <= i:
-            start = len(digests) * self.block_tokens
-            previous = digests[-1] if digests else root
-            digests.append(next_digest(previous, token_ids[start : start + self.block_tokens]))
-        return digests[i]
+    def _extend(self, digests: list[bytes], end: int, token_ids: SequenceOf[int], root: bytes) -> None:
+        """Make `digests` the chain of the first `end` blocks at least."""
+        size, next_digest, start = self.block_tokens, self.next_digest, len(digests)
+        previous = digests[-1] if digests else root
+        for at in range(start * size, end * size, size):
+            previous = next_digest(previous, token_ids[at : at + size])
+            digests.append(previous)
 
     def _agrees(
         self, entry: PrefixEntry, i: int, token_ids: SequenceOf[int], salt: CacheScope, previous_serial: int

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from diptych.control.ahead import DecodeRun, commit_run, foreseen, warm
 from diptych.control.blocks import BlockPool
 from diptych.control.policy import rank_of
 from diptych.control.scheduler import Predict, Scheduler
@@ -373,19 +372,6 @@ class EngineCore:
         self._is_torn = False
         return events
 
-    def foreseen(self, *, token_id: int, limit: int) -> DecodeRun | None:
-        """The coming steps in which nothing is left to decide, if every token drawn is token_id (`control.ahead`)."""
-        assert self._plan is None, "the step before has not ended"
-        return foreseen(self._scheduler, token_id=token_id, limit=limit)
-
-    def commit_run(self, n_steps: int, *, token_id: int) -> None:
-        """Run so many of them at once: in place of that many calls of begin_step and end_step. There are no events."""
-        self._is_torn = True
-        commit_run(self._scheduler, n_steps, token_id=token_id)
-        self._next_step_id += n_steps
-        self._ended_seq_ids = []
-        self._is_torn = False
-
     @property
     def waits_for_others(self) -> bool:
         """Whether keys and values are on their way to or from another engine: what waits may wait for their blocks."""
@@ -432,10 +418,6 @@ class EngineCore:
             max_blocks=max(0, len(token_ids) - 1) // self.pool.block_tokens,
         )
         return len(entries) * self.pool.block_tokens
-
-    def warm(self, token_ids: tuple[int, ...]) -> None:
-        """Put the full blocks of these tokens into the prefix cache, as if a sequence had left them. For simulations."""
-        warm(self._scheduler, token_ids)
 
     def check(self) -> None:
         """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""

@@ -154,22 +154,22 @@ class Scheduler:
 
     def register_computed(self, seq: Sequence) -> None:
         """Offer every newly completed block of the sequence to the prefix index."""
-        while (len(seq.serials) + 1) * self.pool.block_tokens <= seq.computed_tokens:
-            self.register_next(seq)
+        end = seq.computed_tokens // self.pool.block_tokens
+        if end > len(seq.serials):
+            self.register(seq, end)
 
-    def register_next(self, seq: Sequence) -> None:
-        """Offer the first completed block that was not offered yet."""
-        i = len(seq.serials)
-        serial = self.pool.register(
-            seq.block_ids[i],
-            i,
+    def register(self, seq: Sequence, end: int) -> None:
+        """Offer its blocks up to number `end`, all of them computed, that were not offered yet."""
+        scope = seq.request.cache_scope
+        self.pool.register(
+            seq.block_ids,
+            end,
+            serials=seq.serials,
             token_ids=seq.token_ids,
-            salt=seq.request.cache_scope,
+            salt=scope,
             digests=seq.digests,
-            root=self.root_of(seq.request.cache_scope),
-            previous_serial=seq.serials[-1] if seq.serials else 0,
+            root=self.root_of(scope),
         )
-        seq.serials.append(serial)
 
     def root_of(self, salt: CacheScope) -> bytes:
         """The start of the digest chain for this model and salt."""

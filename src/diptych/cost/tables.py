@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
@@ -64,7 +65,7 @@ def kv_spec(name: str, *, block_tokens: int = 16) -> KVSpec:
     found = KV_FORMATS.get(QUANT_ALIASES.get(name, name))
     if found is None:
         raise unknown_name("kv format", name, tuple(KV_FORMATS))
-    return KVSpec(name=found.name, bytes_per_element=found.bytes_per_element, block_tokens=block_tokens)
+    return replace(found, block_tokens=block_tokens)
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], *, hint: str | None = None) -> ConfigError:

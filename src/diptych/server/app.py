@@ -82,6 +82,8 @@ def create_app(state: ServerState) -> FastAPI:
             state.live.close()
             state.workers.close()
             state.store.close()
+            if state.journal is not None:
+                await asyncio.to_thread(state.journal.close)
 
     key = state.config.api_key
     middleware = [

@@ -19,6 +19,7 @@ from diptych.server.desk import Desk
 from diptych.server.door import BodyLimits, BodyReader, Workers
 from diptych.server.fingerprint import system_fingerprint
 from diptych.server.generation import Generation
+from diptych.server.journal import Journal
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
 from diptych.server.reader import Reader
@@ -75,6 +76,7 @@ class ServerState:
         if taken is not None:
             raise ConfigError(f"an adapter is called {taken!r}, which is the model's own name", hint="choose another")
         self.recent = recent_of(engine, config)
+        self.journal = None if config.record is None else Journal(engine.engine, config)
         self.store = ResponseStore(
             config.response_store, max_bytes=config.max_stored_bytes, ttl_s=config.response_ttl_s
         )
