@@ -58,7 +58,7 @@ Kind named(const char* what, const std::string& name, std::initializer_list<std:
 }
 
 Format format_of(const std::string& name) {
-  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
+  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}, {"group4", Format::group4}, {"group8", Format::group8}});
 }
 
 Store store_of(const std::string& name) {
