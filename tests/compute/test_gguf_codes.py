@@ -8,7 +8,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from diptych.compute.gguf_codes import KEPT, codes_of
+from diptych.compute.gguf_codes import codes_of
+from diptych.ground.formats import GGUF_KEPT as KEPT
 
 LEVELS = {
     "signed": np.arange(-8, 8),

@@ -21,7 +21,7 @@ from diptych.compute.coded_layouts import Matrix, companions, open_matrix
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import engine_weights
+from diptych.ground.formats import mean_bytes
 from diptych.models.quantised import Quantisation
 
 logger = logging.getLogger("diptych.compute")
@@ -147,7 +147,7 @@ class CodedCheckpoint(Checkpoint):
             " ".join(f"{label}:{n / stored.total():.1%}" for label, n in stored.most_common()),
             8 * stored_bytes / stored.total(),
             " ".join(f"{name}:{n / total:.1%}" for name, n in Counter(formats).most_common()),
-            sum(engine_weights(name)[0].bytes * 8 * n for name, n in formats.items()) / total,
+            8 * mean_bytes(formats),
             "; ".join(reasons) or "the kernels hold the file's values",
             f"; {self.how.note}" if self.how.note else "",
         )

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diptych.compute.gguf_codes import KEPT, codes_of
+from diptych.compute.gguf_codes import codes_of
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, give_pages_back
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KeptFormat, engine_weights
+from diptych.ground.formats import GGUF_KEPT, KeptFormat, mean_bytes
 from diptych.models.gguf import ROPE_TENSOR, Place, architecture_of, place_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
 
@@ -141,7 +141,7 @@ class GgufCheckpoint:
 
     def kept(self, place: Place) -> KeptFormat | None:
         """What holds a tensor's blocks."""
-        return None if place.added else KEPT.get(self.file.tensors[place.name].type.name)
+        return None if place.added else GGUF_KEPT.get(self.file.tensors[place.name].type.name)
 
     def codes(self, place: Place, shape: tuple[int, ...]) -> Codes:
         """A tensor's blocks taken apart, some rows at a time; `kept` says what they are."""
@@ -249,7 +249,7 @@ class GgufCheckpoint:
             if len(tensor.shape) > 1:
                 values[tensor.type] += math.prod(tensor.shape)
         total = sum(formats.values())
-        unkept = sorted(kind.name for kind in values if not kind.is_plain and kind.name not in KEPT)
+        unkept = sorted(kind.name for kind in values if not kind.is_plain and kind.name not in GGUF_KEPT)
         is_kept = any(name.startswith("group") for name in formats)
         why = "the backend multiplies that"
         if is_kept:
@@ -261,7 +261,7 @@ class GgufCheckpoint:
             " ".join(f"{kind.name}:{n / values.total():.1%}" for kind, n in values.most_common()),
             sum(kind.bits * n for kind, n in values.items()) / values.total(),
             " ".join(f"{name}:{n / total:.1%}" for name, n in Counter(formats).most_common()),
-            sum(engine_weights(name)[0].bytes * 8 * n for name, n in formats.items()) / total,
+            8 * mean_bytes(formats),
             why,
         )
 

@@ -1,8 +1,7 @@
 """Blocks of GGUF that a kernel holds as they are: their codes, scales and minima, taken apart without arithmetic that rounds.
 
 The layouts are those of ggml (`ggml-common.h`, `gguf/quants.py`): blocks of 32 inputs, or of 256 with eight groups of 32.
-Q4_K and Q5_K have a scale of 16 bits times one of 6, which fp32 holds exactly. Q6_K, Q3_K and Q2_K have groups of 16, and the
-other types lie on lattices: no kernel holds those.
+Which they are is `GGUF_KEPT` in `ground.formats`.
 """
 
 from __future__ import annotations
@@ -10,30 +9,10 @@ from __future__ import annotations
 import torch
 
 from diptych.compute.ops.contract import Codes
-from diptych.ground.formats import KeptFormat
-
-GROUP = 32
-
-
-def _kept(kind: str, scale: str, grid: str = "signed") -> KeptFormat:
-    return KeptFormat(kind=kind, group=GROUP, scale=scale, grid=grid)
-
-
-KEPT: dict[str, KeptFormat] = {
-    "Q4_0": _kept("group4", "f16"),
-    "Q4_1": _kept("group4", "f16", "minima"),
-    "Q5_0": _kept("group8", "f16"),
-    "Q5_1": _kept("group8", "f16", "minima"),
-    "Q8_0": _kept("group8", "f16"),
-    "IQ4_NL": _kept("group4", "f16", "iq4_nl"),
-    "MXFP4": _kept("group4", "bf16", "e2m1"),
-    "Q4_K": _kept("group4", "f32", "minima"),
-    "Q5_K": _kept("group8", "f32", "minima"),
-}
 
 
 def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
-    """Rows of blocks [n, bytes] uint8 as codes of KEPT[kind]."""
+    """Rows of blocks [n, bytes] uint8 as codes of GGUF_KEPT[kind]."""
     if kind in ("Q4_K", "Q5_K"):
         return _super_blocks(blocks.view(len(blocks), -1, 144 if kind == "Q4_K" else 176), kind == "Q5_K")
     sizes = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18, "MXFP4": 17}

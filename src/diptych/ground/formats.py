@@ -8,6 +8,7 @@ Standard library only. Bytes include scales: bits of a parameter plus its part o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diptych.ground.specs import KVSpec, QuantSpec
@@ -96,6 +97,25 @@ class KeptFormat:
         return NumberFormat(name=self.name, bits=bits, group=self.group, group_bits=scale_bits + offset_bits)
 
 
+def _of_gguf(kind: str, scale: str, grid: str = "signed") -> KeptFormat:
+    return KeptFormat(kind=kind, group=32, scale=scale, grid=grid)
+
+
+# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`). Q4_K and Q5_K have scales of 16 bits times 6, which
+# fp32 holds. Q6_K, Q3_K and Q2_K have groups of 16 and the other types lie on lattices: nothing holds those.
+GGUF_KEPT: dict[str, KeptFormat] = {
+    "Q4_0": _of_gguf("group4", "f16"),
+    "Q4_1": _of_gguf("group4", "f16", "minima"),
+    "Q5_0": _of_gguf("group8", "f16"),
+    "Q5_1": _of_gguf("group8", "f16", "minima"),
+    "Q8_0": _of_gguf("group8", "f16"),
+    "IQ4_NL": _of_gguf("group4", "f16", "iq4_nl"),
+    "MXFP4": _of_gguf("group4", "bf16", "e2m1"),
+    "Q4_K": _of_gguf("group4", "f32", "minima"),
+    "Q5_K": _of_gguf("group8", "f32", "minima"),
+}
+
+
 def group_held(stored: int) -> int | None:
     """The kernels' group that cuts groups of `stored` inputs evenly; None where they have none."""
     return next((group for group in GROUPS if stored % group == 0), None)
@@ -118,7 +138,14 @@ def engine_weights(name: str) -> tuple[NumberFormat, str]:
 
 def head_format(weights: str) -> str:
     """The format of the output projection beside weights of that format: every token's probabilities pass through it."""
+    if weights not in ENGINE_WEIGHTS:
+        return "bf16"  # other programs leave it in 16 bits
     return "int8" if weights == "int4" else weights
+
+
+def mean_bytes(formats: Mapping[str, int]) -> float:
+    """Bytes of a weight where there are so many of each format."""
+    return sum(engine_weights(name)[0].bytes * n for name, n in formats.items()) / sum(formats.values())
 
 
 def engine_quant(weights: str, head: str) -> QuantSpec:

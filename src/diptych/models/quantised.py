@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.ground.errors import LoadError
+from diptych.ground.formats import KeptFormat, group_held
 from diptych.models.config import HfConfig
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
@@ -22,12 +23,14 @@ HINT = "use the unquantised checkpoint and choose the weight format with --weigh
 class Quantisation:
     """How a checkpoint was quantised.
 
-    bits, group: of all matrices (awq, gptq; group None: a whole row), None where the tensors say it. block: rows and inputs
-    that share a scale (fp8), None without. zero_added: to every zero point as it is stored (gptq's first layout: 1).
+    bits, group: of all matrices (awq, gptq; group None: a whole row); of compressed-tensors of most, and the tensors say it.
+    block: rows and inputs that share a scale (fp8), None without. zero_added: to every zero point as it is stored (gptq's first
+    layout: 1). kept: the kernels' format that will hold most matrices, as far as the config says.
     note: what is read otherwise than its publisher runs it, for the log.
     """
 
     method: str
+    kept: KeptFormat | None = None
     bits: int | None = None
     group: int | None = None
     block: tuple[int, int] | None = None
@@ -52,6 +55,14 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
             hint=HINT,
         )
     return read(section)
+
+
+def _kept(bits: int, group: int | None, scale: str, *, is_symmetric: bool) -> KeptFormat | None:
+    held = 128 if group is None else group_held(group)
+    if group is None and bits == 8 and is_symmetric:
+        return KeptFormat(kind="int8")
+    grid = "signed" if is_symmetric else "zeros" if bits == 4 else "minima"
+    return None if held is None else KeptFormat(kind=f"group{bits}", group=held, scale=scale, grid=grid)
 
 
 def _refuse(section: HfConfig, name: str, allowed: str, *, default: Any = None) -> None:
@@ -80,15 +91,26 @@ def _group(section: HfConfig, name: str) -> int | None:
 def _awq(section: HfConfig) -> Quantisation:
     bits, group = ("bits", "group_size") if "bits" in section.raw else ("w_bit", "q_group_size")  # the older names
     _one_of(section, "version", ("gemm",), "gemm")
-    return Quantisation(method="awq", bits=_one_of(section, bits, (4,), 4), group=_group(section, group))
+    inputs, is_symmetric = _group(section, group), not section.flag("zero_point", True)
+    return Quantisation(
+        method="awq",
+        bits=_one_of(section, bits, (4,), 4),
+        group=inputs,
+        kept=_kept(4, inputs, "f16", is_symmetric=is_symmetric),
+    )
 
 
 def _gptq(section: HfConfig) -> Quantisation:
     bits = _one_of(section, "bits", (4, 8), None)
     _one_of(section, "pack_dtype", ("int32",), "int32")
     layout = _one_of(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    group, is_ordered = _group(section, "group_size"), not section.flag("desc_act")
     return Quantisation(
-        method="gptq", bits=bits, group=_group(section, "group_size"), zero_added=1 if layout == "gptq" else 0
+        method="gptq",
+        bits=bits,
+        group=group,
+        zero_added=1 if layout == "gptq" else 0,
+        kept=_kept(bits, group, "f16", is_symmetric=section.flag("sym", True)) if is_ordered else None,
     )
 
 
@@ -103,7 +125,7 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
     if section.raw.get("transform_config"):
         _refuse(section, "transform_config", "rotations of activations are not run")
     groups = section.section("config_groups")
-    note, block = "", None
+    note, block, bits, kept = "", None, None, None
     for name, group in groups.raw.items():
         scheme = HfConfig(group if isinstance(group, Mapping) else {}, path=f"{name} of {groups.path}")
         _one_of(scheme, "format", (None, *CT_FORMATS), None)
@@ -113,10 +135,14 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
         kind = _one_of(weights, "type", ("int", "float"), "int")
         _one_of(weights, "num_bits", (4, 8) if kind == "int" else (8,), 8)
         _one_of(weights, "strategy", ("tensor", "channel", "group", "block", None), None)
+        if kind == "int":
+            bits = weights.integer("num_bits", 8)
+            group = weights.optional_integer("group_size") if weights.raw.get("strategy") == "group" else None
+            kept = _kept(bits, group, "bf16", is_symmetric=weights.flag("symmetric", True))
         block = _block(weights, "block_structure") or block
         if inputs.raw and not inputs.raw.get("dynamic", False):
             note = "scales of activations in the file are not used: they are found for each row"
-    return Quantisation(method="compressed-tensors", block=block, note=note)
+    return Quantisation(method="compressed-tensors", bits=bits, block=block, kept=kept, note=note)
 
 
 def _block(section: HfConfig, name: str) -> tuple[int, int] | None:
