@@ -579,7 +579,7 @@ extern const LinearKernels kLinear = {
 };
 extern const GroupTiles kGroupTiles = {
     {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes)},
-    6, 2, tile_expanded<6, 2>, expand_groups, quantize_groups,
+    6, 4, tile_expanded<6, 4>, expand_groups, quantize_groups,
 };
 #endif
 

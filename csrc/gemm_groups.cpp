@@ -8,9 +8,9 @@
 namespace diptych {
 namespace {
 
+constexpr int64_t kDirectPasses = 2;     // of few rows over a strip, before expanding it is cheaper
 constexpr int64_t kBlockRows = 192;      // their fp32 sums of a panel and some groups of x lie in L2
-constexpr int64_t kBlockInputs = 1024;   // of the strips that are expanded at one time; whole heads of every group size
-static_assert(kBlockInputs % (kHeadGroups * kMaxGroup) == 0, "a block begins with a head");
+constexpr int64_t kBlockInputs = 512;    // of the strips that are expanded at one time; whole heads of every group size
 
 struct Job : LinearCall {
   const GroupTiles& tiles;
@@ -30,25 +30,29 @@ void point_at_row(const Job& job, GroupArgs& args, int64_t i, int64_t row, int64
   args.x_sums[i] = job.x.sums + from * job.x.groups + group;
 }
 
-GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64_t m) {
-  if (m > kDirectRows) return nullptr;
+// Of so many rows, or null.
+GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64_t rows) {
   const bool is_linear = shape.grid.levels == Table4::signed4 || shape.grid.levels == Table4::unsigned4;
-  return tiles.direct[shape.format == Format::group8 ? 2 : is_linear ? 0 : 1][m - 1];
+  return tiles.direct[shape.format == Format::group8 ? 2 : is_linear ? 0 : 1][rows - 1];
 }
 
-void run_direct(const Job& job, GroupKernel tile, int thread, int threads) {
+// A strip passes once or twice, from memory and then from cache.
+void run_direct(const Job& job, int thread, int threads) {
   const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces;
-  GroupArgs args{};
-  args.shape = &job.shape();
-  args.groups = job.groups;
-  for (int64_t i = 0; i < job.m; ++i) point_at_row(job, args, i, i, 0);
+  const int64_t passes = (job.m + kDirectRows - 1) / kDirectRows;
   for (Tasks tasks(pieces * job.w.n_panels, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t panel = tasks.current() / pieces, first = tasks.current() % pieces * strips;
-    for (int64_t strip = 0; strip < strips; ++strip) {
-      args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
-      args.acc = job.acc + strip * kStripLanes;
-      tile(args);
-    }
+    for (int64_t strip = 0; strip < strips; ++strip)
+      for (int64_t pass = 0; pass < passes; ++pass) {
+        const int64_t begin = job.m * pass / passes, end = job.m * (pass + 1) / passes;
+        GroupArgs args{};
+        args.shape = &job.shape();
+        args.groups = job.groups;
+        args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
+        args.acc = job.acc + begin * kPanelLanes + strip * kStripLanes;
+        for (int64_t row = begin; row < end; ++row) point_at_row(job, args, row - begin, row, 0);
+        direct_tile(job.tiles, job.shape(), end - begin)(args);
+      }
     finish_tile(job, panel, {first, first + strips}, {0, job.m}, reinterpret_cast<uint8_t*>(job.acc));
   }
 }
@@ -104,8 +108,8 @@ void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int threa
   uint8_t* scales = memory + acc_bytes + steps_bytes;
   const Job job{call, tiles, call.w.k_padded / shape.group, reinterpret_cast<float*>(memory), memory + acc_bytes,
                 reinterpret_cast<float*>(scales), reinterpret_cast<float*>(scales + scales_bytes)};
-  const GroupKernel direct = direct_tile(tiles, shape, call.m);
-  direct != nullptr ? run_direct(job, direct, thread, threads) : run_expanded(job, thread, threads);
+  const bool is_direct = call.m <= kDirectPasses * kDirectRows && direct_tile(tiles, shape, 1) != nullptr;
+  is_direct ? run_direct(job, thread, threads) : run_expanded(job, thread, threads);
 }
 
 }  // namespace diptych

@@ -38,7 +38,7 @@ void tile_direct(const GroupArgs& args) {
     }
     __m512i low_sums[kRows], high_sums[kRows];
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) low_sums[row] = high_sums[row] = _mm512_setzero_si512();
+    for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(-middle * args.x_sums[row][group]), high_sums[row] = _mm512_setzero_si512();
     for (const int64_t end = at + words; at < end;) {
 #pragma GCC unroll 4
       for (int step = 0; step < 4; ++step, at += kCodes == Codes::bytes ? 1 : 2, w += kStepBytes) {
@@ -61,13 +61,14 @@ void tile_direct(const GroupArgs& args) {
     const int64_t within = group % kHeadGroups;
     const uint8_t* offsets = head + kHeadGroups * scale_bytes + within * offset_bytes;
     const __m512 scale = load_scales(head + within * scale_bytes, shape.grid.scale);
-    __m512i zero = _mm512_set1_epi32(middle);
-    if (kCodes == Codes::linear && shape.grid.offset == Offset::zeros) zero = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(offsets)));
+    const bool has_zeros = kCodes == Codes::linear && shape.grid.offset == Offset::zeros;
+    const __m512i zero = has_zeros ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(offsets))) : _mm512_setzero_si512();
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const int32_t x_sum = args.x_sums[row][group];
       const float x_scale = args.x_scales[row][group];
-      const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(low_sums[row], high_sums[row]), _mm512_mullo_epi32(zero, _mm512_set1_epi32(x_sum)));
+      __m512i whole = _mm512_add_epi32(low_sums[row], high_sums[row]);
+      if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(x_sum)));
       sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(x_scale)), scale, sums[row]);
       if (shape.grid.offset == Offset::minima)
         sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(x_scale * static_cast<float>(x_sum)), _mm512_load_ps(offsets), sums[row]);
@@ -80,16 +81,15 @@ void tile_direct(const GroupArgs& args) {
 #define DIPTYCH_DIRECT(codes) \
   {tile_direct<codes, 1>, tile_direct<codes, 2>, tile_direct<codes, 3>, tile_direct<codes, 4>, tile_direct<codes, 5>, tile_direct<codes, 6>}
 
-// Expanded strips: a group's whole sums begin with what the levels' offset of 128 adds too much.
+// Expanded strips. The registers hold a group's whole sums, which begin with what the levels' offset of 128 adds too much; sums over
+// the groups lie in L1 meanwhile.
 template <int kRows, int kStrips>
 void tile_expanded(const GroupArgs& args) {
-  __m512 sums[kRows][kStrips];
-#pragma GCC unroll 24
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) sums[row][v] = args.resume ? _mm512_load_ps(args.acc + row * kPanelLanes + v * kStripLanes) : _mm512_setzero_ps();
   const int64_t words = args.shape->group / 4;
   const uint8_t* w = args.steps;
+  if (!args.resume)
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kStrips; ++v) _mm512_store_ps(args.acc + row * kPanelLanes + v * kStripLanes, _mm512_setzero_ps());
   int64_t at = 0;
   for (int64_t group = 0; group < args.groups; ++group) {
     __m512i whole[kRows][kStrips];
@@ -97,6 +97,9 @@ void tile_expanded(const GroupArgs& args) {
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
       for (int v = 0; v < kStrips; ++v) whole[row][v] = _mm512_set1_epi32(-128 * args.x_sums[row][group]);
+    const uint8_t* x[kRows];
+#pragma GCC unroll 24
+    for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
     for (const int64_t end = at + words; at < end; at += 4) {
 #pragma GCC unroll 4
       for (int step = 0; step < 4; ++step, w += kStepBytes) {
@@ -105,34 +108,32 @@ void tile_expanded(const GroupArgs& args) {
         for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * args.steps_bytes);
 #pragma GCC unroll 24
         for (int row = 0; row < kRows; ++row) {
-          const __m512i word = _mm512_set1_epi32(*reinterpret_cast<const int*>(args.x[row] + (at + step) * 4));
+          const __m512i word = _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + (at + step) * 4));
 #pragma GCC unroll 4
           for (int v = 0; v < kStrips; ++v) add_dot_int8(whole[row][v], lanes[v], word);
         }
       }
     }
-    __m512 scales[kStrips];
-#pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) scales[v] = _mm512_load_ps(args.scales + v * args.scales_stride + group * kStripLanes);
+    const float* scales = args.scales + group * kStripLanes;
 #pragma GCC unroll 24
     for (int row = 0; row < kRows; ++row) {
       const __m512 x_scale = _mm512_set1_ps(args.x_scales[row][group]);
+      float* acc = args.acc + row * kPanelLanes;
 #pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) sums[row][v] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole[row][v]), x_scale), scales[v], sums[row][v]);
+      for (int v = 0; v < kStrips; ++v, acc += kStripLanes) {
+        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(whole[row][v]), x_scale);
+        _mm512_store_ps(acc, _mm512_fmadd_ps(scaled, _mm512_load_ps(scales + v * args.scales_stride), _mm512_load_ps(acc)));
+      }
     }
     if (args.minima == nullptr) continue;
-#pragma GCC unroll 24
+    const float* minima = args.minima + group * kStripLanes;
     for (int row = 0; row < kRows; ++row) {
       const __m512 x_sum = _mm512_set1_ps(args.x_scales[row][group] * static_cast<float>(args.x_sums[row][group]));
-#pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v)
-        sums[row][v] = _mm512_fmadd_ps(x_sum, _mm512_load_ps(args.minima + v * args.scales_stride + group * kStripLanes), sums[row][v]);
+      float* acc = args.acc + row * kPanelLanes;
+      for (int v = 0; v < kStrips; ++v, acc += kStripLanes)
+        _mm512_store_ps(acc, _mm512_fmadd_ps(x_sum, _mm512_load_ps(minima + v * args.scales_stride), _mm512_load_ps(acc)));
     }
   }
-#pragma GCC unroll 24
-  for (int row = 0; row < kRows; ++row)
-#pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) _mm512_store_ps(args.acc + row * kPanelLanes + v * kStripLanes, sums[row][v]);
 }
 
 void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {

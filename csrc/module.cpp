@@ -124,8 +124,10 @@ int add_coded_linear(Program& program, const LinearShape& shape, const std::vect
   for (const auto& [codes, scales, offsets] : arrays) {
     const int64_t n = static_cast<int64_t>(codes.shape(0));
     auto require = [&](const AnyArray& array) {
-      require_matrix(array);
-      if (static_cast<int64_t>(array.shape(0)) != n || static_cast<int64_t>(array.shape(1)) != groups || (groups > 1 && array.stride(0) != groups))
+      // the stride along an axis of one entry says nothing
+      const bool is_whole = array.ndim() == 2 && static_cast<int64_t>(array.shape(0)) == n && static_cast<int64_t>(array.shape(1)) == groups &&
+                            (groups == 1 || array.stride(1) == 1) && (n == 1 || array.stride(0) == groups);
+      if (!is_whole)
         throw std::invalid_argument("scales and offsets must be contiguous, one for each row and group");
     };
     if (static_cast<int64_t>(codes.shape(1)) != shape.k) throw std::invalid_argument("the codes' second axis is not k");

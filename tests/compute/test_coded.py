@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "gptq v2": (lambda: gptq(4, 32, symmetric=False, version=2), "group4-g32-f16-zeros"),
     "gptq 8": (lambda: gptq(8, 32, symmetric=True), "group8-g32-f16"),
     "gptq 8 asymmetric": (lambda: gptq(8, 32, symmetric=False), "group8-g32-f16-minima"),
-    "gptq 8 rows": (lambda: gptq(8, -1, symmetric=True), "int8"),
+    "gptq 8 rows": (lambda: gptq(8, -1, symmetric=True), "group8-g128-f16"),
     "gptq act-order": (lambda: gptq(4, 32, symmetric=True, act_order=True), None),
     "w4a16": (
         lambda: compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
         lambda: compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False),
         "group4-g32-bf16-zeros",
     ),
-    "w8a16 rows": (lambda: compressed("pack-quantized", **CHANNEL), "int8"),
+    "w8a16 rows": (lambda: compressed("pack-quantized", **CHANNEL), "group8-g128-bf16"),
     "w8a8": (lambda: compressed("int-quantized", DYNAMIC, **CHANNEL), "int8"),
     "fp8 rows": (
         lambda: compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
@@ -120,7 +120,7 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("layout", ["awq", "gptq 8 asymmetric", "gptq act-order", "w8a8", "fp8 blocks"])
+@pytest.mark.parametrize("layout", ["awq", "awq rows", "gptq 8 asymmetric", "gptq 8 rows", "gptq act-order", "w8a8", "fp8 blocks"])
 def test_kept_weights_answer_as_their_values_do(
     layout: str, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,8 +87,10 @@ class CodedMatrix:
     def __init__(
         self, name: str, shape: tuple[int, int], bits: int, label: str,
         read_codes: Callable[[], torch.Tensor], read_parts: Callable[[], CodedParts], stored_bytes: int,
+        *, meets_int8_rows: bool = False,
     ) -> None:  # fmt: skip
         self.name, self.shape, self.bits, self.label, self.stored_bytes = name, shape, bits, label, stored_bytes
+        self._meets_int8_rows = meets_int8_rows  # as its publisher runs it: activations of 8 bits, a scale for each row
         self._read_codes, self._read_parts = read_codes, read_parts
 
     @cached_property
@@ -118,7 +120,7 @@ class CodedMatrix:
         held, scale = group_held(parts.group if parts.group < k else 128), SCALE_TYPES[parts.scales.dtype]
         if parts.index is not None or held is None:
             return None
-        if self.bits == 8 and self.is_symmetric and parts.group >= k:
+        if self._meets_int8_rows and self.is_symmetric and parts.group >= k:
             return KeptFormat(kind="int8")
         grid = "signed" if self.is_symmetric else "zeros" if self.bits == 4 else "minima"
         return KeptFormat(kind=f"group{self.bits}", group=held, scale=scale, grid=grid)
@@ -308,7 +310,7 @@ def _int8(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
     def codes() -> torch.Tensor:
         return raw.raw(f"{prefix}.weight").view(torch.uint8) ^ 128
 
-    return CodedMatrix(prefix, shape, 8, "int-quantized-8", codes, parts, _all_bytes(raw, prefix))
+    return CodedMatrix(prefix, shape, 8, "int-quantized-8", codes, parts, _all_bytes(raw, prefix), meets_int8_rows=True)
 
 
 def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> ScaledMatrix:

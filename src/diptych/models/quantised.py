@@ -59,8 +59,6 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
 
 def _kept(bits: int, group: int | None, scale: str, *, is_symmetric: bool) -> KeptFormat | None:
     held = 128 if group is None else group_held(group)
-    if group is None and bits == 8 and is_symmetric:
-        return KeptFormat(kind="int8")
     grid = "signed" if is_symmetric else "zeros" if bits == 4 else "minima"
     return None if held is None else KeptFormat(kind=f"group{bits}", group=held, scale=scale, grid=grid)
 
@@ -139,6 +137,8 @@ def _compressed_tensors(section: HfConfig) -> Quantisation:
             bits = weights.integer("num_bits", 8)
             group = weights.optional_integer("group_size") if weights.raw.get("strategy") == "group" else None
             kept = _kept(bits, group, "bf16", is_symmetric=weights.flag("symmetric", True))
+            if bits == 8 and group is None and inputs.raw and weights.flag("symmetric", True):
+                kept = KeptFormat(kind="int8")
         block = _block(weights, "block_structure") or block
         if inputs.raw and not inputs.raw.get("dynamic", False):
             note = "scales of activations in the file are not used: they are found for each row"
