@@ -120,7 +120,9 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("layout", ["awq", "awq rows", "gptq 8 asymmetric", "gptq 8 rows", "gptq act-order", "w8a8", "fp8 blocks"])
+@pytest.mark.parametrize(
+    "layout", ["awq", "awq rows", "gptq 8 asymmetric", "gptq 8 rows", "gptq act-order", "w8a8", "fp8 blocks"]
+)
 def test_kept_weights_answer_as_their_values_do(
     layout: str, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
