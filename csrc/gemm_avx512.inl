@@ -401,7 +401,7 @@ void finish_gate(const FinishArgs& args) {
 }
 
 void finish(const FinishArgs& args) {
-  args.w->shape.format == Format::bf16 ? finish_gate<false>(args) : finish_gate<true>(args);
+  has_lane_scales(args.w->shape.format) ? finish_gate<true>(args) : finish_gate<false>(args);
 }
 
 // ---- activations and packing -------------------------------------------------------------------------------------
@@ -526,6 +526,10 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 
 #include "quantize_int4.inl"
 
+#if !defined(__AVX512BF16__)
+#include "gemm_groups_avx512.inl"
+#endif
+
 constexpr XForm form_of(bool interleaved) { return interleaved ? XForm::words : XForm::rows; }
 
 // A few rows by their pointers, more interleaved. From 7 rows on the address registers run short.
@@ -575,6 +579,10 @@ extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(6, tile_int4<), {}};
 extern const LinearKernels kLinear = {
     interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
+};
+extern const GroupTiles kGroupTiles = {
+    {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes)},
+    6, 4, tile_expanded<6, 4>, expand_groups, quantize_groups,
 };
 #endif
 

@@ -75,7 +75,7 @@ Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
   const PackedLinear& w = *args.w;
   const int64_t at = row * kPanelStrips + strip, lane = args.first_lane + strip * kStripLanes;
   Lanes y;
-  if (w.shape.format == Format::bf16) {
+  if (!has_lane_scales(w.shape.format)) {
     y = static_cast<const Lanes*>(args.acc)[at];
   } else {
     const Whole sum = static_cast<const Whole*>(args.acc)[at] - 128 * *args.row_sums[row];

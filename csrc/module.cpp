@@ -58,7 +58,25 @@ Kind named(const char* what, const std::string& name, std::initializer_list<std:
 }
 
 Format format_of(const std::string& name) {
-  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
+  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}, {"group4", Format::group4}, {"group8", Format::group8}});
+}
+
+Grid grid_of(const std::string& format, const std::string& scale, const std::string& grid) {
+  const bool is_bytes = format != "group4";
+  const auto [offset, levels] = named<std::pair<Offset, Table4>>("grid", grid, {
+      {"signed", {Offset::none, Table4::signed4}},
+      {"zeros", {Offset::zeros, Table4::unsigned4}},
+      {"minima", {Offset::minima, is_bytes ? Table4::signed4 : Table4::unsigned4}},
+      {"iq4_nl", {Offset::none, Table4::iq4_nl}},
+      {"e2m1", {Offset::none, Table4::e2m1}},
+  });
+  if (is_bytes && offset != Offset::minima && levels != Table4::signed4) throw std::invalid_argument(format + " has no grid " + grid);
+  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}}), offset, levels};
+}
+
+RowsKind rows_kind_of(const std::string& name) {
+  return named<RowsKind>("kind of rows", name, {{"bf16", RowsKind::bf16}, {"int8", RowsKind::int8}, {"group32", RowsKind::group32},
+                                                {"group64", RowsKind::group64}, {"group128", RowsKind::group128}});
 }
 
 Store store_of(const std::string& name) {
@@ -96,6 +114,41 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
   return program.add_linear(shape, parts, bias_data);
 }
 
+// Codes [rows, k], scales and offsets [rows, groups] of one tensor.
+using Coded = std::tuple<BytesTable, AnyArray, std::optional<AnyArray>>;
+
+int add_coded_linear(Program& program, const LinearShape& shape, const std::vector<Coded>& arrays, std::optional<F32Vector> bias) {
+  std::vector<CodePart> parts;
+  int64_t rows = 0;
+  const int64_t groups = is_grouped(shape.format) ? (shape.k + shape.group - 1) / shape.group : 1;
+  for (const auto& [codes, scales, offsets] : arrays) {
+    const int64_t n = static_cast<int64_t>(codes.shape(0));
+    auto require = [&](const AnyArray& array) {
+      // the stride along an axis of one entry says nothing
+      const bool is_whole = array.ndim() == 2 && static_cast<int64_t>(array.shape(0)) == n && static_cast<int64_t>(array.shape(1)) == groups &&
+                            (groups == 1 || array.stride(1) == 1) && (n == 1 || array.stride(0) == groups);
+      if (!is_whole)
+        throw std::invalid_argument("scales and offsets must be contiguous, one for each row and group");
+    };
+    if (static_cast<int64_t>(codes.shape(1)) != shape.k) throw std::invalid_argument("the codes' second axis is not k");
+    require(scales);
+    if (source_of(scales) != shape.grid.scale) throw std::invalid_argument("the scales have another type than the shape says");
+    if (offsets.has_value() != (shape.grid.offset != Offset::none)) throw std::invalid_argument("the offsets and the shape's grid disagree");
+    if (offsets) {
+      require(*offsets);
+      const size_t bits = shape.grid.offset == Offset::zeros ? 8 : 32;
+      if (offsets->dtype().bits != bits) throw std::invalid_argument("the offsets have another type than the shape's grid");
+    }
+    parts.push_back({codes.data(), scales.data(), offsets ? offsets->data() : nullptr, n});
+    rows += n;
+  }
+  if (rows != shape.n) throw std::invalid_argument("the parts' rows do not add up to n");
+  if (bias.has_value() != shape.has_bias || (bias && static_cast<int64_t>(bias->shape(0)) != shape.n)) throw std::invalid_argument("the bias is not n long");
+  const float* bias_data = bias ? bias->data() : nullptr;
+  nb::gil_scoped_release release;
+  return program.add_coded_linear(shape, parts, bias_data);
+}
+
 int add_packed_linear(Program& program, const LinearShape& shape, Bytes blob) {
   if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(shape)) throw std::invalid_argument("the packed weight has another size");
   nb::gil_scoped_release release;
@@ -113,7 +166,7 @@ int add_rows(Program& program, const std::string& format, int64_t width, int64_t
   Buffer buffer;
   buffer.kind = BufferKind::rows;
   buffer.width = width;
-  buffer.rows_kind = rows_kind(format_of(format));
+  buffer.rows_kind = rows_kind_of(format);
   buffer.rows_per_token = rows_per_token;
   return program.add_buffer(buffer);
 }
@@ -344,11 +397,13 @@ AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head
 
 void bind_shapes(nb::module_& m) {
   nb::class_<LinearShape>(m, "LinearShape")
-      .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias) {
+      .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias,
+                          const std::string& scale, const std::string& grid) {
         if (n < 1 || k < 1 || (is_gated && n % 2 != 0)) throw std::invalid_argument("n and k must be at least 1, and n even where it is gated");
         if (group != 32 && group != 64 && group != 128) throw std::invalid_argument("group must be 32, 64 or 128");
-        new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias};
-      }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false)
+        new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid)};
+      }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false,
+         nb::arg("scale") = "f32", nb::arg("grid") = "signed")
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
@@ -433,6 +488,7 @@ void bind_program(nb::module_& m) {
         new (place) Program(kernel_set(kernels), beside);
       }, nb::arg("kernels"), nb::arg("beside"))
       .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
+      .def("add_coded_linear", &add_coded_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
       .def("add_vector", [](Program& p, F32Vector v) { return p.add_vector(std::vector<float>(v.data(), v.data() + v.shape(0))); })

@@ -64,6 +64,15 @@ int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>&
   return static_cast<int>(linears_.size()) - 1;
 }
 
+int Program::add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias) {
+  uint8_t* blob = reserve_weights(packed_bytes(shape));
+  pool_.run([&](int thread, int threads) {
+    pack_codes(kernels_, shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob, thread, threads);
+  });
+  linears_.push_back(view_packed(shape, blob));
+  return static_cast<int>(linears_.size()) - 1;
+}
+
 int Program::add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude) {
   uint8_t* blob = reserve_weights(packed_bytes(shape));
   pool_.run([&](int thread, int threads) { pack_random(kernels_, shape, seed, amplitude, blob, thread, threads); });

@@ -123,8 +123,9 @@ class Program {
   Program(const KernelSet& kernels, int threads, std::vector<int> cpus);  // threads and cpus as ThreadPool
   Program(const KernelSet& kernels, const Program& beside);  // on the threads of another, which runs when this one does not
 
-  // Weights. Packing runs on the pool. The three forms: from rows, random, and already packed bytes (copied).
+  // Weights. Packing runs on the pool. From rows, from codes, random, and already packed bytes (copied).
   int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias);
+  int add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias);
   int add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude);
   int add_packed_linear(const LinearShape& shape, const uint8_t* blob);
   int add_vector(std::vector<float> values);

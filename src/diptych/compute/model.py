@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Literal, overload
@@ -141,7 +141,8 @@ class Model(ABC):
     spec: ModelSpec
     hf_config: dict[str, Any]
     backend_name: str
-    weights_format: str  # fp32 | bf16 | int8 | int4, of the layers
+    weights_format: str  # fp32 | bf16 | int8 | int4 | a kept format's name: of most weights of the layers
+    formats: Mapping[str, int]  # weights of the layers by format
     head_format: str  # of the output projection
     kv_format: str
     revision: str

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import KV_FORMATS, QUANT_ALIASES, QUANTS
+from diptych.ground.formats import KV_FORMATS, QUANT_ALIASES, QUANTS, engine_quant, head_format
 from diptych.ground.specs import Flag, HardwareSpec, KVSpec, Provenance, QuantSpec
 from diptych.models.named import ALIASES, ROWS, named_model
 from diptych.models.spec import ModelSpec
@@ -55,6 +55,11 @@ def device_spec(name: str) -> HardwareSpec:
 def quant_spec(name: str) -> QuantSpec:
     """The weight format of that name."""
     found = QUANTS.get(QUANT_ALIASES.get(name, name))
+    if found is None and name.startswith("group"):
+        try:
+            return engine_quant(name, head_format(name))
+        except ValueError:
+            pass
     if found is None:
         raise unknown_name("weight format", name, (*QUANTS, *QUANT_ALIASES))
     return found

@@ -271,8 +271,8 @@ def _open_medusa(config: EngineConfig, target: Model, folder: Path, directory: P
 
 
 def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
-    """Heads are computed as their model is; not in int4, as they are small and drafts are worth the bits."""
-    weights = "int8" if target.weights_format == "int4" else target.weights_format
+    """Heads are computed as their model is; not in 4 bits, as they are small and drafts are worth the bits."""
+    weights = target.weights_format if target.weights_format in ("fp32", "bf16") else "int8"
     return replace(config.compute, backend=target.backend_name, weights=weights, kv=target.kv_format)
 
 

@@ -159,13 +159,3 @@ class HfConfig:
         """LoadError when value is above limit."""
         if value > limit:
             raise LoadError(f"{name} in {self.path} is {value}; at most {limit} are there")
-
-    def refuse_quantised(self) -> None:
-        """LoadError for a checkpoint whose weights are already packed by another program."""
-        quantisation = self.raw.get("quantization_config")
-        if quantisation:
-            method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else quantisation
-            raise LoadError(
-                f"{self.path} says the weights are quantised with {method!r}; only fp32, bf16 and fp16 files are read",
-                hint="use the unquantised checkpoint and choose the weight format with --weights",
-            )

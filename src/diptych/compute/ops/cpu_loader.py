@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.ground.formats import ENGINE_WEIGHTS, head_format
+from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
 from diptych.models.spec import MoeSpec
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
@@ -34,7 +35,7 @@ INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearHandle:
-    """A packed weight: its number in the program, its key there, the format of the rows it multiplies, its shape."""
+    """A packed weight: its number in the program, its key there, the name of its format (a `KeptFormat`'s too), its shape."""
 
     index: int
     key: str
@@ -47,6 +48,8 @@ class LinearHandle:
     @property
     def rows_format(self) -> str:
         """The form of the rows it multiplies: int8 and int4 weights share one."""
+        if self.format.startswith("group"):
+            return f"group{KeptFormat.named(self.format).group}"
         return "bf16" if self.format == "bf16" else "int8"
 
 
@@ -86,8 +89,46 @@ class ExpertsHandle:
     down: tuple[LinearHandle, ...]
 
 
+def native_shape(weights: KeptFormat | str, n: int, k: int, *, is_gated: bool = False, has_bias: bool = False) -> Any:
+    """The kernels' description of a packed weight [n, k] in that format."""
+    common = {"n": n, "k": k, "is_gated": is_gated, "has_bias": has_bias}
+    if isinstance(weights, str):
+        return _cpu.LinearShape(format=weights, group=INT4_GROUP, **common)
+    group = weights.group or INT4_GROUP
+    return _cpu.LinearShape(format=weights.kind, group=group, scale=weights.scale, grid=weights.grid, **common)
+
+
+def _native_codes(part: WeightTensor) -> tuple[Any, ...]:
+    codes = part.codes()
+    scales = codes.scales.to(torch.float32)
+    if not bool(torch.isfinite(scales).all()):
+        raise LoadError(
+            f"tensor {part.name} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
+        )
+    return (
+        codes.codes.contiguous(),
+        codes.scales.contiguous(),
+        None if codes.offsets is None else codes.offsets.contiguous(),
+    )
+
+
+def _finite_weights(parts: LinearParts, weights_format: str) -> list[torch.Tensor]:
+    """The parts' values; rounding one that is not finite to a grid would make a number of it, and hide it."""
+    weights = [part.read().detach() for part in parts.weights]
+    if weights_format in ("int8", "int4"):
+        for part, values in zip(parts.weights, weights, strict=True):
+            if not bool(torch.isfinite(values).all()):
+                raise LoadError(
+                    f"tensor {part.name} has a weight that is not finite; {weights_format} cannot hold it",
+                    hint="the checkpoint is damaged; download it again",
+                )
+    return weights
+
+
 class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
-    """Packs a checkpoint's tensors into a native program. `formats`: weights in config.weights, the head and router as below.
+    """Packs a checkpoint's tensors into a native program: weights in config.weights, the head and router as below.
+
+    Where nothing is asked for, weights that the checkpoint holds quantised keep their values (`WeightTensor.kept`).
 
     The head is kept in bf16 for bf16 weights and in int8 for int8 and int4: every token's probabilities pass through it,
     and LAB.md has the quality that results. The router is always bf16 (it is tiny and picks experts).
@@ -110,7 +151,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         )
         self.source = source
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
+        self.is_keeping = config.weights == "auto"
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
+        self.kept: dict[str, KeptFormat] = {}  # key -> format, of those that kept their values
+        self.n_values: Counter[str] = Counter()  # format -> weights of the layers that were packed in it
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
         self.exponents: dict[str, torch.Tensor] = {}  # likewise, of what may be balanced: see `balance.exponents_of`
         self.sites = Sites()
@@ -169,34 +213,50 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def experts(
         self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
     ) -> ExpertsHandle:
-        """Each expert packed on its own; the router in bf16."""
+        """Each expert packed on its own; the router in bf16. Experts share their rows, so all keep their values or none."""
+        keep = all(len({self._kept(getattr(expert, name)) for expert in experts}) == 1 for name in ("gate_up", "down"))
         return ExpertsHandle(
             spec=spec,
             router=self._pack(LinearParts(weights=(router,)), "bf16"),
             gate_up=tuple(
-                self._pack(expert.gate_up, self.weights_format, activation=spec.activation, role=role)
+                self._pack(expert.gate_up, self.weights_format, activation=spec.activation, role=role, keep=keep)
                 for expert in experts
             ),
-            down=tuple(self._pack(expert.down, self.weights_format, role=role) for expert in experts),
+            down=tuple(self._pack(expert.down, self.weights_format, role=role, keep=keep) for expert in experts),
         )
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
         return self._pack(LinearParts(weights=(tensor,)), head_format(self.weights_format), role=role)
 
+    @property
+    def main_format(self) -> str:
+        """The format of most weights of the layers."""
+        return self.n_values.most_common(1)[0][0] if self.n_values else self.weights_format
+
+    def _kept(self, parts: LinearParts) -> KeptFormat | None:
+        """What holds the stored values of all parts."""
+        formats = {part.kept for part in parts.weights} if self.is_keeping else {None}
+        return formats.pop() if len(formats) == 1 else None
+
     def _pack(
-        self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None, role: Role | None = None
+        self,
+        parts: LinearParts,
+        weights_format: str,
+        *,
+        activation: Activation | None = None,
+        role: Role | None = None,
+        keep: bool = True,
     ) -> LinearHandle:
         n, k = parts.n_outputs, parts.n_inputs
-        shape = _cpu.LinearShape(
-            format=weights_format,
-            n=n,
-            k=k,
-            group=INT4_GROUP,
-            is_gated=activation is not None,
-            has_bias=bool(parts.biases),
-        )
+        kept = self._kept(parts) if keep else None
+        shape = native_shape(kept or weights_format, n, k, is_gated=activation is not None, has_bias=bool(parts.biases))
         key = "+".join(part.name for part in (*parts.weights, *parts.biases))
+        if kept is not None:
+            self.kept[key] = kept
+            weights_format = kept.name
+        if role is not None and role.layer is not None:
+            self.n_values[weights_format] += n * k
         saved = self.source.find_packed(key, shape.packed_bytes)
         seed = parts.weights[0].random_seed
         if saved is not None:
@@ -204,18 +264,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         elif seed is not None and not parts.biases:
             index = self.program.add_random_linear(shape, seed & (2**63 - 1), (3.0 / k) ** 0.5)
         else:
-            weights = [part.read().detach() for part in parts.weights]
-            if weights_format in ("int8", "int4"):  # rounding to a grid would make a number of it, and hide it
-                for part, values in zip(parts.weights, weights, strict=True):
-                    if not bool(torch.isfinite(values).all()):
-                        raise LoadError(
-                            f"tensor {part.name} has a weight that is not finite; {weights_format} cannot hold it",
-                            hint="the checkpoint is damaged; download it again",
-                        )
             bias = None
             if parts.biases:
                 bias = torch.cat([part.read().detach().to(torch.float32).reshape(-1) for part in parts.biases])
-            index = self.program.add_linear(shape, weights, bias)
+            if kept is not None:
+                index = self.program.add_coded_linear(shape, [_native_codes(part) for part in parts.weights], bias)
+            else:
+                index = self.program.add_linear(shape, _finite_weights(parts, weights_format), bias)
         self.packed[key] = index
         if weights_format != "bf16":
             self._note_exponents(key, parts, is_packed=saved is not None)

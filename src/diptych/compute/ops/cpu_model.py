@@ -71,7 +71,8 @@ class CpuModel(Model):
         blueprint.forward(CpuOps(loader), weights)
         self.program: Any = loader.program
         self._sites, self._exponents = loader.sites, loader.exponents
-        self.weights_format = loader.weights_format
+        self.weights_format = loader.main_format
+        self.formats = dict(loader.n_values)
         self.kv_format = loader.kv_format
         self.head_format = weights.head.format
         self.weight_bytes = int(self.program.weight_bytes)
@@ -80,7 +81,7 @@ class CpuModel(Model):
         self.threads = int(self.program.threads)
         self.placement = loader.placement
         self.revision = blueprint.revision(
-            self.backend_name, self.instruction_set, self.weights_format, self.head_format, self.kv_format
+            self.backend_name, self.instruction_set, *sorted(self.formats), self.head_format, self.kv_format
         )
         self._cache = {
             "n_layers": self.spec.n_layers,
