@@ -11,7 +11,8 @@ import pytest
 from tests.engine.conftest import tiny_config
 from tests.lora import ALL, write_adapter
 
-from diptych.engine.llm import LLM, AsyncLLM, Completion
+from diptych.engine.async_llm import AsyncLLM
+from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel
 from diptych.engine.phases import TwoPhase
 from diptych.ground.errors import CapacityError, ConfigError, LoadError, RequestError

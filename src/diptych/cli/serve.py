@@ -13,7 +13,7 @@ import typer
 from diptych.cli import options
 from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
-from diptych.engine.llm import AsyncLLM
+from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import env_text
 from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from importlib.metadata import version
 
-from diptych.engine.llm import AsyncLLM
+from diptych.engine.async_llm import AsyncLLM
 
 _LIBRARIES = ("jinja2", "llguidance", "tokenizers")
 _CHARS = 16  # of the digest, behind "fp_"

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from diptych.engine.adapters import Adapters
+from diptych.engine.async_llm import RequestHandle
 from diptych.engine.encoder import Encoder
 from diptych.engine.engine import OutputDelta
-from diptych.engine.llm import RequestHandle
 from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.errors import EngineError, GrammarError, RequestError
 from diptych.ground.phase import FinishReason

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.parameters import attention_flops_per_pair, linear_parameter_count
+from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.cost_view import CostView
-from diptych.engine.llm import AsyncLLM
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.version import VERSION
 from diptych.insight.segments import TokenWork

@@ -42,6 +42,7 @@ class PooledAnswer:
             response_id=f"{self.prefix}{body.request_id or uuid.uuid4().hex}",
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
+            served=generation.served(body.model),
             arrival_s=arrival_s,
             constraint=None,
         )
