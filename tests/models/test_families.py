@@ -12,7 +12,9 @@ from diptych.compute.decoder import load_decoder
 from diptych.compute.weights import RandomSource
 from diptych.cost.parameters import active_parameter_count, parameter_count
 from diptych.models.config import HfConfig
-from diptych.models.families import BY_MODEL_TYPE, FAMILIES, HARMLESS, HARMLESS_ENDINGS, Family
+from diptych.models.families import BY_MODEL_TYPE, FAMILIES
+from diptych.models.family import Family
+from diptych.models.keys import HARMLESS, HARMLESS_ENDINGS
 from diptych.models.read import read_model
 from diptych.models.rope import ROPE_KEYS
 from diptych.models.spec import ModelSpec

@@ -30,7 +30,8 @@ from diptych.compute.ops.contract import (
 )
 from diptych.compute.rope import frequencies
 from diptych.compute.weights import SlicedTensor, Source
-from diptych.models.families import BY_MODEL_TYPE, Family
+from diptych.models.families import BY_MODEL_TYPE
+from diptych.models.family import Family
 from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm
 
 # before attention, after it, before the MLP, after it: the names that transformers gives the norms of a layer

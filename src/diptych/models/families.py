@@ -8,76 +8,10 @@ how its tensors are called. `read` turns a config into a `ModelSpec` by these; `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
+from diptych.models.family import Family, TensorNames
 from diptych.models.spec import Norms, QkNorm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorNames:
-    """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
-
-    mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate.
-    """
-
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    o: str = "o_proj"
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    down: str = "down_proj"
-    mlp: tuple[str, ...] = ("mlp.",)
-    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One model family. Where a field is `bool | str`, a string names the key of the config that decides.
-
-    keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
-    renamed: this class's name of a key -> the name used here. full_every: without layer_types, every so many-th layer
-    attends to everything. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
-    longrope_names: rope types that mean longrope here. positions_offset: learned positions, and how many come first.
-    prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    keys: Mapping[str, Any]
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    more_model_types: tuple[str, ...] = ()
-    is_run: bool = True
-    norms: Norms = Norms.BEFORE
-    norm_offset: float = 0.0
-    has_norm_bias: bool = False
-    has_embedding_norm: bool = False
-    has_scaled_embedding: bool = False
-    qk_norm: QkNorm = QkNorm.NONE
-    qk_norm_key: str | None = None
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    is_gated: bool = True
-    has_sinks: bool = False
-    full_every: int | None = None
-    local_theta: str | None = None
-    longrope_names: tuple[str, ...] = ("su",)
-    positions_offset: int | None = None
-    renormalises: bool | str = "norm_topk_prob"
-    has_router_bias: bool = False
-    has_expert_bias: bool = False
-    has_shared_gate: bool = False
-    names: TensorNames = field(default_factory=TensorNames)
-    prefixes: tuple[str, ...] = ("model.",)
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-
-    @property
-    def model_types(self) -> tuple[str, ...]:
-        """What model_type may say."""
-        return (self.name, *self.more_model_types)
-
 
 # The class defaults that most classes share; an entry overrides what differs.
 USUAL: dict[str, Any] = {
@@ -421,42 +355,3 @@ BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for na
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 SUPPORTED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if family.is_run)
 PRICED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if not family.is_run)
-
-# Keys that never change what a token's logits are: names of things, ids of special tokens, training, caches, defaults of
-# generation, and switches of files that the loader holds against the tensors itself.
-HARMLESS: frozenset[str] = frozenset((
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path",
-    "auto_map", "task_specific_params", "tokenizer_class", "finetuning_task", "problem_type", "id2label", "label2id",
-    "use_cache", "initializer_range", "init_std", "pretraining_tp", "return_dict", "output_attentions",
-    "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
-    "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "ep_size", "chunk_size_feed_forward", "layerdrop",
-    "resid_pdrop", "embd_pdrop", "attn_pdrop", "quantization_config", "cache_implementation", "_attn_implementation",
-    "attn_implementation", "_attn_implementation_autoset", "use_flash_attn", "torchscript", "use_bfloat16",
-    "gradient_checkpointing", "max_window_layers", "attention_bias", "mlp_bias", "qkv_bias", "bias",
-    "hidden_act", "hidden_activation", "vision_config", "mm_tokens_per_image", "image_token_index",
-    "boi_token_index", "eoi_token_index", "is_decoder", "max_length", "min_length", "temperature", "top_k",
-    "top_p", "do_sample", "repetition_penalty", "num_beams", "model_max_length", "neftune_noise_alpha", "unsloth_fixed",
-    "unsloth_version", "reorder_and_upcast_attn", "slow_but_exact", "qk_head_dim", "n_ctx",
-    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps",
-))  # fmt: skip
-HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
-
-# Keys of other families and of hybrids that change the mathematics: refused wherever nobody reads them.
-CHANGING: frozenset[str] = frozenset((
-    *(key for family in FAMILIES for key in (*family.keys, *family.fixed, *family.renamed)),
-    "is_encoder_decoder", "alibi", "use_alibi", "parallel_attn", "use_parallel_residual", "multi_query",
-    "new_decoder_architecture", "rope_pct", "rotary_pct", "rotary_emb_base", "rotary_dim", "qk_layernorm", "qk_norm",
-    "clip_qkv", "attn_config", "ffn_config", "ssm_cfg", "mamba_d_state", "mamba_d_conv", "mamba_expand",
-    "mamba_num_heads", "hybrid_override_pattern", "layers_block_type", "attn_layer_indices", "attn_type_list",
-    "linear_attn_config", "linear_num_key_heads", "full_attention_interval", "attention_chunk_size", "scale_emb",
-    "scale_depth", "dim_model_base", "block_configs", "num_zero_experts", "moe_num_experts", "moe_k", "residual_scale",
-    "altup_num_inputs", "hidden_size_per_layer_input", "num_kv_shared_layers", "index_topk", "attention_multiplier",
-    "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm",
-))  # fmt: skip
-# values with which such a key says: as usual
-NEUTRAL: Mapping[str, Any] = MappingProxyType({
-    "partial_rotary_factor": 1.0, "rope_pct": 1.0, "rotary_pct": 1.0, "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0, "logit_scale": 1.0, "residual_multiplier": 1.0, "routed_scaling_factor": 1.0,
-    "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "no_rope_layer_interval": None,
-})  # fmt: skip

@@ -16,17 +16,9 @@ from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
-from diptych.models.families import (
-    BY_ARCHITECTURE,
-    BY_MODEL_TYPE,
-    CHANGING,
-    HARMLESS,
-    HARMLESS_ENDINGS,
-    NEUTRAL,
-    PRICED,
-    SUPPORTED,
-    Family,
-)
+from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED
+from diptych.models.family import Family
+from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
 from diptych.models.rope import ROPE_KEYS, make_rope, position_limit, rope_section
 from diptych.models.spec import (
     Activation,
