@@ -62,6 +62,45 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.5},
+    ),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {"head_dim": 24}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "logit_scale": 0.5}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"use_qkv_bias": True}),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72,
+         "mlp_only_layers": [1]},
+    ),
+    "olmoe": (
+        "OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "embedding_multiplier": 3.0,
+         "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.5},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 1.5, "head_dim": 24, "use_qk_norm": True, "rope_parameters": {
+             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = tuple(CLASSES)
 

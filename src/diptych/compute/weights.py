@@ -141,6 +141,33 @@ class SlicedTensor(WeightTensor):
         return self._tensor.read()[self._index]
 
 
+def halves_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Where each dimension of a head comes from, so that neighbours that turn together lie rotary_dim / 2 apart: 0 2 .. 1 3 .."""
+    turned = torch.arange(rotary_dim).view(-1, 2).T.reshape(-1)
+    return torch.cat([turned, torch.arange(rotary_dim, head_dim)])
+
+
+class ReorderedTensor(WeightTensor):
+    """Another tensor with the entries along its first axis in another order within each head."""
+
+    def __init__(self, tensor: WeightTensor, order: torch.Tensor) -> None:
+        heads = torch.arange(0, tensor.shape[0], len(order))
+        self.name = tensor.name
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.random_seed = tensor.random_seed  # random rows in another order are random rows
+        self._tensor = tensor
+        self._rows = (heads[:, None] + order).reshape(-1)
+
+    def read(self) -> torch.Tensor:
+        """A copy."""
+        return self._tensor.read()[self._rows]
+
+    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
+        """`read()[rows, :n_columns]`."""
+        return self._tensor.read()[self._rows[rows], :n_columns]
+
+
 class Checkpoint:
     """The safetensors files of one folder. Keeps them mapped while it, or a tensor read from it, lives.
 

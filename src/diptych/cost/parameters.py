@@ -120,7 +120,7 @@ def _mlp(model: ModelSpec, mlp: MlpSpec) -> int:
 def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
     bias = 2 * moe.expert_ffn + model.hidden if moe.has_expert_bias else 0
     return {
-        "router": model.hidden * moe.n_experts + (moe.n_experts if moe.has_router_bias else 0),
+        "router": model.hidden * moe.n_experts + moe.n_experts * (moe.has_router_bias + moe.has_choice_bias),
         "experts": moe.n_experts * (3 * model.hidden * moe.expert_ffn + bias),
         "shared_experts": 3 * model.hidden * moe.shared_ffn + (model.hidden if moe.has_shared_gate else 0),
     }

@@ -11,6 +11,7 @@ named in a warning: the classes of transformers do not read it either.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from diptych.models.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    Norms,
     QkNorm,
     Rope,
 )
@@ -55,6 +57,8 @@ def read_model(
     ropes = [
         make_rope(config, one, head_dim=head_dim, max_context_tokens=context, longrope=longrope) for one in sections
     ]
+    if _decided(config, family.is_interleaved):
+        ropes = [replace(rope, is_interleaved=True) for rope in ropes]
     hidden = config.integer("hidden_size")
     word_width = config.integer("word_embed_proj_dim", hidden)
     if word_width != hidden:
@@ -77,6 +81,7 @@ def read_model(
         logit_softcap=config.optional_number("final_logit_softcapping"),
         is_tied=config.flag("tie_word_embeddings"),
         is_run=family.is_run,
+        centres_norms=family.centres_norms,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
@@ -198,10 +203,12 @@ def _rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
 def _layers(config: HfConfig, family: Family, ropes: list[Rope], head_dim: int) -> tuple[LayerSpec, ...]:
     n_layers = config.integer("num_hidden_layers")
     windows = _windows(config, family, n_layers)
-    turns = _turns(config, n_layers)
+    turns = _turns(config, family, windows)
     mixtures = _moe_layers(config, n_layers)
     moe = _moe(config, family) if mixtures else None
     mlp = _mlp(config, family)
+    is_parallel = family.parallel_key is not None and config.flag(family.parallel_key)
+    norms = Norms.PARALLEL if is_parallel else family.norms
     # equal layers are one object
     attention = {
         key: _attention(config, family, head_dim=head_dim, window=key[0], rope=_rope_of(ropes, *key))
@@ -214,7 +221,7 @@ def _layers(config: HfConfig, family: Family, ropes: list[Rope], head_dim: int) 
         key = (id(heads), has_experts)
         if key not in made:
             assert moe is not None or not has_experts
-            made[key] = LayerSpec(attention=heads, mlp=moe if has_experts and moe else mlp, norms=family.norms)
+            made[key] = LayerSpec(attention=heads, mlp=moe if has_experts and moe else mlp, norms=norms)
         layers.append(made[key])
     return tuple(layers)
 
@@ -281,7 +288,7 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
         first = config.integer("max_window_layers", low=0)
         windows = [window if i >= first else None for i in range(n_layers)]
     elif "no_rope_layers" in family.keys:
-        windows = [None if turns else window for turns in _turns(config, n_layers)]
+        windows = [None if turns else window for turns in _no_rope(config, n_layers)]
     else:
         windows = [window] * n_layers
     if types is not None and "layer_types" not in family.keys:
@@ -294,8 +301,15 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
     return windows
 
 
-def _turns(config: HfConfig, n_layers: int) -> list[bool]:
+def _turns(config: HfConfig, family: Family, windows: list[int | None]) -> list[bool]:
     """Whether each layer has rotary positions."""
+    if family.turns_windowed_only:
+        return [window is not None for window in windows]
+    return _no_rope(config, len(windows))
+
+
+def _no_rope(config: HfConfig, n_layers: int) -> list[bool]:
+    """What no_rope_layers says, or its interval: true for layers that turn."""
     turns = config.integers("no_rope_layers")
     if turns is None:
         interval = config.optional_integer("no_rope_layer_interval")
@@ -314,6 +328,8 @@ def _mlp(config: HfConfig, family: Family) -> MlpSpec:
 def _activation(config: HfConfig, family: Family) -> Activation:
     names = ("hidden_activation", "hidden_act") if "hidden_activation" in family.keys else ("hidden_act",)
     found = config.activation(*names)
+    if family.gelu_means_tanh and found is Activation.GELU:
+        return Activation.GELU_TANH
     if family.is_run and found not in RUN_ACTIVATIONS:
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found
@@ -328,13 +344,26 @@ def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     first = config.optional_integer("first_k_dense_replace", low=0)
     if first is not None:
         return frozenset(range(first, n_layers, step))
+    if config.raw.get("moe_layer_start_index") is not None:  # first and last, -1 for the model's last
+        first, last = (config.integer(f"moe_layer_{end}_index", low=-1) for end in ("start", "end"))
+        last = n_layers - 1 if last == -1 else last
+        return frozenset(i for i in range(max(first, 0), min(last + 1, n_layers)) if (i + 1) % step == 0)
     return frozenset(i for i in range(n_layers) if i not in dense and (i + 1) % step == 0)
+
+
+def _check_groups(config: HfConfig, n_experts: int, chosen: int, n_groups: int, per_token: int) -> None:
+    if n_experts % n_groups:
+        raise LoadError(f"{n_experts} experts cannot form {n_groups} equal groups ({config.path})")
+    config.at_most("topk_group", per_token, n_groups)
+    config.at_most("num_experts_per_tok", chosen, n_experts // n_groups * per_token)
 
 
 def _moe(config: HfConfig, family: Family) -> MoeSpec:
     n_experts, chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
     config.at_most("num_experts_per_tok", chosen, n_experts)
     ffn = config.integer("moe_intermediate_size", config.integer("intermediate_size"))
+    n_groups, per_token = config.integer("n_group", 1), config.integer("topk_group", 1)
+    _check_groups(config, n_experts, chosen, n_groups, per_token)
     shared = config.optional_integer("shared_expert_intermediate_size")
     if shared is None:
         shared = ffn * (config.optional_integer("n_shared_experts", low=0) or 0)
@@ -346,9 +375,12 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         renormalises=_decided(config, family.renormalises),
         shared_ffn=shared,
         routed_scale=config.number("routed_scaling_factor", 1.0),
-        n_groups=config.integer("n_group", 1),
-        groups_per_token=config.integer("topk_group", 1),
+        n_groups=n_groups,
+        groups_per_token=per_token,
+        group_best=family.group_best,
+        scores=family.scores,
         has_router_bias=family.has_router_bias,
+        has_choice_bias=family.has_choice_bias,
         has_expert_bias=family.has_expert_bias,
         has_shared_gate=family.has_shared_gate,
     )

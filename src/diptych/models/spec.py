@@ -32,6 +32,13 @@ class QkNorm(Enum):
     FULL = "full"  # the whole projection, weight [H*d] for q and [K*d] for k
 
 
+class Scores(Enum):
+    """How a router's logits become the weights of the chosen experts: over all experts, or each by itself."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
 class Norms(Enum):
     """Where a layer norms; the value is how many norms it has."""
 
@@ -52,7 +59,8 @@ class Rope:
 
     kind: default, linear, dynamic, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
     trained_tokens: original_max_position_embeddings. divisors: longrope's factors, one per pair of dimensions, of
-    `divisors_name` (short_factor or long_factor). attention_factor multiplies cos and sin.
+    `divisors_name` (short_factor or long_factor). attention_factor multiplies cos and sin. is_interleaved: neighbouring
+    dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
     """
 
     theta: float
@@ -68,6 +76,7 @@ class Rope:
     attention_factor: float = 1.0
     divisors: tuple[float, ...] = ()
     divisors_name: str | None = None
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +127,10 @@ class MoeSpec:
     """A mixture of gated experts. renormalises: the chosen experts' weights are scaled to sum to 1.
 
     shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum.
-    n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all). skew: of the routing,
-    0 is uniform; see `cost.components.expected_experts`.
+    n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the
+    sum of its `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only.
+    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. skew: of the routing, 0 is uniform; see
+    `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -131,7 +142,10 @@ class MoeSpec:
     routed_scale: float = 1.0
     n_groups: int = 1
     groups_per_token: int = 1
+    group_best: int = 1
+    scores: Scores = Scores.SOFTMAX
     has_router_bias: bool = False
+    has_choice_bias: bool = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     skew: float = 0.0
@@ -151,8 +165,9 @@ class ModelSpec:
     """A model: its layers and its two ends.
 
     Layers may differ, but for their mixtures: one in all layers that have one. max_context_tokens: the longest sequence an
-    engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). residual_scale multiplies
-    what a layer adds, logit_scale the logits. is_run: whether the engine runs this family, or the planner only prices it.
+    engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms take the
+    mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
+    engine runs this family, or the planner only prices it.
     """
 
     name: str
@@ -170,6 +185,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     is_tied: bool = False
     is_run: bool = True
+    centres_norms: bool = False
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
     n_position_embeddings: int = 0

@@ -12,7 +12,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.models.spec import MoeSpec
+from diptych.models.spec import MoeSpec, Scores
 
 
 def attention_prefill_dense(
@@ -75,6 +75,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tens
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float) -> torch.Tensor:
+    """(X - mean) / sqrt(variance + eps) * weight + bias over the last axis, fp32."""
+    x = x.float()
+    x = x - x.mean(dim=-1, keepdim=True)
+    y = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
+    return y if bias is None else y + bias.float()
+
+
 def linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """H W^T + b, fp32. h [T, K], weight [N, K], bias [N]."""
     y = h.float() @ weight.float().T
@@ -105,18 +113,35 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Te
 
 
 def experts(
-    h: torch.Tensor, router: torch.Tensor, gate_up: list[torch.Tensor], down: list[torch.Tensor], spec: MoeSpec
+    h: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: list[torch.Tensor],
+    down: list[torch.Tensor],
+    spec: MoeSpec,
+    choice_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gated sum of each token's best experts [T, D], fp32. gate_up[e] [2F, D], down[e] [D, F]."""
+    """The gated sum of each token's best experts [T, D], fp32. gate_up[e] [2F, D], down[e] [D, F], choice_bias [E]."""
     out = torch.zeros(h.shape, dtype=torch.float32)
     for t in range(len(h)):
-        probabilities = linear(h[t : t + 1], router)[0].softmax(dim=-1)
-        chosen = sorted(range(spec.n_experts), key=lambda e: -float(probabilities[e]))[: spec.experts_per_token]
-        total = float(sum(probabilities[e] for e in chosen)) if spec.renormalises else 1.0
-        for e in chosen:
-            y = linear(gate(linear(h[t : t + 1], gate_up[e]), spec.activation), down[e])[0]
-            out[t] += float(probabilities[e]) / total * y
+        for e, weight in route(linear(h[t : t + 1], router)[0], spec, choice_bias).items():
+            out[t] += weight * linear(gate(linear(h[t : t + 1], gate_up[e]), spec.activation), down[e])[0]
     return out
+
+
+def route(logits: torch.Tensor, spec: MoeSpec, choice_bias: torch.Tensor | None = None) -> dict[int, float]:
+    """One token's experts and their weights, from the router's logits [E]."""
+    scores = (logits.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits.sigmoid()).tolist()
+    choice = [score + (0.0 if choice_bias is None else float(choice_bias[e])) for e, score in enumerate(scores)]
+    size = spec.n_experts // spec.n_groups
+
+    def worth(group: int) -> float:
+        return sum(sorted(choice[group * size : (group + 1) * size], reverse=True)[: spec.group_best])
+
+    groups = sorted(range(spec.n_groups), key=lambda group: -worth(group))[: spec.groups_per_token]
+    allowed = [e for e in range(spec.n_experts) if e // size in groups]
+    chosen = sorted(allowed, key=lambda e: -choice[e])[: spec.experts_per_token]
+    total = sum(scores[e] for e in chosen) if spec.renormalises else 1.0
+    return {e: spec.routed_scale * scores[e] / total for e in chosen}
 
 
 def head(

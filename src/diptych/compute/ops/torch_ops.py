@@ -21,6 +21,7 @@ from diptych.compute.ops.contract import (
     ExpertParts,
     LinearParts,
     Loader,
+    NormParts,
     Ops,
     QkNorm,
     Role,
@@ -28,10 +29,11 @@ from diptych.compute.ops.contract import (
     Taps,
     WeightTensor,
 )
-from diptych.models.spec import MoeSpec
+from diptych.models.spec import MoeSpec, Scores
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
+SMALLEST_SUM = 1e-20  # of the chosen experts' scores, which sigmoids may all leave at nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +47,35 @@ class TorchLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchNorm:
+    """weight and bias [D] fp32; a centred norm takes the mean away."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """A layer's attention: its spec and, where it has them, norm weights [d] or [H*d] and [K*d] in fp32."""
+    """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d]."""
 
     spec: AttentionSpec
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: TorchNorm | None
+    k_norm: TorchNorm | None
 
 
 @dataclass(frozen=True, slots=True)
 class TorchExperts:
-    """router [E, D], gate_up and down per expert."""
+    """router [E, D], choice_bias [E] fp32, gate_up and down per expert."""
 
     spec: MoeSpec
-    router: torch.Tensor
+    router: TorchLinear
+    choice_bias: torch.Tensor | None
     gate_up: tuple[TorchLinear, ...]
     down: tuple[TorchLinear, ...]
 
 
-class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention, TorchExperts]):
+class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
     """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied."""
 
     is_balancing = False
@@ -77,11 +89,10 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
         """[V, D] in the compute dtype: the head's own matrix where tied."""
         return tensor.read().to(device=self._device, dtype=self._dtype) if head is None else head.weight
 
-    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> torch.Tensor:
+    def norm(self, parts: NormParts, *, offset: float = 0.0) -> TorchNorm:
         """[D] fp32."""
-        vector = tensor.read().to(device=self._device, dtype=torch.float32) + offset
-        self.weight_bytes += vector.nbytes
-        return vector
+        bias = None if parts.bias is None else self._vector(parts.bias)
+        return TorchNorm(self._vector(parts.weight, offset), bias, parts.is_centred)
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> TorchLinear:
         """The parts stacked into one matrix."""
@@ -99,17 +110,28 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
         """The spec beside the norms' weights."""
         return TorchAttention(
             spec,
-            None if q_norm is None else self.vector(q_norm, offset=norm_offset),
-            None if k_norm is None else self.vector(k_norm, offset=norm_offset),
+            None if q_norm is None else self.norm(NormParts(weight=q_norm), offset=norm_offset),
+            None if k_norm is None else self.norm(NormParts(weight=k_norm), offset=norm_offset),
         )
 
+    def router(self, parts: LinearParts) -> TorchLinear:
+        """As any other."""
+        return self.linear(parts)
+
     def experts(
-        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
+        self,
+        spec: MoeSpec,
+        *,
+        router: LinearParts,
+        choice_bias: WeightTensor | None,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
     ) -> TorchExperts:
         """One pair of matrices per expert."""
         return TorchExperts(
             spec,
-            self._place(router.read()),
+            self.router(router),
+            None if choice_bias is None else self._vector(choice_bias),
             tuple(self.gated(expert.gate_up, spec.activation, role=role) for expert in experts),
             tuple(self.linear(expert.down, role=role) for expert in experts),
         )
@@ -117,6 +139,11 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> TorchLinear:
         """[V, D] in the compute dtype."""
         return TorchLinear(self._place(tensor.read()), None, role=role)
+
+    def _vector(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
+        vector = tensor.read().to(device=self._device, dtype=torch.float32) + offset
+        self.weight_bytes += vector.nbytes
+        return vector
 
     def _stack(self, tensors: tuple[WeightTensor, ...]) -> torch.Tensor:
         if len(tensors) == 1:
@@ -148,7 +175,7 @@ class _Queries:
     mask: torch.Tensor | None
 
 
-class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, TorchLinear, TorchAttention, TorchExperts]):
+class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
 
     def __init__(
@@ -198,9 +225,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         """x [T, N]."""
         return self.linear(h, weight)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: TorchNorm, *, eps: float) -> torch.Tensor:
         """h [T, D]."""
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+        shape = weight.weight.shape
+        if weight.is_centred:
+            return F.layer_norm(x.float(), shape, weight.weight, weight.bias, eps).to(x.dtype)
+        h = F.rms_norm(x.float(), shape, weight.weight, eps)
+        return (h if weight.bias is None else h + weight.bias).to(x.dtype)
 
     def linear(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, N]."""
@@ -224,6 +255,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x + y [T, D]."""
         return x + y
+
+    def add_gated(self, x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x + sigmoid(gate) * y [T, D]."""
+        return x + torch.sigmoid(gate) * y
 
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""
@@ -261,10 +296,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
     def experts_add(self, h: torch.Tensor, experts: TorchExperts, x: torch.Tensor) -> torch.Tensor:
         """x + the gated sum of the chosen experts [T, D]."""
         spec = experts.spec
-        probabilities = F.linear(h, experts.router).float().softmax(dim=-1)
-        weights_Tk, chosen_Tk = probabilities.topk(spec.experts_per_token, dim=-1)
-        if spec.renormalises:
-            weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
+        weights_Tk, chosen_Tk = _route(self.linear(h, experts.router).float(), experts.choice_bias, spec)
         total = torch.zeros_like(h)
         for expert in chosen_Tk.unique().tolist():
             rows, column = torch.where(chosen_Tk == expert)
@@ -273,15 +305,24 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         return x + total
 
     def head(
-        self, x: torch.Tensor, norm: torch.Tensor | None, weight: TorchLinear, *, eps: float, softcap: float | None
+        self,
+        x: torch.Tensor,
+        norm: TorchNorm | None,
+        weight: TorchLinear,
+        *,
+        eps: float,
+        softcap: float | None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Logits [R, V] fp32, or h [R, D] fp32 where that is all the forward is for."""
         h = x[self._logits_rows]
         if norm is not None:
-            h = self.rms_norm(h, norm, eps=eps)
+            h = self.norm(h, norm, eps=eps)
         if self._wants_hidden:
             return h.float()
         logits = F.linear(h, weight.weight)
+        if scale != 1.0:
+            logits = logits * scale
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         return logits.float()
@@ -289,9 +330,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
     def _on_device(self, array: object) -> torch.Tensor:
         return torch.as_tensor(array).to(device=self._device, dtype=torch.long)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, weight: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
         assert weight is not None, "a spec with q/k norm is loaded with its weights"
-        return self.rms_norm(x, weight, eps=spec.norm_eps)
+        return self.norm(x, weight, eps=spec.norm_eps)
 
     def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
@@ -360,6 +401,24 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         # padded positions may lie beyond a short sequence's table; they are masked, any slot will do
         columns = (positions_BC // block_tokens).clamp(max=table_BM.shape[1] - 1)
         return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
+
+
+def _route(
+    logits_TE: torch.Tensor, choice_bias: torch.Tensor | None, spec: MoeSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, experts), each [T, k]."""
+    scores_TE = logits_TE.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits_TE.sigmoid()
+    choice_TE = scores_TE if choice_bias is None else scores_TE + choice_bias
+    if spec.n_groups > 1:
+        by_group = choice_TE.unflatten(1, (spec.n_groups, -1))
+        groups_Tg = by_group.topk(spec.group_best, dim=-1).values.sum(dim=-1).topk(spec.groups_per_token, dim=-1).indices
+        is_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits_TE.device).scatter(1, groups_Tg, False)
+        choice_TE = by_group.masked_fill(is_out[..., None], float("-inf")).flatten(1)
+    chosen_Tk = choice_TE.topk(spec.experts_per_token, dim=-1).indices
+    weights_Tk = scores_TE.gather(1, chosen_Tk)
+    if spec.renormalises:
+        weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True).clamp(min=SMALLEST_SUM)
+    return weights_Tk * spec.routed_scale, chosen_Tk
 
 
 def _attend(
