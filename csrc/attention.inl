@@ -399,9 +399,19 @@ DIPTYCH_INLINE void join(float* state_max, float* state_sum, const float* most, 
   to_array(taken, takes);
 }
 
-DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t head, const float* values, float sum) {
+// A head's sink is a key of score `sinks[head]` and no value: it joins the finished state as one more term of the denominator.
+DIPTYCH_INLINE float share_of(const AttentionCall& call, int64_t head, float most, float sum) {
+  if (call.shape.sinks == nullptr) return sum > 0.0f ? 1.0f / sum : 0.0f;
+  const F32 sink = set1(call.shape.sinks[head] * kLog2e), joined = max(set1(most), sink);
+  const F32 kept = exp2_lanes(sub(set1(most), joined));
+  alignas(64) float shares[16];
+  to_array(div(kept, fma(set1(sum), kept, exp2_lanes(sub(sink, joined)))), shares);
+  return shares[0];
+}
+
+DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t head, const float* values, float most, float sum) {
   const int64_t d = call.shape.head_dim;
-  const F32 inverse = set1(sum > 0.0f ? 1.0f / sum : 0.0f);
+  const F32 inverse = set1(share_of(call, head, most, sum));
   for (int64_t i = 0; i < d; i += 16) {
     const int64_t lanes = d - i < 16 ? d - i : 16;
     F32 y = fma(load(values + i), inverse, zero());
@@ -521,7 +531,8 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
   if (task.is_split) return;
   for (int64_t r = 0, token = rows.token; r < rows.n; ++token)
     for (int64_t g = 0; g < rows.group; ++g, ++r)
-      write_row(call, token, rows.head + g, scratch.state_values + r * dv, scratch.state_sum[r]);
+      write_row(call, token, rows.head + g, scratch.state_values + r * dv, scratch.state_max[r],
+                scratch.state_sum[r]);
 }
 
 static void attention_combine(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
@@ -548,7 +559,7 @@ static void attention_combine(const AttentionCall& call, const AttentionTask& ta
     }
     for (int64_t r = 0; r < n; ++r)
       write_row(call, rows.token + (r0 + r) / rows.group, rows.head + (r0 + r) % rows.group, scratch.state_values + r * dv,
-                state_sum[r]);
+                state_max[r], state_sum[r]);
   }
 }
 

@@ -16,6 +16,9 @@ namespace diptych {
 // out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i]; x, weight and out [n] fp32; out may be x.
 using RmsNormRow = void (*)(const float* x, const float* weight, int64_t n, float eps, float* out);
 
+// out[i] = (x[i] - mean(x)) / sqrt(variance(x) + eps) * weight[i] + bias[i]; bias null: none; out may be x.
+using LayerNormRow = void (*)(const float* x, const float* weight, const float* bias, int64_t n, float eps, float* out);
+
 // ---- rotary position and cache write ----------------------------------------------------------------------------------
 
 struct RotateShape {
@@ -52,6 +55,7 @@ struct AttentionShape {
   int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
   float scale = 1.0f;
   int64_t window = INT64_MAX;  // a query sees the last `window` positions up to its own
+  const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
   bool has_softcap = false;
 };
@@ -91,6 +95,10 @@ using SoftcapRow = void (*)(float* x, int64_t n, float softcap);                
 using EmbedRow = void (*)(const void* row, Source source, int64_t n, float scale, float* out);
 // exp(x - max) / sum in place, [n]
 using SoftmaxRow = void (*)(float* x, int64_t n);
+// 1 / (1 + exp(-x)) in place, [n]
+using SigmoidRow = void (*)(float* x, int64_t n);
+// out [n] = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up within +-limit; x = gate [n], up [n]; out may be x.
+using ClampedGateRow = void (*)(const float* x, int64_t n, float alpha, float limit, float* out);
 // The largest of some numbers and the first place that holds it; NaN is no number.
 struct Best {
   float value = 0.0f;
@@ -122,11 +130,14 @@ struct AttentionKernels {
 
 struct StepKernels {
   RmsNormRow rms_norm_row;
+  LayerNormRow layer_norm_row;
   RotateToken rotate_token;
   AddRow add_row;
   SoftcapRow softcap_row;
   EmbedRow embed_row;
   SoftmaxRow softmax_row;
+  SigmoidRow sigmoid_row;
+  ClampedGateRow clamped_gate_row;
   FindBest find_best;
   DrawRow draw_row;
 };

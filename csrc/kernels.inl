@@ -10,7 +10,8 @@
 namespace diptych {
 namespace DIPTYCH_ISA {
 
-extern const StepKernels kStep = {rms_norm_row, rotate_token, add_row, softcap_row, embed_row, softmax_row, find_best, draw_row};
+extern const StepKernels kStep = {rms_norm_row, layer_norm_row, rotate_token,  add_row,          softcap_row, embed_row,
+                                  softmax_row,  sigmoid_row,    clamped_gate_row, find_best,        draw_row};
 
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

@@ -74,13 +74,14 @@ struct RopeTable {
 
 struct EmbedOp { int table, x; float scale; };
 struct TiedEmbedOp { int head, x; float scale; };             // rows of a packed bf16 weight
-struct NormOp { int x, weight; float eps; int out; };         // out: rows or f32
+struct NormOp { int x, weight; float eps; int out; int bias = -1; bool is_centred = false; };  // out: rows or f32; bias -1: none
 struct AddNormOp { int y, weight; float eps; int x; };        // x += norm(y)
-struct AddOp { int y, x; };                                   // x += y
+struct AddOp { int y, x; int gate = -1; };                    // x += y, or sigmoid(gate) y where gate [T, 1] is not -1
 struct PrepareOp { int x, rows; };                            // x: f32 or bf16
 struct LinearOp { int weight, rows, out; Store store; Activation activation; };
 struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
-struct AttentionOp { int q, out, layer; AttentionShape shape; };
+struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; };  // sinks: a vector [H], or -1
+constexpr int64_t kMostGroupBest = 4;
 struct MoeOp {
   int router, router_rows, scores;           // router weight, its input, [T, E] fp32
   std::vector<int> gate_up, down;            // one packed weight per expert
@@ -92,8 +93,23 @@ struct MoeOp {
   int64_t top_k;
   bool renormalises;
   Activation activation;
+  bool scores_by_sigmoid = false;            // or by a softmax over all experts
+  int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
+  int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
+  float routed_scale = 1.0f;
+  bool is_clamped = false;                   // gate_up is plain, [T * k, 2F] in `wide`, and a clamped gate joins its halves
+  int wide = -1;
+  float alpha = 0.0f, limit = 0.0f;
 };
-struct HeadOp { int x, norm; float eps; int rows, weight; float scale, softcap; bool has_softcap, has_norm; };
+struct HeadOp {
+  int x, norm;
+  float eps;
+  int rows, weight;
+  float scale, softcap;
+  bool has_softcap, has_norm;
+  int bias = -1;
+  bool is_centred = false;
+};
 struct InputOp { int x; };                                    // x: the caller's rows
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
 
