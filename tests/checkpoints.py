@@ -62,6 +62,10 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
          "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
+}  # fmt: skip
+FAMILIES: tuple[str, ...] = tuple(CLASSES)
+# what other families have beside that: their tests look at one cut of the work, as the walk is the same
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
     "granite": (
         "GraniteConfig",
@@ -101,15 +105,23 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
          "routed_scaling_factor": 1.5, "head_dim": 24, "use_qk_norm": True, "rope_parameters": {
              "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 64, "head_dim": 16,
+         "sliding_window": 16, "rope_parameters": {
+             "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+             "original_max_position_embeddings": 32, "rope_theta": 1e4}},
+    ),
 }  # fmt: skip
-FAMILIES: tuple[str, ...] = tuple(CLASSES)
+MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 
 
 def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """The transformers model of a family, fp32, on the CPU, in eval mode, with lively random weights."""
     import transformers
 
-    config_name, model_name, fields = CLASSES[family]
+    config_name, model_name, fields = {**CLASSES, **MORE}[family]
     config = getattr(transformers, config_name)(**{**COMMON, **fields, **overrides})
     config._attn_implementation = "eager"
     model = getattr(transformers, model_name)(config).eval().float()
@@ -123,13 +135,16 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim >= 2:
+        if parameter.ndim >= 2 and not name.endswith("bias"):
             is_embedding = "embed_tokens" in name
             parameter.copy_(noise * (0.5 if is_embedding else 1.5 / parameter.shape[-1] ** 0.5))
-        elif name.endswith("bias"):
+        elif name.endswith("bias") or name.endswith("sinks"):
             parameter.copy_(0.3 * noise)
         else:
             parameter.add_(0.2 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):  # no parameter of some classes, but stored
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()

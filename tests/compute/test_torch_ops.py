@@ -20,6 +20,7 @@ from diptych.compute.ops.contract import (
     EdgeShape,
     ExpertParts,
     LinearParts,
+    NormParts,
     QkNorm,
     RopeSpec,
 )
@@ -202,9 +203,9 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
     gated = reference.gate(expected, activation)
     scale = max(1.0, gated.abs().max().item())
     check("linear_gate", ops.linear_gate(h, loader.gated(parts, activation)) / scale, gated / scale, dtype)
-    norm = loader.vector(Memory("n", noise(width, seed=11).to(dtype)), offset=1.0)
+    norm = loader.norm(NormParts(weight=Memory("n", noise(width, seed=11).to(dtype))), offset=1.0)
     normed = reference.rms_norm(h, noise(width, seed=11).to(dtype).float() + 1.0, eps=1e-5)
-    check("rms_norm", ops.rms_norm(h, norm, eps=1e-5), normed, dtype)
+    check("norm", ops.norm(h, norm, eps=1e-5), normed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -252,7 +253,7 @@ def test_embed_and_head(rows: list[int], softcap: float | None, dtype: torch.dty
     x = ops.embed(table, scale=2.0)
     check("embed", x, tensor.tensor[batch.token_ids_T] * 2.0, dtype)
     norm = Memory("norm", noise(16, seed=61) + 1.0)
-    logits = ops.head(x, loader.vector(norm), head, eps=1e-6, softcap=softcap)
+    logits = ops.head(x, loader.norm(NormParts(weight=norm)), head, eps=1e-6, softcap=softcap)
     expected = reference.head(x, norm.tensor, tensor.tensor, rows=rows, eps=1e-6, softcap=softcap)
     assert logits.dtype == torch.float32
     scale = max(1.0, expected.abs().max().item()) if rows else 1.0

@@ -30,11 +30,13 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.compute.rope import frequencies
-from diptych.compute.weights import ReorderedTensor, SlicedTensor, Source, halves_order
-from diptych.ground.errors import UnsupportedModel
+from diptych.compute.views import MXFP4_BLOCK, Mxfp4Tensor, ReorderedTensor, TransposedTensor, halves_order
+from diptych.compute.weights import SlicedTensor, Source
+from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.families import BY_MODEL_TYPE
 from diptych.models.family import Family
-from diptych.models.spec import MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm
+from diptych.models.spec import Activation, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExperts(Generic[Linear]):
@@ -148,7 +150,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         dense = experts = shared = None
         is_parallel = self.parts.norms is Norms.PARALLEL
         if is_parallel and not isinstance(mlp, MlpSpec):
-            raise UnsupportedModel(f"layer {self.layer} has a mixture of experts beside its attention, which is not run")
+            raise UnsupportedModel(
+                f"layer {self.layer} has a mixture of experts beside its attention, which is not run"
+            )
         if isinstance(mlp, MlpSpec):  # where it reads the norm that attention reads, that stays as it is
             before_mlp, dense = self.mlp(mlp, before_mlp)
         before, attention, qkv, o = self.heads(before, is_shared=is_parallel)
@@ -230,6 +234,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
     def attention(self, root: str) -> Heads:
         """The layer's attention handle, with q_norm and k_norm where it has them."""
         spec = self.parts.attention
+        sinks = self.source.tensor(f"{root}sinks", spec.n_heads) if spec.has_sinks else None
         heads = AttentionSpec(
             layer=self.layer,
             n_heads=spec.n_heads,
@@ -243,7 +248,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             norm_eps=self.spec.norm_eps,
         )
         if spec.qk_norm is QkNorm.NONE:
-            return self.loader.attention(heads, q_norm=None, k_norm=None)
+            return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks)
         is_full = spec.qk_norm is QkNorm.FULL
         q_norm: WeightTensor = self.source.tensor(
             f"{root}q_norm.weight", spec.head_dim * (spec.n_heads if is_full else 1)
@@ -254,7 +259,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         if spec.rope is not None and spec.rope.is_interleaved:
             order = halves_order(spec.head_dim, spec.rope.rotary_dim)
             q_norm, k_norm = ReorderedTensor(q_norm, order), ReorderedTensor(k_norm, order)
-        return self.loader.attention(heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset)
+        return self.loader.attention(
+            heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks
+        )
 
     def norm_tensor(self, name: str | None) -> NormParts | None:
         """A norm over the residual width."""
@@ -294,7 +301,9 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             readers = (router, *(expert.gate_up for expert in experts), *(parts for parts in shared[::2]))
             norm, scaled = self._balance_norm(norm, readers)
             router, gate_ups, ends = scaled[0], scaled[1 : len(experts) + 1], scaled[len(experts) + 1 :]
-            pairs = (balance_gated(gate_up, expert.down) for gate_up, expert in zip(gate_ups, experts, strict=True))
+            pairs = [(gate_up, expert.down) for gate_up, expert in zip(gate_ups, experts, strict=True)]
+            if moe.activation is not Activation.CLAMPED:  # which is not linear in up
+                pairs = [balance_gated(*pair) for pair in pairs]
             experts = tuple(ExpertParts(gate_up=gate_up, down=down) for gate_up, down in pairs)
             if shared:
                 shared = (*balance_gated(ends[0], shared[1]), *ends[1:])
@@ -311,6 +320,8 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         """One tensor per expert and projection, or all experts stacked in one tensor each."""
         n, ffn, hidden = moe.n_experts, moe.expert_ffn, self.spec.hidden
         first, second = (f"{root}{name}" for name in self.names.stacked)
+        if self.names.is_transposed and (self.source.has(first) or self.source.has(f"{first}_blocks")):
+            return self._transposed_parts(moe, first, second)
         if self.source.has(first):
             gate_up = self.source.tensor(first, n, 2 * ffn, hidden)
             down = self.source.tensor(second, n, hidden, ffn)
@@ -324,11 +335,43 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         *gate_up_names, down_name = self.names.expert
         return tuple(
             ExpertParts(
-                gate_up=self.linear(f"{root}experts.{e}.", tuple(gate_up_names), (ffn, ffn), hidden),
-                down=self.linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn),
+                gate_up=self.linear(
+                    f"{root}experts.{e}.", tuple(gate_up_names), (ffn, ffn), hidden, has_bias=moe.has_expert_bias
+                ),
+                down=self.linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn, has_bias=moe.has_expert_bias),
             )
             for e in range(n)
         )
+
+    def _transposed_parts(self, moe: MoeSpec, first: str, second: str) -> tuple[ExpertParts, ...]:
+        """All experts stacked, as [inputs, outputs] or in MXFP4, gate and up row by row in turn, biases beside them (gpt-oss)."""
+        n, ffn, hidden = moe.n_experts, moe.expert_ffn, self.spec.hidden
+        order = halves_order(2 * ffn, 2 * ffn)
+        gate_ups, downs = self._stacked(first, n, 2 * ffn, hidden), self._stacked(second, n, hidden, ffn)
+        gate_up_bias = self.source.tensor(f"{first}_bias", n, 2 * ffn)
+        down_bias = self.source.tensor(f"{second}_bias", n, hidden)
+        return tuple(
+            ExpertParts(
+                gate_up=LinearParts(
+                    weights=(ReorderedTensor(gate_ups[e], order),),
+                    biases=(ReorderedTensor(SlicedTensor(gate_up_bias, e), order),),
+                ),
+                down=LinearParts(weights=(downs[e],), biases=(SlicedTensor(down_bias, e),)),
+            )
+            for e in range(n)
+        )
+
+    def _stacked(self, name: str, n: int, rows: int, columns: int) -> tuple[WeightTensor, ...]:
+        """n matrices [rows, columns] that lie transposed in one tensor, or as blocks of MXFP4."""
+        if not self.source.has(f"{name}_blocks"):
+            stacked = self.source.tensor(name, n, columns, rows)
+            return tuple(TransposedTensor(SlicedTensor(stacked, e)) for e in range(n))
+        if columns % MXFP4_BLOCK:
+            raise LoadError(f"{name}_blocks holds rows of {columns}; MXFP4 has blocks of {MXFP4_BLOCK}")
+        groups = columns // MXFP4_BLOCK
+        blocks = self.source.raw(f"{name}_blocks", n, rows, groups, MXFP4_BLOCK // 2, n_values=n * rows * columns)
+        scales = self.source.raw(f"{name}_scales", n, rows, groups, n_values=0)
+        return tuple(Mxfp4Tensor(name, blocks, scales, e) for e in range(n))
 
     def _shared_parts(self, moe: MoeSpec, root: str) -> tuple[LinearParts, ...]:
         """gate_up and down of the shared experts, and their gate where they have one; nothing where there are none."""

@@ -60,7 +60,10 @@ class Blueprint:
     ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
         weights = load_decoder(self.source, loader, self.spec)
-        ignored = (*family_named(self.spec).ignored, *(("lm_head.weight",) if self.spec.is_tied else ()))
+        # layers behind the last are there to draft
+        behind = (f".layers.{self.spec.n_layers}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
+        tied = ("lm_head.weight",) if self.spec.is_tied else ()
+        ignored = (*family_named(self.spec).ignored, *tied, *behind)
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 

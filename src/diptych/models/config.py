@@ -158,6 +158,11 @@ class HfConfig:
         if value > limit:
             raise LoadError(f"{name} in {self.path} is {value}; at most {limit} are there")
 
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether the experts lie in blocks of MXFP4."""
+        return self.section("quantization_config").raw.get("quant_method") == "mxfp4"
+
     def refuse_quantised(self) -> None:
         """LoadError for a checkpoint whose weights are already packed by another program."""
         quantisation = self.raw.get("quantization_config")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from diptych.models.family import Family, TensorNames
-from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.spec import Activation, Norms, QkNorm, Scores
 
 # The class defaults that most classes share; an entry overrides what differs.
 USUAL: dict[str, Any] = {
@@ -237,7 +237,6 @@ FAMILIES: tuple[Family, ...] = (
         qkv_bias="attention_bias",
         qk_norm=QkNorm.HEAD,
         qk_norm_key="use_qk_norm",
-        ignored=("rotary_emb.inv_freq", "model.layers.46.", "model.layers.92."),  # layers that draft, of Air and 4.5
         **CHOSEN_BY_SIGMOID,
     ),
     # Command-R and Aya; R+ norms each head of q and k by weights of its own, which no op here does
@@ -320,7 +319,7 @@ FAMILIES: tuple[Family, ...] = (
         ignored=("rotary_emb.inv_freq", "model.mtp_"),
         **BY_USE_BIAS,
     ),
-    # ---- priced, not run -------------------------------------------------------------------------------------------
+    # sinks, windows on every other layer, biases everywhere, experts published in MXFP4
     Family(
         name="gpt_oss",
         architectures=("GptOssForCausalLM",),
@@ -333,14 +332,17 @@ FAMILIES: tuple[Family, ...] = (
                                   "rope_theta": 150_000.0}},
         fixed={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
         renamed={"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok"},
-        is_run=False,
+        activation=Activation.CLAMPED,
         has_sinks=True,
         full_every=2,
         renormalises=True,
         has_router_bias=True,
         has_expert_bias=True,
+        names=TensorNames(router="router", is_transposed=True),
+        reads_mxfp4=True,
         **BY_ATTENTION_BIAS,
     ),
+    # ---- priced, not run -------------------------------------------------------------------------------------------
     Family(
         name="deepseek_v2",
         architectures=("DeepseekV2ForCausalLM",),

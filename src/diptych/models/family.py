@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from diptych.models.spec import Norms, QkNorm, Scores
+from diptych.models.spec import Activation, Norms, QkNorm, Scores
 
 NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = MappingProxyType({
     Norms.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
@@ -30,7 +30,8 @@ class TensorNames:
     """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
 
     mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate;
-    stacked: of all experts in one tensor each. choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
+    stacked: of all experts in one tensor each, is_transposed:
+    as gpt-oss stacks them. choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -40,6 +41,7 @@ class TensorNames:
     mlp: tuple[str, ...] = ("mlp.",)
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    is_transposed: bool = False
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
     choice_axes: tuple[int, ...] = ()
@@ -84,6 +86,7 @@ class Family:
     mlp_bias: bool | str = False
     is_gated: bool = True
     gelu_means_tanh: bool = False
+    activation: Activation | None = None
     has_sinks: bool = False
     full_every: int | None = None
     local_theta: str | None = None
@@ -98,6 +101,7 @@ class Family:
     has_choice_bias: bool = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
+    reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)
     prefixes: tuple[str, ...] = ("model.",)
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)

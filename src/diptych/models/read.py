@@ -326,6 +326,8 @@ def _mlp(config: HfConfig, family: Family) -> MlpSpec:
 
 
 def _activation(config: HfConfig, family: Family) -> Activation:
+    if family.activation is not None:
+        return family.activation
     names = ("hidden_activation", "hidden_act") if "hidden_activation" in family.keys else ("hidden_act",)
     found = config.activation(*names)
     if family.gelu_means_tanh and found is Activation.GELU:

@@ -16,12 +16,20 @@ from diptych.ground.specs import Provenance
 
 
 class Activation(Enum):
-    """act in act(gate) * up, or in act(up) where there is no gate."""
+    """act in act(gate) * up, or in act(up) where there is no gate.
+
+    CLAMPED: g * sigmoid(CLAMPED_ALPHA * g) * (u + 1) of g = min(gate, limit) and u = up within +-limit (gpt-oss).
+    """
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     GELU = "gelu"
     RELU = "relu"
+    CLAMPED = "clamped"
+
+
+CLAMPED_ALPHA = 1.702
+CLAMPED_LIMIT = 7.0
 
 
 class QkNorm(Enum):

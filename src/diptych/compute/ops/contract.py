@@ -178,9 +178,18 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def attention(
-        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+        self,
+        spec: AttentionSpec,
+        *,
+        q_norm: WeightTensor | None,
+        k_norm: WeightTensor | None,
+        norm_offset: float = 0.0,
+        sinks: WeightTensor | None = None,
     ) -> Heads:
-        """What `rotate_and_cache` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE."""
+        """What `rotate_and_cache` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE.
+
+        sinks [H]: the score of one more key of each head, which has no value: a term in the softmax's denominator.
+        """
 
     @abstractmethod
     def router(self, parts: LinearParts) -> Linear:

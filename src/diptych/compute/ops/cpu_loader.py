@@ -13,6 +13,7 @@ from diptych.compute.ops.contract import (
     ExpertParts,
     LinearParts,
     Loader,
+    NormParts,
     Role,
     RopeSpec,
     WeightTensor,
@@ -48,9 +49,16 @@ class LinearHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorHandle:
-    """A norm weight's number."""
+    """The numbers of a norm's weight and bias (-1: none), and whether it takes the mean away."""
 
     index: int
+    bias: int = -1
+    is_centred: bool = False
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What distinguishes it from an RMSNorm, as the program's operations take it."""
+        return {"bias": self.bias, "is_centred": self.is_centred}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,7 @@ class AttentionHandle:
     rope: int | None
     q_norm: int | None
     k_norm: int | None
+    sinks: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +87,7 @@ class ExpertsHandle:
 
     spec: MoeSpec
     router: LinearHandle
+    choice_bias: int
     gate_up: tuple[LinearHandle, ...]
     down: tuple[LinearHandle, ...]
 
@@ -122,11 +132,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         values = values if values.is_contiguous() else values.contiguous()
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
 
-    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> VectorHandle:
-        """A norm weight as fp32 plus offset."""
+    def norm(self, parts: NormParts, *, offset: float = 0.0) -> VectorHandle:
+        """Weight plus offset, and bias, as fp32."""
+        bias = -1 if parts.bias is None else self._vector(parts.bias)
+        return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
+
+    def _vector(self, tensor: WeightTensor, offset: float = 0.0) -> int:
         self.plain[tensor.name] = tensor
-        values = tensor.read().detach().to(torch.float32).contiguous() + offset
-        return VectorHandle(index=self.program.add_vector(values))
+        values = tensor.read().detach().to(torch.float32).reshape(-1) + offset
+        return int(self.program.add_vector(values.contiguous()))
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
@@ -137,7 +151,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return self._pack(parts, self.weights_format, activation=activation, role=role)
 
     def attention(
-        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+        self,
+        spec: AttentionSpec,
+        *,
+        q_norm: WeightTensor | None,
+        k_norm: WeightTensor | None,
+        norm_offset: float = 0.0,
+        sinks: WeightTensor | None = None,
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
         shape = _cpu.AttentionShape(
@@ -153,17 +173,41 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             if spec.rope not in self._ropes:
                 self._ropes[spec.rope] = self.program.add_rope(list(spec.rope.inv_freq), spec.rope.attention_factor)
             rope = self._ropes[spec.rope]
-        norms = [self.vector(norm, offset=norm_offset).index if norm is not None else None for norm in (q_norm, k_norm)]
-        return AttentionHandle(spec=spec, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
+        norms = [self._vector(norm, norm_offset) if norm is not None else None for norm in (q_norm, k_norm)]
+        return AttentionHandle(
+            spec=spec,
+            shape=shape,
+            rope=rope,
+            q_norm=norms[0],
+            k_norm=norms[1],
+            sinks=-1 if sinks is None else self._vector(sinks),
+        )
+
+    def router(self, parts: LinearParts) -> LinearHandle:
+        """In bf16 whatever the others are in."""
+        return self._pack(parts, "bf16")
 
     def experts(
-        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
+        self,
+        spec: MoeSpec,
+        *,
+        router: LinearParts,
+        choice_bias: WeightTensor | None,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
     ) -> ExpertsHandle:
         """Each expert packed on its own; the router in bf16."""
+        is_plain = spec.activation is Activation.CLAMPED  # its halves are joined by an operation of its own
         return ExpertsHandle(
             spec=spec,
-            router=self._pack(LinearParts(weights=(router,)), "bf16"),
-            gate_up=tuple(self.gated(expert.gate_up, spec.activation, role=role) for expert in experts),
+            router=self.router(router),
+            choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
+            gate_up=tuple(
+                self.linear(expert.gate_up, role=role)
+                if is_plain
+                else self.gated(expert.gate_up, spec.activation, role=role)
+                for expert in experts
+            ),
             down=tuple(self.linear(expert.down, role=role) for expert in experts),
         )
 

@@ -12,7 +12,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.models.spec import MoeSpec, Scores
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
 
 
 def attention_prefill_dense(
@@ -43,11 +43,16 @@ def attention_decode_dense(
 
 
 def attention_paged(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, spec: AttentionSpec
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: ForwardBatch,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each query of the batch against its sequence's blocks, one token and one head at a time.
 
-    q [T, H, d] · keys, values [N, P, K, d], read. Returns [T, H, d] fp32.
+    q [T, H, d] · keys, values [N, P, K, d], read · sinks [H]. Returns [T, H, d] fp32.
     """
     block_tokens = keys.shape[1]
     group = spec.n_heads // spec.n_kv_heads
@@ -65,7 +70,9 @@ def attention_paged(
                 scores = k @ q[t, h].float() * spec.scale
                 if spec.softcap is not None:
                     scores = spec.softcap * torch.tanh(scores / spec.softcap)
-                out[t, h] = scores.softmax(dim=-1) @ v
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h : h + 1]])
+                out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v
     return out
 
 
@@ -93,6 +100,9 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """act(gate) * up for gate_up [T, 2F] with gate first, fp32."""
     half = gate_up.shape[-1] // 2
     g, up = gate_up[..., :half].float(), gate_up[..., half:].float()
+    if activation is Activation.CLAMPED:
+        g, up = g.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return g / (1 + torch.exp(-CLAMPED_ALPHA * g)) * (up + 1)
     if activation is Activation.SILU:
         return g / (1 + torch.exp(-g)) * up
     inner = (2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)

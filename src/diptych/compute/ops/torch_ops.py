@@ -29,7 +29,7 @@ from diptych.compute.ops.contract import (
     Taps,
     WeightTensor,
 )
-from diptych.models.spec import MoeSpec, Scores
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
@@ -57,11 +57,12 @@ class TorchNorm:
 
 @dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d]."""
+    """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d], and sinks [H] fp32."""
 
     spec: AttentionSpec
     q_norm: TorchNorm | None
     k_norm: TorchNorm | None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +106,20 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         return TorchLinear(linear.weight, linear.bias, activation, role)
 
     def attention(
-        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+        self,
+        spec: AttentionSpec,
+        *,
+        q_norm: WeightTensor | None,
+        k_norm: WeightTensor | None,
+        norm_offset: float = 0.0,
+        sinks: WeightTensor | None = None,
     ) -> TorchAttention:
         """The spec beside the norms' weights."""
         return TorchAttention(
             spec,
             None if q_norm is None else self.norm(NormParts(weight=q_norm), offset=norm_offset),
             None if k_norm is None else self.norm(NormParts(weight=k_norm), offset=norm_offset),
+            None if sinks is None else self._vector(sinks),
         )
 
     def router(self, parts: LinearParts) -> TorchLinear:
@@ -240,6 +248,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, F]."""
         gate, up = F.linear(h, weight.weight, weight.bias).chunk(2, dim=-1)
+        if weight.activation is Activation.CLAMPED:
+            gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+            return gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
         if weight.activation is Activation.SILU:
             return F.silu(gate) * up
         return F.gelu(gate, approximate="tanh") * up
@@ -289,7 +300,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
             k_BKCd = keys[queries.slots].transpose(1, 2).to(q_THd.dtype)
             v_BKCd = values[queries.slots].transpose(1, 2).to(q_THd.dtype)
-            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, queries.mask, spec)
+            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, queries.mask, attention)
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
 
@@ -411,7 +422,9 @@ def _route(
     choice_TE = scores_TE if choice_bias is None else scores_TE + choice_bias
     if spec.n_groups > 1:
         by_group = choice_TE.unflatten(1, (spec.n_groups, -1))
-        groups_Tg = by_group.topk(spec.group_best, dim=-1).values.sum(dim=-1).topk(spec.groups_per_token, dim=-1).indices
+        groups_Tg = (
+            by_group.topk(spec.group_best, dim=-1).values.sum(dim=-1).topk(spec.groups_per_token, dim=-1).indices
+        )
         is_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits_TE.device).scatter(1, groups_Tg, False)
         choice_TE = by_group.masked_fill(is_out[..., None], float("-inf")).flatten(1)
     chosen_Tk = choice_TE.topk(spec.experts_per_token, dim=-1).indices
@@ -422,21 +435,31 @@ def _route(
 
 
 def _attend(
-    q_BHnd: torch.Tensor, k_BKCd: torch.Tensor, v_BKCd: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec
+    q_BHnd: torch.Tensor,
+    k_BKCd: torch.Tensor,
+    v_BKCd: torch.Tensor,
+    mask: torch.Tensor | None,
+    attention: TorchAttention,
 ) -> torch.Tensor:
     """a [B, H, n, d]; mask [B, 1, n, C] or None for all."""
+    spec, sinks = attention.spec, attention.sinks
     group = spec.n_heads // spec.n_kv_heads
     n = q_BHnd.shape[2]
     # the G query heads of a kv head become further queries: no copy of keys and values per query head
     q = q_BHnd.unflatten(1, (spec.n_kv_heads, group)).flatten(2, 3)  # [B, K, G * n, d]
     if mask is not None and group > 1:
         mask = mask.repeat(1, 1, group, 1) if n > 1 else mask
-    if spec.softcap is None:
+    if spec.softcap is None and sinks is None:
         a = F.scaled_dot_product_attention(q, k_BKCd, v_BKCd, attn_mask=mask, scale=spec.scale)
     else:
         scores = torch.matmul(q, k_BKCd.transpose(2, 3)).float() * spec.scale
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        if spec.softcap is not None:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        a = torch.matmul(scores.softmax(dim=-1).to(v_BKCd.dtype), v_BKCd)
+        if sinks is not None:  # one more key, which has no value
+            of_rows = sinks.view(1, spec.n_kv_heads, group, 1).repeat_interleave(n, dim=2)
+            scores = torch.cat([scores, of_rows.expand(len(scores), -1, -1, -1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : k_BKCd.shape[2]]
+        a = torch.matmul(weights.to(v_BKCd.dtype), v_BKCd)
     return a.unflatten(2, (group, n)).flatten(1, 2)
