@@ -72,6 +72,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteForCausalLM",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.5},
     ),
+    "glm": ("GlmConfig", "GlmForCausalLM", {"head_dim": 24}),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {"head_dim": 24}),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
     "cohere2": (
@@ -138,7 +139,7 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
         if parameter.ndim >= 2 and not name.endswith("bias"):
             is_embedding = "embed_tokens" in name
             parameter.copy_(noise * (0.5 if is_embedding else 1.5 / parameter.shape[-1] ** 0.5))
-        elif name.endswith("bias") or name.endswith("sinks"):
+        elif name.endswith(("bias", "sinks")):
             parameter.copy_(0.3 * noise)
         else:
             parameter.add_(0.2 * noise)

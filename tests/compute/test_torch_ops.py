@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ from diptych.compute.ops.contract import (
     QkNorm,
     RopeSpec,
 )
-from diptych.compute.ops.torch_ops import TorchAttention, TorchLoader, TorchOps
-from diptych.models.spec import MoeSpec
+from diptych.compute.ops.torch_ops import TorchAttention, TorchLoader, TorchNorm, TorchOps
+from diptych.models.spec import MoeSpec, Scores
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -116,8 +117,9 @@ def test_attention(shape: EdgeShape, variant: dict, dtype: torch.dtype) -> None:
     ops, batch, kv = make_ops(shape, dtype)
     spec = attention_spec(shape, **variant)
     q = noise(batch.n_tokens, shape.n_heads, shape.head_dim, seed=2).to(dtype)
-    expected = reference.attention_paged(q, kv.layers[0][0], kv.layers[0][1], batch, spec)
-    check("attention", ops.attention(q, TorchAttention(spec, None, None)), expected.flatten(1), dtype)
+    for sinks in (None, noise(shape.n_heads, seed=3, scale=3.0)):
+        expected = reference.attention_paged(q, kv.layers[0][0], kv.layers[0][1], batch, spec, sinks)
+        check("attention", ops.attention(q, TorchAttention(spec, None, None, sinks)), expected.flatten(1), dtype)
 
 
 @pytest.mark.parametrize("window", [None, 700], ids=["full", "window"])
@@ -155,7 +157,8 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dt
     q_norm, k_norm = (None, None) if widths is None else (noise(w, seed=w) + 1.0 for w in widths)
     qkv = noise(batch.n_tokens, (n_heads + 2 * n_kv) * d, seed=5).to(dtype)
     before = kv.layers[0].clone()
-    got = ops.rotate_and_cache(qkv, TorchAttention(spec, q_norm, k_norm))
+    norms = [None if weight is None else TorchNorm(weight) for weight in (q_norm, k_norm)]
+    got = ops.rotate_and_cache(qkv, TorchAttention(spec, *norms))
 
     positions = torch.from_numpy(batch.positions_T)
     expected = []
@@ -204,35 +207,53 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
     scale = max(1.0, gated.abs().max().item())
     check("linear_gate", ops.linear_gate(h, loader.gated(parts, activation)) / scale, gated / scale, dtype)
     norm = loader.norm(NormParts(weight=Memory("n", noise(width, seed=11).to(dtype))), offset=1.0)
+    centred = NormParts(
+        weight=Memory("n", noise(width, seed=12)), bias=Memory("b", noise(width, seed=13)), is_centred=True
+    )
+    expected = reference.layer_norm(h, centred.weight.read(), centred.bias.read(), eps=1e-5)
+    check("norm", ops.norm(h, loader.norm(centred), eps=1e-5), expected, dtype)
+    gate = noise(n_tokens, 1, seed=14).to(dtype)
+    expected = h.float() + h.float() * torch.sigmoid(gate.float())
+    check("add_gated", ops.add_gated(h.clone(), h, gate), expected, dtype)
     normed = reference.rms_norm(h, noise(width, seed=11).to(dtype).float() + 1.0, eps=1e-5)
     check("norm", ops.norm(h, norm, eps=1e-5), normed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("renormalises", [False, True])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        {},
+        {"renormalises": True},
+        {"n_groups": 3, "groups_per_token": 2, "routed_scale": 2.0},
+        {"n_groups": 3, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "has_choice_bias": True},
+        {"activation": Activation.CLAMPED},
+    ],
+    ids=["plain", "renormalised", "groups", "V3", "clamped"],
+)
 @pytest.mark.parametrize("n_tokens", [1, 9])
-def test_experts(n_tokens: int, renormalises: bool, dtype: torch.dtype) -> None:
+def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> None:
     """A token sent to the wrong expert, or weighted twice, changes text without any error."""
     ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), dtype)
-    spec = MoeSpec(
-        n_experts=5, experts_per_token=2, expert_ffn=12, renormalises=renormalises, activation=Activation.SILU
-    )
-    router = noise(5, 16, seed=20).to(dtype)
-    gate_up = [noise(24, 16, seed=30 + e, scale=0.25).to(dtype) for e in range(5)]
-    down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(5)]
+    spec = MoeSpec(**{"n_experts": 6, "experts_per_token": 2, "expert_ffn": 12, **routing})
+    router = noise(6, 16, seed=20).to(dtype)
+    gate_up = [noise(24, 16, seed=30 + e, scale=0.25).to(dtype) for e in range(6)]
+    down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(6)]
+    bias = noise(6, seed=45) if spec.has_choice_bias else None
     handle = TorchLoader(CPU, dtype).experts(
         spec,
-        router=Memory("r", router),
+        router=LinearParts(weights=(Memory("r", router),)),
+        choice_bias=None if bias is None else Memory("bias", bias),
         experts=tuple(
             ExpertParts(
                 gate_up=LinearParts(weights=(Memory("a", gate_up[e][:12]), Memory("b", gate_up[e][12:]))),
                 down=LinearParts(weights=(Memory("c", down[e]),)),
             )
-            for e in range(5)
+            for e in range(6)
         ),
     )
     h, x = noise(n_tokens, 16, seed=50).to(dtype), noise(n_tokens, 16, seed=51).to(dtype)
-    expected = x.float() + reference.experts(h, router, gate_up, down, spec)
+    expected = x.float() + reference.experts(h, router, gate_up, down, spec, bias)
     check("experts_add", ops.experts_add(h, handle, x.clone()), expected, dtype)
 
 

@@ -344,7 +344,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         )
 
     def _transposed_parts(self, moe: MoeSpec, first: str, second: str) -> tuple[ExpertParts, ...]:
-        """All experts stacked, as [inputs, outputs] or in MXFP4, gate and up row by row in turn, biases beside them (gpt-oss)."""
+        """All experts stacked, as [inputs, outputs] or in MXFP4, gate and up rows in turn, with biases (gpt-oss)."""
         n, ffn, hidden = moe.n_experts, moe.expert_ffn, self.spec.hidden
         order = halves_order(2 * ffn, 2 * ffn)
         gate_ups, downs = self._stacked(first, n, 2 * ffn, hidden), self._stacked(second, n, hidden, ffn)

@@ -31,6 +31,7 @@ from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_mo
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
+from diptych.models.read import refuse_quantised
 
 METHOD = "diptych"
 # raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 3: balanced (compute.balance)
@@ -168,7 +169,7 @@ def save_quantised(
     source = resolve_model_dir(model)
     hf_config = read_json(source / "config.json")
     config_path = str(source / "config.json")
-    HfConfig(hf_config, path=config_path).refuse_quantised()
+    refuse_quantised(HfConfig(hf_config, path=config_path))
     checkpoint = Checkpoint(source)
     checkpoint.progress = progress
     loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), checkpoint)

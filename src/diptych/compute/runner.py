@@ -32,7 +32,7 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
-from diptych.models.read import family_of, refuse_unrun
+from diptych.models.read import refuse_quantised, refuse_unrun
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
@@ -111,8 +111,7 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     refuse_unrun(parsed)
     stored = stored_weights(hf_config)
     if stored is None:
-        if not (family_of(parsed).reads_mxfp4 and parsed.is_mxfp4):
-            parsed.refuse_quantised()
+        refuse_quantised(parsed)
         return hf_config, parsed.path, Checkpoint(directory), config
     return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
 

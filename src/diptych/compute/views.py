@@ -13,7 +13,7 @@ SCALE_BIAS = 127
 
 
 def halves_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """Where each dimension of a head comes from, so that neighbours that belong together lie rotary_dim / 2 apart: 0 2 .. 1 3 .."""
+    """Where each dimension of a head comes from, so that neighbours that belong together lie rotary_dim / 2 apart."""
     turned = torch.arange(rotary_dim).view(-1, 2).T.reshape(-1)
     return torch.cat([turned, torch.arange(rotary_dim, head_dim)])
 

@@ -302,7 +302,10 @@ class Checkpoint:
         return tuple(self.directory / name for name in sorted(self._files))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor in the files."""
+        """The shape of a tensor in the files; of one in blocks of MXFP4, the shape of what they hold, as gpt-oss stacks it."""
+        if name not in self._file_of and f"{name}_blocks" in self._file_of:
+            n, rows, *columns = self._shape(f"{name}_blocks")
+            return n, 2 * math.prod(columns), rows
         return tuple(self._shape(name))
 
     def _shape(self, name: str) -> Sequence[int]:

@@ -30,8 +30,8 @@ class TensorNames:
     """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
 
     mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate;
-    stacked: of all experts in one tensor each, is_transposed:
-    as gpt-oss stacks them. choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
+    stacked: of all experts in one tensor each, is_transposed: as gpt-oss stacks them. choice_axes: what choice_bias has
+    before its experts. norms: before attention, after it, before the MLP, after it.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")

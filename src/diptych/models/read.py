@@ -132,6 +132,12 @@ def refuse_unrun(config: HfConfig) -> None:
         )
 
 
+def refuse_quantised(config: HfConfig) -> None:
+    """LoadError for weights that another program packed, but in MXFP4 where the family is published so."""
+    if not (config.is_mxfp4 and family_of(config).reads_mxfp4):
+        config.refuse_quantised()
+
+
 def _canonical(config: HfConfig, family: Family) -> HfConfig:
     """Class defaults under what the file says, keys by the names used here; refuses keys that nobody would read."""
     raw = dict(config.raw)

@@ -289,7 +289,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     def head(
         self, x: Stream, norm: Vector | None, weight: Linear, *, eps: float, softcap: float | None, scale: float = 1.0
     ) -> Hidden:
-        """Logits [R, V] fp32 of the step's logits rows: norm if there is one, scale * projection, softcap * tanh(logits / softcap)."""
+        """Logits [R, V] fp32 of the step's logits rows: norm if any, y = scale * projection, softcap * tanh(y / softcap)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,8 +330,8 @@ OPS: dict[str, OpContract] = {
                    output="q [T,H,d]", writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="attention", inputs="q [T,H,d], kv paged, block_table [S,M] i32, context_tokens [S] i32",
                    output="a [T,H*d]", writes="", tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="experts_add", inputs="h [T,D], router [E,D], choice_bias [E], experts, x [T,D]", output="x [T,D]", writes="x",
-                   tolerance_fp32=1e-5, tolerance_bf16=5e-2),
+        OpContract(name="experts_add", inputs="h [T,D], router [E,D], choice_bias [E], experts, x [T,D]", output="x [T,D]",
+                   writes="x", tolerance_fp32=1e-5, tolerance_bf16=5e-2),
         OpContract(name="head", inputs="x [T,D], norm [D], W [V,D], logits_rows [R] i32", output="logits [R,V] fp32",
                    writes="", tolerance_fp32=2e-5, tolerance_bf16=4e-2),
     )
