@@ -64,6 +64,9 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = tuple(CLASSES)
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+          "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+          "first_k_dense_replace": 1}  # fmt: skip
 # what other families have beside that: their tests look at one cut of the work, as the walk is the same
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
@@ -105,6 +108,19 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2,
          "routed_scaling_factor": 1.5, "head_dim": 24, "use_qk_norm": True, "rope_parameters": {
              "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    # the shape of V2-Lite: queries directly, greedy choice; V2's groups are a variant
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, "mscale": 0.7,
+            "mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
     ),
     "gpt_oss": (
         "GptOssConfig",

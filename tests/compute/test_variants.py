@@ -66,6 +66,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                                            "moe_layer_end_index": 2}),
     "GLM-4.5 Air": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
     "gpt-oss without windows": ("gpt_oss", {"layer_types": ["full_attention"] * 3}),
+    "DeepSeek V2": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4,
+                                    "topk_group": 2, "routed_scaling_factor": 4.0}),
+    "Kimi": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "attention_bias": True, "rope_interleave": False}),
     "experts not renormalised": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
     "experts on every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
 }  # fmt: skip

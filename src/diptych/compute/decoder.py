@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic
 
+import torch
+
 from diptych.compute.balance import HEAD_SHARE, NORM_SHARE, balance_gated, balance_norm, balance_values
 from diptych.compute.ops.contract import (
     AttentionSpec,
@@ -30,12 +32,21 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.compute.rope import frequencies
-from diptych.compute.views import MXFP4_BLOCK, Mxfp4Tensor, ReorderedTensor, TransposedTensor, halves_order
+from diptych.compute.views import (
+    MXFP4_BLOCK,
+    Mxfp4Tensor,
+    ReorderedTensor,
+    RowsTensor,
+    TransposedTensor,
+    halves_order,
+)
 from diptych.compute.weights import SlicedTensor, Source
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.families import BY_MODEL_TYPE
 from diptych.models.family import Family
-from diptych.models.spec import Activation, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm
+from diptych.models.spec import Activation, MlaSpec, MlpSpec, ModelSpec, MoeSpec, Norms, QkNorm
+
+LATENT_EPS = 1e-6  # of the norms inside latent attention, whatever the config says of the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +59,16 @@ class SharedExperts(Generic[Linear]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights(Generic[Vector, Linear]):
+    """The projections of latent attention: queries directly (q alone) or over a rank of their own, and the latents."""
+
+    q_down: Linear | None
+    q_norm: Vector | None
+    q: Linear
+    kv: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     """The handles of one layer: either dense or experts; a norm that the family lacks is None.
 
@@ -55,7 +76,7 @@ class LayerWeights(Generic[Vector, Linear, Heads, Experts]):
     """
 
     attention: Heads
-    qkv: Linear
+    qkv: Linear | LatentWeights[Vector, Linear]
     o: Linear
     input_norm: Vector | None
     post_attention_norm: Vector | None
@@ -175,9 +196,11 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
 
     def heads(
         self, norm: NormParts | None, *, is_shared: bool = False
-    ) -> tuple[NormParts | None, Heads, Linear, Linear]:
+    ) -> tuple[NormParts | None, Heads, Linear | LatentWeights[Vector, Linear], Linear]:
         """The norm that they read, attention, and its projections: q, k and v, and o. is_shared: others read the norm too."""
         attention, root = self.parts.attention, f"{self.prefix}self_attn."
+        if attention.mla is not None:
+            return self._latent_heads(norm, attention.mla, root)
         q, kv = attention.n_heads * attention.head_dim, attention.n_kv_heads * attention.head_dim
         qkv = self.linear(root, self.names.qkv, (q, kv, kv), self.spec.hidden, has_bias=attention.has_qkv_bias)
         qkv = self._in_halves(qkv)
@@ -191,6 +214,72 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             self.attention(root),
             self.loader.linear(qkv, role=self._role(Split.OUTPUTS, q=q, k=kv, v=kv)),
             self.loader.linear(o, role=self._role(Split.INPUTS, o=self.spec.hidden)),
+        )
+
+    def _latent_heads(
+        self, norm: NormParts | None, mla: MlaSpec, root: str
+    ) -> tuple[NormParts | None, Heads, LatentWeights[Vector, Linear], Linear]:
+        """As `heads`, of latent attention. What expands a latent is cut by heads: its key part is read the other way round."""
+        attention, hidden = self.parts.attention, self.spec.hidden
+        n_heads, has_bias = attention.n_heads, attention.has_o_bias
+        q_width = n_heads * (mla.nope_dim + mla.rope_dim)
+        if mla.q_rank is None:
+            down = None
+            q = first = self.linear(root, ("q_proj",), (q_width,), hidden)
+        else:
+            down = first = self.linear(root, ("q_a_proj",), (mla.q_rank,), hidden, has_bias=has_bias)
+            q = self.linear(root, ("q_b_proj",), (q_width,), mla.q_rank)
+        kv = self.linear(root, ("kv_a_proj_with_mqa",), (mla.kv_rank + mla.rope_dim,), hidden, has_bias=has_bias)
+        if self.loader.is_balancing:
+            norm, (first, kv) = self._balance_norm(norm, (first, kv))
+            down, q = (None, first) if down is None else (first, q)
+        role = self._role(Split.OUTPUTS, q=q_width)
+        weights = LatentWeights(
+            q_down=None if down is None else self.loader.linear(down),
+            q_norm=None
+            if mla.q_rank is None
+            else self.loader.norm(self._norm_over(f"{root}q_a_layernorm", mla.q_rank)),
+            q=self.loader.linear(self._rope_last(q, mla.nope_dim), role=role),
+            kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
+        )
+        o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
+        handle = self._latent_attention(mla, root)
+        return norm, handle, weights, self.loader.linear(o, role=self._role(Split.INPUTS, o=hidden))
+
+    def _norm_over(self, name: str, width: int) -> NormParts:
+        return NormParts(weight=self.source.tensor(f"{name}.weight", width))
+
+    def _rope_last(self, parts: LinearParts, before: int) -> LinearParts:
+        """Each head's rotary dimensions, which follow `before` others, in halves."""
+        rope = self.parts.attention.rope
+        if rope is None or not rope.is_interleaved:
+            return parts
+        order = torch.cat([torch.arange(before), before + halves_order(rope.rotary_dim, rope.rotary_dim)])
+        weights, biases = (tuple(ReorderedTensor(one, order) for one in some) for some in (parts.weights, parts.biases))
+        return LinearParts(weights=weights, biases=biases)
+
+    def _latent_attention(self, mla: MlaSpec, root: str) -> Heads:
+        attention, size = self.parts.attention, mla.nope_dim + mla.v_dim
+        up = self.source.tensor(f"{root}kv_b_proj.weight", attention.n_heads * size, mla.kv_rank)
+        begins = [head * size for head in range(attention.n_heads)]
+        keys = (TransposedTensor(RowsTensor(up, at, at + mla.nope_dim)) for at in begins)
+        values = (RowsTensor(up, at + mla.nope_dim, at + size) for at in begins)
+        spec = AttentionSpec(
+            layer=self.layer,
+            n_heads=attention.n_heads,
+            n_kv_heads=1,
+            head_dim=attention.cache.head_dim,
+            scale=attention.scale,
+            window=attention.window,
+            rope=None if attention.rope is None else frequencies(attention.rope),
+            norm_eps=LATENT_EPS,
+            mla=mla,
+        )
+        return self.loader.latent_attention(
+            spec,
+            norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank),
+            keys=tuple(LinearParts(weights=(one,)) for one in keys),
+            values=tuple(LinearParts(weights=(one,)) for one in values),
         )
 
     def _in_halves(self, qkv: LinearParts) -> LinearParts:
@@ -420,31 +509,55 @@ def run_layer(
     eps: float,
 ) -> Stream:
     """x + attention(x), then + mlp(x), each with the norms the layer has before and after it."""
-
-    def normed(y: Stream, norm: Vector | None) -> Stream | Hidden:
-        return y if norm is None else ops.norm(y, norm, eps=eps)
-
-    def added(y: Hidden, projection: Linear, norm: Vector | None, x: Stream) -> Stream:
-        if norm is None:
-            return ops.linear_add(y, projection, x)
-        return ops.add(x, ops.norm(ops.linear(y, projection), norm, eps=eps))
-
-    h = normed(x, weights.input_norm)
-    qkv = ops.linear(h, weights.qkv)
+    h = x if weights.input_norm is None else ops.norm(x, weights.input_norm, eps=eps)
     if weights.is_parallel:
         assert weights.dense is not None
         gate_up, down = weights.dense
         beside = ops.linear_gate(h, gate_up)  # before anything is added to x, which h is made of
-        heads = ops.attention(ops.rotate_and_cache(qkv, weights.attention), weights.attention)
-        return ops.linear_add(beside, down, ops.linear_add(heads, weights.o, x))
-    heads = ops.attention(ops.rotate_and_cache(qkv, weights.attention), weights.attention)
-    x = added(heads, weights.o, weights.post_attention_norm, x)
-    h = normed(x, weights.pre_mlp_norm)
+        return ops.linear_add(beside, down, ops.linear_add(run_attention(ops, h, weights), weights.o, x))
+    x = add_normed(ops, x, run_attention(ops, h, weights), weights.o, weights.post_attention_norm, eps=eps)
+    h = x if weights.pre_mlp_norm is None else ops.norm(x, weights.pre_mlp_norm, eps=eps)
     if weights.dense is None:
         assert weights.experts is not None
         return run_experts(ops, h, weights.experts, weights.shared, x)
     gate_up, down = weights.dense
-    return added(ops.linear_gate(h, gate_up), down, weights.post_mlp_norm, x)
+    return add_normed(ops, x, ops.linear_gate(h, gate_up), down, weights.post_mlp_norm, eps=eps)
+
+
+def add_normed(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    x: Stream,
+    y: Hidden,
+    projection: Linear,
+    norm: Vector | None,
+    *,
+    eps: float,
+) -> Stream:
+    """x + norm(y W^T), or x + y W^T."""
+    if norm is None:
+        return ops.linear_add(y, projection, x)
+    return ops.add(x, ops.norm(ops.linear(y, projection), norm, eps=eps))
+
+
+def run_attention(
+    ops: Ops[Stream, Hidden, Table, Vector, Linear, Heads, Experts],
+    h: Stream | Hidden,
+    weights: LayerWeights[Vector, Linear, Heads, Experts],
+) -> Hidden:
+    """The heads' outputs [T, H d], or [T, H v] of latent attention.
+
+    Latents are attended to as they lie in the cache, in prefill as in decode: one form, so that both have the same bits.
+    """
+    heads, qkv = weights.attention, weights.qkv
+    if not isinstance(qkv, LatentWeights):
+        return ops.attention(ops.rotate_and_cache(ops.linear(h, qkv), heads), heads)
+    ops.cache_latents(ops.linear(h, qkv.kv), heads)
+    if qkv.q_down is None:
+        q = ops.linear(h, qkv.q)
+    else:
+        assert qkv.q_norm is not None
+        q = ops.linear(ops.norm(ops.linear(h, qkv.q_down), qkv.q_norm, eps=LATENT_EPS), qkv.q)
+    return ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)
 
 
 def run_experts(

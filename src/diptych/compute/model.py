@@ -100,9 +100,9 @@ def draw_blueprint(
     config = HfConfig(hf_config, path=path)
     refuse_unrun(config)
     spec = read_model(config, max_context_tokens, longrope=longrope)
-    caches = {(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in spec.layers}
+    caches = {layer.attention.cache for layer in spec.layers}
     if len(caches) > 1:
-        shapes = ", ".join(f"{n_kv_heads} x {head_dim}" for n_kv_heads, head_dim in sorted(caches))
+        shapes = ", ".join(sorted(f"{cache.n_heads} x {cache.head_dim}" for cache in caches))
         raise UnsupportedModel(
             f"the layers of {path} cache key-value heads of different shapes: {shapes}; one is supported"
         )

@@ -144,7 +144,7 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
         kv_format = "bf16" if config.kv == "auto" else config.kv
         return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens)
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
-    block_bytes = spec.n_layers * 2 * spec.n_kv_heads * spec.head_dim * block_tokens * bits // 8
+    block_bytes = spec.n_layers * spec.attention.cache.elements * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes
 
 

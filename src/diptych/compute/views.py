@@ -39,6 +39,22 @@ class ReorderedTensor(WeightTensor):
         return self._tensor.read()[self._rows[rows], :n_columns]
 
 
+class RowsTensor(WeightTensor):
+    """Rows [begin, end) of a matrix, by themselves."""
+
+    def __init__(self, tensor: WeightTensor, begin: int, end: int) -> None:
+        self.name = f"{tensor.name}[{begin}:{end}]"
+        self.shape = (end - begin, *tensor.shape[1:])
+        self.dtype = tensor.dtype
+        self.random_seed = None if tensor.random_seed is None else tensor.random_seed + begin + 1
+        self._tensor = tensor
+        self._rows = slice(begin, end)
+
+    def read(self) -> torch.Tensor:
+        """A view."""
+        return self._tensor.read()[self._rows]
+
+
 class TransposedTensor(WeightTensor):
     """A matrix that a checkpoint stores as [inputs, outputs]."""
 

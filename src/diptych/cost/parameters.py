@@ -94,7 +94,8 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
     count = _attention_matrices(model, spec)
     if spec.mla is not None:
-        return count + spec.mla.kv_rank + (spec.mla.q_rank or 0)
+        biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
+        return count + spec.mla.kv_rank + (spec.mla.q_rank or 0) + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
         count += (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
     if spec.has_o_bias:

@@ -342,15 +342,16 @@ FAMILIES: tuple[Family, ...] = (
         reads_mxfp4=True,
         **BY_ATTENTION_BIAS,
     ),
-    # ---- priced, not run -------------------------------------------------------------------------------------------
+    # latent attention; experts by groups, beside shared ones
     Family(
         name="deepseek_v2",
         architectures=("DeepseekV2ForCausalLM",),
         keys={**LATENT, "vocab_size": 102_400, "moe_intermediate_size": 1407, "num_experts": 64, "n_shared_experts": 2,
-              "num_experts_per_tok": None, "first_k_dense_replace": 0, "norm_topk_prob": False},
-        fixed={"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",), "mlp_bias": (False,)},
+              "num_experts_per_tok": None, "first_k_dense_replace": 0, "topk_method": "greedy"},
+        fixed={"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False, None)},
         renamed={"n_routed_experts": "num_experts"},
-        is_run=False,
+        is_interleaved=True,
+        o_bias="attention_bias",
     ),
     Family(
         name="deepseek_v3",
@@ -360,12 +361,14 @@ FAMILIES: tuple[Family, ...] = (
               "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
               "num_key_value_heads": 128, "num_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
               "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-              "norm_topk_prob": True, "max_position_embeddings": 4096},
-        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "rope_interleave": (True, False)},
+              "norm_topk_prob": True, "max_position_embeddings": 4096, "rope_interleave": True},
+        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
         renamed={"n_routed_experts": "num_experts", "num_local_experts": "num_experts"},
-        is_run=False,
+        is_interleaved="rope_interleave",
+        o_bias="attention_bias",
         **CHOSEN_BY_SIGMOID,
     ),
+    # ---- priced, not run -------------------------------------------------------------------------------------------
     Family(
         name="minimax_m2",
         architectures=("MiniMaxM2ForCausalLM",),

@@ -20,7 +20,7 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED
 from diptych.models.family import Family
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
-from diptych.models.rope import ROPE_KEYS, make_rope, position_limit, rope_section
+from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
 from diptych.models.spec import (
     Activation,
     AttentionLayer,
@@ -255,7 +255,7 @@ def _attention(
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim"),
         )
-        scale = (mla.nope_dim + mla.rope_dim) ** -0.5
+        scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * latent_stretch(config) ** 2
     if "attention_multiplier" in family.keys:
         scale = config.number("attention_multiplier")
     is_normed = family.qk_norm_key is None or config.flag(family.qk_norm_key)
@@ -359,19 +359,30 @@ def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     return frozenset(i for i in range(n_layers) if i not in dense and (i + 1) % step == 0)
 
 
-def _check_groups(config: HfConfig, n_experts: int, chosen: int, n_groups: int, per_token: int) -> None:
-    if n_experts % n_groups:
-        raise LoadError(f"{n_experts} experts cannot form {n_groups} equal groups ({config.path})")
+def _groups(config: HfConfig, family: Family, n_experts: int, chosen: int) -> tuple[int, int]:
+    """Into how many groups the experts fall, and of how many a token may choose."""
+    method = config.raw.get("topk_method")
+    if method not in (None, "greedy", "group_limited_greedy"):
+        raise LoadError(
+            f"topk_method in {config.path} is {method!r}; of {family.name}, greedy and group_limited_greedy are supported"
+        )
+    if method == "greedy":
+        return 1, 1
+    n_groups, per_token = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if n_experts % n_groups or n_experts // n_groups < family.group_best:
+        raise LoadError(
+            f"{n_experts} experts cannot form {n_groups} equal groups of {family.group_best} or more ({config.path})"
+        )
     config.at_most("topk_group", per_token, n_groups)
     config.at_most("num_experts_per_tok", chosen, n_experts // n_groups * per_token)
+    return n_groups, per_token
 
 
 def _moe(config: HfConfig, family: Family) -> MoeSpec:
     n_experts, chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
     config.at_most("num_experts_per_tok", chosen, n_experts)
     ffn = config.integer("moe_intermediate_size", config.integer("intermediate_size"))
-    n_groups, per_token = config.integer("n_group", 1), config.integer("topk_group", 1)
-    _check_groups(config, n_experts, chosen, n_groups, per_token)
+    n_groups, per_token = _groups(config, family, n_experts, chosen)
     shared = config.optional_integer("shared_expert_intermediate_size")
     if shared is None:
         shared = ffn * (config.optional_integer("n_shared_experts", low=0) or 0)

@@ -99,6 +99,20 @@ class MlaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What a layer keeps of a token: a key for each head, and a value of that width unless the key serves as both."""
+
+    n_heads: int
+    head_dim: int
+    has_values: bool = True
+
+    @property
+    def elements(self) -> int:
+        """Numbers per token."""
+        return self.n_heads * self.head_dim * (2 if self.has_values else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
     """One layer's attention: grouped queries, or latents where `mla` is given (then head_dim is the rotary part's).
 
@@ -118,6 +132,13 @@ class AttentionLayer:
     has_o_bias: bool = False
     has_sinks: bool = False
     mla: MlaSpec | None = None
+
+    @property
+    def cache(self) -> CacheShape:
+        """What it keeps of a token: of latent attention the latent beside the rotary part of the key, for all heads."""
+        if self.mla is None:
+            return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim)
+        return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, has_values=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

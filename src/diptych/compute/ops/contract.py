@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from diptych.models.spec import Activation, MoeSpec, QkNorm
+from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
 Stream = TypeVar("Stream")  # the residual stream x
@@ -63,7 +63,8 @@ class RopeSpec:
 class AttentionSpec:
     """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all.
 
-    softcap: scores become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer.
+    softcap: scores become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
+    kv_rank + rope_dim, whose keys are the values too.
     """
 
     layer: int
@@ -76,6 +77,7 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     qk_norm: QkNorm = QkNorm.NONE
     norm_eps: float = 1e-6
+    mla: MlaSpec | None = None
 
 
 class WeightTensor(Protocol):
@@ -192,6 +194,21 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """
 
     @abstractmethod
+    def latent_attention(
+        self,
+        spec: AttentionSpec,
+        *,
+        norm: NormParts,
+        keys: tuple[LinearParts, ...],
+        values: tuple[LinearParts, ...],
+    ) -> Heads:
+        """What `cache_latents`, `absorb`, `attention` and `expand` need of a layer of latent attention.
+
+        norm: over the latent. keys: of each head [kv_rank, nope_dim], what takes a query to the latent; values: of each head
+        [v_dim, kv_rank], what takes a latent to the head's output.
+        """
+
+    @abstractmethod
     def router(self, parts: LinearParts) -> Linear:
         """A small projection whose outputs decide about others, for `linear`: kept in the finest format."""
 
@@ -272,6 +289,18 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     @abstractmethod
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
         """q [T, H, d] from qkv [T, (H + 2K) d]: q/k norm, rotary embedding; writes k and v of the step's tokens."""
+
+    @abstractmethod
+    def cache_latents(self, kv: Hidden, attention: Heads) -> None:
+        """Writes the step's tokens from kv [T, kv_rank + rope_dim]: the latent normed, the rotary part of the key turned."""
+
+    @abstractmethod
+    def absorb(self, q: Hidden, attention: Heads) -> Hidden:
+        """q [T, H, kv_rank + rope_dim] from [T, H (nope_dim + rope_dim)]: each head's first part taken to the latent, the rest turned."""
+
+    @abstractmethod
+    def expand(self, a: Hidden, attention: Heads) -> Hidden:
+        """[T, H v_dim] from attention's a [T, H (kv_rank + rope_dim)], of which the latents count."""
 
     @abstractmethod
     def attention(self, q: Hidden, attention: Heads) -> Hidden:

@@ -93,7 +93,7 @@ class TorchModel(Model):
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block in all layers."""
         spec = self.spec
-        return 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * block_tokens * DTYPES[self.kv_format].itemsize
+        return spec.n_layers * spec.attention.cache.elements * block_tokens * DTYPES[self.kv_format].itemsize
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
@@ -101,8 +101,7 @@ class TorchModel(Model):
             n_layers=self.spec.n_layers,
             n_blocks=n_blocks,
             block_tokens=block_tokens,
-            n_kv_heads=self.spec.n_kv_heads,
-            head_dim=self.spec.head_dim,
+            cache=self.spec.attention.cache,
             dtype=DTYPES[self.kv_format],
             device=self.device,
             revision=self.revision,

@@ -56,6 +56,15 @@ class TorchNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchLatent:
+    """norm over the latent, keys [H, kv_rank, nope_dim], values [H, v_dim, kv_rank]."""
+
+    norm: TorchNorm
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TorchAttention:
     """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d], and sinks [H] fp32."""
 
@@ -63,6 +72,7 @@ class TorchAttention:
     q_norm: TorchNorm | None
     k_norm: TorchNorm | None
     sinks: torch.Tensor | None = None
+    latent: TorchLatent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,18 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
             None if k_norm is None else self.norm(NormParts(weight=k_norm), offset=norm_offset),
             None if sinks is None else self._vector(sinks),
         )
+
+    def latent_attention(
+        self,
+        spec: AttentionSpec,
+        *,
+        norm: NormParts,
+        keys: tuple[LinearParts, ...],
+        values: tuple[LinearParts, ...],
+    ) -> TorchAttention:
+        """The heads' matrices stacked."""
+        stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
+        return TorchAttention(spec, None, None, latent=TorchLatent(self.norm(norm), *stacked))
 
     def router(self, parts: LinearParts) -> TorchLinear:
         """As any other."""
@@ -290,6 +312,31 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         values[self._slots] = v_TKd.to(values.dtype)
         return q_THd
 
+    def cache_latents(self, kv: torch.Tensor, attention: TorchAttention) -> None:
+        """Latent and rotary key side by side, in their slots."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None and latent is not None and spec.rope is not None
+        c_Tr, k_Tp = kv.split((spec.mla.kv_rank, spec.mla.rope_dim), dim=-1)
+        keys, _ = self._pool(spec.layer)
+        turned = self._rotate(k_Tp[:, None], spec.rope)[:, 0]
+        rows = torch.cat([self.norm(c_Tr, latent.norm, eps=spec.norm_eps), turned], dim=-1)
+        keys[self._slots] = rows[:, None].to(keys.dtype)
+
+    def absorb(self, q: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """q [T, H, r + p]."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None and latent is not None and spec.rope is not None
+        q_THn, q_THp = q.unflatten(-1, (spec.n_heads, -1)).split((spec.mla.nope_dim, spec.mla.rope_dim), dim=-1)
+        absorbed = torch.einsum("thn,hrn->thr", q_THn, latent.keys)
+        return torch.cat([absorbed, self._rotate(q_THp, spec.rope)], dim=-1)
+
+    def expand(self, a: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """[T, H v]."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None and latent is not None
+        a_THr = a.unflatten(-1, (spec.n_heads, -1))[..., : spec.mla.kv_rank]
+        return torch.einsum("thr,hvr->thv", a_THr, latent.values).flatten(1)
+
     def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """a [T, H d]."""
         spec = attention.spec
@@ -346,8 +393,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return self.norm(x, weight, eps=spec.norm_eps)
 
     def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
-        return keys, values
+        planes = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
+        return planes[0], planes[-1]
 
     def _rotate(self, x_THd: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
         if rope not in self._rotations:
