@@ -375,9 +375,10 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     uint16_t* wide_keys = scratch.wide_keys + g * 16 * d;
     uint16_t* wide_values = scratch.wide_values + g * 16 * dv;
     for (int64_t i = 0; i < 16 * d; i += 32) widen_i8(keys + i, wide_keys + i);
-    for (int64_t i = 0; i < 16 * dv; i += 32) widen_i8(values + i, wide_values + i);
+    if (kv.has_values)
+      for (int64_t i = 0; i < 16 * dv; i += 32) widen_i8(values + i, wide_values + i);
     std::memcpy(scratch.key_scales + g * 16, head.key_scales + offset, 64);
-    std::memcpy(scratch.value_scales + g * 16, head.value_scales + offset, 64);
+    std::memcpy(scratch.value_scales + g * 16, (kv.has_values ? head.value_scales : head.key_scales) + offset, 64);
     tile.keys[g] = wide_keys;
     tile.values[g] = wide_values;
     tile.next_keys[g] = reinterpret_cast<const char*>(wide_values);
@@ -385,6 +386,8 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     if (g + 1 < tile.span.end) walk.step();
   }
 }
+
+#include "attention_latent.inl"
 
 // state = state joined with partial, for n <= 16 rows; gives the factors for the values. An empty partial (-inf, 0) changes
 // exactly nothing: what it keeps is multiplied by 1, what it takes by 0.
@@ -523,6 +526,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
         find_groups(view, tile, nullptr, 0);
       }
     }
+    if (!call.kv.shape.has_values) values_of_keys(view, scratch, tile);
     float* partial = nullptr;
     if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);
     run_tile(call, rows, tile, scratch, partial);

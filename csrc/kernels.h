@@ -46,6 +46,25 @@ struct RotateCall {
 using RotateToken = void (*)(const RotateCall& call, int64_t token, int64_t kv_head, float* scratch);
 inline int64_t rotate_scratch_floats(int64_t head_dim) { return 2 * (head_dim + 32); }
 
+// ---- latent attention ------------------------------------------------------------------------------------------------
+
+struct LatentCall {
+  KvLayer kv;                               // one head without values, of rank + rotary dimensions
+  int64_t rank = 0;
+  const float* rows = nullptr;              // [T, rank + rotary]: the latent, the rotary part of the key
+  const float* norm = nullptr;              // [rank]
+  float norm_eps = 0.0f;
+  const float* cos_table = nullptr;         // [positions, rotary / 2]
+  const float* sin_table = nullptr;
+  const int32_t* positions = nullptr;       // [T]
+  const int32_t* slots = nullptr;           // [T]
+};
+
+// One token's row into the cache: latent normed, the rest turned. scratch: rank + rotary + 16 fp32.
+using CacheLatent = void (*)(const LatentCall& call, int64_t token, float* scratch);
+// out [rotary_dim] bf16 = x turned. scratch: rotary_dim + 16 fp32.
+using RotateQuery = void (*)(const float* x, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* scratch, uint16_t* out);
+
 // ---- attention --------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kTileTokens = 256;  // keys per softmax tile, at absolute positions: [256 i, 256 i + 256)
@@ -132,6 +151,8 @@ struct StepKernels {
   RmsNormRow rms_norm_row;
   LayerNormRow layer_norm_row;
   RotateToken rotate_token;
+  CacheLatent cache_latent;
+  RotateQuery rotate_query;
   AddRow add_row;
   SoftcapRow softcap_row;
   EmbedRow embed_row;

@@ -5,13 +5,14 @@
 #include "norm.inl"
 #include "draw.inl"
 #include "rope.inl"
+#include "latent.inl"
 #include "attention.inl"
 
 namespace diptych {
 namespace DIPTYCH_ISA {
 
-extern const StepKernels kStep = {rms_norm_row, layer_norm_row, rotate_token,  add_row,          softcap_row, embed_row,
-                                  softmax_row,  sigmoid_row,    clamped_gate_row, find_best,        draw_row};
+extern const StepKernels kStep = {rms_norm_row, layer_norm_row, rotate_token, cache_latent, rotate_query,     add_row,   softcap_row,
+                                  embed_row,    softmax_row,    sigmoid_row,  clamped_gate_row, find_best, draw_row};
 
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

@@ -295,18 +295,20 @@ void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
   kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
 
-KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
+KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
+                 bool has_values) {
   KvShape shape;
   shape.n_layers = n_layers, shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
   shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim;
   shape.format = kv_format_of(format);
+  shape.has_values = has_values;
   return shape;
 }
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
                                std::optional<float> softcap) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
-  if (head_dim < 2 || head_dim % 2 != 0 || head_dim > 512) throw std::invalid_argument("head_dim must be even and at most 512");
+  if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
   AttentionShape shape;
   shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.scale = scale;
   if (window) shape.window = *window;
@@ -332,9 +334,10 @@ void bind_shapes(nb::module_& m) {
 
 void bind_kv(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
-        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format));
-      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"))
+      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
+                          bool has_values) {
+        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format, has_values));
+      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true)
       .def_prop_ro("nbytes", &KvCache::bytes)
       .def("interleave", &KvCache::interleave, nb::arg("nodes"))
       .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
@@ -344,10 +347,10 @@ void bind_kv(nb::module_& m) {
       .def("import_blocks", &import_blocks, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
-    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format);
+  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format, bool has_values) {
+    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format, has_values);
     return n_layers * shape.block_bytes();
-  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"));
+  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true);
 }
 
 void bind_operations(nb::class_<Program>& program) {
@@ -378,6 +381,15 @@ void bind_operations(nb::class_<Program>& program) {
       .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks) {
         p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1)
+      .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store) {
+        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store)});
+      }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"))
+      .def("cache_latents", [](Program& p, int kv, int layer, int norm, float norm_eps, int rope, int64_t rank) {
+        p.record(Category::rope, CacheLatentsOp{kv, layer, norm, rope, rank, norm_eps});
+      }, nb::kw_only(), nb::arg("kv"), nb::arg("layer"), nb::arg("norm"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("rank"))
+      .def("rotate_queries", [](Program& p, int q, int out, int rope, int64_t n_heads) {
+        p.record(Category::rope, RotateQueriesOp{q, out, rope, n_heads});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("rope"), nb::arg("n_heads"))
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,

@@ -171,6 +171,12 @@ struct Names {
     buffers({op.x, op.rows}), weights({op.weight});
     if (op.has_norm) vectors({op.norm}), optional_vector(op.bias);
   }
+  void operator()(const HeadsOp& op) const {
+    buffers({op.x, op.rows, op.out});
+    for (const int weight : op.weights) weights({weight});
+  }
+  void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }
 };
@@ -188,6 +194,7 @@ void Program::record(Category category, OpBody body) {
     attention_plans_.resize(attention_shapes_.size());
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
+  if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
   if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows);
   if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
     const LinearShape& shape = linears_.at(op->head).shape;
@@ -263,6 +270,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
+      if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
       if (const auto* moe = std::get_if<MoeOp>(&op.body)) {
         bytes = std::max(bytes, static_cast<int64_t>(moe->down.size()) * 4 + moe->n_groups * 4 + 128);
         if (moe->is_clamped) bytes = std::max(bytes, buffers_[moe->wide].width * 2 + 64);
@@ -343,7 +351,7 @@ void Program::check(const Step& step, const KvCache& kv) const {
   require(input_width_ == 0 || step.input != nullptr, "the program takes an input, and the step has none");
   for (const Op& op : ops_)
     if (const auto* attention = std::get_if<AttentionOp>(&op.body)) {
-      require(attention->shape.head_dim == kv.shape().head_dim && attention->shape.n_kv_heads == kv.shape().n_kv_heads,
+      require(has_latents_ != kv.shape().has_values && attention->shape.head_dim == kv.shape().head_dim && attention->shape.n_kv_heads == kv.shape().n_kv_heads,
               "the KV cache has another shape of heads");
       break;
     }

@@ -110,11 +110,21 @@ struct HeadOp {
   int bias = -1;
   bool is_centred = false;
 };
+struct HeadsOp {                             // for each head a product of its own: x [T, H * head_stride], the first K of each
+  std::vector<int> weights;                  // one for each head
+  int x;                                     // f32
+  int64_t head_stride;
+  int rows, out;                             // rows: H for each token, of width K; out: f32 or bf16
+  int64_t out_head_stride;
+  Store store;
+};
+struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
+struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct InputOp { int x; };                                    // x: the caller's rows
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp>;
+                            InputOp, TapOp, HeadsOp, CacheLatentsOp, RotateQueriesOp>;
 
 struct Op {
   Category category;
@@ -185,6 +195,7 @@ class Program {
   uint8_t* reserve_weights(int64_t bytes);
   void reserve(int64_t tokens);
   void reserve_routing(const MoeOp& op, int64_t tokens);
+  void number_head_rows(int64_t heads, int64_t tokens);
   void place_tokens(const Step& step, int64_t block_tokens);
   void plan_attention(const Step& step);
 
@@ -205,10 +216,12 @@ class Program {
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   PageBuffer arena_, scratch_, partials_;
   int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, input_width_ = 0, n_layers_ = 0;
+  bool has_latents_ = false;                      // then the cache is one of latents
   int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
   Routing routing_;
   std::vector<int32_t> positions_, slots_;        // [T] of the step: where a token stands, block * P + offset where its KV goes
   std::vector<int32_t> row_numbers_;              // 0, 1, 2, ...
+  std::vector<int32_t> head_rows_;                // [H, T] t * H + h, of HeadsOps (all of one H)
   std::vector<std::atomic<int32_t>> counters_;    // by op: next attention task
   std::array<int64_t, kCategories> nanoseconds_{};
   struct alignas(64) Waiting { ReadAhead ahead; };

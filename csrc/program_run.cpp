@@ -85,6 +85,9 @@ struct Program::Run {
   void run(const HeadOp& op, size_t, int thread, int threads) const;
   void run(const InputOp& op, size_t, int thread, int threads) const;
   void run(const TapOp& op, size_t, int thread, int threads) const;
+  void run(const HeadsOp& op, size_t, int thread, int threads) const;
+  void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
+  void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
   bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
     const auto* tap = std::get_if<TapOp>(&op);
     return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;
@@ -243,6 +246,50 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   for (const AttentionTask& task : plan.combines) {
     const Range rows = share((task.token_end - task.token_begin) * group, thread, threads);
     set.attention->combine(call, task, rows.begin, rows.end, scratch(thread));
+  }
+}
+
+// ---- latent attention ----
+
+void Program::Run::run(const CacheLatentsOp& op, size_t, int thread, int threads) const {
+  const RopeTable& rope = program.ropes_[op.rope];
+  LatentCall call;
+  call.kv = kv.layer(op.layer);
+  call.rank = op.rank;
+  call.rows = buffer(op.kv).f32();
+  call.norm = vector(op.norm), call.norm_eps = op.norm_eps;
+  call.cos_table = rope.cosine.data(), call.sin_table = rope.sine.data();
+  call.positions = program.positions_.data(), call.slots = program.slots_.data();
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) kernels.cache_latent(call, t, reinterpret_cast<float*>(scratch(thread)));
+}
+
+void Program::Run::run(const RotateQueriesOp& op, size_t, int thread, int threads) const {
+  const RopeTable& rope = program.ropes_[op.rope];
+  const Buffer &q = buffer(op.q), &out = buffer(op.out);
+  const int64_t half = static_cast<int64_t>(rope.inverse_frequency.size()), from = q.width / op.n_heads, to = out.width / op.n_heads;
+  const Range part = share(step.n_tokens * op.n_heads, thread, threads);
+  for (int64_t i = part.begin; i < part.end; ++i) {
+    const int64_t at = program.positions_[i / op.n_heads] * half;
+    kernels.rotate_query(q.f32() + (i + 1) * from - 2 * half, 2 * half, rope.cosine.data() + at, rope.sine.data() + at,
+                         reinterpret_cast<float*>(scratch(thread)), reinterpret_cast<uint16_t*>(out.data) + (i + 1) * to - 2 * half);
+  }
+}
+
+void Program::Run::run(const HeadsOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  const Rows& rows = buffer(op.rows).rows;
+  const int64_t heads = static_cast<int64_t>(op.weights.size());
+  const Range part = share(step.n_tokens * heads, thread, threads);
+  for (int64_t i = part.begin; i < part.end; ++i) prepare_row(set, rows, i, x.f32() + i / heads * x.width + i % heads * op.head_stride);
+  barrier(thread);
+  for (int64_t head = 0; head < heads; ++head) {
+    Epilogue epilogue;
+    epilogue.store = op.store;
+    epilogue.out = out.data + head * op.out_head_stride * (op.store == Store::bf16 ? 2 : 4);
+    epilogue.out_stride = out.width;
+    linear(set, program.linears_[op.weights[head]], rows, program.head_rows_.data() + head * step.n_tokens, step.n_tokens, epilogue, thread,
+           threads);
   }
 }
 
@@ -471,8 +518,10 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
   int64_t positions = 0;
   for (int64_t s = 0; s < step.n_sequences; ++s) positions = positions < step.context_tokens[s] ? step.context_tokens[s] : positions;
   for (RopeTable& rope : ropes_) rope.grow(positions);
-  for (const Op& op : ops_)
+  for (const Op& op : ops_) {
     if (const auto* moe = std::get_if<MoeOp>(&op.body)) reserve_routing(*moe, step.n_tokens);
+    if (const auto* heads = std::get_if<HeadsOp>(&op.body)) number_head_rows(static_cast<int64_t>(heads->weights.size()), step.n_tokens);
+  }
   if (counters_.size() != ops_.size()) counters_ = std::vector<std::atomic<int32_t>>(ops_.size());
   for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
   nanoseconds_.fill(0);
@@ -499,6 +548,12 @@ void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
   routing_.resize(tokens, op.top_k, static_cast<int64_t>(op.down.size()));
   for (int64_t i = static_cast<int64_t>(row_numbers_.size()); i < tokens * op.top_k; ++i)
     row_numbers_.push_back(static_cast<int32_t>(i));
+}
+
+void Program::number_head_rows(int64_t heads, int64_t tokens) {
+  if (static_cast<int64_t>(head_rows_.size()) == heads * tokens) return;
+  head_rows_.resize(heads * tokens);
+  for (int64_t i = 0; i < heads * tokens; ++i) head_rows_[i] = static_cast<int32_t>(i % tokens * heads + i / tokens);
 }
 
 void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids) {

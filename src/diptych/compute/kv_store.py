@@ -16,7 +16,6 @@ import torch
 import xxhash
 
 from diptych.ground.errors import CapacityError, TransferError
-from diptych.models.spec import CacheShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,22 +127,25 @@ class TorchKVStore:
         n_layers: int,
         n_blocks: int,
         block_tokens: int,
-        cache: CacheShape,
+        n_kv_heads: int,
+        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         revision: str = "",
+        has_values: bool = True,
     ) -> None:
+        n_planes = 2 if has_values else 1
         self.header = KVHeader(
             revision=revision,
-            layout=f"torch [{1 + cache.has_values}, {block_tokens}, {cache.n_heads}, {cache.head_dim}]",
+            layout=f"torch [{n_planes}, {block_tokens}, {n_kv_heads}, {head_dim}]",
             dtype=str(dtype).removeprefix("torch."),
             n_layers=n_layers,
             block_tokens=block_tokens,
-            block_bytes=n_layers * block_tokens * cache.elements * dtype.itemsize,
+            block_bytes=n_planes * n_layers * block_tokens * n_kv_heads * head_dim * dtype.itemsize,
         )
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
-        shape = (1 + cache.has_values, n_blocks, block_tokens, cache.n_heads, cache.head_dim)
+        shape = (n_planes, n_blocks, block_tokens, n_kv_heads, head_dim)
         try:
             self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layers)]
         except (RuntimeError, torch.OutOfMemoryError) as error:

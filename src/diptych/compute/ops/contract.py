@@ -63,8 +63,8 @@ class RopeSpec:
 class AttentionSpec:
     """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all.
 
-    softcap: scores become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of
-    kv_rank + rope_dim, whose keys are the values too.
+    softcap: scores become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then
+    there is one kv head, of kv_rank + rope_dim, whose keys are the values too.
     """
 
     layer: int
@@ -296,7 +296,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def absorb(self, q: Hidden, attention: Heads) -> Hidden:
-        """q [T, H, kv_rank + rope_dim] from [T, H (nope_dim + rope_dim)]: each head's first part taken to the latent, the rest turned."""
+        """q [T, H, kv_rank + rope_dim] from [T, H (nope_dim + rope_dim)]: first parts to the latent, the rest turned."""
 
     @abstractmethod
     def expand(self, a: Hidden, attention: Heads) -> Hidden:

@@ -70,6 +70,15 @@ class TableHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHandle:
+    """A norm's number, and packed weights by head: what takes queries to the latent, and latents to outputs."""
+
+    norm: int
+    keys: tuple[LinearHandle, ...]
+    values: tuple[LinearHandle, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHandle:
     """A layer's attention: native shape, rotary table and norms by number."""
 
@@ -79,6 +88,7 @@ class AttentionHandle:
     q_norm: int | None
     k_norm: int | None
     sinks: int = -1
+    latent: LatentHandle | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,28 +170,38 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         sinks: WeightTensor | None = None,
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
-        shape = _cpu.AttentionShape(
-            n_heads=spec.n_heads,
-            n_kv_heads=spec.n_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-        )
-        rope = None
-        if spec.rope is not None:
-            if spec.rope not in self._ropes:
-                self._ropes[spec.rope] = self.program.add_rope(list(spec.rope.inv_freq), spec.rope.attention_factor)
-            rope = self._ropes[spec.rope]
         norms = [self._vector(norm, norm_offset) if norm is not None else None for norm in (q_norm, k_norm)]
         return AttentionHandle(
             spec=spec,
-            shape=shape,
-            rope=rope,
+            shape=_shape(spec),
+            rope=self._rope(spec.rope),
             q_norm=norms[0],
             k_norm=norms[1],
             sinks=-1 if sinks is None else self._vector(sinks),
         )
+
+    def latent_attention(
+        self,
+        spec: AttentionSpec,
+        *,
+        norm: NormParts,
+        keys: tuple[LinearParts, ...],
+        values: tuple[LinearParts, ...],
+    ) -> AttentionHandle:
+        """Each head's matrices packed by themselves."""
+        latent = LatentHandle(
+            norm=self._vector(norm.weight),
+            keys=tuple(self.linear(parts) for parts in keys),
+            values=tuple(self.linear(parts) for parts in values),
+        )
+        return AttentionHandle(
+            spec=spec, shape=_shape(spec), rope=self._rope(spec.rope), q_norm=None, k_norm=None, latent=latent
+        )
+
+    def _rope(self, rope: RopeSpec | None) -> int | None:
+        if rope is not None and rope not in self._ropes:
+            self._ropes[rope] = self.program.add_rope(list(rope.inv_freq), rope.attention_factor)
+        return None if rope is None else self._ropes[rope]
 
     def router(self, parts: LinearParts) -> LinearHandle:
         """In bf16 whatever the others are in."""
@@ -256,3 +276,14 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             activation=activation,
             role=role,
         )
+
+
+def _shape(spec: AttentionSpec) -> Any:
+    return _cpu.AttentionShape(
+        n_heads=spec.n_heads,
+        n_kv_heads=spec.n_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+    )

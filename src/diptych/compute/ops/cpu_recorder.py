@@ -174,6 +174,57 @@ class CpuOps(
         )
         return Value("query", spec.n_heads * spec.head_dim, buffer=q)
 
+    def cache_latents(self, kv: Value, attention: AttentionHandle) -> None:
+        """Straight into the cache."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        self.program.cache_latents(
+            kv=self._materialised(kv),
+            layer=spec.layer,
+            norm=latent.norm,
+            norm_eps=spec.norm_eps,
+            rope=attention.rope,
+            rank=spec.mla.kv_rank,
+        )
+
+    def absorb(self, q: Value, attention: AttentionHandle) -> Value:
+        """q in bf16 for the attention kernel, by a product for each head."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        width, n_heads = spec.n_heads * spec.head_dim, spec.n_heads
+        out = self._buffer("q", width, lambda width: self.program.add_bf16(width))
+        x = self._materialised(q)
+        self.program.heads(
+            weights=[head.index for head in latent.keys],
+            x=x,
+            head_stride=spec.mla.nope_dim + spec.mla.rope_dim,
+            rows=self._rows_buffer("absorb", spec.mla.nope_dim, latent.keys[0], n_heads),
+            out=out,
+            out_head_stride=spec.head_dim,
+            store="bf16",
+        )
+        self.program.rotate_queries(q=x, out=out, rope=attention.rope, n_heads=n_heads)
+        return Value("query", width, buffer=out)
+
+    def expand(self, a: Value, attention: AttentionHandle) -> Value:
+        """A product for each head."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        out = self._f32("heads", spec.n_heads * spec.mla.v_dim)
+        self.program.heads(
+            weights=[head.index for head in latent.values],
+            x=self._materialised(a),
+            head_stride=spec.head_dim,
+            rows=self._rows_buffer("expand", spec.mla.kv_rank, latent.values[0], spec.n_heads),
+            out=out,
+            out_head_stride=spec.mla.v_dim,
+            store="f32",
+        )
+        return Value("attention", spec.n_heads * spec.mla.v_dim, buffer=out)
+
     def attention(self, q: Value, attention: AttentionHandle) -> Value:
         """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised."""
         settings = {"q": q.buffer, "layer": attention.spec.layer, "shape": attention.shape, "sinks": attention.sinks}

@@ -97,11 +97,14 @@ class TorchModel(Model):
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
+        cache = self.spec.attention.cache
         return TorchKVStore(
             n_layers=self.spec.n_layers,
             n_blocks=n_blocks,
             block_tokens=block_tokens,
-            cache=self.spec.attention.cache,
+            n_kv_heads=cache.n_heads,
+            head_dim=cache.head_dim,
+            has_values=cache.has_values,
             dtype=DTYPES[self.kv_format],
             device=self.device,
             revision=self.revision,

@@ -315,7 +315,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def cache_latents(self, kv: torch.Tensor, attention: TorchAttention) -> None:
         """Latent and rotary key side by side, in their slots."""
         spec, latent = attention.spec, attention.latent
-        assert spec.mla is not None and latent is not None and spec.rope is not None
+        assert spec.mla is not None
+        assert latent is not None
+        assert spec.rope is not None
         c_Tr, k_Tp = kv.split((spec.mla.kv_rank, spec.mla.rope_dim), dim=-1)
         keys, _ = self._pool(spec.layer)
         turned = self._rotate(k_Tp[:, None], spec.rope)[:, 0]
@@ -325,7 +327,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def absorb(self, q: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, r + p]."""
         spec, latent = attention.spec, attention.latent
-        assert spec.mla is not None and latent is not None and spec.rope is not None
+        assert spec.mla is not None
+        assert latent is not None
+        assert spec.rope is not None
         q_THn, q_THp = q.unflatten(-1, (spec.n_heads, -1)).split((spec.mla.nope_dim, spec.mla.rope_dim), dim=-1)
         absorbed = torch.einsum("thn,hrn->thr", q_THn, latent.keys)
         return torch.cat([absorbed, self._rotate(q_THp, spec.rope)], dim=-1)
@@ -333,7 +337,8 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
     def expand(self, a: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """[T, H v]."""
         spec, latent = attention.spec, attention.latent
-        assert spec.mla is not None and latent is not None
+        assert spec.mla is not None
+        assert latent is not None
         a_THr = a.unflatten(-1, (spec.n_heads, -1))[..., : spec.mla.kv_rank]
         return torch.einsum("thr,hvr->thv", a_THr, latent.values).flatten(1)
 
