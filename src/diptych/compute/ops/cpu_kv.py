@@ -48,7 +48,7 @@ class CpuKVStore:
 
         self.header = KVHeader(
             revision=revision,
-            layout=LAYOUT.format(**cache) if cache["has_values"] else LATENT_LAYOUT.format(**cache),
+            layout=LAYOUT.format(**cache) if cache.get("has_values", True) else LATENT_LAYOUT.format(**cache),
             dtype=cache["format"],
             n_layers=cache["n_layers"],
             block_tokens=block_tokens,

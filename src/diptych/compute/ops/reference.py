@@ -76,6 +76,23 @@ def attention_paged(
     return out
 
 
+def latent_attention(
+    q: torch.Tensor, latents: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    """One sequence's latent attention in its expanded form: every head's own keys and values are made of the latents.
+
+    q [T, H, n + p], latents [T, r + p], last p turned · keys [H, r, n], values [H, v, r]. Returns [T, H v] fp32.
+    """
+    rank = keys.shape[1]
+    c_Tr, k_Tp = latents[:, :rank].float(), latents[:, rank:].float()
+    out = []
+    for h in range(q.shape[1]):
+        k = torch.cat([c_Tr @ keys[h].float(), k_Tp], dim=-1)
+        v = c_Tr @ values[h].float().T
+        out.append(attention_prefill_dense(*(x[None, None] for x in (q[:, h].float(), k, v)), scale=scale)[0][0, 0])
+    return torch.cat(out, dim=-1)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     """X / sqrt(mean(x^2) + eps) * weight over the last axis, fp32."""
     x = x.float()
