@@ -74,9 +74,9 @@ struct AttentionShape {
   int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
   float scale = 1.0f;
   int64_t window = INT64_MAX;  // a query sees the last `window` positions up to its own
-  const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
   bool has_softcap = false;
+  const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
 };
 
 // Query tokens [token_begin, token_end) of one sequence against tiles [tile_begin, tile_end) of one kv head.
