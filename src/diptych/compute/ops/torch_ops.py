@@ -331,7 +331,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         assert latent is not None
         assert spec.rope is not None
         q_THn, q_THp = q.unflatten(-1, (spec.n_heads, -1)).split((spec.mla.nope_dim, spec.mla.rope_dim), dim=-1)
-        absorbed = torch.einsum("tha,hra->thr", q_THn, latent.keys)
+        absorbed = torch.einsum("xhn,hrn->xhr", q_THn, latent.keys)
         return torch.cat([absorbed, self._rotate(q_THp, spec.rope)], dim=-1)
 
     def expand(self, a: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
