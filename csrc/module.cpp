@@ -376,18 +376,20 @@ void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
   kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
 
-KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
+KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
+                 bool has_values) {
   KvShape shape;
   shape.n_layers = n_layers, shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
   shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim;
   shape.format = kv_format_of(format);
+  shape.has_values = has_values;
   return shape;
 }
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
                                std::optional<float> softcap) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
-  if (head_dim < 2 || head_dim % 2 != 0 || head_dim > 512) throw std::invalid_argument("head_dim must be even and at most 512");
+  if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
   AttentionShape shape;
   shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.scale = scale;
   if (window) shape.window = *window;
@@ -415,9 +417,10 @@ void bind_shapes(nb::module_& m) {
 
 void bind_kv(nb::module_& m) {
   nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
-        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format));
-      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"))
+      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
+                          bool has_values) {
+        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format, has_values));
+      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true)
       .def_prop_ro("nbytes", &KvCache::bytes)
       .def("interleave", &KvCache::interleave, nb::arg("nodes"))
       .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
@@ -427,19 +430,21 @@ void bind_kv(nb::module_& m) {
       .def("import_blocks", &import_blocks, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
-    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format);
+  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format, bool has_values) {
+    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format, has_values);
     return n_layers * shape.block_bytes();
-  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"));
+  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true);
 }
 
 void bind_operations(nb::class_<Program>& program) {
   program
       .def("embed", [](Program& p, int table, int x, float scale) { p.record(Category::embed, EmbedOp{table, x, scale}); })
       .def("embed_tied", [](Program& p, int head, int x, float scale) { p.record(Category::embed, TiedEmbedOp{head, x, scale}); })
-      .def("norm", [](Program& p, int x, int weight, float eps, int out) { p.record(Category::norm, NormOp{x, weight, eps, out}); })
+      .def("norm", [](Program& p, int x, int weight, float eps, int out, int bias, bool is_centred) {
+        p.record(Category::norm, NormOp{x, weight, eps, out, bias, is_centred});
+      }, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("bias") = -1, nb::arg("is_centred") = false)
       .def("add_norm", [](Program& p, int y, int weight, float eps, int x) { p.record(Category::norm, AddNormOp{y, weight, eps, x}); })
-      .def("add", [](Program& p, int y, int x) { p.record(Category::norm, AddOp{y, x}); })
+      .def("add", [](Program& p, int y, int x, int gate) { p.record(Category::norm, AddOp{y, x, gate}); }, nb::arg("y"), nb::arg("x"), nb::arg("gate") = -1)
       .def("prepare", [](Program& p, int x, int rows) { p.record(Category::norm, PrepareOp{x, rows}); })
       .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation) {
         p.record(category_of(category), LinearOp{weight, rows, out, store_of(store), activation_of(activation)});
@@ -456,26 +461,48 @@ void bind_operations(nb::class_<Program>& program) {
         p.record(Category::rope, op);
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"))
-      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape) {
-        p.record(Category::attention, AttentionOp{q, out, layer, shape});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"))
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks) {
+        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1)
+      .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store) {
+        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store)});
+      }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"))
+      .def("cache_latents", [](Program& p, int kv, int layer, int norm, float norm_eps, int rope, int64_t rank) {
+        p.record(Category::rope, CacheLatentsOp{kv, layer, norm, rope, rank, norm_eps});
+      }, nb::kw_only(), nb::arg("kv"), nb::arg("layer"), nb::arg("norm"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("rank"))
+      .def("rotate_queries", [](Program& p, int q, int out, int rope, int64_t n_heads) {
+        p.record(Category::rope, RotateQueriesOp{q, out, rope, n_heads});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("rope"), nb::arg("n_heads"))
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
-                     std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation) {
+                     std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
+                     bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
+                     std::array<float, 2> clamp) {
         MoeOp op{};
         op.router = router, op.router_rows = router_rows, op.scores = scores;
         op.gate_up = std::move(gate_up), op.down = std::move(down), op.rows = rows;
         if (hidden) op.has_hidden = true, op.hidden = *hidden;
         op.hidden_rows = hidden_rows, op.expanded = expanded, op.out = out;
         op.top_k = top_k, op.renormalises = renormalises, op.activation = activation_of(activation);
+        op.scores_by_sigmoid = scores_by_sigmoid, op.choice_bias = choice_bias, op.routed_scale = routed_scale;
+        op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
+        if (wide) op.is_clamped = true, op.wide = *wide, op.alpha = clamp[0], op.limit = clamp[1];
+        const int64_t experts = static_cast<int64_t>(op.down.size());
+        if (op.n_groups < 1 || experts % op.n_groups != 0 || op.groups_per_token < 1 || op.groups_per_token > op.n_groups || op.group_best < 1 || op.group_best > kMostGroupBest || op.group_best > experts / op.n_groups ||
+            top_k > experts / op.n_groups * op.groups_per_token) throw std::invalid_argument("the groups of experts are wrong");
         if (op.gate_up.size() != op.down.size() || top_k < 1 || top_k > static_cast<int64_t>(op.down.size())) throw std::invalid_argument("top_k or the experts are wrong");
         p.record(Category::moe, std::move(op));
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
-         nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"))
+         nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
+         nb::arg("scores_by_sigmoid") = false, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
+         nb::arg("wide").none() = nb::none(), nb::arg("clamp") = std::array<float, 2>{0.0f, 0.0f})
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
-      .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap) {
-        p.record(Category::head, HeadOp{x, norm.value_or(0), eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value(), norm.has_value()});
-      }, nb::kw_only(), nb::arg("x"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none());
+      .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,
+                      bool is_centred) {
+        p.record(Category::head, HeadOp{x, norm.value_or(0), eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value(), norm.has_value(), bias,
+                                        is_centred});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none(),
+         nb::arg("bias") = -1, nb::arg("is_centred") = false);
 }
 
 void bind_program(nb::module_& m) {

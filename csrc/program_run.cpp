@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "program.h"
@@ -84,13 +85,24 @@ struct Program::Run {
   void run(const HeadOp& op, size_t, int thread, int threads) const;
   void run(const InputOp& op, size_t, int thread, int threads) const;
   void run(const TapOp& op, size_t, int thread, int threads) const;
+  void run(const HeadsOp& op, size_t, int thread, int threads) const;
+  void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
+  void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
   bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
     const auto* tap = std::get_if<TapOp>(&op);
     return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;
   }
 
+  void norm(const float* x, int weight, int bias, bool is_centred, int64_t n, float eps, float* out) const {
+    const float* shift = bias == -1 ? nullptr : vector(bias);
+    if (is_centred) return kernels.layer_norm_row(x, vector(weight), shift, n, eps, out);
+    kernels.rms_norm_row(x, vector(weight), n, eps, out);
+    if (shift != nullptr) kernels.add_row(shift, n, 1.0f, out);
+  }
   Epilogue epilogue_to(int out, Store store, Activation activation) const;
-  void route_token(const MoeOp& op, int64_t token) const;
+  void route_token(const MoeOp& op, int64_t token, float* choice) const;
+  void leave_best_groups(const MoeOp& op, float* choice, float* worths) const;
+  void gate_experts(const MoeOp& op, int thread, int threads) const;
   void group_by_expert(const MoeOp& op) const;
   void run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
                    int thread, int threads) const;
@@ -122,7 +134,7 @@ void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const 
   const Range part = share(step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
-    kernels.rms_norm_row(x.f32() + t * x.width, vector(op.weight), x.width, op.eps, target);
+    norm(x.f32() + t * x.width, op.weight, op.bias, op.is_centred, x.width, op.eps, target);
     if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
   }
 }
@@ -140,7 +152,14 @@ void Program::Run::run(const AddNormOp& op, size_t, int thread, int threads) con
 void Program::Run::run(const AddOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &y = buffer(op.y);
   const Range part = share(step.n_tokens, thread, threads);
-  for (int64_t t = part.begin; t < part.end; ++t) kernels.add_row(y.f32() + t * y.width, x.width, 1.0f, x.f32() + t * x.width);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float scale = 1.0f;
+    if (op.gate != -1) {
+      scale = buffer(op.gate).f32()[t];
+      kernels.sigmoid_row(&scale, 1);
+    }
+    kernels.add_row(y.f32() + t * y.width, x.width, scale, x.f32() + t * x.width);
+  }
 }
 
 void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) const {
@@ -209,6 +228,7 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   const Buffer& out = buffer(op.out);
   AttentionCall call;
   call.shape = op.shape;
+  if (op.sinks != -1) call.shape.sinks = vector(op.sinks);
   call.kv = kv.layer(op.layer);
   call.q = reinterpret_cast<const uint16_t*>(buffer(op.q).data);
   call.positions = program.positions_.data();
@@ -237,29 +257,101 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   }
 }
 
+// ---- latent attention ----
+
+void Program::Run::run(const CacheLatentsOp& op, size_t, int thread, int threads) const {
+  const RopeTable& rope = program.ropes_[op.rope];
+  LatentCall call;
+  call.kv = kv.layer(op.layer);
+  call.rank = op.rank;
+  call.rows = buffer(op.kv).f32();
+  call.norm = vector(op.norm), call.norm_eps = op.norm_eps;
+  call.cos_table = rope.cosine.data(), call.sin_table = rope.sine.data();
+  call.positions = program.positions_.data(), call.slots = program.slots_.data();
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) kernels.cache_latent(call, t, reinterpret_cast<float*>(scratch(thread)));
+}
+
+void Program::Run::run(const RotateQueriesOp& op, size_t, int thread, int threads) const {
+  const RopeTable& rope = program.ropes_[op.rope];
+  const Buffer &q = buffer(op.q), &out = buffer(op.out);
+  const int64_t half = static_cast<int64_t>(rope.inverse_frequency.size()), from = q.width / op.n_heads, to = out.width / op.n_heads;
+  const Range part = share(step.n_tokens * op.n_heads, thread, threads);
+  for (int64_t i = part.begin; i < part.end; ++i) {
+    const int64_t at = program.positions_[i / op.n_heads] * half;
+    kernels.rotate_query(q.f32() + (i + 1) * from - 2 * half, 2 * half, rope.cosine.data() + at, rope.sine.data() + at,
+                         reinterpret_cast<float*>(scratch(thread)), reinterpret_cast<uint16_t*>(out.data) + (i + 1) * to - 2 * half);
+  }
+}
+
+void Program::Run::run(const HeadsOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  const Rows& rows = buffer(op.rows).rows;
+  const int64_t heads = static_cast<int64_t>(op.weights.size());
+  const Range part = share(step.n_tokens * heads, thread, threads);
+  for (int64_t i = part.begin; i < part.end; ++i) prepare_row(set, rows, i, x.f32() + i / heads * x.width + i % heads * op.head_stride);
+  barrier(thread);
+  for (int64_t head = 0; head < heads; ++head) {
+    Epilogue epilogue;
+    epilogue.store = op.store;
+    epilogue.out = out.data + head * op.out_head_stride * (op.store == Store::bf16 ? 2 : 4);
+    epilogue.out_stride = out.width;
+    linear(set, program.linears_[op.weights[head]], rows, program.head_rows_.data() + head * step.n_tokens, step.n_tokens, epilogue, thread,
+           threads);
+  }
+}
+
 // ---- mixture of experts ----
 
-// Softmax over all experts, the k largest (lowest index first among equals), kept in ascending order of expert.
-void Program::Run::route_token(const MoeOp& op, int64_t token) const {
+// Experts outside the best groups are chosen never. A group is as good as the sum of its best few.
+void Program::Run::leave_best_groups(const MoeOp& op, float* choice, float* worths) const {
+  const float none = -std::numeric_limits<float>::infinity();
+  const int64_t size = static_cast<int64_t>(op.down.size()) / op.n_groups;
+  for (int64_t g = 0; g < op.n_groups; ++g) {
+    float best[kMostGroupBest];  // descending
+    std::fill(best, best + op.group_best, none);
+    for (int64_t e = g * size; e < (g + 1) * size; ++e) {
+      float value = choice[e];
+      for (int64_t i = 0; i < op.group_best; ++i)
+        if (value > best[i]) std::swap(value, best[i]);
+    }
+    worths[g] = 0.0f;
+    for (int64_t i = 0; i < op.group_best; ++i) worths[g] += best[i];
+  }
+  for (int64_t g = 0; g < op.n_groups; ++g) {
+    int64_t better = 0;
+    for (int64_t other = 0; other < op.n_groups; ++other)
+      better += worths[other] > worths[g] || (worths[other] == worths[g] && other < g);
+    if (better >= op.groups_per_token) std::fill(choice + g * size, choice + (g + 1) * size, none);
+  }
+}
+
+// Scores of all experts, the k best (lowest index first among equals), kept in ascending order of expert.
+void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) const {
   const int64_t n_experts = static_cast<int64_t>(op.down.size()), top_k = op.top_k;
   float* scores = buffer(op.scores).f32() + token * n_experts;
-  kernels.softmax_row(scores, n_experts);
+  op.scores_by_sigmoid ? kernels.sigmoid_row(scores, n_experts) : kernels.softmax_row(scores, n_experts);
+  std::memcpy(choice, scores, static_cast<size_t>(n_experts) * 4);
+  if (op.choice_bias != -1) kernels.add_row(vector(op.choice_bias), n_experts, 1.0f, choice);
+  if (op.n_groups > 1) leave_best_groups(op, choice, choice + n_experts);
   int32_t* ids = program.routing_.expert_ids.data() + token * top_k;
   float* weights = program.routing_.expert_weights.data() + token * top_k;
   float total = 0.0f;
   for (int64_t j = 0; j < top_k; ++j) {
     Best most;
-    kernels.find_best(scores, n_experts, 0, &most);
+    kernels.find_best(choice, n_experts, 0, &most);
     const int32_t best = most.index;
     const float weight = scores[best];
-    scores[best] = -1.0f;
+    choice[best] = -std::numeric_limits<float>::infinity();
     total += weight;
     int64_t at = j;
     for (; at > 0 && ids[at - 1] > best; --at) ids[at] = ids[at - 1], weights[at] = weights[at - 1];
     ids[at] = best, weights[at] = weight;
   }
-  if (!op.renormalises) return;
-  for (int64_t j = 0; j < top_k; ++j) weights[j] /= total;
+  for (int64_t j = 0; j < top_k; ++j) {
+    if (op.renormalises) weights[j] /= std::max(total, 1e-20f);
+    if (op.routed_scale != 1.0f) weights[j] *= op.routed_scale;
+  }
 }
 
 void Program::Run::group_by_expert(const MoeOp& op) const {
@@ -294,26 +386,40 @@ void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights,
   }
 }
 
+// The experts' gated rows, in the form that `down` reads.
+void Program::Run::gate_experts(const MoeOp& op, int thread, int threads) const {
+  const bool is_direct = !op.is_clamped && !op.has_hidden;
+  const int out = op.is_clamped ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
+  run_experts(op, op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, is_direct ? Store::bf16 : Store::f32, op.activation), thread,
+              threads);
+  barrier(thread);
+  if (is_direct) return;
+  const Buffer& from = buffer(out);
+  const Rows& rows = buffer(op.hidden_rows).rows;
+  const Range part = share(step.n_tokens * op.top_k, thread, threads);
+  if (op.is_clamped) {
+    float* row = reinterpret_cast<float*>(scratch(thread));
+    for (int64_t i = part.begin; i < part.end; ++i) {
+      kernels.clamped_gate_row(from.f32() + i * from.width, from.width / 2, op.alpha, op.limit, row);
+      prepare_row(set, rows, i, row);
+    }
+  } else {
+    prepare_rows(set, rows, from.f32(), from.width, part.begin, part.end);
+  }
+  barrier(thread);
+}
+
 void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
   const Range tokens = share(step.n_tokens, thread, threads);
-  const int64_t choices = step.n_tokens * op.top_k;
   linear(set, program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
          epilogue_to(op.scores, Store::f32, Activation::silu), thread, threads);
   barrier(thread);
-  for (int64_t t = tokens.begin; t < tokens.end; ++t) route_token(op, t);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) route_token(op, t, reinterpret_cast<float*>(scratch(thread)));
   barrier(thread);
   if (thread == 0) group_by_expert(op);
   barrier(thread);
-  const int hidden = op.has_hidden ? op.hidden : op.hidden_rows;
-  run_experts(op, op.gate_up, buffer(op.rows).rows, true,
-              epilogue_to(hidden, op.has_hidden ? Store::f32 : Store::bf16, op.activation), thread, threads);
-  barrier(thread);
+  gate_experts(op, thread, threads);
   const Rows& hidden_rows = buffer(op.hidden_rows).rows;
-  if (op.has_hidden) {
-    const Range part = share(choices, thread, threads);
-    prepare_rows(set, hidden_rows, buffer(op.hidden).f32(), buffer(op.hidden).width, part.begin, part.end);
-    barrier(thread);
-  }
   run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation), thread, threads);
   barrier(thread);
   const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
@@ -378,7 +484,7 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
     float* target = hidden != nullptr ? hidden + r * x.width : row;
     const float* source = x.f32() + step.logits_rows[r] * x.width;
     if (op.has_norm)
-      kernels.rms_norm_row(source, vector(op.norm), x.width, op.eps, target);
+      norm(source, op.norm, op.bias, op.is_centred, x.width, op.eps, target);
     else
       std::memcpy(target, source, static_cast<size_t>(x.width) * 4);
     if (hidden != nullptr) continue;
@@ -421,8 +527,10 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
   int64_t positions = 0;
   for (int64_t s = 0; s < step.n_sequences; ++s) positions = positions < step.context_tokens[s] ? step.context_tokens[s] : positions;
   for (RopeTable& rope : ropes_) rope.grow(positions);
-  for (const Op& op : ops_)
+  for (const Op& op : ops_) {
     if (const auto* moe = std::get_if<MoeOp>(&op.body)) reserve_routing(*moe, step.n_tokens);
+    if (const auto* heads = std::get_if<HeadsOp>(&op.body)) number_head_rows(static_cast<int64_t>(heads->weights.size()), step.n_tokens);
+  }
   if (counters_.size() != ops_.size()) counters_ = std::vector<std::atomic<int32_t>>(ops_.size());
   for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
   nanoseconds_.fill(0);
@@ -449,6 +557,12 @@ void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
   routing_.resize(tokens, op.top_k, static_cast<int64_t>(op.down.size()));
   for (int64_t i = static_cast<int64_t>(row_numbers_.size()); i < tokens * op.top_k; ++i)
     row_numbers_.push_back(static_cast<int32_t>(i));
+}
+
+void Program::number_head_rows(int64_t heads, int64_t tokens) {
+  if (static_cast<int64_t>(head_rows_.size()) == heads * tokens) return;
+  head_rows_.resize(heads * tokens);
+  for (int64_t i = 0; i < heads * tokens; ++i) head_rows_[i] = static_cast<int32_t>(i % tokens * heads + i / tokens);
 }
 
 void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids) {

@@ -94,7 +94,7 @@ class Recorder {
     const int y = plain_buffer(p_, BufferKind::f32, m.hidden);
     const int rope = p_.add_rope(std::vector<double>(std::min<int64_t>(m.head_dim / 2, 20), 0.01), 1.0);
     for (int layer = 0; layer < m.layers; ++layer) {
-      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows});
+      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       p_.record(Category::qkv, LinearOp{linear(q_width + 2 * kv_width, m.hidden), rows, qkv, Store::f32, Activation::silu});
       RotateOp rotate{};
       rotate.qkv = qkv, rotate.q = q, rotate.layer = layer, rotate.rope = rope, rotate.has_rope = w_.pick(0, 3) != 0;
@@ -104,12 +104,12 @@ class Recorder {
       rotate.shape.has_full_width_norm = m.has_full_norm, rotate.shape.norm_eps = 1e-5f;
       p_.record(Category::rope, rotate);
       const bool is_direct = m.weights == Format::bf16;
-      p_.record(Category::attention, AttentionOp{q, is_direct ? heads_rows : heads_out, layer, shape});
+      p_.record(Category::attention, AttentionOp{q, is_direct ? heads_rows : heads_out, layer, shape, some(m.n_heads)});
       if (!is_direct) p_.record(Category::norm, PrepareOp{heads_out, heads_rows});
       p_.record(Category::o, LinearOp{linear(m.hidden, q_width), heads_rows, x_, Store::add_f32, Activation::silu});
-      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows});
+      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       if (m.n_experts) {
-        p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, router_rows});
+        p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, router_rows, some(m.hidden), w_.pick(0, 1) == 1});
         experts(rows, router_rows, y);
         p_.record(Category::norm, AddNormOp{y, norm(m.hidden), 1e-5f, x_});
         p_.record(Category::norm, AddOp{y, x_});
@@ -145,6 +145,7 @@ class Recorder {
     p_.add_adapter(sites);
   }
 
+  int some(int64_t n) { return w_.pick(0, 1) ? norm(n) : -1; }  // a vector or none
   int norm(int64_t n) { return p_.add_vector(w_.floats(n, 0.5f, 1.5f)); }
 
   int linear(int64_t n, int64_t k, bool is_gated = false) {
@@ -161,8 +162,12 @@ class Recorder {
     op.router = linear(m_.n_experts, m_.hidden);
     op.router_rows = m_.weights == Format::bf16 ? router_rows : rows;
     op.scores = plain_buffer(p_, BufferKind::f32, m_.n_experts);
-    for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, true)), op.down.push_back(linear(m_.hidden, m_.ffn));
-    op.rows = rows, op.has_hidden = m_.weights != Format::bf16;
+    op.is_clamped = w_.pick(0, 3) == 0, op.alpha = 1.7f, op.limit = 7.0f;
+    if (op.is_clamped) op.wide = plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k);
+    op.scores_by_sigmoid = w_.pick(0, 1), op.choice_bias = some(m_.n_experts), op.routed_scale = 0.5f;
+    if (m_.n_experts % 2 == 0 && m_.top_k <= m_.n_experts / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, m_.n_experts / 2);
+    for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, !op.is_clamped)), op.down.push_back(linear(m_.hidden, m_.ffn));
+    op.rows = rows, op.has_hidden = m_.weights != Format::bf16 && !op.is_clamped;
     op.hidden = plain_buffer(p_, BufferKind::f32, m_.ffn, m_.top_k), op.hidden_rows = rows_buffer(p_, m_.weights, m_.ffn, m_.top_k);
     op.expanded = plain_buffer(p_, BufferKind::f32, m_.hidden, m_.top_k), op.out = y;
     op.top_k = m_.top_k, op.renormalises = w_.pick(0, 1), op.activation = m_.activation;

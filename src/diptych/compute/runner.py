@@ -34,7 +34,7 @@ from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
 from diptych.models.quantised import quantisation_of
-from diptych.models.read import refuse_unrun
+from diptych.models.read import reads_mxfp4, refuse_unrun
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
@@ -115,7 +115,7 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     stored = stored_weights(hf_config)
     if stored is not None:
         return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
-    how = quantisation_of(parsed)
+    how = None if reads_mxfp4(parsed) else quantisation_of(parsed)
     checkpoint = (
         Checkpoint(directory) if how is None else CodedCheckpoint(directory, how, dtype=_dequantised_dtype(config))
     )
@@ -161,7 +161,7 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
         kv_format = "bf16" if config.kv == "auto" else config.kv
         return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens)
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
-    block_bytes = spec.n_layers * 2 * spec.n_kv_heads * spec.head_dim * block_tokens * bits // 8
+    block_bytes = spec.n_layers * spec.attention.cache.elements * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes
 
 
