@@ -287,7 +287,9 @@ def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix
 
     def parts() -> CodedParts:
         zeros = (
-            unpack_words(raw.stored(zero_name), bits).permute(0, 2, 1).reshape(-1, k // group)[:n] if has_zeros else None
+            unpack_words(raw.stored(zero_name), bits).permute(0, 2, 1).reshape(-1, k // group)[:n]
+            if has_zeros
+            else None
         )
         index = _index(raw, f"{prefix}.weight_g_idx", group, k // group)
         return CodedParts(scales=scales(), zeros=zeros, group=group, index=index)
