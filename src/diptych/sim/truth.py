@@ -96,7 +96,7 @@ def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
     calibration = replace(case.setup.calibration, prefill=constants.prefill, decode=constants.decode)
     setup = case.setup
     predictor = replace(setup, calibration=calibration).model_of_time()
-    times = case.schedule.times(predictor.predict_s)
+    times = case.schedule.times(predictor.predict_s, is_separate=constants.is_separate)
     return {
         "ttft": times.ttft_s + constants.request_s,
         "tpot": times.tpot_s,
