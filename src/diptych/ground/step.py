@@ -20,7 +20,8 @@ from diptych.ground.shape import ChunkShape, StepShape
 class SequenceStart:
     """A sequence the executor has not seen: its prompt (for penalties and grammars) and how to sample it.
 
-    `seed` is already drawn; noise depends on (seed, position) and on nothing else.
+    `seed` is already drawn; noise depends on (seed, position) and on nothing else. output_token_ids: what another executor drew
+    of it, so that penalties and grammars stand where they stood there.
     Sent exactly once per sequence, before or in the plan of its first chunk; a preempted sequence is not sent again.
     """
 
@@ -29,6 +30,7 @@ class SequenceStart:
     sampling: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
 
 
 class Chunk(NamedTuple):

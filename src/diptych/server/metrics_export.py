@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diptych.control.loop import CoreStats
+from diptych.control.stats import CoreStats
 from diptych.server.admission import Outlook
 from diptych.server.telemetry import LiveHistogram, Telemetry
 
