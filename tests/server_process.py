@@ -200,11 +200,12 @@ def check_account(answer: dict[str, Any]) -> None:
     assert own["thinking_ms"] + own["answer_ms"] == pytest.approx(own["decode_ms"], abs=1e-3)
     assert timings["prompt_ms"] == own["prefill_ms"]
     assert timings["predicted_ms"] == own["decode_ms"]
-    assert own["queue_ms"] + own["prefill_ms"] + own["decode_ms"] == pytest.approx(own["e2e_ms"], abs=1.0)
+    to_first = own["queue_ms"] + own["prefill_ms"] + own["transfer_ms"]
+    assert to_first + own["decode_ms"] == pytest.approx(own["e2e_ms"], abs=1.0)
     assert 0 <= own["stall_ms"] <= own["decode_ms"] + 1e-6
     if own["ttft_ms"] is not None:
-        assert timings["prompt_n"] + cached == usage["prompt_tokens"]
-        assert own["queue_ms"] + own["prefill_ms"] == pytest.approx(own["ttft_ms"], abs=1.0)
+        assert timings["prompt_n"] + cached + timings["transfer_n"] == usage["prompt_tokens"]
+        assert to_first == pytest.approx(own["ttft_ms"], abs=1.0)
         assert sum(part["prefill_ms"] for part in own["segments"]) == pytest.approx(own["prefill_ms"], abs=1e-3)
     assert sum(part["tokens"] for part in own["segments"]) == usage["prompt_tokens"]
     assert sum(part["cached_tokens"] for part in own["segments"]) == cached

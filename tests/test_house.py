@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "engine": {"ground", "models", "control", "cost", "metrics", "stepper", "compute"},
     "sim": {"ground", "models", "control", "cost", "metrics", "workload", "stepper"},
     "server": {"ground", "models", "metrics", "cost", "workload", "engine", "compute", "control", "insight", "sim"},
+    "cluster": {"ground", "models", "metrics", "cost", "stepper", "control", "compute", "engine"},
     "lab": {"ground", "models", "metrics", "cost", "workload", "stepper", "engine", "sim", "compute", "control"},
     "cli": {
         "ground",
@@ -41,6 +42,7 @@ MAY_IMPORT = {
         "server",
         "lab",
         "sim",
+        "cluster",
     },
 }
 # only these modules may import time or read the environment

@@ -74,14 +74,16 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         progress: Progress | None = None,
+        engine: Engine | None = None,
         **settings: Any,
     ) -> None:
         """Load a checkpoint ('bundled', a folder, or a hub name) unless it is loaded, and allocate its KV pool.
 
         settings: fields of SchedulerConfig, ComputeConfig and EngineConfig by name; they stand over `config`.
+        engine: one that is made already, such as one over a cluster's door.
         """
         self.loaded, self.config = opened(model, config, settings, progress)
-        self.engine = make_engine(self.loaded, self.config)
+        self.engine = make_engine(self.loaded, self.config) if engine is None else engine
         self._turns = threading.RLock()  # re-entrant, as on_delta may ask this engine something too
 
     @classmethod
@@ -284,11 +286,12 @@ class AsyncLLM:
         config: EngineConfig | None = None,
         *,
         progress: Progress | None = None,
+        engine: Engine | None = None,
         **settings: Any,
     ) -> None:
         """As for `LLM`; `start` begins stepping."""
         self.loaded, self.config = opened(model, config, settings, progress)
-        self.engine: Engine = make_engine(self.loaded, self.config)
+        self.engine: Engine = make_engine(self.loaded, self.config) if engine is None else engine
         self.failure: BaseException | None = None
         self.is_draining = False
         self._wake = threading.Condition()
@@ -395,6 +398,10 @@ class AsyncLLM:
 
         self._post(run)
         return await future
+
+    def wake(self) -> None:
+        """Have the engine's thread look whether there is work: something came that it could not see."""
+        self._post(lambda: None)
 
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks, as of the last step."""

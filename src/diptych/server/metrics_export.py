@@ -97,6 +97,7 @@ class MetricsCollector(Collector):
         )
         tokens.add_metric(["computed"], telemetry.computed_tokens)
         tokens.add_metric(["cached"], telemetry.cached_tokens)
+        tokens.add_metric(["transferred"], telemetry.transferred_tokens)
         tokens.add_metric(["dropped"], telemetry.dropped_tokens)
         tokens.add_metric(["recomputed"], telemetry.recomputed_tokens)
         yield tokens
@@ -138,8 +139,9 @@ class MetricsCollector(Collector):
             "time of finished requests by phase; stall is the part of decode lengthened by others' prefill",
             labels=["phase"],
         )
-        for name in ("queue", "prefill", "decode", "stall"):
-            phases.add_metric([name], *_buckets(telemetry.requests[name]))
+        for name in ("queue", "prefill", "transfer", "decode", "stall"):
+            if name != "transfer" or telemetry.requests[name].n_values:
+                phases.add_metric([name], *_buckets(telemetry.requests[name]))
         yield phases
         yield _histogram("diptych_tpot_seconds", "decode time per token after the first", telemetry.requests["tpot"])
         yield _histogram("diptych_e2e_seconds", "arrival to last token", telemetry.requests["e2e"])
