@@ -126,7 +126,8 @@ class ServerProcess:
                 elif sample.name == "vllm:cache_config_info":
                     info = sample.labels
         told = {name: value for name, value in values.items() if not name.endswith("_bucket")}
-        assert sources["computed"] + sources["cached"] + sources["dropped"] == told["vllm:prompt_tokens_total"], told
+        read = sum(sources[name] for name in ("computed", "cached", "transferred", "dropped"))
+        assert read == told["vllm:prompt_tokens_total"], told
         assert told["diptych_requests_total"] == told["diptych_requests_taken_total"], told
         assert told["diptych_choices_finished_total"] == told["vllm:request_success_total"]
         assert told["diptych_choices_finished_total"] >= told["diptych_requests_total"]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from diptych.cluster.core import ClusterCore, Facts
-from diptych.cluster.messages import Parcel, ToWorker
+from diptych.cluster.core import ClusterCore
+from diptych.cluster.messages import Facts, Parcel, ToWorker
 from diptych.cluster.worker import Worker
 from diptych.compute.kv_store import KVPayload
 from diptych.compute.structured import GrammarCompiler
@@ -87,16 +87,7 @@ class LocalCluster:
         lease_s, late_s = self._late
         worker = Worker(name, machinery, clock=self.loaded.clock, send=self._send, lease_s=lease_s, late_s=late_s)
         self.workers[name] = worker
-        core = machinery.core
-        facts = Facts(
-            name=name,
-            model_revision=core.model_revision,
-            scheduler=core.config,
-            blocks=core.block_config,
-            max_running_sequences=core.max_running_sequences,
-            context_limit_tokens=core.context_limit_tokens,
-        )
-        self.core.attach(LocalLink(self, name), facts, decodes=decodes)
+        self.core.attach(LocalLink(self, name), Facts.of(name, machinery.core), decodes=decodes)
 
     def kill(self, name: str) -> None:
         """Nothing that it did not say is ever said, and the door is told."""

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from diptych.cluster.messages import Batch, Cancel, Counts, Finish, ForgetPrefixes, Lost, Submit, ToWorker
+from diptych.cluster.messages import Batch, Cancel, Facts, Finish, ForgetPrefixes, Lost, Submit, ToWorker
 from diptych.control.entry import check_prompt
 from diptych.control.router import Place, Price, Router, TokenPrice
 from diptych.control.seen import SeenPrefixes
-from diptych.control.stats import CoreStats
+from diptych.control.stats import CoreStats, WorkerCounts, WorkerStats
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ConfigError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import (
@@ -54,18 +54,6 @@ class Link(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a worker says of itself when it is ready."""
-
-    name: str
-    model_revision: str
-    scheduler: SchedulerConfig
-    blocks: BlockConfig
-    max_running_sequences: int
-    context_limit_tokens: int
-
-
 @dataclass(slots=True)
 class WorkerState:
     """One worker as the door knows it."""
@@ -79,7 +67,7 @@ class WorkerState:
     is_draining: bool = False
     n_lost: int = 0
     clock_ahead_s: float = 0.0  # of ours, where it runs on another machine
-    counts: Counts | None = None
+    counts: WorkerCounts | None = None
 
 
 @dataclass(slots=True)
@@ -141,6 +129,7 @@ class ClusterCore:
         self._parked: deque[str] = deque()
         self._batches: deque[tuple[str, int, Batch]] = deque()
         self._made: list[Event] = []  # by the door itself
+        self._asked: deque[Callable[[], object]] = deque()
         self._n_requests = 0
         self.moved: Counter[str] = Counter()  # requests that went on elsewhere, by where they were
 
@@ -184,7 +173,7 @@ class ClusterCore:
                     name=facts.name, decodes=decodes, link=link, facts=facts, seen=seen, clock_ahead_s=clock_ahead_s
                 )
             )
-        logger.info("worker ready name=%s pool=%s", facts.name, "decode" if decodes else "prefill")
+        logger.info("worker ready name=%s node=%s pid=%d", facts.name, facts.node, facts.pid)
         for _ in range(len(self._parked)):
             self._place(self._parked.popleft())
 
@@ -227,12 +216,21 @@ class ClusterCore:
         """Take in what a worker said; any thread may. What one said before it was lost does not count after it."""
         self._batches.append((name, self.workers[self._number[name]].n_lost, batch))
 
+    def ask(self, action: Callable[[], object]) -> None:
+        """Have something done in the next step; any thread may."""
+        self._asked.append(action)
+
     # What an engine asks of its core
 
     @property
     def has_work(self) -> bool:
         """Whether a step would hand over events."""
-        return bool(self._batches) or bool(self._made)
+        return bool(self._batches) or bool(self._made) or bool(self._asked)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether requests wait for a worker, so that somebody has to look at the clock."""
+        return bool(self._parked)
 
     @property
     def config(self) -> SchedulerConfig:
@@ -241,8 +239,8 @@ class ClusterCore:
 
     @property
     def block_config(self) -> BlockConfig:
-        """All blocks of the workers that answer."""
-        facts = [one.facts for one in self.workers if one.decodes]
+        """All blocks of all workers."""
+        facts = [one.facts for one in self.workers]
         return BlockConfig(
             n_blocks=sum(one.blocks.n_blocks for one in facts), block_tokens=facts[0].blocks.block_tokens
         )
@@ -323,6 +321,8 @@ class ClusterCore:
     def begin_step(self, now_s: float) -> tuple[StepPlan | None, list[Event]]:
         """What workers said since the last call; there is never a plan."""
         self._pump()
+        while self._asked:
+            self._asked.popleft()()
         events, self._made = self._made, []
         while self._batches:
             name, n_lost, batch = self._batches.popleft()
@@ -350,6 +350,25 @@ class ClusterCore:
         names = CoreStats.__dataclass_fields__
         sums = CoreStats(**{name: sum(getattr(core, name) for core in cores) for name in names})
         return replace(sums, waiting=sums.waiting + len(self._parked))
+
+    def worker_stats(self) -> tuple[WorkerStats, ...]:
+        """Of every worker, as of its last batch."""
+        has_readers = any(not one.decodes for one in self.workers)
+        parts = [(one.decoder, one.reader) for one in list(self._open.values())]
+        return tuple(
+            WorkerStats(
+                name=one.name,
+                pool=("decode" if has_readers else "both") if one.decodes else "prefill",
+                node=one.facts.node,
+                pid=one.facts.pid,
+                is_up=one.is_up,
+                is_draining=one.is_draining,
+                deaths=one.n_lost,
+                open=sum(number in part for part in parts),
+                counts=one.counts,
+            )
+            for number, one in enumerate(self.workers)
+        )
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, everywhere."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diptych.compute.kv_store import KVPayload
-from diptych.control.stats import CoreStats
+from diptych.control.loop import EngineCore
+from diptych.control.stats import WorkerCounts
+from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.events import Event
 from diptych.ground.handoff import HandOff
 
@@ -92,26 +93,31 @@ ToWorker = Submit | Cancel | Finish | Lost | ForgetPrefixes | Read | StopReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """A worker's numbers: gauges of this moment, and counters since it began.
+class Facts:
+    """What a worker says of its engine when it is ready. All but the name are alike in workers of one cluster."""
 
-    recomputes: requests of which not everything came that was to come, by why; recomputed_tokens: what was read again for it.
-    refused: parcels that were not taken in, by why. receiving, reading: requests whose keys and values are on their way here,
-    or are computed here for others.
-    """
+    name: str
+    model_revision: str
+    scheduler: SchedulerConfig
+    blocks: BlockConfig
+    max_running_sequences: int
+    context_limit_tokens: int
+    node: str
+    pid: int
 
-    core: CoreStats
-    receiving: int
-    reading: int
-    sent_tokens: int
-    sent_bytes: int
-    received_tokens: int
-    received_bytes: int
-    import_s: float
-    export_s: float
-    recomputed_tokens: int
-    recomputes: Mapping[str, int]
-    refused: Mapping[str, int]
+    @classmethod
+    def of(cls, name: str, core: EngineCore, *, node: str = "", pid: int = 0) -> Facts:
+        """Of a worker's core."""
+        return cls(
+            name=name,
+            node=node,
+            pid=pid,
+            model_revision=core.model_revision,
+            scheduler=core.config,
+            blocks=core.block_config,
+            max_running_sequences=core.max_running_sequences,
+            context_limit_tokens=core.context_limit_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,5 +125,5 @@ class Batch:
     """Events of whole steps, in order, and the numbers behind them. now_s: the worker's clock."""
 
     events: list[Event]
-    counts: Counts
+    counts: WorkerCounts
     now_s: float

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from diptych.cluster.messages import (
     Batch,
     Cancel,
-    Counts,
     Done,
     Finish,
     ForgetPrefixes,
@@ -32,6 +31,7 @@ from diptych.cluster.messages import (
     ToWorker,
 )
 from diptych.control.blocks import chain
+from diptych.control.stats import WorkerCounts
 from diptych.engine.load import Machinery
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, TransferError
@@ -167,9 +167,9 @@ class Worker:
         """Whether a batch would hold any."""
         return bool(self._events)
 
-    def counts(self) -> Counts:
+    def counts(self) -> WorkerCounts:
         """The numbers of this moment."""
-        return Counts(
+        return WorkerCounts(
             core=self.core.stats(),
             receiving=len(self._coming) + len(self._unplaced),
             reading=len(self._reading),

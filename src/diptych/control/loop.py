@@ -19,7 +19,7 @@ from diptych.control.handoff import receive, reserve, settle, start_sending
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import Depths, EveryGuess, Guesser, NewDrafter
-from diptych.control.stats import CoreStats
+from diptych.control.stats import CoreStats, WorkerStats
 from diptych.ground.config import MODEL_DRAFTERS, BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, EngineError, RequestError
 from diptych.ground.events import (
@@ -395,6 +395,10 @@ class EngineCore:
             preemptions=scheduler.n_preemptions,
             drafter_faults=self._guesser.n_faults,
         )
+
+    def worker_stats(self) -> tuple[WorkerStats, ...]:
+        """None: this is one engine. A cluster's door has some."""
+        return ()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences keep their blocks."""

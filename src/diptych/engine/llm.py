@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.control.stats import CoreStats
+from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
@@ -406,6 +406,10 @@ class AsyncLLM:
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks, as of the last step."""
         return self.engine.stats()
+
+    def workers(self) -> tuple[WorkerStats, ...]:
+        """The engines behind this one, where it is a cluster's."""
+        return self.engine.core.worker_stats()
 
     def subscribe(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
         """Give every batch of events to `listener`, on the engine's thread: be quick. Returns the function that ends it."""

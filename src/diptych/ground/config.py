@@ -250,6 +250,11 @@ def env_text(name: str) -> str | None:
     return os.environ.get(f"DIPTYCH_{name}") or None
 
 
+def quiet_ray() -> None:
+    """Have the processes of Ray that are started from here report to nobody, unless the environment says otherwise."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
 def packed_cache() -> tuple[Path, int] | None:
     """Where packed weights are kept between starts, and how many bytes of them; None for DIPTYCH_PACKED_CACHE=off.
 

@@ -369,7 +369,7 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
     async def metrics() -> Response:
         """Prometheus text."""
         return Response(
-            exposition(state.collector, state.engine.stats(), state.desk.outlook()),
+            exposition(state.collector, state.engine.stats(), state.desk.outlook(), state.engine.workers()),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 

@@ -1,0 +1,53 @@
+"""`diptych serve --prefill N --decode M`, `--workers N`: the same server before several engines on Ray."""
+
+from __future__ import annotations
+
+import socket
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from diptych.ground.config import EngineConfig
+from diptych.ground.errors import ConfigError
+from diptych.server.config import ServerConfig
+from diptych.server.run import run_server
+
+if TYPE_CHECKING:
+    from diptych.cluster.rays import PoolConfig
+
+
+def pools_of(
+    prefill: int, decode: int | None, workers: int | None, *, address: str | None, local_prefill_tokens: int
+) -> PoolConfig | None:
+    """The pools that were asked for; None: one engine in this process. Raises ConfigError for what contradicts itself."""
+    if not prefill and decode is None and workers is None and address is None:
+        return None
+    if workers is not None and (prefill or decode is not None):
+        raise ConfigError(
+            "workers do both phases; prefill and decode name pools of their own", hint="give one or the other"
+        )
+    if prefill and decode is None:
+        raise ConfigError(f"{prefill} workers prefill and none decodes", hint="add --decode 1 or more")
+    number = workers if workers is not None else decode if decode is not None else 1
+    config: PoolConfig = _rays().PoolConfig(
+        prefill=prefill, decode=number, address=address, local_prefill_tokens=local_prefill_tokens
+    )
+    return config
+
+
+def serve(model: str, engine: EngineConfig, pools: PoolConfig, config: ServerConfig, listener: socket.socket) -> int:
+    """Start the workers, serve, and end what was started; the process's exit code."""
+    cluster = _rays().RayCluster(model, engine, pools)
+    try:
+        return run_server(cluster.llm, config, listener)
+    finally:
+        cluster.close()
+
+
+def _rays() -> Any:
+    """ray is an extra, and slow to import: only who asks for workers needs it."""
+    try:
+        return import_module("diptych.cluster.rays")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("workers need ray, which is not installed", hint='pip install "diptych[cluster]"') from error
