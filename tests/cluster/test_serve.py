@@ -130,6 +130,14 @@ def test_a_client_that_leaves_frees_every_worker(pools: ServerProcess) -> None:
     pools.check_balance()
 
 
+def test_nothing_listens_beyond_this_machine(pools: ServerProcess) -> None:
+    """Whoever reaches a port of Ray's runs code here; and it asks nobody before it listens everywhere."""
+    family = {one.pid for one in psutil.Process(pools.process.pid).children(recursive=True)} | {pools.process.pid}
+    listening = [one.laddr.ip for one in psutil.net_connections() if one.status == "LISTEN" and one.pid in family]
+    assert len(listening) > 3
+    assert all(ip.removeprefix("::ffff:").startswith("127.") for ip in listening), listening
+
+
 def held(server: ServerProcess) -> float:
     """Blocks held and requests under way, over all workers."""
     text = server.scrape()
@@ -137,13 +145,17 @@ def held(server: ServerProcess) -> float:
     return sum(map(float, rows))
 
 
+@pytest.mark.slow
 def test_the_end_of_a_server_is_the_end_of_its_workers() -> None:
     """SIGTERM, and also SIGKILL, of the door: no process stays behind, and no port."""
     with ServerProcess("--workers", "1", *OPTIONS) as server:
-        pids = [*worker_pids(server).values(), *(one.pid for one in psutil.Process(server.process.pid).children(True))]
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        pids = [*worker_pids(server).values(), *(one.pid for one in family if "Agent" not in " ".join(one.cmdline()))]
         assert len(pids) > 2
         server.process.kill()
         wait_for(lambda: not any(map(_is_alive, pids)), "all processes have ended", timeout_s=30)
+        # Ray's own agents look for their parent now and then
+        wait_for(lambda: not any(_is_alive(one.pid) for one in family), "agents have ended", timeout_s=180)
 
 
 def _is_alive(pid: int) -> bool:

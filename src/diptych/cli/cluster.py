@@ -6,7 +6,7 @@ import socket
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from diptych.ground.config import EngineConfig
+from diptych.ground.config import EngineConfig, quiet_ray
 from diptych.ground.errors import ConfigError
 from diptych.server.config import ServerConfig
 from diptych.server.run import run_server
@@ -28,7 +28,7 @@ def pools_of(
     if prefill and decode is None:
         raise ConfigError(f"{prefill} workers prefill and none decodes", hint="add --decode 1 or more")
     number = workers if workers is not None else decode if decode is not None else 1
-    config: PoolConfig = _rays().PoolConfig(
+    config: PoolConfig = _rays(is_local=address is None).PoolConfig(
         prefill=prefill, decode=number, address=address, local_prefill_tokens=local_prefill_tokens
     )
     return config
@@ -36,15 +36,16 @@ def pools_of(
 
 def serve(model: str, engine: EngineConfig, pools: PoolConfig, config: ServerConfig, listener: socket.socket) -> int:
     """Start the workers, serve, and end what was started; the process's exit code."""
-    cluster = _rays().RayCluster(model, engine, pools)
+    cluster = _rays(is_local=pools.address is None).RayCluster(model, engine, pools)
     try:
         return run_server(cluster.llm, config, listener)
     finally:
         cluster.close()
 
 
-def _rays() -> Any:
+def _rays(*, is_local: bool) -> Any:
     """ray is an extra, and slow to import: only who asks for workers needs it."""
+    quiet_ray(is_local=is_local)
     try:
         return import_module("diptych.cluster.rays")
     except ModuleNotFoundError as error:

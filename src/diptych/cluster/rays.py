@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import ray
 import torch
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from diptych.cluster.core import ClusterCore
 from diptych.cluster.messages import Batch, Facts, ToWorker
@@ -36,13 +36,15 @@ from diptych.engine.load import BUNDLED_MODEL, KV_MEMORY_SHARE, LoadedModel, loa
 from diptych.engine.memory import memory_of
 from diptych.engine.text.words import words_of
 from diptych.ground.clock import Clock, MonotonicClock
-from diptych.ground.config import EngineConfig, quiet_ray
+from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.hosts import is_loopback
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.cluster")
 
 POLL_S = 0.5  # a worker that has nothing to say says so as often
+HUNG_S = 30.0  # a process that says nothing for so long, not even that there is nothing to say, is given up
 START_S = 600.0  # a large model takes minutes to load
 OBJECT_STORE_BYTES = 256 * 2**20  # blocks stay in it for milliseconds
 
@@ -221,7 +223,6 @@ class RayCluster:
             thread.join(timeout=2 * POLL_S)
 
     def _start_ray(self) -> None:
-        quiet_ray()
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "diptych"}
         if self._pools.address is not None:
             ray.init(address=self._pools.address, **options)
@@ -240,6 +241,9 @@ class RayCluster:
             _node_ip_address="127.0.0.1",
             **options,
         )
+        address = ray.util.get_node_ip_address()
+        if not is_loopback(address):
+            logger.warning("ray listens on %s: call ground.config.quiet_ray before ray is imported", address)
 
     def _start(self, names: Sequence[str]) -> None:
         n_all = len(self._pools.names)
@@ -305,21 +309,23 @@ class RayCluster:
         """Take in what a worker says until it dies, and again when it is back."""
         while not self._is_closing.is_set():
             try:
-                batch = ray.get(self.actors[name].fetch.remote(self.hellos[name].incarnation))
+                batch = ray.get(self.actors[name].fetch.remote(self.hellos[name].incarnation), timeout=HUNG_S)
             except Exception as error:  # what a dead process raises has many names
                 if self._is_closing.is_set() or name not in self.actors:
                     return
                 self._do(partial(self.core.lost, name, _reason(error)))
-                self._await_return(name)
+                self._await_return(name, is_hung=isinstance(error, GetTimeoutError))
                 continue
             if batch is not None:
                 self.core.deliver(name, batch)
             if batch is not None or self.core.is_waiting:
                 self.llm.wake()
 
-    def _await_return(self, name: str) -> None:
-        """Ray starts the actor again; what failed inside is killed for it first."""
+    def _await_return(self, name: str, *, is_hung: bool) -> None:
+        """Ray starts the actor again; what failed inside, or hangs, is killed for it first."""
         before = self.hellos[name].incarnation
+        if is_hung:
+            ray.kill(self.actors[name], no_restart=False)
         while not self._is_closing.is_set():
             try:
                 hello = ray.get(self.actors[name].hello.remote(), timeout=START_S)
@@ -327,7 +333,9 @@ class RayCluster:
                 logger.debug("worker not back name=%s: %s", name, _reason(error))
                 self._is_closing.wait(POLL_S / 2)
                 continue
-            if hello.incarnation == before:  # its process lives, but its engine has failed
+            if (
+                hello.incarnation == before
+            ):  # its process lives, but its engine has failed, or it did not answer for long
                 ray.kill(self.actors[name], no_restart=False)
                 self._is_closing.wait(POLL_S / 2)
                 continue
