@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.checkpoints import make_checkpoint
 from tests.cluster.local import Fault, LocalCluster, flipped
 from tests.engine.conftest import tiny_config
 
 from diptych.cluster.messages import Done, Parcel, Read, ToWorker
 from diptych.compute.kv_store import KVPayload
 from diptych.engine.llm import LLM, Completion
-from diptych.engine.load import LoadedModel, load
+from diptych.engine.load import LoadedModel, bundled_dir, load
+from diptych.ground.config import SchedulerConfig
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 
@@ -170,7 +173,9 @@ def test_no_fault_of_a_link_changes_an_answer(loaded: LoadedModel, name: str) ->
     config = tiny_config("cpu")
     asked = prompts((17, 64, 97, 130, 200))
     wanted = [LLM(loaded, config).generate(asked, sampling) for sampling in (GREEDY, SAMPLED)]
-    cluster = LocalCluster(loaded, config, fault=fault, lease_s=0.15)
+    # what is lost is waited for in vain; what is not must never be given up on a slow machine
+    waits = {"lease_s": 0.15, "late_s": 0.05} if reasons & {"missing", "lease"} else {"lease_s": 300.0, "late_s": 300.0}
+    cluster = LocalCluster(loaded, config, fault=fault, **waits)
     for sampling, expected in zip((GREEDY, SAMPLED), wanted, strict=True):
         got = cluster.llm.generate(asked, sampling)
         assert said(got) == said(expected)
@@ -178,7 +183,9 @@ def test_no_fault_of_a_link_changes_an_answer(loaded: LoadedModel, name: str) ->
             account(one)
         cluster.core.reset_prefix_cache()
     found = set(cluster.reasons("recomputes"))
-    assert found <= reasons if name.startswith("drop") else found == reasons or name in ("never_done",), found
+    assert found <= reasons | ({"lease"} if "missing" in reasons else set()), found
+    # a reader that never says that it is done has sent all the same
+    assert found or not reasons or name in ("drop_10", "never_done"), "the fault was seen"
     assert bool(cluster.total("recomputed_tokens")) == bool(found)
     cluster.fault = lambda message: []
     cluster.check()
@@ -227,7 +234,7 @@ def test_a_worker_that_dies_loses_nothing(loaded: LoadedModel, victim: str, stat
     assert said(got) == said(wanted)
     for one in got:
         account(one)
-    assert cluster.core.workers[cluster.core._number[victim]].n_lost == 1
+    assert cluster.core.workers[cluster.core._number[victim]].n_deaths == 1
     cluster.check()
 
 
@@ -292,6 +299,32 @@ def test_a_pool_too_small_for_all_serves_all(loaded: LoadedModel) -> None:
     wanted = LLM(loaded, config).generate(asked, SAMPLED)
     cluster = LocalCluster(loaded, config, prefill=2, lease_s=2.0)
     got = cluster.llm.generate(asked, SAMPLED)
+    assert said(got) == said(wanted)
+    for one in got:
+        account(one)
+    cluster.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [GREEDY, replace(SAMPLED, logprobs=1)], ids=["greedy", "sampled"])
+def test_a_hundred_prompts_up_to_4096_tokens(tmp_path: Path, sampling: SamplingParams) -> None:
+    """Lengths at every distance from the edges of blocks and steps, several at one time, on two readers and two writers."""
+    make_checkpoint("llama", tmp_path, vocab_size=4096, max_position_embeddings=8192)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(bundled_dir() / name, tmp_path / name)
+    config = tiny_config(
+        "cpu",
+        max_context_tokens=4200,
+        scheduler=SchedulerConfig(max_step_tokens=512, max_running_sequences=16, max_context_tokens=4200),
+    )
+    model = load(str(tmp_path), config)
+    rng = random.Random(7)
+    edges = [n * BLOCK + by for n in (1, 2, 3, 8, 31, 32, 33, 64, 100, 128, 200, 255) for by in (-1, 0, 1)]
+    lengths = [1, 2, 4095, 4096, *edges, *(rng.randrange(3, 4096) for _ in range(60))]
+    asked = prompts(tuple(lengths), seed=9)
+    wanted = LLM(model, config).generate(asked, sampling)
+    cluster = LocalCluster(model, config, prefill=2, decode=2)
+    got = cluster.llm.generate(asked, sampling)
     assert said(got) == said(wanted)
     for one in got:
         account(one)

@@ -125,3 +125,40 @@ def test_a_hung_worker_is_given_up(pools: ServerProcess) -> None:
     wait_for(lambda: pools.metric("diptych_worker_deaths_total") == deaths + 1, "it is given up", 60)
     wait_for(lambda: worker_pids(pools).get("decode-1", pid) != pid, "another one is there", 120)
     pools.check_balance()
+
+
+def test_pools_grow_and_shrink_under_load(pools: ServerProcess, one: LLM) -> None:
+    """Workers come and go while streams run, and no stream can tell."""
+    wait_for(lambda: len(worker_pids(pools)) == 3, "all workers are up", 120)
+    options = {"temperature": 0.9, "max_tokens": 700, "ignore_eos": True}
+
+    def streams(first: int) -> list[Stream]:
+        return [Stream(pools, f"{n} {WORDS * 5}", seed=n, **options) for n in range(first, first + 6)]
+
+    def check(begun: list[Stream], first: int) -> None:
+        for stream in begun:
+            stream.thread.join(timeout=200)
+        wanted = one.generate(
+            [f"{n} {WORDS * 5}" for n in range(first, first + 6)],
+            [SamplingParams(seed=n, **options) for n in range(first, first + 6)],
+        )
+        for stream, completion in zip(begun, wanted, strict=True):
+            assert stream.error is None, stream.error
+            assert stream.text == completion.choices[0].text
+
+    before = streams(0)
+    with pools.client() as http:
+        assert http.post("/scale", params={"decode": 3, "prefill": 2}).json() == {"scaling": True}
+        wait_for(lambda: len(worker_pids(pools)) == 5, "two more are up", 120)
+        between = streams(10)
+        wait_for(lambda: all(stream.n_events > 5 for stream in between), "streams have begun", 60)
+        assert http.post("/scale", params={"decode": 1, "prefill": 0}).json() == {"scaling": True}
+        after = streams(20)
+        wait_for(lambda: list(worker_pids(pools)) == ["decode-0"], "four have gone", 200)
+        check(before, 0)
+        check(between, 10)
+        check(after, 20)
+        pools.check_balance()
+        http.post("/scale", params={"decode": 2, "prefill": 1})
+    wait_for(lambda: len(worker_pids(pools)) == 3, "pools are as they were", 120)
+    pools.check_balance()

@@ -65,7 +65,9 @@ class WorkerState:
     seen: SeenPrefixes
     is_up: bool = True
     is_draining: bool = False
-    n_lost: int = 0
+    is_gone: bool = False  # drained, and ended
+    n_lost: int = 0  # lost or sent away: what it said before does not count after it
+    n_deaths: int = 0
     clock_ahead_s: float = 0.0  # of ours, where it runs on another machine
     counts: WorkerCounts | None = None
 
@@ -109,18 +111,15 @@ class ClusterCore:
         seed: int = 0,
         router: str = "least-work",
         local_prefill_tokens: int = 64,
-        price: Price | None = None,
-        local_prefill_us: int | None = None,
         pump: Callable[[], object] = lambda: None,
     ) -> None:
-        """local_prefill_tokens: a prompt is read where it is answered if no more of it are left to read; local_prefill_us: the
-        same in the unit of `price`. pump: called in every step, to have workers that run in this thread do something.
+        """local_prefill_tokens: a prompt is read where it is answered if no more of it are left to read. pump: called in every
+        step, to have workers that run in this thread do something.
         """
         self._now_s = now_s
         self._seed = seed
-        self._price = price or TokenPrice()
         self._policy = router
-        self._local_prefill_us = local_prefill_tokens if price is None else (local_prefill_us or 0)
+        self._local_prefill_tokens = local_prefill_tokens
         self._pump = pump
         self._router: Router | None = None
         self.workers: list[WorkerState] = []
@@ -135,9 +134,18 @@ class ClusterCore:
 
     # Workers come and go
 
-    def attach(self, link: Link, facts: Facts, *, decodes: bool = True, clock_ahead_s: float = 0.0) -> None:
+    def attach(
+        self,
+        link: Link,
+        facts: Facts,
+        *,
+        decodes: bool = True,
+        clock_ahead_s: float = 0.0,
+        price: Price | None = None,
+    ) -> None:
         """A worker is ready; one of the same name takes the place of the one that was lost.
 
+        price: what its work is worth (None: tokens), for all workers or for none, as they are added up.
         Raises ConfigError where it cannot stand beside the others.
         """
         first = self.workers[0].facts if self.workers else facts
@@ -150,6 +158,8 @@ class ClusterCore:
         if number is not None:
             state = self.workers[number]
             state.link, state.facts, state.is_up, state.clock_ahead_s = link, facts, True, clock_ahead_s
+            if state.is_gone:
+                state.is_gone = state.is_draining = False
             state.seen.clear()
             assert self._router is not None
             if not state.is_draining:
@@ -160,11 +170,13 @@ class ClusterCore:
                 block_tokens=facts.blocks.block_tokens,
                 n_blocks=facts.blocks.n_blocks if facts.scheduler.enable_prefix_cache else 0,
             )
-            place = Place(cache=seen, price=self._price, decodes=decodes)
+            price = price or TokenPrice()
+            place = Place(cache=seen, price=price, decodes=decodes)
             if self._router is None:
                 if not decodes:
                     raise ConfigError("the first worker that is attached must decode")
-                self._router = Router([place], policy=self._policy, local_prefill_us=self._local_prefill_us)
+                local_us = price.prefill_us(self._local_prefill_tokens, 0)
+                self._router = Router([place], policy=self._policy, local_prefill_us=local_us)
             else:
                 self._router.add(place)
             self._number[facts.name] = len(self.workers)
@@ -186,6 +198,7 @@ class ClusterCore:
         logger.warning("worker lost name=%s why=%s", name, why)
         worker.is_up = False
         worker.n_lost += 1
+        worker.n_deaths += 1
         worker.counts = None
         worker.seen.clear()
         assert self._router is not None
@@ -208,9 +221,16 @@ class ClusterCore:
         self._router.close(number)
 
     def n_open_at(self, name: str) -> int:
-        """Requests that a worker has a part in."""
+        """Requests that a worker has a part in. Any thread may ask."""
         number = self._number[name]
-        return sum(1 for one in self._open.values() if number in (one.decoder, one.reader))
+        return sum(1 for one in list(self._open.values()) if number in (one.decoder, one.reader))
+
+    def detach(self, name: str) -> None:
+        """A worker that is drained has ended."""
+        worker = self.workers[self._number[name]]
+        worker.is_up, worker.is_gone, worker.counts = False, True, None
+        worker.n_lost += 1  # what it may still have said does not count
+        worker.seen.clear()
 
     def deliver(self, name: str, batch: Batch) -> None:
         """Take in what a worker said; any thread may. What one said before it was lost does not count after it."""
@@ -238,9 +258,14 @@ class ClusterCore:
         return self.workers[0].facts.scheduler
 
     @property
+    def _present(self) -> list[WorkerState]:
+        """All but those that were sent away; one that is lost will be back."""
+        return [one for one in self.workers if not one.is_gone]
+
+    @property
     def block_config(self) -> BlockConfig:
         """All blocks of all workers."""
-        facts = [one.facts for one in self.workers]
+        facts = [one.facts for one in self._present]
         return BlockConfig(
             n_blocks=sum(one.blocks.n_blocks for one in facts), block_tokens=facts[0].blocks.block_tokens
         )
@@ -248,12 +273,12 @@ class ClusterCore:
     @property
     def context_limit_tokens(self) -> int:
         """What every worker can take."""
-        return min(one.facts.context_limit_tokens for one in self.workers)
+        return min(one.facts.context_limit_tokens for one in self._present)
 
     @property
     def max_running_sequences(self) -> int:
         """Over all workers that answer."""
-        return sum(one.facts.max_running_sequences for one in self.workers if one.decodes)
+        return sum(one.facts.max_running_sequences for one in self._present if one.decodes)
 
     def submit(self, request: Request) -> list[Event]:
         """Send a request to a worker. Raises as `EngineCore.submit` does."""
@@ -263,7 +288,7 @@ class ClusterCore:
         check_prompt(
             request,
             max_context_tokens=self.context_limit_tokens,
-            n_blocks=min(one.facts.blocks.n_blocks for one in self.workers),
+            n_blocks=min(one.facts.blocks.n_blocks for one in self._present),
             block_tokens=first.blocks.block_tokens,
         )
         waiting = sum(one.counts.core.waiting_tokens for one in self.workers if one.counts is not None)
@@ -353,7 +378,7 @@ class ClusterCore:
 
     def worker_stats(self) -> tuple[WorkerStats, ...]:
         """Of every worker, as of its last batch."""
-        has_readers = any(not one.decodes for one in self.workers)
+        has_readers = any(not one.decodes for one in self._present)
         parts = [(one.decoder, one.reader) for one in list(self._open.values())]
         return tuple(
             WorkerStats(
@@ -363,11 +388,12 @@ class ClusterCore:
                 pid=one.facts.pid,
                 is_up=one.is_up,
                 is_draining=one.is_draining,
-                deaths=one.n_lost,
+                deaths=one.n_deaths,
                 open=sum(number in part for part in parts),
                 counts=one.counts,
             )
             for number, one in enumerate(self.workers)
+            if not one.is_gone
         )
 
     def reset_prefix_cache(self) -> None:

@@ -30,9 +30,19 @@ from diptych.cluster.messages import Batch, Facts, ToWorker
 from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
 from diptych.compute.structured import GrammarCompiler
+from diptych.cost.apart import Speeds, judge
 from diptych.engine.engine import Engine
 from diptych.engine.llm import AsyncLLM
-from diptych.engine.load import BUNDLED_MODEL, KV_MEMORY_SHARE, LoadedModel, load, make_machinery, model_dir
+from diptych.engine.load import (
+    BUNDLED_MODEL,
+    KV_MEMORY_SHARE,
+    LoadedModel,
+    load,
+    local_predictor,
+    make_machinery,
+    model_dir,
+    profile_gap,
+)
 from diptych.engine.memory import memory_of
 from diptych.engine.text.words import words_of
 from diptych.ground.clock import Clock, MonotonicClock
@@ -70,13 +80,18 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A worker is ready. incarnation: another one after every start; what is meant for an older one is not for it."""
+    """A worker is ready. incarnation: another one after every start; what is meant for an older one is not for it.
+
+    speeds: of this machine, where it was measured; gap: why it says nothing.
+    """
 
     incarnation: str
     facts: Facts
     card: ModelCard
     load_s: float
     now_s: float
+    speeds: Speeds | None
+    gap: str | None
 
 
 class _Actor:
@@ -96,6 +111,9 @@ class _Actor:
         node = ray.get_runtime_context().get_node_id()
         self._facts = Facts.of(name, machinery.core, node=node, pid=psutil.Process().pid)
         self._clock = clock
+        predicted = local_predictor(loaded.model)
+        limit = machinery.core.context_limit_tokens
+        self._speeds = None if predicted is None else Speeds.of(predicted.predict_s, limit)
         worker = Worker(name, machinery, clock=clock, send=self._send)
         self._runner = WorkerRunner(worker, clock=clock)
         threading.Thread(
@@ -112,6 +130,8 @@ class _Actor:
             card=card,
             load_s=self._loaded.load_s,
             now_s=self._clock.now_s(),
+            speeds=self._speeds,
+            gap=profile_gap(model),
         )
 
     def meet(self, peers: dict[str, Any]) -> None:
@@ -193,6 +213,7 @@ class RayCluster:
         """Returns when every worker is ready. Raises ConfigError or LoadError, with nothing left running."""
         self._pools = pools
         self._is_closing = threading.Event()
+        self._scaling = threading.Lock()
         self._threads: list[threading.Thread] = []
         self.clock: Clock = MonotonicClock()
         self.core = ClusterCore(
@@ -205,7 +226,12 @@ class RayCluster:
         try:
             self._model, self._config = model, shared(config, len(pools.names), is_local=pools.address is None)
             self._start(pools.names)
+            for name in pools.names:
+                self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
             self.llm = self._make_llm(begin_s)
+            self.llm.scale = self._scale
+            if pools.address is None:
+                self._tell_whether_it_pays()
         except BaseException:
             self.close()
             raise
@@ -215,9 +241,9 @@ class RayCluster:
     def close(self) -> None:
         """End the workers, and Ray where it was started here."""
         self._is_closing.set()
-        for actor in self.actors.values():
+        actors, self.actors = self.actors, {}
+        for actor in actors.values():
             ray.kill(actor)
-        self.actors = {}
         ray.shutdown()
         for thread in self._threads:
             thread.join(timeout=2 * POLL_S)
@@ -234,7 +260,7 @@ class RayCluster:
         if ray.is_initialized():
             return  # by the program that uses us, such as a test with nodes of its own
         ray.init(
-            num_cpus=len(self._pools.names),
+            num_cpus=1,  # workers of this machine ask for none: they divide its cores as --threads says
             num_gpus=0,
             object_store_memory=self._pools.object_store_bytes,
             include_dashboard=False,
@@ -246,11 +272,11 @@ class RayCluster:
             logger.warning("ray listens on %s: call ground.config.quiet_ray before ray is imported", address)
 
     def _start(self, names: Sequence[str]) -> None:
-        n_all = len(self._pools.names)
-        share = n_all if self._pools.address is None else 1
+        is_local = self._pools.address is None
+        share = len(self._pools.names) if is_local else 1
         for name in names:
             self.actors[name] = WorkerActor.options(
-                num_cpus=1, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
+                num_cpus=0 if is_local else 1, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
             ).remote(name, self._model, self._config, share, logger.getEffectiveLevel())
         for name in names:
             try:
@@ -260,14 +286,19 @@ class RayCluster:
                     f"worker {name} did not start: {_reason(error)}",
                     hint="is the model on every node under that path, and has the cluster a CPU for every worker?",
                 ) from error
-        for name in names:
-            self.actors[name].meet.remote(self.actors)
-            self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
+        for actor in self.actors.values():
+            actor.meet.remote(self.actors)
 
     def _attach(self, name: str, clock_ahead_s: float) -> None:
         hello = self.hellos[name]
         link = _Link(self.actors[name], hello.incarnation)
-        self.core.attach(link, hello.facts, decodes=name.startswith("decode"), clock_ahead_s=clock_ahead_s)
+        self.core.attach(
+            link,
+            hello.facts,
+            decodes=name.startswith("decode"),
+            clock_ahead_s=clock_ahead_s,
+            price=hello.speeds if all(one.speeds for one in self.hellos.values()) else None,
+        )
 
     def _make_llm(self, begin_s: float) -> AsyncLLM:
         directory = model_dir(self._model)
@@ -300,6 +331,57 @@ class RayCluster:
         )
         return AsyncLLM(loaded, self._config, engine=engine)
 
+    def _scale(self, pool: str, number: int) -> None:
+        """Begin to have a pool of that many workers; returns at once."""
+        thread = threading.Thread(target=self._scale_to, args=(pool, number), name=f"diptych-scale-{pool}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _scale_to(self, pool: str, number: int) -> None:
+        with self._scaling:
+            wanted = [f"{pool}-{i}" for i in range(number)]
+            new = [name for name in wanted if name not in self.actors]
+            gone = [name for name in self.actors if name.startswith(pool) and name not in wanted]
+            try:
+                self._start(new)
+            except LoadError as error:
+                logger.error("pool=%s does not grow: %s", pool, error.message)
+                for name in new:
+                    ray.kill(self.actors.pop(name))
+                return
+            for name in new:
+                self._do(partial(self._attach, name, _clock_ahead_s(self.actors[name], self.clock)))
+            for name in gone:
+                self._do(partial(self.core.drain, name))
+            self._await_done()
+            for name in new:
+                self._follow(name)
+            for name in gone:
+                self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        """End a worker that gets nothing new, when it has nothing left."""
+        while self.core.n_open_at(name) and not self._is_closing.is_set():
+            self._is_closing.wait(POLL_S / 5)
+        actor = self.actors.pop(name)
+        self._do(partial(self.core.detach, name))
+        ray.kill(actor)
+
+    def _tell_whether_it_pays(self) -> None:
+        hello, pools = self.hellos[self._pools.names[0]], self._pools
+        if hello.speeds is None:
+            logger.info("whether workers pay here is not known: %s", hello.gap)
+            return
+        most = self._config.scheduler.max_step_tokens
+        found = judge(hello.speeds, prefill=pools.prefill, decode=pools.decode, max_step_tokens=most)
+        logger.log(
+            logging.INFO if found.pays else logging.WARNING,
+            "workers on one machine %s: predicted requests/s one_engine=%.3g workers_at_best=%.3g, "
+            "longest gap of a stream beside prompts one_engine=%.3g s workers=%.3g s (--stall-budget-ms bounds the first)",
+            "may pay" if found.pays else "do not pay", found.one_per_s, found.workers_per_s, found.one_gap_s,
+            found.workers_gap_s,
+        )  # fmt: skip
+
     def _follow(self, name: str) -> None:
         thread = threading.Thread(target=self._watch, args=(name,), name=f"diptych-{name}", daemon=True)
         self._threads.append(thread)
@@ -326,7 +408,7 @@ class RayCluster:
         before = self.hellos[name].incarnation
         if is_hung:
             ray.kill(self.actors[name], no_restart=False)
-        while not self._is_closing.is_set():
+        while not self._is_closing.is_set() and name in self.actors:
             try:
                 hello = ray.get(self.actors[name].hello.remote(), timeout=START_S)
             except Exception as error:
@@ -347,6 +429,13 @@ class RayCluster:
     def _do(self, action: Callable[[], object]) -> None:
         self.core.ask(action)
         self.llm.wake()
+
+    def _await_done(self) -> None:
+        """Until the engine's thread has done all that it was asked."""
+        done = threading.Event()
+        self._do(done.set)
+        while not done.wait(POLL_S) and not self._is_closing.is_set():
+            pass
 
 
 def shared(config: EngineConfig, n_workers: int, *, is_local: bool) -> EngineConfig:

@@ -49,6 +49,11 @@ class WorkerRunner:
                 raise self._failure
             return None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether its engine has, and everything that it said before was fetched."""
+        return self._failure is not None and self._counts is None
+
     def stop(self) -> None:
         """End the thread after the step that it is in."""
         with self._wake:

@@ -294,6 +294,7 @@ class AsyncLLM:
         self.engine: Engine = make_engine(self.loaded, self.config) if engine is None else engine
         self.failure: BaseException | None = None
         self.is_draining = False
+        self.scale: Callable[[str, int], object] | None = None  # have a pool grow or shrink, where there are pools
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], object]] = deque()
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, OutputDelta | EngineError]]] = {}

@@ -314,6 +314,19 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
         await state.engine.call(lambda engine: engine.core.reset_prefix_cache())
         return {"reset": True}
 
+    @app.post("/scale", responses=responses(400, 404))
+    async def scale(
+        prefill: Annotated[int | None, Query(ge=0, le=256)] = None,
+        decode: Annotated[int | None, Query(ge=1, le=256)] = None,
+    ) -> dict[str, Any]:
+        """Have pools of workers grow or shrink to these sizes; it takes as long as loading, or as what is open there."""
+        if state.engine.scale is None:
+            raise ApiError(404, "this server has one engine and no workers", code="not_found")
+        for pool, number in (("prefill", prefill), ("decode", decode)):
+            if number is not None:
+                state.engine.scale(pool, number)
+        return {"scaling": True}
+
 
 def _add_status(app: FastAPI, state: ServerState) -> None:
     @app.get("/health", responses=responses(503))
