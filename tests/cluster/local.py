@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -52,11 +53,14 @@ class LocalCluster:
         decode: int = 1,
         fault: Fault = no_fault,
         local_prefill_tokens: int = 0,
+        reader: LoadedModel | None = None,
+        takes_other_kernels: bool = False,
         lease_s: float = 30.0,
         late_s: float = 0.05,
     ) -> None:
         self.loaded, self.engine_config = loaded, config
         self._late = (lease_s, late_s)
+        self._reader, self._takes_other_kernels = reader or loaded, takes_other_kernels
         self.fault = fault
         self.on_message: Callable[[str, ToWorker], object] = lambda name, message: None
         self.core = ClusterCore(now_s=loaded.clock.now_s, pump=self._pump, local_prefill_tokens=local_prefill_tokens)
@@ -81,11 +85,20 @@ class LocalCluster:
         self.llm = LLM(loaded, config, engine=self.engine)
 
     def start(self, name: str, *, decodes: bool) -> None:
+        loaded = self.loaded if decodes else self._reader
         machinery = make_machinery(
-            self.loaded.model, self.engine_config, clock=self.loaded.clock, grammars=self.grammars, loaded=self.loaded
+            loaded.model, self.engine_config, clock=loaded.clock, grammars=self.grammars, loaded=loaded
         )
         lease_s, late_s = self._late
-        worker = Worker(name, machinery, clock=self.loaded.clock, send=self._send, lease_s=lease_s, late_s=late_s)
+        worker = Worker(
+            name,
+            machinery,
+            clock=self.loaded.clock,
+            send=self._send,
+            takes_other_kernels=self._takes_other_kernels,
+            lease_s=lease_s,
+            late_s=late_s,
+        )
         self.workers[name] = worker
         self.core.attach(LocalLink(self, name), Facts.of(name, machinery.core), decodes=decodes)
 
@@ -148,4 +161,4 @@ def flipped(parcel: Parcel) -> Parcel:
     data = np.array(parcel.payload.data_NB)
     data[-1, len(data[-1]) // 2] ^= 4
     payload = KVPayload(header=parcel.payload.header, checksums=parcel.payload.checksums, data_NB=data)
-    return Parcel(request_id=parcel.request_id, first_block=parcel.first_block, digests=parcel.digests, payload=payload)
+    return replace(parcel, payload=payload)

@@ -115,6 +115,41 @@ def test_salts_hold_across_workers(loaded: LoadedModel) -> None:
     cluster.check()
 
 
+def test_other_kernels_are_refused_unless_asked_for(tiny_dir: Path, loaded: LoadedModel) -> None:
+    """Two kinds of processors have other last bits: taken in silently, answers would depend on who read a prompt."""
+    config = tiny_config("cpu")
+    other = load(str(tiny_dir), replace(config, compute=replace(config.compute, instruction_set="scalar")))
+    assert other.model.revision != loaded.model.revision
+    asked, sampling = prompts((40, 130, 200)), replace(GREEDY, logprobs=0)
+    wanted = LLM(loaded, config).generate(asked, sampling)
+    strict = LocalCluster(loaded, config, reader=other)
+    assert said(strict.llm.generate(asked, sampling)) == said(wanted), "recomputed, and so bit for bit our own"
+    assert strict.reasons("recomputes") == {"revision": 3}
+    strict.check()
+    lax = LocalCluster(loaded, config, reader=other, takes_other_kernels=True)
+    got = lax.llm.generate(asked, sampling)
+    assert [one.usage.transferred_tokens for one in got] == [32, 128, 192]
+    assert not lax.reasons("recomputes")
+    for one, expected in zip(got, wanted, strict=True):
+        first, right = one.choices[0].logprobs[0], expected.choices[0].logprobs[0]
+        assert first.logprob == pytest.approx(right.logprob, abs=0.05)
+    lax.check()
+
+
+def test_another_model_is_refused_even_then(tmp_path: Path, loaded: LoadedModel) -> None:
+    """The option is about kernels; keys and values of other weights are nobody's."""
+    make_checkpoint("llama", tmp_path, seed=1, vocab_size=4096, max_position_embeddings=512)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(bundled_dir() / name, tmp_path / name)
+    config = tiny_config("cpu")
+    asked = prompts((130,))
+    wanted = LLM(loaded, config).generate(asked, GREEDY)
+    cluster = LocalCluster(loaded, config, reader=load(str(tmp_path), config), takes_other_kernels=True)
+    assert said(cluster.llm.generate(asked, GREEDY)) == said(wanted)
+    assert cluster.reasons("recomputes") == {"tokens": 1}, "its blocks go by other names"
+    cluster.check()
+
+
 def test_short_prompts_are_read_where_they_are_answered(loaded: LoadedModel) -> None:
     """A message to another worker and back takes longer than reading a few tokens."""
     cluster = LocalCluster(loaded, tiny_config("cpu"), local_prefill_tokens=64)

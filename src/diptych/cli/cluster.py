@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 def pools_of(
-    prefill: int, decode: int | None, workers: int | None, *, address: str | None, local_prefill_tokens: int
+    prefill: int,
+    decode: int | None,
+    workers: int | None,
+    *,
+    address: str | None,
+    local_prefill_tokens: int,
+    takes_other_kernels: bool,
 ) -> PoolConfig | None:
     """The pools that were asked for; None: one engine in this process. Raises ConfigError for what contradicts itself."""
     if not prefill and decode is None and workers is None and address is None:
@@ -29,7 +35,11 @@ def pools_of(
         raise ConfigError(f"{prefill} workers prefill and none decodes", hint="add --decode 1 or more")
     number = workers if workers is not None else decode if decode is not None else 1
     config: PoolConfig = _rays(is_local=address is None).PoolConfig(
-        prefill=prefill, decode=number, address=address, local_prefill_tokens=local_prefill_tokens
+        prefill=prefill,
+        decode=number,
+        address=address,
+        local_prefill_tokens=local_prefill_tokens,
+        takes_other_kernels=takes_other_kernels,
     )
     return config
 

@@ -77,6 +77,12 @@ def serve(
     local_prefill_tokens: Annotated[
         int, typer.Option(help="prompts with no more uncached tokens are read by the worker that answers")
     ] = 64,
+    take_kv_of_other_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--take-kv-of-other-kernels", help="workers of other instruction sets: equal within tolerance only"
+        ),
+    ] = False,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     *,
     stall_budget_ms: options.StallBudget = None,
@@ -99,7 +105,14 @@ def serve(
     logging.basicConfig(
         level=LOG_LEVELS.get(log_level.lower(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    pools = cluster.pools_of(prefill, decode, workers, address=ray_address, local_prefill_tokens=local_prefill_tokens)
+    pools = cluster.pools_of(
+        prefill,
+        decode,
+        workers,
+        address=ray_address,
+        local_prefill_tokens=local_prefill_tokens,
+        takes_other_kernels=take_kv_of_other_kernels,
+    )
     config = ServerConfig(
         host=host,
         port=port,

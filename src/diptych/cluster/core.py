@@ -166,7 +166,7 @@ class ClusterCore:
                 self._router.open(number)
         else:
             seen = SeenPrefixes(
-                model_revision=facts.model_revision,
+                model_revision=first.model_revision,  # a name for prompts here, and the same for all
                 block_tokens=facts.blocks.block_tokens,
                 n_blocks=facts.blocks.n_blocks if facts.scheduler.enable_prefix_cache else 0,
             )

@@ -71,9 +71,13 @@ class StopReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """Computed blocks of a request, from `first_block` on. digests: of the chain of tokens that ends with each block."""
+    """Computed blocks of a request, from `first_block` on. digests: of the chain of tokens that ends with each block.
+
+    lineage: of the model that computed them; the header's revision also says with which kernels.
+    """
 
     request_id: str
+    lineage: str
     first_block: int
     digests: tuple[bytes, ...]
     payload: KVPayload

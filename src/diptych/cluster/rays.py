@@ -10,14 +10,12 @@ listens on loopback; between machines give it a network of its own.
 
 from __future__ import annotations
 
-import copyreg
 import logging
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -58,9 +56,6 @@ HUNG_S = 30.0  # a process that says nothing for so long, not even that there is
 START_S = 600.0  # a large model takes minutes to load
 OBJECT_STORE_BYTES = 256 * 2**20  # blocks stay in it for milliseconds
 
-# what a request's biases are kept in has no way through a process border of its own
-copyreg.pickle(MappingProxyType, lambda mapping: (MappingProxyType, (dict(mapping),)))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
@@ -97,8 +92,8 @@ class Hello:
 class _Actor:
     """A process with one engine. Three groups of calls, each in order and none behind another."""
 
-    def __init__(self, name: str, model: str, config: EngineConfig, share: int, log_level: int) -> None:
-        logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    def __init__(self, name: str, model: str, config: EngineConfig, share: int, pools: PoolConfig, level: int) -> None:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         clock = MonotonicClock()
         loaded = load(model, config, clock=clock)
         self._loaded = loaded
@@ -114,7 +109,7 @@ class _Actor:
         predicted = local_predictor(loaded.model)
         limit = machinery.core.context_limit_tokens
         self._speeds = None if predicted is None else Speeds.of(predicted.predict_s, limit)
-        worker = Worker(name, machinery, clock=clock, send=self._send)
+        worker = Worker(name, machinery, clock=clock, send=self._send, takes_other_kernels=pools.takes_other_kernels)
         self._runner = WorkerRunner(worker, clock=clock)
         threading.Thread(
             target=machinery.executor.back_memory, args=(lambda: False,), name="diptych-memory", daemon=True
@@ -175,13 +170,15 @@ WorkerActor = _actor_class()
 class PoolConfig:
     """How many workers. prefill: those that read for the others; decode: those that answer, with prefill = 0 all they do.
 
-    address: of a Ray cluster that runs ("auto" finds one); None: one is started here, on loopback, and ends with this process.
+    takes_other_kernels: see `cluster.worker`. address: of a Ray cluster that runs ("auto" finds one); None: one is started
+    here, on loopback, and ends with this process.
     """
 
     prefill: int = 0
     decode: int = 1
     address: str | None = None
     local_prefill_tokens: int = 64
+    takes_other_kernels: bool = False
     object_store_bytes: int = OBJECT_STORE_BYTES
 
     def __post_init__(self) -> None:
@@ -277,7 +274,7 @@ class RayCluster:
         for name in names:
             self.actors[name] = WorkerActor.options(
                 num_cpus=0 if is_local else 1, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
-            ).remote(name, self._model, self._config, share, logger.getEffectiveLevel())
+            ).remote(name, self._model, self._config, share, self._pools, logger.getEffectiveLevel())
         for name in names:
             try:
                 self.hellos[name] = ray.get(self.actors[name].hello.remote(), timeout=START_S)
@@ -305,10 +302,18 @@ class RayCluster:
         tokenizer, template = words_of(directory)
         card = next(iter(self.hellos.values())).card
         revisions = {one.card.revision for one in self.hellos.values()}
-        if len(revisions) > 1:
+        if len(revisions) > 1 and self._pools.takes_other_kernels:
             logger.warning(
-                "workers have other bits: keys and values are not handed over between them revisions=%d", len(revisions)
-            )
+                "workers have %d kinds of kernels, and take each other's keys and values: answers are equal within "
+                "tolerance only, and depend on which worker read a prompt", len(revisions),
+            )  # fmt: skip
+        elif len(revisions) > 1:
+            logger.warning(
+                "workers have %d kinds of kernels: keys and values are not handed over between them, and answers depend "
+                "in their last bits on which worker writes them", len(revisions),
+            )  # fmt: skip
+        if len(revisions) > 1:
+            card = replace(card, revision="")
         load_s = self.clock.now_s() - begin_s
         loaded = LoadedModel(
             name=BUNDLED_MODEL if self._model == "bundled" else self._model,

@@ -30,7 +30,8 @@ from diptych.cluster.messages import (
     Submit,
     ToWorker,
 )
-from diptych.control.blocks import chain
+from diptych.compute.kv_store import KVPayload
+from diptych.control.blocks import chain, root_digest
 from diptych.control.stats import WorkerCounts
 from diptych.engine.load import Machinery
 from diptych.ground.clock import Clock
@@ -95,14 +96,19 @@ class Worker:
         *,
         clock: Clock,
         send: Callable[[str, ToWorker], None],
+        takes_other_kernels: bool = False,
         lease_s: float = LEASE_S,
         late_s: float = LATE_S,
     ) -> None:
+        """takes_other_kernels: keys and values of the same model computed by another instruction set are used. They are equal
+        within tolerance, so answers then depend in their last places on who read a prompt.
+        """
         self.name = name
         self.core = machinery.core
         self._executor = machinery.executor
         self._clock = clock
         self._send = send
+        self._lineage, self._takes_other_kernels = self._executor.lineage, takes_other_kernels
         self._lease_s, self._late_s = lease_s, late_s
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
         self._events: list[Event] = []
@@ -278,7 +284,7 @@ class Worker:
         request, known = submit.hand_off.request, submit.hand_off.known_token_ids
         block_tokens, now_s = self.core.pool.block_tokens, self._clock.now_s()
         first_block, end_block = cached_tokens // block_tokens, (len(known) - 1) // block_tokens
-        digests = chain(known, self.core.root_of(request.cache_salt), block_tokens, end_block)
+        digests = chain(known, root_digest(self._lineage, request.cache_salt), block_tokens, end_block)
         coming = _Coming(submit, first_block, end_block, now_s, now_s + self._lease_s, digests)
         self._coming[request.request_id] = coming
         if first_block == end_block:  # all of it is here, though the door did not know
@@ -317,7 +323,7 @@ class Worker:
             block_ids, _ = self.core.blocks_of(parcel.request_id)
             if not coming.arrived.isdisjoint(range(parcel.first_block, end_block)):
                 return  # it is here already
-            self._executor.import_blocks(block_ids[parcel.first_block : end_block], parcel.payload)
+            self._executor.import_blocks(block_ids[parcel.first_block : end_block], self._payload_of(parcel))
         except TransferError as error:
             self._refused[error.reason] += 1
             coming.refused = error.reason
@@ -328,6 +334,13 @@ class Worker:
         self._received_tokens += len(parcel.digests) * self.core.pool.block_tokens
         self._received_bytes += parcel.payload.data_NB.nbytes
         self._settle_if_complete(parcel.request_id, coming)
+
+    def _payload_of(self, parcel: Parcel) -> KVPayload:
+        """What came, as our own where it may stand for it."""
+        payload = parcel.payload
+        if not self._takes_other_kernels or parcel.lineage != self._lineage:
+            return payload
+        return replace(payload, header=replace(payload.header, revision=self.core.model_revision))
 
     def _on_done(self, done: Done) -> None:
         coming = self._coming.get(done.request_id)
@@ -400,7 +413,7 @@ class Worker:
             done = Done(request_id=order.request_id, queue_s=0.0, read_s=0.0, fault="reader_refused")
             self._send(order.answer_to, done)
             return
-        root, block_tokens = self.core.root_of(order.cache_salt), self.core.pool.block_tokens
+        root, block_tokens = root_digest(self._lineage, order.cache_salt), self.core.pool.block_tokens
         digests = chain(order.token_ids, root, block_tokens, order.end_block)
         self._reading[request_id] = _Reading(order, now_s, order.first_block, digests)
         self._read_of[order.answer_to, order.request_id] = request_id
@@ -449,5 +462,11 @@ class Worker:
         reading.sent_blocks = end
         self._sent_tokens += (end - first) * block_tokens
         self._sent_bytes += payload.data_NB.nbytes
-        parcel = Parcel(request_id=order.request_id, first_block=first, digests=tuple(digests), payload=payload)
+        parcel = Parcel(
+            request_id=order.request_id,
+            lineage=self._lineage,
+            first_block=first,
+            digests=tuple(digests),
+            payload=payload,
+        )
         self._send(order.answer_to, parcel)

@@ -242,10 +242,6 @@ class EngineCore:
         seq = self._requests[request_id][0]
         return seq.block_ids, seq.computed_tokens
 
-    def root_of(self, salt: str | None) -> bytes:
-        """The start of the digest chain for this model and salt."""
-        return self._scheduler.root_of(salt)
-
     def receive(self, request_id: str, token_id: int) -> None:
         """All keys and values of a reserved prompt have come, and the token that followed it: decode from here."""
         self._is_torn = True

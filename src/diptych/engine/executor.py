@@ -49,6 +49,11 @@ class ModelExecutor:
         """Have the KV pool's memory provided before steps need it; on any thread, beside steps."""
         self._kv.back_memory(wants_stop)
 
+    @property
+    def lineage(self) -> str:
+        """Of the model; see `compute.model.Model`."""
+        return self._model.lineage
+
     def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
         """The bytes of these blocks, for another engine; between steps."""
         return self._kv.export_blocks(block_ids)

@@ -175,7 +175,8 @@ class MetricsCollector(Collector):
             for number, core in enumerate(engines):
                 family.add_metric([model.name, str(number)], read(core))
             yield family
-        config = {"block_size": str(model.block_tokens), "num_gpu_blocks": str(model.n_blocks), "cache_dtype": model.kv}
+        n_blocks = sum(_blocks(counts).values())  # of a cluster's workers, which come and go
+        config = {"block_size": str(model.block_tokens), "num_gpu_blocks": str(n_blocks), "cache_dtype": model.kv}
         yield _gauge("vllm:cache_config_info", "how the KV cache is laid out", 1, {**labels, **config})
 
     def _vllm_counters(self) -> Iterator[Metric]:

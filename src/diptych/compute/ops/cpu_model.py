@@ -80,6 +80,7 @@ class CpuModel(Model):
         self.revision = blueprint.revision(
             self.backend_name, self.instruction_set, self.weights_format, self.head_format, self.kv_format
         )
+        self.lineage = blueprint.revision(self.backend_name, self.weights_format, self.head_format, self.kv_format)
         self._cache = {
             "n_layers": self.spec.n_layers,
             "n_kv_heads": self.spec.n_kv_heads,
