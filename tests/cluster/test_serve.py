@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -136,6 +137,24 @@ def test_nothing_listens_beyond_this_machine(pools: ServerProcess) -> None:
     listening = [one.laddr.ip for one in psutil.net_connections() if one.status == "LISTEN" and one.pid in family]
     assert len(listening) > 3
     assert all(ip.removeprefix("::ffff:").startswith("127.") for ip in listening), listening
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_live_page_shows_the_workers(pools: ServerProcess) -> None:
+    """Which worker is full, and which was lost, must be seen without a dashboard."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    chromium = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
+    if chromium is None:
+        pytest.skip("no Chromium is installed (apt-get install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.goto(pools.url)
+        page.wait_for_selector("#workers-rows tr:nth-child(2)", timeout=20_000)
+        rows = page.locator("#workers-rows tr").all_inner_texts()
+        assert [row.split()[:2] for row in rows] == [["decode-0", "decode"], ["prefill-0", "prefill"]]
+        browser.close()
 
 
 def held(server: ServerProcess) -> float:

@@ -56,6 +56,7 @@ PAGE_FILES = {
     "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page/try.js": ("try.js", "text/javascript; charset=utf-8"),
     "/page/whatif.js": ("whatif.js", "text/javascript; charset=utf-8"),
+    "/page/workers.js": ("workers.js", "text/javascript; charset=utf-8"),
 }
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
