@@ -29,7 +29,7 @@ def test_workers_without_ray_are_told_what_is_missing(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "workers", "reason"),
-    [(1, None, 2, "one or the other"), (0, 1, 2, "one or the other"), (2, None, None, "none decodes"), (1, 0, None, "at least 1")],
+    [(1, None, 2, "one or"), (0, 1, 2, "one or"), (2, None, None, "none decodes"), (1, 0, None, "at least 1")],
 )  # fmt: skip
 def test_pools_that_answer_nobody_are_refused(
     prefill: int, decode: int | None, workers: int | None, reason: str
