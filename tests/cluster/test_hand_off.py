@@ -40,6 +40,13 @@ def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]
     return [[rng.randrange(300, 4000) for _ in range(n)] for n in lengths]
 
 
+def random_model(directory: Path, **options: int) -> None:
+    """Random weights under the bundled tokenizer."""
+    make_checkpoint("llama", directory, vocab_size=4096, **options)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(bundled_dir() / name, directory / name)
+
+
 def said(completions: list[Completion]) -> list[object]:
     """All of an answer but its times."""
     return [(one.choices, one.prompt_logprobs, one.error) for one in completions]
@@ -138,9 +145,7 @@ def test_other_kernels_are_refused_unless_asked_for(tiny_dir: Path, loaded: Load
 
 def test_another_model_is_refused_even_then(tmp_path: Path, loaded: LoadedModel) -> None:
     """The option is about kernels; keys and values of other weights are nobody's."""
-    make_checkpoint("llama", tmp_path, seed=1, vocab_size=4096, max_position_embeddings=512)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copy(bundled_dir() / name, tmp_path / name)
+    random_model(tmp_path, seed=1, max_position_embeddings=512)
     config = tiny_config("cpu")
     asked = prompts((130,))
     wanted = LLM(loaded, config).generate(asked, GREEDY)
@@ -344,9 +349,7 @@ def test_a_pool_too_small_for_all_serves_all(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, replace(SAMPLED, logprobs=1)], ids=["greedy", "sampled"])
 def test_a_hundred_prompts_up_to_4096_tokens(tmp_path: Path, sampling: SamplingParams) -> None:
     """Lengths at every distance from the edges of blocks and steps, several at one time, on two readers and two writers."""
-    make_checkpoint("llama", tmp_path, vocab_size=4096, max_position_embeddings=8192)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copy(bundled_dir() / name, tmp_path / name)
+    random_model(tmp_path, max_position_embeddings=8192)
     config = tiny_config(
         "cpu",
         max_context_tokens=4200,

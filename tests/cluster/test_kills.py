@@ -22,11 +22,6 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def one() -> LLM:
-    return LLM("bundled", threads=1, kv_memory_bytes=33554432, max_context_tokens=2048)
-
-
-@pytest.fixture(scope="module")
 def pools() -> Iterator[ServerProcess]:
     with ServerProcess("--prefill", "1", "--decode", "2", *OPTIONS) as process:
         yield process

@@ -25,12 +25,6 @@ RECOVERY_S = 45.0
 
 
 @pytest.fixture(scope="module")
-def one() -> LLM:
-    """What every answer has to equal."""
-    return LLM("bundled", threads=1, kv_memory_bytes=33554432, max_context_tokens=2048)
-
-
-@pytest.fixture(scope="module")
 def pools() -> Iterator[ServerProcess]:
     with ServerProcess("--prefill", "1", "--decode", "1", *OPTIONS) as process:
         yield process
