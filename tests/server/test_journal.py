@@ -66,11 +66,7 @@ def test_what_if_takes_it(recorded: tuple[Path, list[str]]) -> None:
     found = json.loads(told.output)
     again = found["outcomes"][0]
     assert again["cached_tokens"] == found["measured"]["cached_tokens"] > 0
-<<<<<<< HEAD
     with pytest.raises(ConfigError, match=r"no request 'nobody' in afternoon\.jsonl"):
-=======
-    with pytest.raises(ConfigError, match="no request 'nobody' in afternoon"):
->>>>>>> truth
         journal_minutes(path, "nobody")
 
 
