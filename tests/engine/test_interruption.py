@@ -70,6 +70,15 @@ def test_after_a_step_that_raised_the_next_call_works(
     assert [one.choices[0].token_ids for one in llm.generate(PROMPTS, GREEDY)] == expected
 
 
+@pytest.fixture
+def sigint_interrupts() -> Iterator[None]:
+    """As in a terminal: jobs in the background of a shell inherit that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_interrupts")
 def test_ctrl_c_at_any_moment_leaves_an_engine_that_works(loaded: LoadedModel) -> None:
     """A real SIGINT lands between any two instructions of a step: 25 of them, spread over prefill and decode."""
     llm = LLM(loaded, tiny_config())
