@@ -17,6 +17,7 @@
 
 #include "ceilings.h"
 #include "program.h"
+#include "team.h"
 
 namespace nb = nanobind;
 
@@ -102,6 +103,38 @@ int add_packed_linear(Program& program, const LinearShape& shape, Bytes blob) {
   return program.add_packed_linear(shape, blob.data());
 }
 
+using RowRanges = std::vector<std::pair<int64_t, int64_t>>;
+
+std::vector<Range> ranges_of(const RowRanges& rows) {
+  std::vector<Range> ranges;
+  for (const auto& [begin, end] : rows) ranges.push_back({begin, end});
+  return ranges;
+}
+
+int add_packed_part(Program& program, const LinearShape& shape, const LinearShape& whole, const RowRanges& rows, Bytes blob) {
+  if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(whole)) throw std::invalid_argument("the packed weight has another size");
+  nb::gil_scoped_release release;
+  return program.add_packed_part(shape, whole, ranges_of(rows), blob.data());
+}
+
+int add_random_part(Program& program, const LinearShape& shape, const LinearShape& whole, const RowRanges& rows, uint64_t seed,
+                    float amplitude) {
+  nb::gil_scoped_release release;
+  return program.add_random_part(shape, whole, ranges_of(rows), seed, amplitude);
+}
+
+using BytesView = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+
+BytesView message_of(Team& team, int64_t bytes) {  // valid until a larger one is asked for
+  return BytesView(team.message(bytes), {static_cast<size_t>(bytes)}, nb::find(team));
+}
+
+BytesView outputs_of(Team& team, int64_t bytes) {
+  auto* held = new std::shared_ptr<SharedPages>(team.outputs(bytes));
+  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<SharedPages>*>(p); });
+  return BytesView((*held)->data(), {static_cast<size_t>(bytes)}, owner);
+}
+
 int add_table(Program& program, AnyArray array) {
   require_matrix(array);
   if (array.stride(0) != static_cast<int64_t>(array.shape(1))) throw std::invalid_argument("a table must be contiguous");
@@ -109,8 +142,9 @@ int add_table(Program& program, AnyArray array) {
                             static_cast<int64_t>(array.shape(1))});
 }
 
-int add_rows(Program& program, const std::string& format, int64_t width, int64_t rows_per_token) {
+int add_rows(Program& program, const std::string& format, int64_t width, int64_t rows_per_token, bool is_shared) {
   Buffer buffer;
+  buffer.shared = is_shared;
   buffer.kind = BufferKind::rows;
   buffer.width = width;
   buffer.rows_kind = rows_kind(format_of(format));
@@ -118,8 +152,9 @@ int add_rows(Program& program, const std::string& format, int64_t width, int64_t
   return program.add_buffer(buffer);
 }
 
-int add_plain(Program& program, BufferKind kind, int64_t width, int64_t rows_per_token) {
+int add_plain(Program& program, BufferKind kind, int64_t width, int64_t rows_per_token, bool is_shared) {
   Buffer buffer;
+  buffer.shared = is_shared;
   buffer.kind = kind;
   buffer.width = width;
   buffer.rows_per_token = rows_per_token;
@@ -336,6 +371,7 @@ void bind_kv(nb::module_& m) {
         new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format));
       }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"))
       .def_prop_ro("nbytes", &KvCache::bytes)
+      .def_rw("number", &KvCache::number)
       .def("interleave", &KvCache::interleave, nb::arg("nodes"))
       .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("block_bytes", [](const KvCache& kv) { return kv.shape().n_layers * kv.shape().block_bytes(); })
@@ -353,17 +389,23 @@ void bind_kv(nb::module_& m) {
 void bind_operations(nb::class_<Program>& program) {
   program
       .def("embed", [](Program& p, int table, int x, float scale) { p.record(Category::embed, EmbedOp{table, x, scale}); })
-      .def("embed_tied", [](Program& p, int head, int x, float scale) { p.record(Category::embed, TiedEmbedOp{head, x, scale}); })
+      .def("embed_tied", [](Program& p, int head, int x, float scale, int64_t first, std::optional<int64_t> vocab) {
+        p.record(Category::embed, TiedEmbedOp{head, x, scale, first, vocab.value_or(p.linear_at(head).shape.n)});
+      }, nb::arg("head"), nb::arg("x"), nb::arg("scale"), nb::arg("first") = 0, nb::arg("vocab").none() = nb::none())
       .def("norm", [](Program& p, int x, int weight, float eps, int out) { p.record(Category::norm, NormOp{x, weight, eps, out}); })
       .def("add_norm", [](Program& p, int y, int weight, float eps, int x) { p.record(Category::norm, AddNormOp{y, weight, eps, x}); })
       .def("add", [](Program& p, int y, int x) { p.record(Category::norm, AddOp{y, x}); })
       .def("prepare", [](Program& p, int x, int rows) { p.record(Category::norm, PrepareOp{x, rows}); })
-      .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation) {
-        p.record(category_of(category), LinearOp{weight, rows, out, store_of(store), activation_of(activation)});
-      }, nb::kw_only(), nb::arg("category"), nb::arg("weight"), nb::arg("rows"), nb::arg("out"), nb::arg("store") = "f32", nb::arg("activation") = "silu")
+      .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation,
+                        int64_t column) {
+        p.record(category_of(category), LinearOp{weight, rows, out, store_of(store), activation_of(activation), column});
+      }, nb::kw_only(), nb::arg("category"), nb::arg("weight"), nb::arg("rows"), nb::arg("out"), nb::arg("store") = "f32", nb::arg("activation") = "silu",
+         nb::arg("column") = 0)
       .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
-                        std::optional<int> k_norm, bool has_full_width_norm, float norm_eps) {
+                        std::optional<int> k_norm, bool has_full_width_norm, float norm_eps, std::optional<std::array<int64_t, 4>> row) {
         RotateOp op{};
+        const std::array<int64_t, 4> own{shape.n_heads, shape.n_kv_heads, 0, 0}, heads = row.value_or(own);
+        op.shape.row_heads = heads[0], op.shape.row_kv_heads = heads[1], op.shape.first_head = heads[2], op.shape.first_kv_head = heads[3];
         op.qkv = qkv, op.q = q, op.layer = layer;
         op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim;
         op.shape.has_full_width_norm = has_full_width_norm, op.shape.norm_eps = norm_eps;
@@ -372,13 +414,16 @@ void bind_operations(nb::class_<Program>& program) {
         if (k_norm) op.has_k_norm = true, op.k_norm = *k_norm;
         p.record(Category::rope, op);
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
-         nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"))
-      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape) {
-        p.record(Category::attention, AttentionOp{q, out, layer, shape});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"))
+         nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none())
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int64_t column) {
+        p.record(Category::attention, AttentionOp{q, out, layer, shape, column});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("column") = 0)
+      .def("meet", [](Program& p) { p.record(Category::attention, MeetOp{}); })
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
-                     std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation) {
+                     std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
+                     int64_t hidden_column, int64_t column) {
         MoeOp op{};
+        op.hidden_column = hidden_column, op.column = column;
         op.router = router, op.router_rows = router_rows, op.scores = scores;
         op.gate_up = std::move(gate_up), op.down = std::move(down), op.rows = rows;
         if (hidden) op.has_hidden = true, op.hidden = *hidden;
@@ -387,12 +432,16 @@ void bind_operations(nb::class_<Program>& program) {
         if (op.gate_up.size() != op.down.size() || top_k < 1 || top_k > static_cast<int64_t>(op.down.size())) throw std::invalid_argument("top_k or the experts are wrong");
         p.record(Category::moe, std::move(op));
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
-         nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"))
+         nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
+         nb::arg("hidden_column") = 0, nb::arg("column") = 0)
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
-      .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap) {
-        p.record(Category::head, HeadOp{x, norm.value_or(0), eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value(), norm.has_value()});
-      }, nb::kw_only(), nb::arg("x"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none());
+      .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap,
+                       int64_t first, std::optional<int64_t> vocab) {
+        p.record(Category::head, HeadOp{x, norm.value_or(0), eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value(), norm.has_value(),
+                                        first, vocab.value_or(p.linear_at(weight).n_outputs)});
+      }, nb::kw_only(), nb::arg("x"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none(),
+         nb::arg("first") = 0, nb::arg("vocab").none() = nb::none());
 }
 
 void bind_program(nb::module_& m) {
@@ -407,12 +456,18 @@ void bind_program(nb::module_& m) {
       .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
+      .def("add_packed_part", &add_packed_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("blob"))
+      .def("add_random_part", &add_random_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("seed"), nb::arg("amplitude"))
+      .def("join", &Program::join, nb::keep_alive<1, 2>(), nb::arg("team"))
+      .def("serve", &Program::serve, nb::arg("caches"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_vector", [](Program& p, F32Vector v) { return p.add_vector(std::vector<float>(v.data(), v.data() + v.shape(0))); })
       .def("add_table", &add_table, nb::keep_alive<1, 2>())
       .def("add_rope", &Program::add_rope, nb::arg("inverse_frequency"), nb::arg("attention_factor"))
-      .def("add_f32", [](Program& p, int64_t width, int64_t rows) { return add_plain(p, BufferKind::f32, width, rows); }, nb::arg("width"), nb::arg("rows_per_token") = 1)
-      .def("add_bf16", [](Program& p, int64_t width) { return add_plain(p, BufferKind::bf16, width, 1); }, nb::arg("width"))
-      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1)
+      .def("add_f32", [](Program& p, int64_t width, int64_t rows, bool is_shared) { return add_plain(p, BufferKind::f32, width, rows, is_shared); },
+           nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false)
+      .def("add_bf16", [](Program& p, int64_t width, bool is_shared) { return add_plain(p, BufferKind::bf16, width, 1, is_shared); },
+           nb::arg("width"), nb::arg("is_shared") = false)
+      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false)
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none())
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
@@ -434,6 +489,31 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("kernels", [](const Program& p) { return std::string(p.kernels().name); })
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
+}
+
+void bind_team(nb::module_& m) {
+  nb::exception<TeamBroken>(m, "TeamBroken");
+  using NoGil = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Team>(m, "Team")
+      .def(nb::init<int, int, int, bool>(), nb::arg("fd"), nb::arg("rank"), nb::arg("size"), nb::arg("is_crowded"))
+      .def_prop_ro("rank", &Team::rank)
+      .def_prop_ro("size", &Team::size)
+      .def_prop_ro("is_broken", &Team::is_broken)
+      .def("meet", [](Team& team) {
+        if (!team.meet()) throw TeamBroken("a rank is gone");
+      }, NoGil())
+      .def("break_up", &Team::break_up)
+      .def("say_error", &Team::say_error)
+      .def("error_of", &Team::error_of)
+      .def("message", &message_of, nb::arg("bytes"))
+      .def("post", &Team::post, nb::arg("kind"), nb::arg("bytes"))
+      .def("next", [](Team& team) {
+        std::pair<int32_t, int64_t> message;
+        if (!team.next(&message.first, &message.second)) throw TeamBroken("rank 0 has given the team up");
+        return message;
+      }, NoGil())
+      .def("outputs", &outputs_of, nb::arg("bytes"))
+      .def("give_back_outputs", &Team::give_back_outputs);
 }
 
 void bind_ceilings(nb::module_& m) {
@@ -460,6 +540,7 @@ NB_MODULE(_cpu, m) {
   bind_shapes(m);
   bind_kv(m);
   bind_program(m);
+  bind_team(m);
   m.def("capabilities", [] {
     std::vector<std::string> names;
     for (int i = 0; i < static_cast<int>(Capability::count); ++i)

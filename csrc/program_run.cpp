@@ -56,6 +56,7 @@ struct Program::Run {
   const KernelSet& set;
   const StepKernels& kernels;
   std::vector<std::atomic<int32_t>>& counters;
+  std::atomic<bool>& is_left;  // set in a meeting alone, so that all threads see it at the same operation
 
   uint8_t* scratch(int thread) const { return program.scratch_.data() + thread * program.scratch_stride_; }
   const Buffer& buffer(int index) const { return program.buffers_[index]; }
@@ -64,6 +65,20 @@ struct Program::Run {
   void barrier(int thread) const {
     ReadAhead& ahead = program.waiting_[thread].ahead;
     program.pool_.barrier([&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); });
+  }
+  // All threads of all ranks: those of one, and the last of them for it. Once the team is broken nothing that is computed counts.
+  void meet(int thread) const {
+    if (program.team_ == nullptr) return barrier(thread);
+    ReadAhead& ahead = program.waiting_[thread].ahead;
+    auto idle = [&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); };
+    program.pool_.barrier(idle, [&] { is_left.store(is_left.load() || !program.team_->meet(idle)); });
+  }
+  // The thread's part of the rows of a buffer: of all of them, or of the rank's where ranks share it.
+  Range part_of_rows(const Buffer& out, int64_t rows, int thread, int threads) const {
+    if (!out.shared) return share(rows, thread, threads);
+    const Range own = share(rows, program.team_->rank(), program.team_->size());
+    const Range part = share(own.end - own.begin, thread, threads);
+    return {own.begin + part.begin, own.begin + part.end};
   }
   void look_ahead(size_t op, int thread, int threads) const {
     const int weight = program.next_weight_[op];
@@ -84,12 +99,13 @@ struct Program::Run {
   void run(const HeadOp& op, size_t, int thread, int threads) const;
   void run(const InputOp& op, size_t, int thread, int threads) const;
   void run(const TapOp& op, size_t, int thread, int threads) const;
+  void run(const MeetOp&, size_t, int, int) const {}
   bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
     const auto* tap = std::get_if<TapOp>(&op);
     return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;
   }
 
-  Epilogue epilogue_to(int out, Store store, Activation activation) const;
+  Epilogue epilogue_to(int out, Store store, Activation activation, int64_t column) const;
   void route_token(const MoeOp& op, int64_t token) const;
   void group_by_expert(const MoeOp& op) const;
   void run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
@@ -100,7 +116,7 @@ void Program::Run::run(const EmbedOp& op, size_t, int thread, int threads) const
   const Table& table = program.tables_[op.table];
   const Buffer& x = buffer(op.x);
   const int64_t row_bytes = table.width * (table.source == Source::f32 ? 4 : 2);
-  const Range part = share(step.n_tokens, thread, threads);
+  const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t)
     kernels.embed_row(table.data + step.token_ids[t] * row_bytes, table.source, x.width, op.scale, x.f32() + t * x.width);
 }
@@ -111,7 +127,9 @@ void Program::Run::run(const TiedEmbedOp& op, size_t, int thread, int threads) c
   uint16_t* row = reinterpret_cast<uint16_t*>(scratch(thread));
   const Range part = share(step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
-    read_bf16_row(head, step.token_ids[t], row);
+    const int64_t token = step.token_ids[t] - op.first;
+    if (token < 0 || token >= head.n_outputs) continue;  // another rank has it
+    read_bf16_row(head, token, row);
     kernels.embed_row(row, Source::bf16, x.width, op.scale, x.f32() + t * x.width);
   }
 }
@@ -119,7 +137,7 @@ void Program::Run::run(const TiedEmbedOp& op, size_t, int thread, int threads) c
 void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &out = buffer(op.out);
   float* row = reinterpret_cast<float*>(scratch(thread));
-  const Range part = share(step.n_tokens, thread, threads);
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
     kernels.rms_norm_row(x.f32() + t * x.width, vector(op.weight), x.width, op.eps, target);
@@ -130,7 +148,7 @@ void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const 
 void Program::Run::run(const AddNormOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &y = buffer(op.y);
   float* row = reinterpret_cast<float*>(scratch(thread));
-  const Range part = share(step.n_tokens, thread, threads);
+  const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     kernels.rms_norm_row(y.f32() + t * y.width, vector(op.weight), y.width, op.eps, row);
     kernels.add_row(row, x.width, 1.0f, x.f32() + t * x.width);
@@ -139,14 +157,14 @@ void Program::Run::run(const AddNormOp& op, size_t, int thread, int threads) con
 
 void Program::Run::run(const AddOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &y = buffer(op.y);
-  const Range part = share(step.n_tokens, thread, threads);
+  const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) kernels.add_row(y.f32() + t * y.width, x.width, 1.0f, x.f32() + t * x.width);
 }
 
 void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) const {
   const Buffer& x = buffer(op.x);
   const Rows& rows = buffer(op.rows).rows;
-  const Range part = share(step.n_tokens * x.rows_per_token, thread, threads);
+  const Range part = part_of_rows(buffer(op.rows), step.n_tokens * x.rows_per_token, thread, threads);
   if (x.kind == BufferKind::bf16) {
     prepare_rows(set, rows, reinterpret_cast<const uint16_t*>(x.data), x.width, part.begin, part.end);
   } else {
@@ -154,7 +172,7 @@ void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) con
   }
 }
 
-Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation) const {
+Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation, int64_t column) const {
   const Buffer& target = buffer(out);
   Epilogue epilogue;
   epilogue.store = store;
@@ -165,11 +183,12 @@ Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation) 
     epilogue.out = target.rows.data;
     epilogue.out_stride = target.rows.stride_bytes / 2;
   }
+  epilogue.out = static_cast<uint8_t*>(epilogue.out) + column * (store == Store::bf16 ? 2 : 4);
   return epilogue;
 }
 
 void Program::Run::run(const LinearOp& op, size_t, int thread, int threads) const {
-  linear(set, program.linears_[op.weight], buffer(op.rows).rows, nullptr, step.n_tokens, epilogue_to(op.out, op.store, op.activation),
+  linear(set, program.linears_[op.weight], buffer(op.rows).rows, nullptr, step.n_tokens, epilogue_to(op.out, op.store, op.activation, op.column),
          thread, threads);
 }
 
@@ -209,10 +228,10 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   call.out_stride = out.width;
   call.partials = reinterpret_cast<float*>(program.partials_.data());
   if (out.kind == BufferKind::rows) {
-    call.out_bf16 = reinterpret_cast<uint16_t*>(out.rows.data);
+    call.out_bf16 = reinterpret_cast<uint16_t*>(out.rows.data) + op.column;
     call.out_stride = out.rows.stride_bytes / 2;
   } else {
-    call.out_f32 = out.f32();
+    call.out_f32 = out.f32() + op.column;
   }
   const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
   auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
@@ -290,7 +309,7 @@ void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
   const Range tokens = share(step.n_tokens, thread, threads);
   const int64_t choices = step.n_tokens * op.top_k;
   linear(set, program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
-         epilogue_to(op.scores, Store::f32, Activation::silu), thread, threads);
+         epilogue_to(op.scores, Store::f32, Activation::silu, 0), thread, threads);
   barrier(thread);
   for (int64_t t = tokens.begin; t < tokens.end; ++t) route_token(op, t);
   barrier(thread);
@@ -298,18 +317,19 @@ void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
   barrier(thread);
   const int hidden = op.has_hidden ? op.hidden : op.hidden_rows;
   run_experts(op, op.gate_up, buffer(op.rows).rows, true,
-              epilogue_to(hidden, op.has_hidden ? Store::f32 : Store::bf16, op.activation), thread, threads);
-  barrier(thread);
+              epilogue_to(hidden, op.has_hidden ? Store::f32 : Store::bf16, op.activation, op.hidden_column), thread, threads);
+  meet(thread);  // their rows are whole
   const Rows& hidden_rows = buffer(op.hidden_rows).rows;
   if (op.has_hidden) {
     const Range part = share(choices, thread, threads);
     prepare_rows(set, hidden_rows, buffer(op.hidden).f32(), buffer(op.hidden).width, part.begin, part.end);
     barrier(thread);
   }
-  run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation), thread, threads);
-  barrier(thread);
+  run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation, op.column), thread, threads);
+  meet(thread);  // likewise
   const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
-  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
+  const Range summed = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = summed.begin; t < summed.end; ++t) {
     float* y = out.f32() + t * out.width;
     std::memset(y, 0, static_cast<size_t>(out.width) * 4);
     for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j)
@@ -327,7 +347,7 @@ class HeadReader final : public OutputReader {
     for (int64_t i = 0; i < rows; ++i) {
       float* logits = static_cast<float*>(outputs[i]);
       if (op_.has_softcap) kernels_.softcap_row(logits, count, op_.softcap);
-      if (best_ != nullptr) join(logits, count, first, best_ + row + i);
+      if (best_ != nullptr) join(logits, count, op_.first + first, best_ + row + i);
     }
   }
 
@@ -361,7 +381,7 @@ void Program::Run::run(const TapOp& op, size_t, int thread, int threads) const {
 }
 
 void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const {
-  if (step.n_logits == 0) return;
+  if (step.n_logits == 0 || (logits == nullptr && best == nullptr && hidden == nullptr)) return;
   const Buffer& x = buffer(op.x);
   const Rows& rows = buffer(op.rows).rows;
   float* row = reinterpret_cast<float*>(scratch(thread));
@@ -381,7 +401,7 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
   if (hidden != nullptr) return;
   barrier(thread);
   Epilogue epilogue;
-  epilogue.out = logits;
+  epilogue.out = logits == nullptr ? nullptr : logits + op.first;
   epilogue.out_stride = program.vocab_;
   HeadReader reader(kernels, op, best != nullptr ? best + thread * step.n_logits : nullptr);
   if (best != nullptr || op.has_softcap) epilogue.reader = &reader;
@@ -390,22 +410,129 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
 
 // ---- the step ----
 
-void Program::run(const Step& step, KvCache& kv, float* logits) { execute(step, kv, logits, nullptr, nullptr); }
+namespace {
 
-void Program::run_hidden(const Step& step, KvCache& kv, float* hidden) { execute(step, kv, nullptr, nullptr, hidden); }
+constexpr int32_t kStepMessage = 0;
+
+// How a step is told to other ranks; its arrays follow in the order of Step.
+struct StepMessage {
+  int32_t want, cache;
+  int64_t n_tokens, n_sequences, table_width, n_logits;
+  int64_t words() const { return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits; }
+};
+
+}  // namespace
+
+void Program::post(const Step& step, const KvCache& kv, Want want) {
+  const StepMessage head{static_cast<int32_t>(want), kv.number, step.n_tokens, step.n_sequences, step.table_width, step.n_logits};
+  const int64_t bytes = static_cast<int64_t>(sizeof head) + head.words() * 4;
+  uint8_t* at = team_->message(bytes);
+  std::memcpy(at, &head, sizeof head);
+  at += sizeof head;
+  auto put = [&](const int32_t* values, int64_t n) {
+    std::memcpy(at, values, static_cast<size_t>(n) * 4);
+    at += n * 4;
+  };
+  put(step.token_ids, step.n_tokens);
+  put(step.query_start, step.n_sequences + 1);
+  put(step.context_tokens, step.n_sequences);
+  put(step.block_table, step.n_sequences * step.table_width);
+  put(step.logits_rows, step.n_logits);
+  team_->post(kStepMessage, bytes);
+}
+
+std::pair<int32_t, int64_t> Program::serve(const std::vector<KvCache*>& caches) {
+  while (true) {
+    int32_t kind = 0;
+    int64_t bytes = 0;
+    if (!team_->next(&kind, &bytes)) throw TeamBroken("rank 0 has given the team up");
+    if (kind != kStepMessage) return {kind, bytes};
+    StepMessage head;
+    std::memcpy(&head, team_->message(bytes), sizeof head);
+    const int32_t* at = reinterpret_cast<const int32_t*>(team_->message(bytes) + sizeof head);
+    auto take = [&](int64_t n) { return (at += n) - n; };
+    Step step{};
+    step.n_tokens = head.n_tokens, step.n_sequences = head.n_sequences;
+    step.table_width = head.table_width, step.n_logits = head.n_logits;
+    step.token_ids = take(step.n_tokens);
+    step.query_start = take(step.n_sequences + 1);
+    step.context_tokens = take(step.n_sequences);
+    step.block_table = take(step.n_sequences * step.table_width);
+    step.logits_rows = take(step.n_logits);
+    KvCache& kv = *caches.at(head.cache);
+    switch (static_cast<Want>(head.want)) {
+      case Want::logits: run(step, kv, nullptr); break;
+      case Want::best: run_best(step, kv); break;
+      case Want::hidden: run_hidden(step, kv, nullptr); break;
+    }
+  }
+}
+
+void Program::meet() {
+  if (team_ != nullptr && !team_->meet()) throw TeamBroken("a rank is gone");
+}
+
+void Program::run(const Step& step, KvCache& kv, float* logits) {
+  const int64_t bytes = step.n_logits * vocab_ * 4;
+  Results results;
+  std::shared_ptr<SharedPages> shared;
+  if (team_ != nullptr) shared = team_->outputs(bytes);
+  results.logits = shared != nullptr ? reinterpret_cast<float*>(shared->data()) : logits;
+  execute(step, kv, Want::logits, results);
+  meet();
+  if (is_rank_0() && results.logits != logits) std::memcpy(logits, results.logits, static_cast<size_t>(bytes));
+}
+
+void Program::run_hidden(const Step& step, KvCache& kv, float* hidden) {
+  Results results;
+  results.hidden = hidden;  // none of ranks but 0, whose rows are whole
+  execute(step, kv, Want::hidden, results);
+  meet();
+}
+
+namespace {
+
+void join_best(Best* best, int64_t rows, int64_t n) {  // of n times `rows`, into the first
+  for (int64_t i = rows; i < rows * n; ++i)
+    if (best[i].is_before(best[i % rows])) best[i % rows] = best[i];
+}
+
+}  // namespace
 
 std::vector<Best> Program::run_best(const Step& step, KvCache& kv) {
   const int64_t rows = step.n_logits;
   std::vector<Best> best(pool_.size() * rows);
-  execute(step, kv, nullptr, best.data(), nullptr);
-  for (int64_t i = rows; i < static_cast<int64_t>(best.size()); ++i)  // the threads' joined into those of thread 0
-    if (best[i].is_before(best[i % rows])) best[i % rows] = best[i];
+  Results results;
+  results.best = best.data();
+  execute(step, kv, Want::best, results);
+  join_best(best.data(), rows, pool_.size());
   best.resize(rows);
+  if (team_ == nullptr) return best;
+  const int64_t size = team_->size(), bytes = size * rows * static_cast<int64_t>(sizeof(Best));
+  const std::shared_ptr<SharedPages> shared = team_->outputs(bytes);
+  Best* all = reinterpret_cast<Best*>(shared->data());
+  std::copy(best.begin(), best.end(), all + team_->rank() * rows);
+  meet();
+  if (!is_rank_0()) return {};
+  join_best(all, rows, size);
+  best.assign(all, all + rows);
   return best;
 }
 
-void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, float* hidden) {
+void Program::execute(const Step& step, KvCache& kv, Want want, const Results& results) {
   check(step, kv);
+  const bool tells = team_ != nullptr && is_rank_0();
+  if (tells && team_->is_broken()) throw TeamBroken("a rank is gone");
+  if (tells) post(step, kv, want);
+  try {
+    compute(step, kv, results);
+  } catch (...) {
+    if (team_ != nullptr) team_->break_up();  // the others are in the middle of the step
+    throw;
+  }
+}
+
+void Program::compute(const Step& step, KvCache& kv, const Results& results) {
   reserve(step.n_tokens);
   place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);
@@ -418,7 +545,8 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
   for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
   nanoseconds_.fill(0);
 
-  const Run run{*this, step, kv, logits, best, hidden, kernels_, *kernels_.step, counters_};
+  std::atomic<bool> is_left{false};
+  const Run run{*this, step, kv, results.logits, results.best, results.hidden, kernels_, *kernels_.step, counters_, is_left};
   pool_.run([&](int thread, int threads) {
     const FlushDenormals flush;
     int64_t before = thread == 0 ? now_ns() : 0;
@@ -427,13 +555,15 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
       if (run.is_idle(ops_[i].body)) continue;
       std::visit([&](const auto& op) { run.run(op, i, thread, threads); }, ops_[i].body);
       if (first_weight(ops_[i].body) >= 0) run.look_ahead(i, thread, threads);
-      run.barrier(thread);
+      meets_[i] != 0 ? run.meet(thread) : run.barrier(thread);
+      if (is_left.load(std::memory_order_relaxed)) return;
       if (thread != 0) continue;
       const int64_t after = now_ns();
       nanoseconds_[static_cast<size_t>(ops_[i].category)] += after - before;
       before = after;
     }
   });
+  if (is_left) throw TeamBroken("a rank is gone");
 }
 
 void Program::reserve_routing(const MoeOp& op, int64_t tokens) {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_kernels import choose_instruction_set
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_model import build_cpu_model
+from diptych.compute.ops.cpu_ranks import RankedModel
+from diptych.compute.ops.ranks import Ranks, placement_head
+from diptych.compute.ops.shares import copies_of_kv
 from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
@@ -36,6 +39,9 @@ from diptych.models.read import refuse_unrun
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
+
+# a checkpoint opened: its config.json and where that is from, its tensors, and the config that it settles
+Opened = tuple[dict[str, Any], str, Checkpoint | GgufCheckpoint, ComputeConfig]
 
 __all__ = ["Model", "load_model", "random_model"]
 
@@ -56,10 +62,11 @@ def load_model(
     progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
     Raises LoadError, UnsupportedModel or ConfigError.
     """
-    gguf = find_gguf(Path(path_or_name).expanduser())
-    hf_config, path, checkpoint, config = (
-        _open_folder(resolve_model_dir(path_or_name), config) if gguf is None else _open_gguf(gguf, config)
-    )
+    if config.tp > 1:
+        return _load_over_ranks(
+            path_or_name, config, max_context_tokens=max_context_tokens, progress=progress, check=check
+        )
+    hf_config, path, checkpoint, config = _open(path_or_name, config)
 
     def built(source: Checkpoint | GgufCheckpoint, on_packed: Callable[[CpuLoader], None] | None = None) -> Model:
         source.progress = progress
@@ -73,6 +80,76 @@ def load_model(
     if isinstance(checkpoint, GgufCheckpoint):
         checkpoint.log_formats(model.weights_format)
     return model
+
+
+def _open(path_or_name: str | Path, config: ComputeConfig) -> Opened:
+    gguf = find_gguf(Path(path_or_name).expanduser())
+    return _open_folder(resolve_model_dir(path_or_name), config) if gguf is None else _open_gguf(gguf, config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedBlueprint:
+    """A checkpoint's blueprint, and the config that its files settle."""
+
+    blueprint: Blueprint
+    config: ComputeConfig
+
+
+def open_blueprint(
+    path_or_name: str | Path,
+    config: ComputeConfig,
+    *,
+    max_context_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> OpenedBlueprint:
+    """The blueprint of a checkpoint, and nothing of its weights yet; raises as `load_model`."""
+    hf_config, path, source, config = _open(path_or_name, config)
+    source.progress = progress
+    blueprint = draw_blueprint(
+        hf_config, source, path=path, max_context_tokens=max_context_tokens, longrope=config.longrope
+    )
+    return OpenedBlueprint(blueprint=blueprint, config=config)
+
+
+def _load_over_ranks(
+    path_or_name: str | Path,
+    config: ComputeConfig,
+    *,
+    max_context_tokens: int | None,
+    progress: Progress | None,
+    check: Callable[[ModelSpec], None],
+) -> Model:
+    path = str(path_or_name)
+    opened = open_blueprint(path, config, max_context_tokens=max_context_tokens, progress=progress)
+    check(opened.blueprint.spec)
+    source = {"path": path, "max_context_tokens": max_context_tokens}
+    return build_over_ranks(opened.blueprint, opened.config, source)
+
+
+def build_over_ranks(
+    blueprint: Blueprint,
+    config: ComputeConfig,
+    source: Mapping[str, Any],
+    start: Callable[[int, ComputeConfig], Ranks] = Ranks,
+) -> Model:
+    """A blueprint as a model on `config.tp` ranks; they find it again by `source`. Packed weights of earlier starts are not used."""
+    backend, reason = choose_backend(config)
+    if backend != "cpu":
+        raise ConfigError(
+            f"tp is {config.tp}, and the backend is {backend} ({reason}), which computes in one process",
+            hint="use --backend cpu, or leave tp out",
+        )
+    if not cpu_kernels.is_available()[0]:
+        raise ConfigError(cpu_kernels.is_available()[1], hint="leave tp out, which the cpu kernels are needed for")
+    # every rank computes with what rank 0 found here, whatever it would choose itself
+    config = replace(config, backend="cpu", instruction_set=choose_instruction_set(config.instruction_set))
+    ranks = start(config.tp, config)
+    placements = [placement_head(placement) for placement in ranks.placements]
+    try:
+        return RankedModel(blueprint, config, ranks, {**source, "config": asdict(config), "placements": placements})
+    except BaseException:
+        ranks.end()
+        raise
 
 
 def _built_once(
@@ -101,10 +178,6 @@ def _built_once(
     return built(checkpoint, lambda loader: cache.store(key, loader, checkpoint))
 
 
-# a checkpoint opened: its config.json and where that is from, its tensors, and the config that it settles
-Opened = tuple[dict[str, Any], str, Checkpoint | GgufCheckpoint, ComputeConfig]
-
-
 def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     hf_config = read_json(directory / "config.json")
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
@@ -131,7 +204,15 @@ def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
 
 def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
     """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
-    return build(draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope), config)
+    blueprint = random_blueprint(hf_config, config, seed)
+    if config.tp > 1:
+        return build_over_ranks(blueprint, config, {"path": None, "hf_config": dict(hf_config), "seed": seed})
+    return build(blueprint, config)
+
+
+def random_blueprint(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Blueprint:
+    """The blueprint of such a model."""
+    return draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope)
 
 
 def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -> tuple[torch.device, int]:
@@ -142,7 +223,9 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
     backend, _ = choose_backend(config)
     if backend == "cpu" and cpu_kernels.is_available()[0]:
         kv_format = "bf16" if config.kv == "auto" else config.kv
-        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens)
+        n_heads, n_kv_heads = spec.attention.n_heads, spec.n_kv_heads
+        kept = copies_of_kv(n_heads, n_kv_heads, config.tp)  # by all ranks
+        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens) * kept // n_kv_heads
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
     block_bytes = spec.n_layers * 2 * spec.n_kv_heads * spec.head_dim * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from diptych.compute.ops.contract import (
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
+from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, head_format
-from diptych.models.spec import MoeSpec
+from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
@@ -31,14 +33,21 @@ INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearHandle:
-    """A packed weight: its number in the program, the format of the rows it multiplies, its shape."""
+    """A packed weight: its number in the program, the format of the rows it multiplies, its shape.
 
-    index: int
+    Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
+    following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
+    """
+
+    index: int | None
     format: str
     n_inputs: int
     n_outputs: int
     activation: Activation | None = None
     role: Role | None = None
+    column: int = 0
+    is_gathered: bool = False
+    pieces: tuple[LinearHandle, ...] = ()
 
     @property
     def rows_format(self) -> str:
@@ -63,9 +72,10 @@ class TableHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHandle:
-    """A layer's attention: native shape, rotary table and norms by number."""
+    """A layer's attention: the rank's heads (None: it has none) and their native shape, rotary table and norms by number."""
 
     spec: AttentionSpec
+    own: OwnHeads | None
     shape: Any
     rope: int | None
     q_norm: int | None
@@ -89,7 +99,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     and LAB.md has the quality that results. The router is always bf16 (it is tiny and picks experts).
     """
 
-    def __init__(self, config: ComputeConfig, source: Source, beside: Any = None) -> None:
+    def __init__(self, config: ComputeConfig, source: Source, beside: Any = None, rank: Rank | None = None) -> None:
         available, reason = is_available()
         if not available:
             raise ConfigError(reason, hint="use --backend torch meanwhile")
@@ -98,13 +108,17 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.instruction_set = choose_instruction_set(config.instruction_set)
         self.weights_format = "bf16" if config.weights == "auto" else config.weights
         self.kv_format = "bf16" if config.kv == "auto" else config.kv
-        self.placement = choose_cpus(config.threads, config.numa, allowed_cpus())
+        self.rank = rank or Rank()
+        self.placement = self.rank.placement or choose_cpus(config.threads, config.numa, allowed_cpus())
         self.program = (
             _cpu.Program(self.instruction_set, self.placement.threads, self.placement.cpus)
             if beside is None
             else _cpu.Program(self.instruction_set, beside)  # its threads, one model running at a time
         )
+        if self.rank.team is not None:
+            self.program.join(self.rank.team)
         self.source = source
+        self._heads: dict[int, tuple[AttentionSpec, OwnHeads | None]] = {}  # by layer
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
@@ -130,19 +144,31 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        return self._pack(parts, self.weights_format, role=role)
+        if self.rank.size == 1 or role is None:
+            return self._pack(parts, self.weights_format, role=role)
+        if tuple(site for site, _ in role.sites) == ("q", "k", "v") and role.layer is not None:
+            return self._heads_projection(parts, role, *self._heads[role.layer])
+        return self._pack_own(parts, self.weights_format, role)
 
     def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> LinearHandle:
         """Gate and up interleaved, so that the product's epilogue can join them."""
-        return self._pack(parts, self.weights_format, activation=activation, role=role)
+        if self.rank.size == 1 or role is None:
+            return self._pack(parts, self.weights_format, activation=activation, role=role)
+        ffn = parts.n_outputs // 2
+        begin, end = self.rank.share(ffn, lanes=2)
+        rows = ((begin, end), (ffn + begin, ffn + end))
+        handle = self._pack(parts, self.weights_format, activation=activation, role=role, rows=rows)
+        return replace(handle, n_outputs=ffn, column=begin, is_gathered=True)
 
     def attention(
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
-        shape = _cpu.AttentionShape(
-            n_heads=spec.n_heads,
-            n_kv_heads=spec.n_kv_heads,
+        own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
+        self._heads[spec.layer] = spec, own
+        shape = own and _cpu.AttentionShape(
+            n_heads=own.n_heads,
+            n_kv_heads=own.n_kv_heads,
             head_dim=spec.head_dim,
             scale=spec.scale,
             window=spec.window,
@@ -154,12 +180,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
                 self._ropes[spec.rope] = self.program.add_rope(list(spec.rope.inv_freq), spec.rope.attention_factor)
             rope = self._ropes[spec.rope]
         norms = [self.vector(norm, offset=norm_offset).index if norm is not None else None for norm in (q_norm, k_norm)]
-        return AttentionHandle(spec=spec, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
+        return AttentionHandle(spec=spec, own=own, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
 
     def experts(
         self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
     ) -> ExpertsHandle:
-        """Each expert packed on its own; the router in bf16."""
+        """Each expert packed on its own; the router in bf16. Ranks have a part of each expert, and the whole router."""
         return ExpertsHandle(
             spec=spec,
             router=self._pack(LinearParts(weights=(router,)), "bf16"),
@@ -169,40 +195,102 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
-        return self._pack(LinearParts(weights=(tensor,)), head_format(self.weights_format), role=role)
+        parts, weights_format = LinearParts(weights=(tensor,)), head_format(self.weights_format)
+        if self.rank.size == 1 or role is None:
+            return self._pack(parts, weights_format, role=role)
+        return self._pack_own(parts, weights_format, role)
+
+    def _pack_own(self, parts: LinearParts, weights_format: str, role: Role) -> LinearHandle:
+        """The rank's outputs of a projection, to be gathered."""
+        begin, end = self.rank.share(parts.n_outputs)
+        handle = self._pack(parts, weights_format, role=role, rows=((begin, end),))
+        return replace(handle, n_outputs=parts.n_outputs, column=begin, is_gathered=True)
+
+    def _heads_projection(
+        self, parts: LinearParts, role: Role, spec: AttentionSpec, own: OwnHeads | None
+    ) -> LinearHandle:
+        """q, k and v of the rank's heads, which nobody else reads; of a norm over all heads, gathered.
+
+        Ranks that hold the same KV head write the same numbers to its columns then.
+        """
+        d, (q, k, _) = spec.head_dim, (outputs for _, outputs in role.sites)
+        is_gathered = spec.qk_norm is QkNorm.FULL
+        nobody = LinearHandle(
+            index=None,
+            format=self.weights_format,
+            n_inputs=parts.n_inputs,
+            n_outputs=parts.n_outputs if is_gathered else 0,
+            role=role,
+            is_gathered=is_gathered,
+        )
+        if own is None:
+            return replace(nobody, pieces=(nobody,) * 3) if is_gathered else nobody
+        kv = own.first_kv_head * d, (own.first_kv_head + own.n_kv_heads) * d
+        rows = (
+            (own.first_head * d, (own.first_head + own.n_heads) * d),
+            (q + kv[0], q + kv[1]),
+            (q + k + kv[0], q + k + kv[1]),
+        )
+        if not is_gathered:
+            return self._pack(parts, self.weights_format, role=role, rows=rows)
+        pieces = [
+            replace(
+                self._pack(parts, self.weights_format, role=role, rows=(own_rows,)), column=own_rows[0], is_gathered=True
+            )
+            for own_rows in rows
+        ]
+        return replace(nobody, index=pieces[0].index, pieces=tuple(pieces))
 
     def _pack(
-        self, parts: LinearParts, weights_format: str, *, activation: Activation | None = None, role: Role | None = None
+        self,
+        parts: LinearParts,
+        weights_format: str,
+        *,
+        activation: Activation | None = None,
+        role: Role | None = None,
+        rows: tuple[tuple[int, int], ...] | None = None,
     ) -> LinearHandle:
-        n, k = parts.n_outputs, parts.n_inputs
-        shape = _cpu.LinearShape(
-            format=weights_format,
-            n=n,
-            k=k,
-            group=INT4_GROUP,
-            is_gated=activation is not None,
-            has_bias=bool(parts.biases),
-        )
+        """`rows` of the projection, one range after the other; all of it where there is None."""
+        k = parts.n_inputs
+
+        def shape_of(n: int) -> Any:
+            return _cpu.LinearShape(
+                format=weights_format,
+                n=n,
+                k=k,
+                group=INT4_GROUP,
+                is_gated=activation is not None,
+                has_bias=bool(parts.biases),
+            )
+
+        n = parts.n_outputs if rows is None else sum(end - begin for begin, end in rows)
+        shape, whole = shape_of(n), shape_of(parts.n_outputs)
         key = "+".join(part.name for part in (*parts.weights, *parts.biases))
-        saved = self.source.find_packed(key, shape.packed_bytes)
+        saved = self.source.find_packed(key, whole.packed_bytes)
         seed = parts.weights[0].random_seed
         if saved is not None:
-            index = self.program.add_packed_linear(shape, saved)
+            index = self._add_saved(shape, whole, rows, saved)
         elif seed is not None and not parts.biases:
-            index = self.program.add_random_linear(shape, seed & (2**63 - 1), (3.0 / k) ** 0.5)
+            seed, amplitude = seed & (2**63 - 1), (3.0 / k) ** 0.5
+            if rows is None:
+                index = self.program.add_random_linear(shape, seed, amplitude)
+            else:
+                index = self.program.add_random_part(shape, whole, rows, seed, amplitude)
         else:
-            weights = [part.read().detach() for part in parts.weights]
+            rows = rows or ((0, parts.n_outputs),)
+            weights = [(part.name, part.part(own, k).detach()) for part, own in _own_rows(parts.weights, rows)]
             if weights_format in ("int8", "int4"):  # rounding to a grid would make a number of it, and hide it
-                for part, values in zip(parts.weights, weights, strict=True):
+                for name, values in weights:
                     if not bool(torch.isfinite(values).all()):
                         raise LoadError(
-                            f"tensor {part.name} has a weight that is not finite; {weights_format} cannot hold it",
+                            f"tensor {name} has a weight that is not finite; {weights_format} cannot hold it",
                             hint="the checkpoint is damaged; download it again",
                         )
             bias = None
             if parts.biases:
-                bias = torch.cat([part.read().detach().to(torch.float32).reshape(-1) for part in parts.biases])
-            index = self.program.add_linear(shape, weights, bias)
+                biases = [part.read().detach().reshape(-1)[own] for part, own in _own_rows(parts.biases, rows)]
+                bias = torch.cat([values.to(torch.float32) for values in biases])
+            index = self.program.add_linear(shape, [values for _, values in weights], bias)
         self.packed[key] = index
         return LinearHandle(
             index=index,
@@ -212,3 +300,27 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             activation=activation,
             role=role,
         )
+
+    def _add_saved(self, shape: Any, whole: Any, rows: tuple[tuple[int, int], ...] | None, saved: Any) -> int:
+        if rows is None:
+            return int(self.program.add_packed_linear(shape, saved))
+        try:
+            return int(self.program.add_packed_part(shape, whole, rows, saved))
+        except ValueError as error:
+            raise ConfigError(
+                f"the checkpoint is packed, and with tp of {self.rank.size} {error}",
+                hint="load the original checkpoint, or ask for another number of ranks",
+            ) from error
+
+
+def _own_rows(
+    tensors: tuple[WeightTensor, ...], rows: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[WeightTensor, slice]]:
+    """Which rows of which of the stacked tensors `rows` of the stack are, in their order."""
+    for begin, end in rows:
+        first = 0
+        for tensor in tensors:
+            low, high = max(begin, first), min(end, first + tensor.shape[0])
+            if low < high:
+                yield tensor, slice(low - first, high - first)
+            first += tensor.shape[0]
