@@ -211,8 +211,12 @@ class Model(ABC):
     ) -> Sequence[Weighed]:
         """For each named row of logits on the CPU a token of softmax(logits / temperature), by inverse CDF at its quantile."""
 
-    def on_loss(self, tell: Callable[[EngineError], object]) -> None:
-        """Have `tell` called, on any thread, when a process that computes a part of this model is gone; also without a step."""
+    def on_loss(self, tell: Callable[[EngineError], object]) -> Callable[[], object]:
+        """Have `tell` called, on any thread, when a process that computes a part of this model is gone; also without a step.
+
+        Returns the function that ends it.
+        """
+        return lambda: None
 
     @abstractmethod
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""A rank other than 0 of a model that several processes compute: `python -m diptych.compute.rank`, started by `compute.ops.ranks`.
+"""A rank other than 0 of a model that several processes compute: `python -m diptych.compute.rank`.
 
-It loads its part of the model when rank 0 says so and then runs steps as rank 0 posts them; between two steps it sleeps.
-It ends when rank 0 lets it go, or is gone, or when another rank is; what fails here is written where rank 0 reads it.
+Started by `compute.ops.ranks`. It loads its part of the model when rank 0 says so and then runs steps as rank 0 posts
+them; between two steps it sleeps. It ends when rank 0 lets it go, or is gone, or when another rank is; what fails here is
+written where rank 0 reads it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def main(arguments: list[str]) -> None:
         signal.signal(ending, signal.SIG_IGN)  # rank 0 answers its requests first, and lets go
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     run(_cpu.Team(fd, number, size, bool(is_crowded)))
+    os._exit(0)  # nothing is to be written or told, and gigabytes need not be freed one by one
 
 
 if __name__ == "__main__":

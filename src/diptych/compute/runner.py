@@ -132,7 +132,7 @@ def build_over_ranks(
     source: Mapping[str, Any],
     start: Callable[[int, ComputeConfig], Ranks] = Ranks,
 ) -> Model:
-    """A blueprint as a model on `config.tp` ranks; they find it again by `source`. Packed weights of earlier starts are not used."""
+    """A blueprint as a model on `config.tp` ranks, which find it again by `source`. The cache of packed weights is not used."""
     backend, reason = choose_backend(config)
     if backend != "cpu":
         raise ConfigError(

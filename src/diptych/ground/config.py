@@ -147,7 +147,8 @@ class ComputeConfig:
         numa_nodes(self.numa)
         if self.tp > 1 and self.backend == "torch":
             raise ConfigError(
-                f"tp is {self.tp}, and the torch backend computes in one process", hint="use --backend cpu, or leave tp out"
+                f"tp is {self.tp}, and the torch backend computes in one process",
+                hint="use --backend cpu, or leave tp out",
             )
 
 
@@ -175,7 +176,8 @@ class EngineConfig:
         self._check_draft_model()
         if self.compute.tp > 1 and self.scheduler.speculate in MODEL_DRAFTERS:
             raise ConfigError(
-                f"speculate is {self.scheduler.speculate!r} and tp is {self.compute.tp}; a draft model runs beside one process only",
+                f"speculate is {self.scheduler.speculate!r} and tp is {self.compute.tp}; drafters with weights run beside one "
+                "process only",
                 hint="speculate with lookup, or leave tp out",
             )
 

@@ -235,7 +235,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             return self._pack(parts, self.weights_format, role=role, rows=rows)
         pieces = [
             replace(
-                self._pack(parts, self.weights_format, role=role, rows=(own_rows,)), column=own_rows[0], is_gathered=True
+                self._pack(parts, self.weights_format, role=role, rows=(own_rows,)),
+                column=own_rows[0],
+                is_gathered=True,
             )
             for own_rows in rows
         ]

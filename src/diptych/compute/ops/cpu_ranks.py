@@ -1,7 +1,7 @@
 """A model of the cpu backend whose outputs are divided among ranks, and its KV cache, divided by heads.
 
-To the engine it is one model: a step goes to all ranks in rank 0's native call, logits come up whole, and blocks leave and enter
-the cache in the bytes that one rank would have written, so that `revision` and layout are those of one rank, too.
+To the engine it is one model: a step goes to all ranks in rank 0's native call, logits come up whole, and blocks leave and
+enter the cache in the bytes that one rank would have written, so `revision` and layout are those of one rank, too.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class RankedModel(CpuModel):
         header = KVHeader(
             revision=self.revision,
             layout=LAYOUT.format(**self._cache),
-            dtype=self._cache["format"],
+            dtype=self.kv_format,
             n_layers=self.spec.n_layers,
             block_tokens=block_tokens,
             block_bytes=int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache)),
@@ -251,10 +251,15 @@ class RankedModel(CpuModel):
             return torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
         return torch.from_numpy(outputs_view(self.ranks.team, (n_rows, self.spec.vocab_size), np.float32))
 
-    def on_loss(self, tell: Callable[[EngineError], object]) -> None:
+    def on_loss(self, tell: Callable[[EngineError], object]) -> Callable[[], object]:
         """See Model."""
         ranks = self.ranks
-        self.ranks.watch.listeners.append(lambda: tell(ranks.failure()))
+
+        def listener() -> None:
+            tell(ranks.failure())
+
+        ranks.watch.listeners.append(listener)
+        return lambda: ranks.watch.listeners.remove(listener) if listener in ranks.watch.listeners else None
 
     def close(self) -> None:
         """Drop the programs of all ranks, and the ranks."""

@@ -57,9 +57,9 @@ class CpuOps(
 
     What a Value records later holds the program alone: a circle back to here would keep a closed model's weights.
 
-    Of several ranks each records the same operations over its own weights. Shared are the residual stream and what a projection
-    sums over: gathered outputs, the heads' values, a gate's. Norms and rows of int8 each rank makes for itself: that is less than
-    a meeting of all would cost where a step is small, and a hundredth of the products where it is large.
+    Of several ranks each records the same operations over its own weights. Shared are the residual stream and what a
+    projection sums over: gathered outputs, the heads' values, a gate's. Norms and rows of int8 each rank makes for itself:
+    a meeting of all would cost more where a step is small, and where it is large they are little beside the products.
     """
 
     def __init__(self, loader: CpuLoader) -> None:
@@ -71,10 +71,9 @@ class CpuOps(
 
     def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
-        is_tied = isinstance(table, LinearHandle)
-        width = table.n_inputs if is_tied else table.width
+        width = table.n_inputs if isinstance(table, LinearHandle) else table.width
         x = ResidualStream(self._f32("residual", width, self._is_team), width)
-        if is_tied:
+        if isinstance(table, LinearHandle):
             self.program.embed_tied(table.index, x.buffer, scale, first=table.column, vocab=table.n_outputs)
         else:
             self.program.embed(table.index, x.buffer, scale)

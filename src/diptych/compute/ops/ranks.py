@@ -108,7 +108,7 @@ class Ranks:
             os.close(self._fd)
             raise CapacityError("the system has no shared memory for ranks to meet in") from error
         others: list[Any] = []
-        self._end = weakref.finalize(self, _end_ranks, self.watch, self.team, self._fd, others)
+        self._end = weakref.finalize(self, _end_ranks, self.watch, self.team, self._fd, others, os.getpid())
         try:
             for number in range(1, size):
                 others.append(self._start(number))
@@ -177,7 +177,9 @@ def _end_of(status: int) -> str:
     return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
-def _end_ranks(watch: _Watch, team: Any, fd: int, others: list[Any]) -> None:
+def _end_ranks(watch: _Watch, team: Any, fd: int, others: list[Any], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of rank 0 that ends has no say
     watch.is_ending = True
     team.break_up()
     for process in others:

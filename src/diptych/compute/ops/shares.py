@@ -18,7 +18,10 @@ from diptych.compute.ops.cpus import Cpu, Placement, choose_cpus
 from diptych.ground.config import numa_nodes
 from diptych.ground.errors import ConfigError
 
-PANEL_LANES, STRIP_LANES = 64, 16  # of packed weights (csrc/gemm_kernels.h): what a rank has ends with a panel if it can
+PANEL_LANES, STRIP_LANES = (
+    64,
+    16,
+)  # of packed weights (csrc/gemm_kernels.h): what a rank has ends with a panel if it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,7 @@ class Rank:
     placement: Placement | None = None  # of its threads
 
     def share(self, n_outputs: int, *, lanes: int = 1) -> tuple[int, int]:
-        """Which of n_outputs it computes, [begin, end); `lanes` of the packed weight make one output (two where it is gated)."""
+        """Which of n_outputs it computes, [begin, end); an output takes `lanes` of the packed weight (two where gated)."""
         if n_outputs < self.size:
             raise ConfigError(
                 f"tp is {self.size}, and a projection of this model has {n_outputs} outputs",
@@ -70,9 +73,7 @@ class Rank:
         if kv_head >= n_kv_heads:
             return None
         begin, end = (group * i // holders for i in (place, place + 1))
-        return OwnHeads(
-            first_head=kv_head * group + begin, n_heads=end - begin, first_kv_head=kv_head, n_kv_heads=1
-        )
+        return OwnHeads(first_head=kv_head * group + begin, n_heads=end - begin, first_kv_head=kv_head, n_kv_heads=1)
 
 
 def copies_of_kv(n_heads: int, n_kv_heads: int, size: int) -> int:
@@ -113,6 +114,4 @@ def _divided(whole: Placement, size: int) -> list[Placement]:
     each = max(1, whole.threads // size)
     if len(whole.cpus) < each * size:  # more threads than CPUs, or not to be pinned
         return [Placement(threads=each, nodes=whole.nodes)] * size
-    return [
-        Placement(threads=each, cpus=whole.cpus[i * each : (i + 1) * each], nodes=whole.nodes) for i in range(size)
-    ]
+    return [Placement(threads=each, cpus=whole.cpus[i * each : (i + 1) * each], nodes=whole.nodes) for i in range(size)]
