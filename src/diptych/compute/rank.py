@@ -14,6 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpu_model import CpuModel
 from diptych.compute.ops.cpu_ranks import Member, report
@@ -29,6 +31,8 @@ PARENT_S = 0.2  # how often it looks whether rank 0 is there
 def load_part(rank: Rank, head: dict[str, Any]) -> Member:
     """The rank's part of the model that the head names."""
     config = ComputeConfig(**head["config"])
+    if rank.placement is not None:
+        torch.set_num_threads(rank.placement.threads)  # while it loads, as many ranks do at once
     if head["path"] is None:
         blueprint = random_blueprint(head["hf_config"], config, head["seed"])
     else:
