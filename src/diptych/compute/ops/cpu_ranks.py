@@ -22,7 +22,7 @@ from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpu_kv import LAYOUT, CpuKVStore
 from diptych.compute.ops.cpu_model import KEPT_LOGITS_ROWS, CpuModel
 from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb
-from diptych.compute.ops.shares import Rank
+from diptych.compute.ops.shares import Rank, together
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import EngineError, UnsupportedModel
 
@@ -190,6 +190,7 @@ class RankedModel(CpuModel):
         reports = outputs_view(ranks.team, (ranks.size, 2), np.int64)
         self.weight_bytes = int(reports[:, 0].sum())
         self.threads = int(reports[:, 1].sum())
+        self.placement = together(ranks.placements)
         self._is_large = False
 
     def kv_bytes_per_block(self, block_tokens: int) -> int:
@@ -275,9 +276,8 @@ def report(team: Any, model: CpuModel) -> None:
 def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: int, number: int) -> CpuKVStore:
     """A rank's part of a cache, which is known under `number` to all of them."""
     cache = {**model._cache, "n_kv_heads": cache_of(model, rank)[1]}
-    store = CpuKVStore(
-        cache, n_blocks=n_blocks, block_tokens=block_tokens, nodes=model.placement.nodes, revision=model.revision
-    )
+    nodes = rank.placement.nodes if rank.placement is not None else ()
+    store = CpuKVStore(cache, n_blocks=n_blocks, block_tokens=block_tokens, nodes=nodes, revision=model.revision)
     store.native.number = number
     return store
 

@@ -115,3 +115,12 @@ def _divided(whole: Placement, size: int) -> list[Placement]:
     if len(whole.cpus) < each * size:  # more threads than CPUs, or not to be pinned
         return [Placement(threads=each, nodes=whole.nodes)] * size
     return [Placement(threads=each, cpus=whole.cpus[i * each : (i + 1) * each], nodes=whole.nodes) for i in range(size)]
+
+
+def together(placements: list[Placement]) -> Placement:
+    """The CPUs of all ranks, as if one process had them."""
+    return Placement(
+        threads=sum(one.threads for one in placements),
+        cpus=tuple(cpu for one in placements for cpu in one.cpus),
+        nodes=tuple(sorted({node for one in placements for node in one.nodes})),
+    )
