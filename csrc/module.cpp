@@ -487,6 +487,7 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("weight_bytes", &Program::weight_bytes)
       .def_prop_ro("table_bytes", &Program::table_bytes)
       .def_prop_ro("kernels", [](const Program& p) { return std::string(p.kernels().name); })
+      .def_prop_ro("n_meetings", &Program::n_meetings)
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
 }

@@ -228,6 +228,13 @@ void Program::check_order(const OpBody& body) {
   meets_.push_back(meets && team_ != nullptr);
 }
 
+int64_t Program::n_meetings() const {
+  if (team_ == nullptr) return 0;
+  int64_t n = 1;  // the last
+  for (size_t i = 0; i < ops_.size(); ++i) n += meets_[i] + (std::holds_alternative<MoeOp>(ops_[i].body) ? 2 : 0);
+  return n;
+}
+
 void Program::join(Team& team) {
   if (!buffers_.empty() || !ops_.empty()) throw std::invalid_argument("a program joins its team before anything is recorded");
   team_ = &team;

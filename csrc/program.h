@@ -180,6 +180,7 @@ class Program {
   const std::array<int64_t, kCategories>& nanoseconds() const { return nanoseconds_; }  // of the last run
   const KernelSet& kernels() const { return kernels_; }
   int threads() const { return pool_.size(); }
+  int64_t n_meetings() const;    // of all ranks, in a step
   int64_t weight_bytes() const;  // packed weights and vectors: what a step reads whole
   int64_t table_bytes() const;   // embedding tables beside them, of which a step reads single rows
   int64_t vocab() const { return vocab_; }

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 import torch
 from tests.server_process import ServerProcess
 
 from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.engine.llm import LLM, Completion
+from diptych.engine.llm import LLM, AsyncLLM, Completion
 from diptych.engine.phases import TwoPhase
 from diptych.ground.clock import MonotonicClock, sleep_s
 from diptych.ground.config import engine_config
@@ -153,6 +154,19 @@ def test_whoever_is_killed_nobody_stays(victim: int) -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_that_waits_hears_that_a_rank_is_gone() -> None:
+    """No step is needed to notice: a server with nothing to do must not call itself ready for the next request."""
+    engine = AsyncLLM("bundled", tp=2, threads=2, max_context_tokens=512)
+    engine.start()
+    (rank,) = rank_processes()
+    rank.send_signal(signal.SIGKILL)
+    wait_until(lambda: not engine.is_ready, "the engine did not notice")
+    assert isinstance(engine.failure, WorkerLost)
+    engine.stop()
+    engine.loaded.model.close()
+
+
+@pytest.mark.slow
 def test_a_server_on_ranks_answers_and_ends_with_them() -> None:
     """A rank killed under a stream: the stream ends with an error, not as if it were whole, and the process with status 1."""
     with ServerProcess("bundled", "--tp", "2", "--threads", "2", "--max-context-tokens", "512") as server:
@@ -163,6 +177,12 @@ def test_a_server_on_ranks_answers_and_ends_with_them() -> None:
         (rank,) = [
             one for one in psutil.Process(server.process.pid).children() if "diptych.compute.rank" in one.cmdline()
         ]
-        rank.send_signal(signal.SIGKILL)  # while nothing runs: the server hears of it all the same
+        stream = client.completions.create(
+            model="diptych-10m", prompt=PROMPTS[0], max_tokens=450, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        rank.send_signal(signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            list(stream)
         assert server.process.wait(timeout=20) == 1
         wait_until(lambda: not rank.is_running(), "a rank stayed")

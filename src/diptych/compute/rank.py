@@ -33,6 +33,8 @@ def load_part(rank: Rank, head: dict[str, Any]) -> Member:
     config = ComputeConfig(**head["config"])
     if rank.placement is not None:
         torch.set_num_threads(rank.placement.threads)  # while it loads, as many ranks do at once
+        if rank.placement.cpus:
+            os.sched_setaffinity(0, rank.placement.cpus)  # kernels' threads are pinned, but for the only one of a rank
     if head["path"] is None:
         blueprint = random_blueprint(head["hf_config"], config, head["seed"])
     else:

@@ -3,6 +3,7 @@
 A `Setup` is everything that fixes the answer; `make_plan` computes the whole page that `diptych plan` prints.
 
 >>> from diptych.cost.setup import setup_of
+from diptych.cost.exchange import all_reduced, gathered
 >>> plan = make_plan(setup_of("llama-3.1-8b", "a100-80gb-sxm"), Question(prompt_tokens=2048, batch=1))
 >>> round(plan.kv_equals_weights_batch)
 56
@@ -14,6 +15,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
+from diptych.cost.exchange import all_reduced, gathered
 from diptych.cost.memory import Capacity, capacity_of
 from diptych.cost.parameters import (
     active_parameter_count,
@@ -312,6 +314,13 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
         notes.append("the weights fit the last-level cache of this machine: decode may beat the roofline of its memory")
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
+    if setup.tp > 1:
+        reduced, whole = all_reduced(setup.model, tp=setup.tp), gathered(setup.model, tp=setup.tp)
+        notes.append(
+            f"priced with {reduced.meetings} all-reduces a step, {reduced.row_bytes / 1e3:,.0f} kB a token and device; "
+            f"gathering, which keeps the bits of one device, would meet {whole.meetings} times for "
+            f"{whole.row_bytes / 1e3:,.0f} kB"
+        )
     return tuple(notes)
 
 

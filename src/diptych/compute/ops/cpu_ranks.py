@@ -6,9 +6,11 @@ enter the cache in the bytes that one rank would have written, so `revision` and
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpu_kv import LAYOUT, CpuKVStore
 from diptych.compute.ops.cpu_model import KEPT_LOGITS_ROWS, CpuModel
+from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb
 from diptych.compute.ops.shares import Rank, together
 from diptych.ground.config import ComputeConfig
@@ -241,7 +244,8 @@ class RankedModel(CpuModel):
                 self.ranks.team.give_back_outputs()
                 self._is_large = False
             try:
-                return super().forward(batch, kv, want, given=given, taps=taps)
+                with _held(self.ranks.placements[0]):
+                    return super().forward(batch, kv, want, given=given, taps=taps)
             except TeamBroken as error:
                 raise self.ranks.failure() from error
 
@@ -266,6 +270,20 @@ class RankedModel(CpuModel):
         """Drop the programs of all ranks, and the ranks."""
         super().close()
         self.ranks.end()
+
+
+@contextmanager
+def _held(placement: Placement) -> Iterator[None]:
+    """While a step runs, rank 0's only thread stays on its CPU, off those of other ranks; a pool of several does so itself."""
+    if placement.threads > 1 or not placement.cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, placement.cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def report(team: Any, model: CpuModel) -> None:

@@ -81,8 +81,9 @@ class _Watch:
         status = process.wait()
         if self.is_ending:
             return
-        self.gone[number] = status
-        team.break_up()
+        if not team.is_broken:  # else it left because of another
+            self.gone[number] = status
+            team.break_up()
         self.noticed.set()
         for tell in tuple(self.listeners):
             tell()

@@ -19,6 +19,7 @@ from diptych.compute.ops.cpus import Cpu
 from diptych.compute.ops.shares import OwnHeads, Rank, copies_of_kv, rank_placements
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
+from diptych.cost.exchange import gathered
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError, LoadError
 from stepping import Stepper
@@ -60,6 +61,9 @@ def differences(path: Path, config: ComputeConfig, ranks: tuple[int, ...] = (2, 
         found |= {
             f"{n} ranks, {name}": what for name, answer in answers.items() if (what := answer.differs_from(whole))
         }
+        foretold = gathered(model.spec, tp=n, weights=model.weights_format).meetings
+        if model.program.n_meetings != foretold:  # type: ignore[attr-defined]
+            found[f"{n} ranks, meetings"] = f"{model.program.n_meetings}, foretold {foretold}"  # type: ignore[attr-defined]
         ours, theirs = Stepper(model), Stepper(one)
         hidden = [
             stepper.model.forward(stepper.batch({"it": tokens}), stepper.kv, Want.HIDDEN) for stepper in (ours, theirs)
