@@ -22,6 +22,7 @@ from diptych.compute.runner import load_model
 from diptych.cost.exchange import gathered
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError, LoadError
+from gguf_files import gguf_reference, write_gguf
 from stepping import Stepper
 from thread_ranks import load_over_threads
 
@@ -114,6 +115,20 @@ def test_heads_that_ranks_do_not_divide_evenly(tmp_path: Path, heads: tuple[int,
     assert not (found := differences(path, CONFIG, (4,))), found  # a norm over all heads' q, which ranks gather
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", instruction_sets())
+def test_ranks_change_no_bit_of_any_kernel_set(tmp_path: Path, name: str) -> None:
+    """Which tiles a product takes depends on its rows, not on how many outputs a rank has of it."""
+    path = checkpoint("gemma2", tmp_path, intermediate_size=272)
+    for weights, kv in FORMATS[:2]:
+        config = replace(CONFIG, weights=weights, kv=kv, instruction_set=name)
+        whole = alone(load_model(path, config), prompt(40), None)
+        model = over(path, config, 2)
+        for chunk in (None, 3):
+            assert not alone(model, prompt(40), chunk).differs_from(whole)
+        model.close()
+
+
 def test_two_threads_of_each_rank(tmp_path: Path) -> None:
     """The last thread of a rank meets the others for all of them."""
     path = checkpoint("gemma2", tmp_path)
@@ -134,6 +149,13 @@ def test_a_packed_checkpoint_is_divided(tmp_path: Path) -> None:
     save_quantised(source, tmp_path / "packed_odd", weights="int8")
     with pytest.raises(ConfigError, match="cut a strip"):
         over(tmp_path / "packed_odd", CONFIG, 4)
+
+
+def test_a_gguf_file_is_divided(tmp_path: Path) -> None:
+    """Its tensors are unpacked by every rank, which keeps its rows."""
+    path = write_gguf(gguf_reference("llama"), tmp_path / "model.gguf")
+    whole = alone(load_model(path, CONFIG), prompt(20), None)
+    assert not alone(over(path, CONFIG, 2), prompt(20), None).differs_from(whole)
 
 
 def test_random_weights_are_the_same_on_ranks() -> None:
