@@ -72,7 +72,9 @@ def test_two_processes_answer_as_one_and_end_as_one() -> None:
     one = engine(1)
     expected = answers(one)
     llm = engine(2, speculate="lookup")
-    assert llm.loaded.model.weight_bytes == pytest.approx(one.loaded.model.weight_bytes, rel=0.02)  # held once, all in all
+    assert llm.loaded.model.weight_bytes == pytest.approx(
+        one.loaded.model.weight_bytes, rel=0.02
+    )  # held once, all in all
     assert [a[:2] for a in answers(llm)] == [a[:2] for a in expected]
     (rank,) = rank_processes()
     killed: list[bool] = []
