@@ -148,7 +148,7 @@ def test_whoever_is_killed_nobody_stays(victim: int) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "decoding\n"
     everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
-    ranks = {int(one.cmdline()[4]): one for one in everybody[1:] if "diptych.compute.rank" in one.cmdline()}
+    ranks = {int(one.cmdline()[5]): one for one in everybody[1:] if "diptych.compute.rank" in one.cmdline()}
     assert sorted(ranks) == [1, 2, 3]
     (everybody[0] if victim == 0 else ranks[victim]).send_signal(signal.SIGKILL)
     said = process.communicate(timeout=20)[1]

@@ -123,7 +123,10 @@ def _load_over_ranks(
     opened = open_blueprint(path, config, max_context_tokens=max_context_tokens, progress=progress)
     check(opened.blueprint.spec)
     source = {"path": path, "max_context_tokens": max_context_tokens}
-    return build_over_ranks(opened.blueprint, opened.config, source)
+    model = build_over_ranks(opened.blueprint, opened.config, source)
+    if isinstance(opened.blueprint.source, GgufCheckpoint):
+        opened.blueprint.source.log_formats(model.weights_format)
+    return model
 
 
 def build_over_ranks(

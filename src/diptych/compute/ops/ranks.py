@@ -124,7 +124,7 @@ class Ranks:
     def _start(self, number: int) -> Any:
         arguments = [str(n) for n in (self._fd, number, self.size, int(self.is_crowded), os.getpid())]
         process = subprocess.Popen(
-            [sys.executable, "-m", "diptych.compute.rank", *arguments],
+            [sys.executable, "-P", "-m", "diptych.compute.rank", *arguments],  # -P: no module out of the current folder
             pass_fds=(self._fd,),
             stdin=subprocess.DEVNULL,
             # a signal to the group (Ctrl-C, a shell's kill) is rank 0's to answer: it ends its requests first
