@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/speculation.py proposer
     .venv/bin/python benchmarks/speculation.py grid --shape qwen2.5-0.5b --weights int8      # auto, every cell, against off
+    .venv/bin/python benchmarks/speculation.py grid --shape llama-3.2-1b --weights int8 --head --batches 1 4   # a head's time
     .venv/bin/python benchmarks/speculation.py quoting --shape llama-3.2-1b --weights int8   # lookup where answers quote
     .venv/bin/python benchmarks/speculation.py quoting                                       # the bundled model's own text
     .venv/bin/python benchmarks/speculation.py drafters                                      # those that ship with it
@@ -22,7 +23,7 @@ from time import process_time
 from diptych.compute.runner import random_model
 from diptych.control.speculation import Guesser
 from diptych.cost.speculation import DraftPrices
-from diptych.engine.drafters import shipped
+from diptych.engine.drafters import OpenDrafter, OpenDraftModel, shipped
 from diptych.engine.llm import LLM
 from diptych.engine.load import bundled_dir, load
 from diptych.ground.config import EngineConfig, SchedulerConfig, engine_config
@@ -36,6 +37,7 @@ BATCHES = (1, 4, 16, 64)
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
 QUOTING = 0.95  # of a draft in an answer that copies its prompt, where a random model is timed
 PROMPT, ANSWER = 128, 128
+HEAD_DRAFTS = 8
 PASSAGE = (
     "The ferry leaves the harbour at seven in the morning and returns at nine in the evening. On Sundays it leaves at ten. "
     "Bicycles travel free of charge, and dogs must be kept on a lead while they are on deck. "
@@ -105,13 +107,23 @@ def race_of(stage: Stage, batch: int) -> Race:
 
 
 def grid(options: argparse.Namespace) -> None:
-    """As many drafts as pay against none, in every cell. Scripted acceptance."""
+    """As many drafts as pay against none, in every cell. Scripted acceptance.
+
+    --head: drafts come from one random layer of the model's width with its own output head, run by the executor behind every
+    draw. That is what an EAGLE head computes, save its fusion and the states that it reads.
+    """
     stage = stage_of(options, PROMPT + ANSWER)
     print(f"{stage.name}, {stage.model.weights_format}: speed with as many drafts as pay over off; acceptance scripted")
+    opened = one_layer(stage, options) if options.head else None
+    if opened is not None:
+        print(f"  drafted by one random layer of {opened.model.n_parameters / 1e6:.0f} M parameters, its time included")
     worst = 9.9
     for batch in options.batches:
         race = race_of(stage, batch)
-        lanes = [race.lane(acceptance=acceptance) for acceptance in options.acceptances]
+        lanes = [
+            race.lane(acceptance=acceptance) if opened is None else race.drafting_lane(opened, acceptance=acceptance)
+            for acceptance in options.acceptances
+        ]
         rounds = stage.measure([race.plain.token_s, *(lane.token_s for lane in lanes)])
         for i, (acceptance, lane) in enumerate(zip(options.acceptances, lanes, strict=True)):
             gain = rounds.of(lambda t, i=i: t[0] / t[1 + i])  # type: ignore[misc]
@@ -120,6 +132,16 @@ def grid(options: argparse.Namespace) -> None:
             each = rounds.point(1 + i).times(1e3).text()
             print(f"  batch {batch:>2}, acceptance {acceptance:<4}: {gain.text()} x, {each} ms per token, {held}")
     print(f"worst cell {worst:.3f} (goal: 0.97)")
+
+
+def one_layer(stage: Stage, options: argparse.Namespace) -> OpenDrafter:
+    """A drafter of one layer of the shape."""
+    if options.shape is None:
+        raise SystemExit("--head is for a --shape; the bundled model has heads of its own: drafters")
+    shape = dict(SHAPES[options.shape]) | {"num_hidden_layers": 1}
+    model = random_model(shape, stage.config.compute, seed=2, beside=stage.model)
+    config = engine_config(stage.config, max_draft_tokens=HEAD_DRAFTS)
+    return OpenDraftModel(model=model, config=config, kind="draft", vocab_size=model.spec.vocab_size)
 
 
 def quoting(options: argparse.Namespace) -> None:
@@ -182,6 +204,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", choices=tuple(SHAPES), help="random weights of this shape (default: the bundled model)"
     )
+    parser.add_argument("--head", action="store_true", help="grid: drafts of a random layer, at its own time")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)

@@ -168,6 +168,17 @@ uint8_t* linear_scratch(int64_t bytes) {
   return buffer.data();
 }
 
+namespace {
+
+// A tile of a call whose rows may have biases of their own.
+void finish_rows(const LinearCall& call, int64_t first_row, FinishArgs& args) {
+  alignas(64) float biases[kMaxTileRows * kPanelLanes];
+  if (call.epilogue.biases->write(first_row, args.rows, args.first_lane, args.lanes, biases)) args.bias = biases, args.bias_stride = kPanelLanes;
+  call.kernels.finish(args);
+}
+
+}  // namespace
+
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc) {
   const Epilogue& epilogue = call.epilogue;
   const int64_t lanes_per_output = call.w.shape.gated ? 2 : 1;
@@ -192,7 +203,9 @@ void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows
                                           : acc + i * kPanelLanes * element;
     args.row_weights[i] = epilogue.row_weights != nullptr ? epilogue.row_weights[rows.begin + i] : 1.0f;
   }
-  call.kernels.finish(args);
+  args.bias = call.w.bias != nullptr ? call.w.bias + args.first_lane : nullptr;
+  args.bias_stride = 0;
+  epilogue.biases == nullptr ? call.kernels.finish(args) : finish_rows(call, rows.begin, args);
   if (epilogue.reader != nullptr) epilogue.reader->read(rows.begin, args.rows, first_output, args.outputs, args.out);
 }
 
@@ -200,6 +213,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
             const Epilogue& epilogue, int thread, int threads) {
   if (m <= 0) return;
   const LinearCall call{*set.linear, w, x, x_rows, m, epilogue};
+  if (is_grouped(w.shape.format)) return linear_by_groups(call, *set.groups, thread, threads);
   const MatrixTiles* matrix = set.tiles[static_cast<int>(w.shape.format)]->matrix;
   if (matrix != nullptr && m >= matrix->least_rows) return linear_by_matrix(call, *matrix, thread, threads);
   Format tile_format = w.shape.format;
@@ -225,6 +239,7 @@ void linear(const KernelSet& set, const PackedLinear& w, const Rows& x, const in
     ready = block;
     const int64_t piece = tasks.current() % n_pieces, strip = piece % pieces * strips;
     const uint8_t* next = w.panels + tasks.following() % n_pieces * (w.panel_bytes / pieces);
+    if (epilogue.biases != nullptr) epilogue.biases->fetch(piece / pieces * kPanelLanes + strip * kStripLanes, strips * kStripLanes);
     if (begin < end) run_piece(job, {piece / pieces, {strip, strip + strips}, next}, begin, end);
   }
 }
@@ -248,11 +263,13 @@ int64_t row_stride(RowsKind kind, int64_t k) {
   return round_up(k, kInputPad) * (kind == RowsKind::bf16 ? 2 : 1) + 64;
 }
 
+int64_t count_groups(RowsKind kind, int64_t k) { return group_of(kind) == 0 ? 1 : round_up(k, kInputPad) / group_of(kind); }
+
 }  // namespace
 
 int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k) {
   const int64_t data = m * row_stride(kind, k);
-  return kind == RowsKind::bf16 ? data : data + 2 * round_up(m * 4, 64);
+  return kind == RowsKind::bf16 ? data : data + 2 * round_up(m * count_groups(kind, k) * 4, 64);
 }
 
 Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
@@ -264,16 +281,22 @@ Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
   rows.stride_bytes = row_stride(kind, k);
   rows.data = static_cast<uint8_t*>(memory);
   if (kind == RowsKind::bf16) return rows;
+  rows.groups = count_groups(kind, k);
   uint8_t* next = rows.data + m * rows.stride_bytes;
   rows.scales = reinterpret_cast<float*>(next);
-  rows.sums = reinterpret_cast<int32_t*>(next + round_up(m * 4, 64));
+  rows.sums = reinterpret_cast<int32_t*>(next + round_up(m * rows.groups * 4, 64));
   return rows;
 }
 
 namespace {
 
-void prepare_source(const LinearKernels& kernels, const Rows& rows, int64_t row, const void* x, Source source) {
+void prepare_source(const KernelSet& set, const Rows& rows, int64_t row, const void* x, Source source) {
+  const LinearKernels& kernels = *set.linear;
   uint8_t* data = rows.data + row * rows.stride_bytes;
+  if (const int64_t group = group_of(rows.kind); group != 0) {
+    set.groups->quantize(x, source, rows.k, group, reinterpret_cast<int8_t*>(data), rows.scales + row * rows.groups, rows.sums + row * rows.groups);
+    return;
+  }
   if (rows.kind == RowsKind::int8) {
     kernels.quantize_row(x, source, rows.k, reinterpret_cast<int8_t*>(data), rows.scales + row, rows.sums + row);
     return;
@@ -290,15 +313,15 @@ void prepare_source(const LinearKernels& kernels, const Rows& rows, int64_t row,
 }  // namespace
 
 void prepare_row(const KernelSet& set, const Rows& rows, int64_t row, const float* x) {
-  prepare_source(*set.linear, rows, row, x, Source::f32);
+  prepare_source(set, rows, row, x, Source::f32);
 }
 
 void prepare_rows(const KernelSet& set, const Rows& rows, const float* x, int64_t x_stride, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) prepare_source(*set.linear, rows, row, x + row * x_stride, Source::f32);
+  for (int64_t row = begin; row < end; ++row) prepare_source(set, rows, row, x + row * x_stride, Source::f32);
 }
 
 void prepare_rows(const KernelSet& set, const Rows& rows, const uint16_t* x, int64_t x_stride, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) prepare_source(*set.linear, rows, row, x + row * x_stride, Source::bf16);
+  for (int64_t row = begin; row < end; ++row) prepare_source(set, rows, row, x + row * x_stride, Source::bf16);
 }
 
 void clear_padding(const Rows& rows, int64_t begin, int64_t end) {

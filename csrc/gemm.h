@@ -1,8 +1,12 @@
 // Linear layers y = x W^T + b for bf16, int8 and int4 weights, the same code for one row (decode) and thousands (prefill).
 //
+// Weights that somebody else quantised (AWQ, GPTQ, GGUF ...) keep their values: group4 and group8, of 4 and 8 bits with a scale of its
+// own for each group of inputs, met by rows of int8 with a scale of their own for each group.
+//
 // The promise: output (row, lane) depends on that row of x and that lane of W alone. Not one bit changes with the number
 // of rows, the other rows, the thread count or the way the work is cut, because every output lane adds its products
-// over K in one fixed order (bf16: fp32 in ascending pairs) or exactly (int8 and int4: int32). Holds within one kernel set.
+// over K in one fixed order (bf16: fp32 in ascending pairs; groups: int32 within a group, fp32 over ascending groups) or exactly
+// (int8 and int4: int32). Holds within one kernel set.
 //
 // Life of a layer, all functions called inside a ThreadPool region by every thread unless noted:
 //   LinearShape shape{Format::int8, n, k};                       // once, at load
@@ -27,16 +31,29 @@ struct KernelSet;  // kernel_sets.h
 
 constexpr int64_t kPanelLanes = 64;  // output lanes of one packed panel
 
-enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2 };
+enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, group4 = 3, group8 = 4 };
 enum class Source : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+
+inline bool is_grouped(Format format) { return format == Format::group4 || format == Format::group8; }
+
+// What a group's codes stand for: weight = scale * (level - zero) or scale * level + minimum; level of a group8 code c is c - 128, of a
+// group4 code by `levels`. Scales are kept in the type of the file that they come from.
+enum class Offset : int32_t { none = 0, zeros = 1, minima = 2 };  // zeros: u8, group4 with unsigned levels only; minima: fp32
+enum class Table4 : int32_t { signed4 = 0, unsigned4 = 1, iq4_nl = 2, e2m1 = 3 };  // c - 8; c; GGUF's table; twice those of fp4 E2M1
+struct Grid {
+  Source scale = Source::f16;
+  Offset offset = Offset::none;
+  Table4 levels = Table4::signed4;
+};
 
 struct LinearShape {
   Format format = Format::bf16;
   int64_t n = 0;         // output lanes of W as the checkpoint counts them (gated: gate and up together)
   int64_t k = 0;         // inputs
-  int64_t group = 64;    // int4: inputs that share a grid of 16 levels: 32, 64 or 128; ignored otherwise
+  int64_t group = 64;    // int4, group4, group8: inputs that share a grid: 32, 64 or 128; ignored otherwise
   bool gated = false;    // W = gate rows then up rows, n even; the epilogue gives act(gate) * up, n / 2 outputs
   bool has_bias = false;
+  Grid grid = {};        // group4 and group8
 };
 
 // Rows [begin, begin + rows) of W from one tensor, concatenated along n in the order given (q, k, v / gate, up).
@@ -65,6 +82,16 @@ int64_t packed_bytes(const LinearShape& shape);
 void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPart* parts, int64_t n_parts, const float* bias,
                  void* blob, int thread, int threads);
 
+// As WeightPart, of weights that are quantised already: group4, group8, and int8 (codes of 128 + q, one scale a row, no offset).
+struct CodePart {
+  const uint8_t* codes;  // [rows, k], one to a byte
+  const void* scales;    // [rows, groups] in shape.grid.scale
+  const void* offsets;   // [rows, groups] u8 or fp32 as shape.grid.offset says, or null
+  int64_t rows;
+};
+void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* parts, int64_t n_parts, const float* bias, void* blob,
+                int thread, int threads);
+
 // As pack_linear with random weights, uniform in +-amplitude, a pure function of (seed, lane, input). For benchmarks.
 // whole: another weight, of which `rows`, one range after the other, are this one.
 void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads,
@@ -92,7 +119,7 @@ struct PackedLinear {
   LinearShape shape;
   int64_t n_outputs = 0;    // n, or n / 2 when gated
   int64_t n_panels = 0;     // panels of 64 lanes, the last one padded with zeros
-  int64_t k_padded = 0;     // k rounded up to 32 (int4: to the group)
+  int64_t k_padded = 0;     // k rounded up to 32 (with groups: to the group)
   int64_t panel_bytes = 0;  // of one panel, a multiple of 64; panels follow one another
   const uint8_t* panels = nullptr;
   const float* scales = nullptr;  // [n_panels * 64], int8 and int4
@@ -113,10 +140,17 @@ void read_bf16_row(const PackedLinear& w, int64_t row, uint16_t* out);
 
 // ---- activations -------------------------------------------------------------------------------------------------
 
-// What the rows of x become for a weight format: int8 and int4 share one kind.
-enum class RowsKind : int32_t { bf16 = 0, int8 = 1 };
+// What the rows of x become for a weight format: int8 and int4 share one kind. The last three are int8 with a scale for each group.
+enum class RowsKind : int32_t { bf16 = 0, int8 = 1, group32 = 2, group64 = 3, group128 = 4 };
 
-inline RowsKind rows_kind(Format format) { return format == Format::bf16 ? RowsKind::bf16 : RowsKind::int8; }
+inline RowsKind rows_kind(const LinearShape& shape) {
+  if (is_grouped(shape.format)) return shape.group == 32 ? RowsKind::group32 : shape.group == 64 ? RowsKind::group64 : RowsKind::group128;
+  return shape.format == Format::bf16 ? RowsKind::bf16 : RowsKind::int8;
+}
+inline RowsKind rows_kind(Format format, int64_t group = 64) { return rows_kind(LinearShape{format, 0, 0, group, false, false, {}}); }
+inline int64_t group_of(RowsKind kind) {  // 0: the whole row
+  return kind == RowsKind::group32 ? 32 : kind == RowsKind::group64 ? 64 : kind == RowsKind::group128 ? 128 : 0;
+}
 
 struct Rows {
   RowsKind kind = RowsKind::bf16;
@@ -124,8 +158,9 @@ struct Rows {
   int64_t k_padded = 0;         // k rounded up to 128; [k, k_padded) is zero
   int64_t stride_bytes = 0;     // from row to row
   uint8_t* data = nullptr;      // [m, stride_bytes]: bf16 or s8
-  float* scales = nullptr;      // [m]     int8: x ~ scale * q, q in [-127, 127], scale = max|x| / 127
-  int32_t* sums = nullptr;      // [m]     int8: sum of q over the row
+  int64_t groups = 1;           // with a scale of their own, k_padded / group; 1: the whole row
+  float* scales = nullptr;      // [m, groups]     int8: x ~ scale * q, q in [-127, 127], scale = max|x| / 127
+  int32_t* sums = nullptr;      // [m, groups]     int8: sum of q
 };
 
 int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k);  // a multiple of 64
@@ -167,6 +202,19 @@ class OutputReader {
   ~OutputReader() = default;
 };
 
+// Biases that rows of a call have of their own (what an adapter adds), asked for tile by tile.
+class RowBiases {
+ public:
+  // Of rows [row, row + rows) of the call, at most kMaxTileRows, at lanes [first, first + lanes) of the packed form: out [rows][64],
+  // 64-byte aligned, with the weight's own bias; -0 where a row has none, which changes no sum. False: no row has any of its own.
+  virtual bool write(int64_t row, int64_t rows, int64_t first, int64_t lanes, float* out) const = 0;
+  // Those lanes are written soon: whatever is read for them may be brought into cache.
+  virtual void fetch(int64_t first, int64_t lanes) const = 0;
+
+ protected:
+  ~RowBiases() = default;
+};
+
 struct Epilogue {
   Store store = Store::f32;
   Activation activation = Activation::silu;  // read for gated weights only
@@ -174,6 +222,7 @@ struct Epilogue {
   int64_t out_stride = 0;              // elements from row to row
   const int32_t* out_rows = nullptr;   // row i goes to out row out_rows[i]; null: row i. No row twice in one call.
   const float* row_weights = nullptr;  // add_f32: weight of row i; null: 1
+  const RowBiases* biases = nullptr;   // without x_rows, or none
   OutputReader* reader = nullptr;      // f32 and add_f32: the calling thread's own, or none
 };
 

@@ -353,19 +353,22 @@ void finish_as(const FinishArgs& args) {
   const PackedLinear& w = *args.w;
   const int64_t first_lane = args.first_lane;
   __m512 scales[kLanes], bias[kLanes];
+  const float* biases = args.bias;
   __mmask16 masks[kStored];
   for (int v = 0; v < kLanes; ++v) {
     scales[v] = kWhole ? _mm512_load_ps(w.scales + first_lane + v * 16) : _mm512_setzero_ps();
-    bias[v] = w.bias != nullptr ? _mm512_load_ps(w.bias + first_lane + v * 16) : _mm512_setzero_ps();
+    bias[v] = biases != nullptr ? _mm512_load_ps(biases + v * 16) : _mm512_setzero_ps();
   }
   for (int v = 0; v < kStored; ++v) masks[v] = head(args.outputs - v * 16);
-  const bool has_bias = w.bias != nullptr;
+  const bool has_bias = biases != nullptr, has_own = args.bias_stride != 0;
   const Activation activation = args.activation;
   for (int64_t row = 0; row < args.rows; ++row) {
     __m512 y[kLanes];
     const float* acc = static_cast<const float*>(args.acc) + row * kPanelLanes;
     const __m512i offset = kWhole ? _mm512_set1_epi32(128 * *args.row_sums[row]) : _mm512_setzero_si512();
     const __m512 row_scale = kWhole ? _mm512_set1_ps(*args.row_scales[row]) : _mm512_setzero_ps();
+    if (has_own)
+      for (int v = 0; v < kLanes; ++v) bias[v] = _mm512_load_ps(biases + row * kPanelLanes + v * 16);
     for (int v = 0; v < kLanes; ++v) {
       y[v] = _mm512_load_ps(acc + v * 16);
       if constexpr (kWhole)
@@ -398,7 +401,7 @@ void finish_gate(const FinishArgs& args) {
 }
 
 void finish(const FinishArgs& args) {
-  args.w->shape.format == Format::bf16 ? finish_gate<false>(args) : finish_gate<true>(args);
+  has_lane_scales(args.w->shape.format) ? finish_gate<true>(args) : finish_gate<false>(args);
 }
 
 // ---- activations and packing -------------------------------------------------------------------------------------
@@ -523,6 +526,10 @@ void transpose_words(const uint32_t* words, int64_t stride, int64_t n_words, uin
 
 #include "quantize_int4.inl"
 
+#if !defined(__AVX512BF16__)
+#include "gemm_groups_avx512.inl"
+#endif
+
 constexpr XForm form_of(bool interleaved) { return interleaved ? XForm::words : XForm::rows; }
 
 // A few rows by their pointers, more interleaved. From 7 rows on the address registers run short.
@@ -572,6 +579,10 @@ extern const Tiles kInt4Tiles = {DIPTYCH_NARROW(6, tile_int4<), {}};
 extern const LinearKernels kLinear = {
     interleave_rows, widen_rows, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
+};
+extern const GroupTiles kGroupTiles = {
+    {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes)},
+    6, 4, tile_expanded<6, 4>, expand_groups, quantize_groups,
 };
 #endif
 

@@ -1,4 +1,5 @@
-// What the two drivers of the linear layers share: by register tiles (gemm.cpp) and by matrix tiles (gemm_matrix.cpp).
+// What the drivers of the linear layers share: by register tiles (gemm.cpp), by matrix tiles (gemm_matrix.cpp) and by groups
+// (gemm_groups.cpp).
 #pragma once
 
 #include <algorithm>
@@ -26,6 +27,7 @@ uint8_t* linear_scratch(int64_t bytes);
 void finish_tile(const LinearCall& call, int64_t panel, Range strips, Range rows, uint8_t* acc);
 
 void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thread, int threads);
+void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads);
 
 // Pieces of a panel: one strip (two where gated) for few rows where a thread has so few panels that the last ones would not be
 // shared evenly, else the panel.

@@ -75,13 +75,13 @@ Lanes scaled(const FinishArgs& args, int64_t row, int64_t strip) {
   const PackedLinear& w = *args.w;
   const int64_t at = row * kPanelStrips + strip, lane = args.first_lane + strip * kStripLanes;
   Lanes y;
-  if (w.shape.format == Format::bf16) {
+  if (!has_lane_scales(w.shape.format)) {
     y = static_cast<const Lanes*>(args.acc)[at];
   } else {
     const Whole sum = static_cast<const Whole*>(args.acc)[at] - 128 * *args.row_sums[row];
     y = __builtin_convertvector(sum, Lanes) * (*args.row_scales[row] * *reinterpret_cast<const Lanes*>(w.scales + lane));
   }
-  return w.bias == nullptr ? y : y + *reinterpret_cast<const Lanes*>(w.bias + lane);
+  return args.bias == nullptr ? y : y + *reinterpret_cast<const Lanes*>(args.bias + row * args.bias_stride + strip * kStripLanes);
 }
 
 void finish(const FinishArgs& args) {

@@ -7,6 +7,8 @@
 //   int4  word = 8 inputs q in [0, 15]: byte j holds input k+j in its low and k+4+j in its high nibble; step = 8 inputs.
 //         int4 is int8 written shorter: the u8 of int8 is unit * q + zero, whole numbers, one unit and zero per lane and group.
 //         Groups come in pairs: a line of heads (16 lanes of {u8 unit, u8 zero} for each of the two), then their steps.
+//   group4, group8  words as int4's and int8's (of codes). Four groups follow their heads: a line or more of scales [4][16] in the file's
+//         type, then zeros [4][16] u8 or minima [4][16] fp32; the last four may be fewer, their heads are not.
 // Gated weights interleave 16 gate lanes with the 16 up lanes of the same features.
 #pragma once
 
@@ -107,19 +109,69 @@ struct MatrixTiles {
   MatrixBlocking blocking;
 };
 
+// ---- group4 and group8 ----
+
+constexpr int64_t kHeadGroups = 4;   // groups that share a head
+constexpr int kDirectRows = 6;       // the most rows that meet the codes as they are packed
+
+// The level of a code of group4, but for zeros.
+constexpr int8_t kLevels[4][16] = {
+    {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},  // kvalues_iq4nl of llama.cpp
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},                    // twice E2M1 of the OCP microscaling formats
+};
+inline const int8_t* levels_of(const LinearShape& shape) { return kLevels[static_cast<int>(shape.grid.levels)]; }
+
+// A tile over whole groups: acc [rows][64] fp32, 64-byte aligned. For each group in ascending order, of each row and lane:
+//   sum = whole sum of level * q;   acc = fma(float(sum) * x_scale, scale, acc);   acc = fma(x_scale * float(sum of q), minimum, acc)
+// the last with minima only. Every tile of every set computes exactly that.
+struct GroupArgs {
+  const LinearShape* shape;
+  const uint8_t* x[kMaxTileRows];         // of each row at the first group
+  const float* x_scales[kMaxTileRows];
+  const int32_t* x_sums[kMaxTileRows];
+  int64_t groups;
+  float* acc;
+  bool resume;                            // acc holds the sums of earlier groups
+  const uint8_t* strip;                   // direct tiles: one packed strip, whole
+  const uint8_t* steps;                   // others: expanded strips, u8 = level + 128 in steps of int8,
+  int64_t steps_bytes;                    //   from strip to strip
+  const float* scales;                    //   [groups][16]
+  const float* minima;                    //   [groups][16] or null
+  int64_t scales_stride;                  //   of both, from strip to strip
+};
+using GroupKernel = void (*)(const GroupArgs& args);
+
+// Groups [first, first + count) of a strip as GroupArgs reads them; minima is not written where there are none.
+using ExpandGroups = void (*)(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales,
+                              float* minima);
+// A row of activations as quantize_row does it, each group by itself: scales, sums [count rounded up to kMaxGroup / group].
+using QuantizeGroups = void (*)(const void* x, Source source, int64_t count, int64_t group, int8_t* out, float* scales, int32_t* sums);
+
+struct GroupTiles {
+  GroupKernel direct[3][kDirectRows];  // one strip, by rows - 1: group4 with linear levels, group4 with others, group8; null: none
+  int64_t rows, strips;                // of the tile over expanded strips; strips 1, 2 or 4
+  GroupKernel expanded;                // computes all its rows
+  ExpandGroups expand;
+  QuantizeGroups quantize;
+};
+
 // rows [count] of n_words words each -> out [n_words][tile_rows], zero where row >= count.
 using InterleaveRows = void (*)(const uint8_t* const* rows, int64_t count, int64_t n_words, int64_t tile_rows, uint8_t* out);
 
 // The last act of a tile: scales, bias, activation, store. acc may be the output: a row is read before it is written.
 struct FinishArgs {
   const PackedLinear* w;
+  const float* bias;                      // of these lanes, 64-byte aligned, or null
+  int64_t bias_stride;                    // from row to row: 0 where all have the weight's
   int64_t first_lane;
   int64_t lanes;                          // 16 (not gated), 32 or 64
   int64_t rows;
   int64_t outputs;                        // of these lanes: as many (gated: half), fewer at the end
   const void* acc;                        // as TileArgs, at the first lane
-  const float* row_scales[kMaxTileRows];  // int8 and int4: one value each
-  const int32_t* row_sums[kMaxTileRows];  // int8 and int4: one value each
+  const float* row_scales[kMaxTileRows];  // int8 and int4: one value each; the sums of the others are fp32 and whole
+  const int32_t* row_sums[kMaxTileRows];
   void* out[kMaxTileRows];                // where these outputs of each row go, fp32 or bf16
   float row_weights[kMaxTileRows];        // add_f32
   Store store;
@@ -167,6 +219,9 @@ struct LinearKernels {
   ExpandInt4 expand_int4;
 };
 
+// Whether sums are whole numbers that the epilogue scales by lane.
+inline bool has_lane_scales(Format format) { return format == Format::int8 || format == Format::int4; }
+
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 // Row of W (checkpoint order) <-> lane of the packed form.
@@ -187,14 +242,36 @@ inline int64_t lane_of_row(const LinearShape& shape, int64_t row) {
 }
 
 inline int64_t inputs_per_step(Format format) {
-  return format == Format::bf16 ? 2 : format == Format::int8 ? 4 : 8;
+  return format == Format::bf16 ? 2 : format == Format::int8 || format == Format::group8 ? 4 : 8;
 }
 inline int64_t padded_inputs(const LinearShape& shape) {
-  return round_up(shape.k, shape.format == Format::int4 ? shape.group : 32);
+  return round_up(shape.k, shape.format == Format::int4 || is_grouped(shape.format) ? shape.group : 32);
 }
+inline int64_t bytes_of_scale(const LinearShape& shape) { return shape.grid.scale == Source::f32 ? 4 : 2; }
+inline int64_t bytes_of_offset(const LinearShape& shape) {
+  return shape.grid.offset == Offset::none ? 0 : shape.grid.offset == Offset::zeros ? 1 : 4;
+}
+
+// Where the parts of a group lie in its strip.
+struct GroupPlace {
+  int64_t scales, offsets, steps;
+};
+inline int64_t bytes_of_group_head(const LinearShape& shape) {
+  return kHeadGroups * kStripLanes * (bytes_of_scale(shape) + bytes_of_offset(shape));
+}
+inline int64_t bytes_of_group_steps(const LinearShape& shape) { return shape.group / inputs_per_step(shape.format) * kStepBytes; }
+inline GroupPlace place_of_group(const LinearShape& shape, int64_t group) {
+  const int64_t head = bytes_of_group_head(shape), steps = bytes_of_group_steps(shape), within = group % kHeadGroups;
+  const int64_t begin = group / kHeadGroups * (head + kHeadGroups * steps);
+  return {begin + within * kStripLanes * bytes_of_scale(shape),
+          begin + kHeadGroups * kStripLanes * bytes_of_scale(shape) + within * kStripLanes * bytes_of_offset(shape),
+          begin + head + within * steps};
+}
+
 inline int64_t bytes_of_strip(const LinearShape& shape) {
   const int64_t k = padded_inputs(shape);
   const int64_t steps = k / inputs_per_step(shape.format) * kStepBytes;
+  if (is_grouped(shape.format)) return steps + (k / shape.group + kHeadGroups - 1) / kHeadGroups * bytes_of_group_head(shape);
   return shape.format == Format::int4 ? steps + (k / shape.group + 1) / 2 * 2 * kHeadBytes : steps;
 }
 // Where the head and the first step of one int4 group lie in its strip.

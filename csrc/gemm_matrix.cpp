@@ -209,6 +209,9 @@ void linear_by_matrix(const LinearCall& call, const MatrixTiles& tiles, int thre
     ready = block;
     Piece piece = piece_at(tasks.current() % n_pieces);
     piece.next = begin_of(piece_at(tasks.following() % n_pieces));
+    const RowBiases* biases = is_narrow ? call.epilogue.biases : nullptr;
+    if (biases != nullptr)
+      biases->fetch(piece.panels.begin * kPanelLanes + piece.strips.begin * kStripLanes, (piece.strips.end - piece.strips.begin) * kStripLanes);
     Walk(job, x, piece, begin, end).run();
   }
   shape.end();

@@ -238,6 +238,14 @@ void tile_bf16(const TileArgs& args) {
 
 #endif
 
+#include "gemm_groups.inl"
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr TileKernel kTileOfGroups = tile_matrix<Int8Product, 6>;
+#else
+constexpr TileKernel kTileOfGroups = tile_int8<6>;
+#endif
+
 }  // namespace
 
 namespace DIPTYCH_ISA {
@@ -265,6 +273,9 @@ extern const Tiles kInt4Tiles = {{DIPTYCH_TILE(tile_int4, 1), DIPTYCH_TILE(tile_
 extern const LinearKernels kLinear = {
     nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
+};
+extern const GroupTiles kGroupTiles = {
+    {}, 6, 1, tile_groups<6, kTileOfGroups>, expand_groups<load_inputs>, quantize_groups<load_inputs, abs_max, quantize_int8>,
 };
 
 }  // namespace DIPTYCH_ISA

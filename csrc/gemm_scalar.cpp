@@ -36,6 +36,8 @@ void tile_int8(const TileArgs& args) {
   }
 }
 
+#include "gemm_groups.inl"
+
 }  // namespace
 
 namespace scalar {
@@ -46,6 +48,9 @@ extern const Tiles kInt4Tiles = {};
 extern const LinearKernels kLinear = {
     nullptr, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
     sum_groups, quantize_group, expand_int4,
+};
+extern const GroupTiles kGroupTiles = {
+    {}, 1, 1, tile_groups<1, tile_int8>, expand_groups<load_inputs>, quantize_groups<load_inputs, abs_max, quantize_int8>,
 };
 
 }  // namespace scalar

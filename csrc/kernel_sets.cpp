@@ -20,34 +20,43 @@ const KernelSet kSets[] = {
 #if defined(DIPTYCH_AMX)
     {"amx", kAvx512Needs | kTileNeeds, {},
      {&amx::kBf16Tiles, &amx::kInt8Tiles, &amx::kInt4Tiles},
+     &avx512_fma::kGroupTiles,
      &avx512::kLinear, &amx::kAttention, &avx512::kStep, &amx::kCeilings},
 #endif
     {"avx512", kAvx512Needs, {Capability::full_rate_bf16},
      {&avx512::kBf16Tiles, &avx512::kInt8Tiles, &avx512::kInt4Tiles},
+     &avx512_fma::kGroupTiles,
      &avx512::kLinear, &avx512::kAttention, &avx512::kStep, &avx512::kCeilings},
     {"avx512_fma", kAvx512FmaNeeds, {},
      {&avx512_fma::kBf16Tiles, &avx512_fma::kInt8Tiles, &avx512_fma::kInt4Tiles},
+     &avx512_fma::kGroupTiles,
      &avx512_fma::kLinear, &avx512_fma::kAttention, &avx512_fma::kStep, &avx512_fma::kCeilings},
     {"avx2", {Capability::avx2, Capability::fma, Capability::f16c}, {},
      {&avx2::kBf16Tiles, &avx2::kInt8Tiles, &avx2::kInt4Tiles},
+     &avx2::kGroupTiles,
      &avx2::kLinear, &avx2::kAttention, &avx2::kStep, &avx2::kCeilings},
 #elif defined(__aarch64__)
     {"neon_mmla", {Capability::asimd, Capability::asimddp, Capability::i8mm, Capability::bf16}, {},
      {&neon_mmla::kBf16Tiles, &neon_mmla::kInt8Tiles, &neon_mmla::kInt4Tiles},
+     &neon_mmla::kGroupTiles,
      &neon_mmla::kLinear, &neon_mmla::kAttention, &neon_mmla::kStep, &neon_mmla::kCeilings},
     {"neon_dot", {Capability::asimd, Capability::asimddp}, {},
      {&neon_dot::kBf16Tiles, &neon_dot::kInt8Tiles, &neon_dot::kInt4Tiles},
+     &neon_dot::kGroupTiles,
      &neon_dot::kLinear, &neon_dot::kAttention, &neon_dot::kStep, &neon_dot::kCeilings},
     {"neon", {Capability::asimd}, {},
      {&neon::kBf16Tiles, &neon::kInt8Tiles, &neon::kInt4Tiles},
+     &neon::kGroupTiles,
      &neon::kLinear, &neon::kAttention, &neon::kStep, &neon::kCeilings},
 #endif
     {"scalar", {}, {},
      {&scalar::kBf16Tiles, &scalar::kInt8Tiles, &scalar::kInt4Tiles},
+     &scalar::kGroupTiles,
      &scalar::kLinear, &scalar::kAttention, &scalar::kStep, &scalar::kCeilings},
 #if defined(__x86_64__)
     {"amx_twin", kAvx512Needs, {},
      {&amx_twin::kBf16Tiles, &amx_twin::kInt8Tiles, &amx_twin::kInt4Tiles},
+     &avx512_fma::kGroupTiles,
      &avx512::kLinear, &amx_twin::kAttention, &avx512::kStep, nullptr},
 #endif
 };

@@ -20,7 +20,8 @@ struct KernelSet {
   const char* name;
   Capabilities needs;
   Capabilities wants;       // where the processor lacks them, the next row that it runs is better
-  const Tiles* tiles[3];  // by Format
+  const Tiles* tiles[3];  // by Format, of bf16, int8 and int4
+  const GroupTiles* groups;
   const LinearKernels* linear;
   const AttentionKernels* attention;
   const StepKernels* step;
@@ -40,13 +41,14 @@ const KernelSet& kernel_set(const std::string& name);
 #define DIPTYCH_DECLARE_PARTS(isa)                                \
   namespace isa {                                                 \
   extern const Tiles kBf16Tiles, kInt8Tiles, kInt4Tiles;          \
+  extern const GroupTiles kGroupTiles;                            \
   extern const LinearKernels kLinear;                             \
   extern const AttentionKernels kAttention;                       \
   extern const StepKernels kStep;                                 \
   extern const CeilingLoops kCeilings;                            \
   }
-DIPTYCH_DECLARE_PARTS(amx)         // tiles, attention and ceilings; the rest is avx512's
-DIPTYCH_DECLARE_PARTS(amx_twin)    // tiles and attention
+DIPTYCH_DECLARE_PARTS(amx)         // tiles but for groups, attention and ceilings; the rest is avx512's
+DIPTYCH_DECLARE_PARTS(amx_twin)    // likewise, but for ceilings
 DIPTYCH_DECLARE_PARTS(avx512)
 DIPTYCH_DECLARE_PARTS(avx512_fma)
 DIPTYCH_DECLARE_PARTS(avx2)

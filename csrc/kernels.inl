@@ -6,11 +6,13 @@
 #include "draw.inl"
 #include "rope.inl"
 #include "attention.inl"
+#include "lora.inl"
 
 namespace diptych {
 namespace DIPTYCH_ISA {
 
-extern const StepKernels kStep = {rms_norm_row, rotate_token, add_row, softcap_row, embed_row, softmax_row, find_best, draw_row};
+extern const StepKernels kStep = {rms_norm_row, rotate_token, add_row, softcap_row, embed_row, softmax_row, find_best, draw_row,
+                                 widen_row,    shrink_rows,  expand_rows};
 
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

@@ -15,11 +15,8 @@
 #include <tuple>
 #include <utility>
 
-#include "ceilings.h"
+#include "module.h"
 #include "program.h"
-#include "team.h"
-
-namespace nb = nanobind;
 
 namespace diptych {
 namespace {
@@ -59,7 +56,25 @@ Kind named(const char* what, const std::string& name, std::initializer_list<std:
 }
 
 Format format_of(const std::string& name) {
-  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
+  return named<Format>("weight format", name, {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}, {"group4", Format::group4}, {"group8", Format::group8}});
+}
+
+Grid grid_of(const std::string& format, const std::string& scale, const std::string& grid) {
+  const bool is_bytes = format != "group4";
+  const auto [offset, levels] = named<std::pair<Offset, Table4>>("grid", grid, {
+      {"signed", {Offset::none, Table4::signed4}},
+      {"zeros", {Offset::zeros, Table4::unsigned4}},
+      {"minima", {Offset::minima, is_bytes ? Table4::signed4 : Table4::unsigned4}},
+      {"iq4_nl", {Offset::none, Table4::iq4_nl}},
+      {"e2m1", {Offset::none, Table4::e2m1}},
+  });
+  if (is_bytes && offset != Offset::minima && levels != Table4::signed4) throw std::invalid_argument(format + " has no grid " + grid);
+  return {named<Source>("type of scales", scale, {{"f32", Source::f32}, {"bf16", Source::bf16}, {"f16", Source::f16}}), offset, levels};
+}
+
+RowsKind rows_kind_of(const std::string& name) {
+  return named<RowsKind>("kind of rows", name, {{"bf16", RowsKind::bf16}, {"int8", RowsKind::int8}, {"group32", RowsKind::group32},
+                                                {"group64", RowsKind::group64}, {"group128", RowsKind::group128}});
 }
 
 Store store_of(const std::string& name) {
@@ -97,6 +112,41 @@ int add_linear(Program& program, const LinearShape& shape, const std::vector<Any
   return program.add_linear(shape, parts, bias_data);
 }
 
+// Codes [rows, k], scales and offsets [rows, groups] of one tensor.
+using Coded = std::tuple<BytesTable, AnyArray, std::optional<AnyArray>>;
+
+int add_coded_linear(Program& program, const LinearShape& shape, const std::vector<Coded>& arrays, std::optional<F32Vector> bias) {
+  std::vector<CodePart> parts;
+  int64_t rows = 0;
+  const int64_t groups = is_grouped(shape.format) ? (shape.k + shape.group - 1) / shape.group : 1;
+  for (const auto& [codes, scales, offsets] : arrays) {
+    const int64_t n = static_cast<int64_t>(codes.shape(0));
+    auto require = [&](const AnyArray& array) {
+      // the stride along an axis of one entry says nothing
+      const bool is_whole = array.ndim() == 2 && static_cast<int64_t>(array.shape(0)) == n && static_cast<int64_t>(array.shape(1)) == groups &&
+                            (groups == 1 || array.stride(1) == 1) && (n == 1 || array.stride(0) == groups);
+      if (!is_whole)
+        throw std::invalid_argument("scales and offsets must be contiguous, one for each row and group");
+    };
+    if (static_cast<int64_t>(codes.shape(1)) != shape.k) throw std::invalid_argument("the codes' second axis is not k");
+    require(scales);
+    if (source_of(scales) != shape.grid.scale) throw std::invalid_argument("the scales have another type than the shape says");
+    if (offsets.has_value() != (shape.grid.offset != Offset::none)) throw std::invalid_argument("the offsets and the shape's grid disagree");
+    if (offsets) {
+      require(*offsets);
+      const size_t bits = shape.grid.offset == Offset::zeros ? 8 : 32;
+      if (offsets->dtype().bits != bits) throw std::invalid_argument("the offsets have another type than the shape's grid");
+    }
+    parts.push_back({codes.data(), scales.data(), offsets ? offsets->data() : nullptr, n});
+    rows += n;
+  }
+  if (rows != shape.n) throw std::invalid_argument("the parts' rows do not add up to n");
+  if (bias.has_value() != shape.has_bias || (bias && static_cast<int64_t>(bias->shape(0)) != shape.n)) throw std::invalid_argument("the bias is not n long");
+  const float* bias_data = bias ? bias->data() : nullptr;
+  nb::gil_scoped_release release;
+  return program.add_coded_linear(shape, parts, bias_data);
+}
+
 int add_packed_linear(Program& program, const LinearShape& shape, Bytes blob) {
   if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(shape)) throw std::invalid_argument("the packed weight has another size");
   nb::gil_scoped_release release;
@@ -123,18 +173,6 @@ int add_random_part(Program& program, const LinearShape& shape, const LinearShap
   return program.add_random_part(shape, whole, ranges_of(rows), seed, amplitude);
 }
 
-using BytesView = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
-
-BytesView message_of(Team& team, int64_t bytes) {  // valid until a larger one is asked for
-  return BytesView(team.message(bytes), {static_cast<size_t>(bytes)}, nb::find(team));
-}
-
-BytesView outputs_of(Team& team, int64_t bytes) {
-  auto* held = new std::shared_ptr<SharedPages>(team.outputs(bytes));
-  nb::capsule owner(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<SharedPages>*>(p); });
-  return BytesView((*held)->data(), {static_cast<size_t>(bytes)}, owner);
-}
-
 int add_table(Program& program, AnyArray array) {
   require_matrix(array);
   if (array.stride(0) != static_cast<int64_t>(array.shape(1))) throw std::invalid_argument("a table must be contiguous");
@@ -147,7 +185,7 @@ int add_rows(Program& program, const std::string& format, int64_t width, int64_t
   buffer.shared = is_shared;
   buffer.kind = BufferKind::rows;
   buffer.width = width;
-  buffer.rows_kind = rows_kind(format_of(format));
+  buffer.rows_kind = rows_kind_of(format);
   buffer.rows_per_token = rows_per_token;
   return program.add_buffer(buffer);
 }
@@ -174,6 +212,31 @@ using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu
 using Input = std::optional<F32Matrix>;
 using Tapped = std::optional<std::pair<I32, F32CubeOut>>;  // numbers of taps, and [taps, T, width] to write them to
 
+using AdapterOf = std::optional<I32>;  // [S] each sequence's adapter, or -1
+
+void add_adapters(Step& step, const AdapterOf& adapters) {
+  if (!adapters) return;
+  if (static_cast<int64_t>(adapters->shape(0)) != step.n_sequences) throw std::invalid_argument("adapters must be as many as sequences");
+  step.adapters = adapters->data();
+}
+
+// Of one layer: its number, and of each part the rows [begin, end) that it adds to, A [ranks, k], and B [rows, ranks], scaled.
+using AdapterSites = std::vector<std::tuple<int, std::vector<std::tuple<int64_t, int64_t, F32Matrix, F32Matrix>>>>;
+
+int add_adapter(Program& program, const AdapterSites& sites) {
+  std::vector<std::pair<int, std::vector<AdapterPart>>> parts;
+  for (const auto& [weight, of_layer] : sites) {
+    auto& taken = parts.emplace_back(weight, std::vector<AdapterPart>{}).second;
+    for (const auto& [begin, end, a, b] : of_layer) {
+      if (static_cast<int64_t>(a.shape(1)) != program.linear_at(weight).shape.k || static_cast<int64_t>(b.shape(0)) != end - begin || a.shape(0) != b.shape(1))
+        throw std::invalid_argument("an adapter's A must be [ranks, k] and its B [rows, ranks]");
+      taken.push_back({begin, end, static_cast<int64_t>(a.shape(0)), a.data(), b.data()});
+    }
+  }
+  nb::gil_scoped_release release;
+  return program.add_adapter(parts);
+}
+
 void add_ends(const Program& program, Step& step, const Input& input, Tapped& tapped) {
   if (input) {
     if (static_cast<int64_t>(input->shape(0)) != step.n_tokens || static_cast<int64_t>(input->shape(1)) != program.input_width())
@@ -190,8 +253,9 @@ void add_ends(const Program& program, Step& step, const Input& input, Tapped& ta
 }
 
 void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-         F32Out logits, Input input, Tapped tapped) {
+         F32Out logits, Input input, Tapped tapped, AdapterOf adapters) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  add_adapters(step, adapters);
   add_ends(program, step, input, tapped);
   if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
@@ -201,8 +265,9 @@ void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I
 
 std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I32 token_ids, I32 query_start, I32 context_tokens,
                                                              I32Table block_table, I32 logits_rows, KvCache& kv, Input input,
-                                                             Tapped tapped) {
+                                                             Tapped tapped, AdapterOf adapters) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  add_adapters(step, adapters);
   add_ends(program, step, input, tapped);
   std::pair<std::vector<int32_t>, std::vector<float>> out;
   nb::gil_scoped_release release;
@@ -214,8 +279,9 @@ std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I
 }
 
 void run_hidden(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-                F32Out hidden) {
-  const Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+                F32Out hidden, AdapterOf adapters) {
+  Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
+  add_adapters(step, adapters);
   if (hidden.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(hidden.shape(1)) != program.hidden_width())
     throw std::invalid_argument("hidden must be [rows wanted, model dimension]");
   nb::gil_scoped_release release;
@@ -351,11 +417,13 @@ AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head
 
 void bind_shapes(nb::module_& m) {
   nb::class_<LinearShape>(m, "LinearShape")
-      .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias) {
+      .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias,
+                          const std::string& scale, const std::string& grid) {
         if (n < 1 || k < 1 || (is_gated && n % 2 != 0)) throw std::invalid_argument("n and k must be at least 1, and n even where it is gated");
         if (group != 32 && group != 64 && group != 128) throw std::invalid_argument("group must be 32, 64 or 128");
-        new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias};
-      }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false)
+        new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid)};
+      }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false,
+         nb::arg("scale") = "f32", nb::arg("grid") = "signed")
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
@@ -454,6 +522,7 @@ void bind_program(nb::module_& m) {
         new (place) Program(kernel_set(kernels), beside);
       }, nb::arg("kernels"), nb::arg("beside"))
       .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
+      .def("add_coded_linear", &add_coded_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
       .def("add_packed_part", &add_packed_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("blob"))
@@ -463,17 +532,22 @@ void bind_program(nb::module_& m) {
       .def("add_vector", [](Program& p, F32Vector v) { return p.add_vector(std::vector<float>(v.data(), v.data() + v.shape(0))); })
       .def("add_table", &add_table, nb::keep_alive<1, 2>())
       .def("add_rope", &Program::add_rope, nb::arg("inverse_frequency"), nb::arg("attention_factor"))
+      .def("add_adapter", &add_adapter, nb::arg("sites"))
+      .def("drop_adapter", &Program::drop_adapter, nb::arg("number"))
+      .def("adapter_bytes", &Program::adapter_bytes, nb::arg("number"))
       .def("add_f32", [](Program& p, int64_t width, int64_t rows, bool is_shared) { return add_plain(p, BufferKind::f32, width, rows, is_shared); },
            nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false)
       .def("add_bf16", [](Program& p, int64_t width, bool is_shared) { return add_plain(p, BufferKind::bf16, width, 1, is_shared); },
            nb::arg("width"), nb::arg("is_shared") = false)
       .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false)
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none())
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
+           nb::arg("adapters").none() = nb::none())
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none())
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
+           nb::arg("adapters").none() = nb::none())
       .def("run_hidden", &run_hidden, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"))
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none())
       .def_prop_ro("hidden_width", &Program::hidden_width)
       .def("tap_width", &Program::tap_width, nb::arg("number"))
       .def("argmax", &argmax)
@@ -492,66 +566,14 @@ void bind_program(nb::module_& m) {
   bind_operations(program);
 }
 
-void bind_team(nb::module_& m) {
-  nb::exception<TeamBroken>(m, "TeamBroken");
-  using NoGil = nb::call_guard<nb::gil_scoped_release>;
-  nb::class_<Team>(m, "Team")
-      .def(nb::init<int, int, int, bool>(), nb::arg("fd"), nb::arg("rank"), nb::arg("size"), nb::arg("is_crowded"))
-      .def_prop_ro("rank", &Team::rank)
-      .def_prop_ro("size", &Team::size)
-      .def_prop_ro("is_broken", &Team::is_broken)
-      .def("meet", [](Team& team) {
-        if (!team.meet()) throw TeamBroken("a rank is gone");
-      }, NoGil())
-      .def("break_up", &Team::break_up)
-      .def("say_error", &Team::say_error)
-      .def("error_of", &Team::error_of)
-      .def("message", &message_of, nb::arg("bytes"))
-      .def("post", &Team::post, nb::arg("kind"), nb::arg("bytes"))
-      .def("next", [](Team& team) {
-        std::pair<int32_t, int64_t> message;
-        if (!team.next(&message.first, &message.second)) throw TeamBroken("rank 0 has given the team up");
-        return message;
-      }, NoGil())
-      .def("outputs", &outputs_of, nb::arg("bytes"))
-      .def("give_back_outputs", &Team::give_back_outputs);
-}
-
-void bind_ceilings(nb::module_& m) {
-  m.def("measure_read_bytes_per_s", [](int64_t bytes, int threads, std::vector<int> cpus, int repeats) {
-    ThreadPool pool(threads, std::move(cpus));
-    return measure_read_bytes_per_s(pool, bytes, repeats);
-  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("measure_ops_per_s", [](const std::string& dtype, int threads, std::vector<int> cpus, int repeats) {
-    ThreadPool pool(threads, std::move(cpus));
-    if (dtype == "fp32") return measure_ops_per_s(&CeilingLoops::fp32_burst, pool, repeats);
-    if (dtype == "bf16") return measure_ops_per_s(&CeilingLoops::bf16_burst, pool, repeats);
-    if (dtype == "int8") return measure_ops_per_s(&CeilingLoops::int8_burst, pool, repeats);
-    throw std::invalid_argument("no ceiling for " + dtype + "; there are fp32, bf16 and int8");
-  }, nb::arg("dtype"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-}
-
 }  // namespace
 }  // namespace diptych
 
 NB_MODULE(_cpu, m) {
   nb::set_leak_warnings(false);  // daemon threads end with the process, and so does what they hold
   using namespace diptych;
-  bind_ceilings(m);
   bind_shapes(m);
   bind_kv(m);
   bind_program(m);
-  bind_team(m);
-  m.def("capabilities", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < static_cast<int>(Capability::count); ++i)
-      if (const Capability one = static_cast<Capability>(i); cpu_capabilities().has(one)) names.push_back(capability_name(one));
-    return names;
-  });
-  m.def("kernel_set_refusal", &kernel_set_refusal);
-  m.def("kernel_sets", [] {  // best first
-    std::vector<std::string> names;
-    for (const KernelSet* set : kernel_sets()) names.push_back(set->name);
-    return names;
-  });
+  bind_machine(m);
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernel_sets.h"
+#include "pack.h"
 
 namespace diptych {
 namespace {
@@ -128,23 +129,6 @@ void pack_int4(const LinearKernels& kernels, const LinearShape& shape, const Sou
   }
 }
 
-struct Blob {
-  uint8_t* panels;
-  float* scales;  // null for bf16
-  float* bias;    // null without
-};
-
-Blob lay_out(const LinearShape& shape, void* blob) {
-  Blob parts;
-  const int64_t lanes = packed_lanes(shape);
-  parts.panels = static_cast<uint8_t*>(blob);
-  uint8_t* next = parts.panels + lanes / kPanelLanes * bytes_of_panel(shape);
-  parts.scales = shape.format != Format::bf16 ? reinterpret_cast<float*>(next) : nullptr;
-  if (parts.scales != nullptr) next += lanes * 4;
-  parts.bias = shape.has_bias ? reinterpret_cast<float*>(next) : nullptr;
-  return parts;
-}
-
 // splitmix64: the random weights of pack_random, a function of position alone.
 uint64_t mix(uint64_t value) {
   value += 0x9e3779b97f4a7c15ull;
@@ -161,14 +145,26 @@ void pack_panel(const LinearKernels& kernels, const LinearShape& shape, const So
     case Format::bf16: pack_bf16(kernels, shape, rows, scratch, out); break;
     case Format::int8: pack_int8(kernels, shape, rows, scratch, out, scales); break;
     case Format::int4: pack_int4(kernels, shape, rows, scratch, out, scales); break;
+    case Format::group4: case Format::group8: break;  // of codes only: pack_codes
   }
 }
 
 }  // namespace
 
+Blob lay_out(const LinearShape& shape, void* blob) {
+  Blob parts;
+  const int64_t lanes = packed_lanes(shape);
+  parts.panels = static_cast<uint8_t*>(blob);
+  uint8_t* next = parts.panels + lanes / kPanelLanes * bytes_of_panel(shape);
+  parts.scales = has_lane_scales(shape.format) ? reinterpret_cast<float*>(next) : nullptr;
+  if (parts.scales != nullptr) next += lanes * 4;
+  parts.bias = shape.has_bias ? reinterpret_cast<float*>(next) : nullptr;
+  return parts;
+}
+
 int64_t packed_bytes(const LinearShape& shape) {
   const int64_t lanes = packed_lanes(shape);
-  return lanes / kPanelLanes * bytes_of_panel(shape) + (shape.format != Format::bf16 ? lanes * 4 : 0) +
+  return lanes / kPanelLanes * bytes_of_panel(shape) + (has_lane_scales(shape.format) ? lanes * 4 : 0) +
          (shape.has_bias ? lanes * 4 : 0);
 }
 
@@ -237,7 +233,8 @@ void check_part(const LinearShape& shape, const LinearShape& whole, const std::v
     if (range.begin < 0 || range.begin > range.end || range.end > whole.n) throw std::invalid_argument("no such rows");
     n += range.end - range.begin;
   }
-  if (n != shape.n || shape.k != whole.k || shape.format != whole.format || shape.gated != whole.gated || shape.has_bias != whole.has_bias)
+  if (n != shape.n || shape.k != whole.k || shape.format != whole.format || shape.group != whole.group || shape.grid.scale != whole.grid.scale ||
+      shape.grid.offset != whole.grid.offset || shape.grid.levels != whole.grid.levels || shape.gated != whole.gated || shape.has_bias != whole.has_bias)
     throw std::invalid_argument("a part of a weight has its rows and all else of the whole");
   for (int64_t lane = 0; lane < packed_lanes(shape); lane += kStripLanes) strip_of_whole(shape, whole, rows, lane);
 }
@@ -258,6 +255,10 @@ void copy_packed_part(const LinearShape& shape, const LinearShape& whole, const 
 
 void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads,
                  const LinearShape* whole, const std::vector<Range>* part) {
+  if (is_grouped(shape.format)) {
+    if (part != nullptr) throw std::invalid_argument("random codes have no parts");
+    return pack_random_codes(set, shape, seed, amplitude, blob, thread, threads);
+  }
   const LinearKernels& kernels = *set.linear;
   const Blob out = lay_out(shape, blob);
   const Range mine = share(packed_lanes(shape) / kPanelLanes, thread, threads);
@@ -292,6 +293,7 @@ float bf16_value(uint16_t bits) {
 }
 
 float weight_at(const PackedLinear& w, int64_t lane, int64_t k) {
+  if (is_grouped(w.shape.format)) return group_weight_at(w, lane, k);
   const uint8_t* strip = w.panels + lane / kStripLanes * (w.panel_bytes / kPanelStrips);
   const int64_t within = lane % kStripLanes;
   if (w.shape.format == Format::bf16) {

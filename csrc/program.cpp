@@ -64,6 +64,15 @@ int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>&
   return static_cast<int>(linears_.size()) - 1;
 }
 
+int Program::add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias) {
+  uint8_t* blob = reserve_weights(packed_bytes(shape));
+  pool_.run([&](int thread, int threads) {
+    pack_codes(kernels_, shape, parts.data(), static_cast<int64_t>(parts.size()), bias, blob, thread, threads);
+  });
+  linears_.push_back(view_packed(shape, blob));
+  return static_cast<int>(linears_.size()) - 1;
+}
+
 int Program::add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude) {
   uint8_t* blob = reserve_weights(packed_bytes(shape));
   pool_.run([&](int thread, int threads) { pack_random(kernels_, shape, seed, amplitude, blob, thread, threads); });
@@ -121,6 +130,27 @@ int Program::add_buffer(const Buffer& buffer) {
   if (buffer.shared && team_ == nullptr) throw std::invalid_argument("a program of one rank has no shared buffers");
   buffers_.push_back(buffer);
   return static_cast<int>(buffers_.size()) - 1;
+}
+
+int Program::add_adapter(const std::vector<std::pair<int, std::vector<AdapterPart>>>& sites) {
+  std::vector<AdapterParts> parts;
+  for (const auto& [weight, of_layer] : sites) parts.push_back({weight, linears_.at(weight), of_layer});
+  auto adapter = pack_adapter(kernels_, parts);
+  auto place = std::find(adapters_.begin(), adapters_.end(), nullptr);
+  if (place == adapters_.end()) place = adapters_.insert(place, nullptr);
+  *place = std::move(adapter);
+  return static_cast<int>(place - adapters_.begin());
+}
+
+void Program::drop_adapter(int number) {
+  adapter_bytes(number);
+  adapters_[number] = nullptr;
+}
+
+int64_t Program::adapter_bytes(int number) const {
+  if (number < 0 || number >= static_cast<int>(adapters_.size()) || adapters_[number] == nullptr)
+    throw std::invalid_argument("there is no adapter " + std::to_string(number));
+  return adapters_[number]->bytes();
 }
 
 int64_t Program::weight_bytes() const {
@@ -411,6 +441,8 @@ void Program::check(const Step& step, const KvCache& kv) const {
       break;
     }
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);
+  for (int64_t s = 0; step.adapters != nullptr && s < step.n_sequences; ++s)
+    if (step.adapters[s] != -1) adapter_bytes(step.adapters[s]);
   for (int64_t t = 0; t < step.n_tokens; ++t)
     require(step.token_ids[t] >= 0 && step.token_ids[t] < table_rows_, "a token id is outside the vocabulary");
   for (int64_t r = 0; r < step.n_logits; ++r)

@@ -22,6 +22,7 @@
 #include <variant>
 #include <vector>
 
+#include "adapters.h"
 #include "attention_plan.h"
 #include "gemm.h"
 #include "kernel_sets.h"
@@ -47,6 +48,7 @@ struct Step {
   const int32_t* tapped = nullptr;       // [n_tapped] numbers of the taps wanted
   float* taps = nullptr;                 // [n_tapped, T, width], written
   int64_t n_tapped = 0;
+  const int32_t* adapters = nullptr;     // [S] each sequence's adapter, -1: none; null: none has any
 };
 
 enum class BufferKind : int32_t { f32, bf16, rows };
@@ -141,8 +143,9 @@ class Program {
   Program(const KernelSet& kernels, int threads, std::vector<int> cpus);  // threads and cpus as ThreadPool
   Program(const KernelSet& kernels, const Program& beside);  // on the threads of another, which runs when this one does not
 
-  // Weights. Packing runs on the pool. The three forms: from rows, random, and already packed bytes (copied).
+  // Weights. Packing runs on the pool. From rows, from codes, random, and already packed bytes (copied).
   int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias);
+  int add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias);
   int add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude);
   int add_packed_linear(const LinearShape& shape, const uint8_t* blob);
   // Rows of a larger weight, which was packed whole, or is random. Throws std::invalid_argument where they cut a strip of it.
@@ -152,6 +155,10 @@ class Program {
   int add_table(const Table& table);
   int add_rope(std::vector<double> inverse_frequency, double attention_factor);
   int add_buffer(const Buffer& buffer);
+  // Adapters (adapters.h) come and go between runs. Numbers of dropped ones are given again.
+  int add_adapter(const std::vector<std::pair<int, std::vector<AdapterPart>>>& sites);  // by weight
+  void drop_adapter(int number);  // throws std::invalid_argument where there is none
+  int64_t adapter_bytes(int number) const;
   void record(Category category, OpBody body);
 
   // Makes the program one rank's, before its buffers are added. The team outlives it.
@@ -225,6 +232,8 @@ class Program {
   std::vector<RopeTable> ropes_;
   std::vector<Buffer> buffers_;
   std::vector<Op> ops_;
+  std::vector<std::unique_ptr<Adapter>> adapters_;  // null: dropped
+  AdaptedRows adapted_;                             // of the step
   std::vector<AttentionShape> attention_shapes_;  // distinct windows
   std::vector<AttentionPlan> attention_plans_;    // one for each distinct window
   std::vector<int> plan_of_op_;                   // index by op; only read for attention

@@ -188,8 +188,16 @@ Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation, 
 }
 
 void Program::Run::run(const LinearOp& op, size_t, int thread, int threads) const {
-  linear(set, program.linears_[op.weight], buffer(op.rows).rows, nullptr, step.n_tokens, epilogue_to(op.out, op.store, op.activation, op.column),
-         thread, threads);
+  const PackedLinear& weight = program.linears_[op.weight];
+  const Rows& rows = buffer(op.rows).rows;
+  Epilogue epilogue = epilogue_to(op.out, op.store, op.activation, op.column);
+  const AdapterBiases biases(set, program.adapted_, op.weight, weight);
+  if (program.adapted_.have_site(op.weight)) {
+    program.adapted_.shrink(set, op.weight, rows, thread, threads);
+    barrier(thread);
+    epilogue.biases = &biases;
+  }
+  linear(set, weight, rows, nullptr, step.n_tokens, epilogue, thread, threads);
 }
 
 void Program::Run::run(const RotateOp& op, size_t, int thread, int threads) const {
@@ -474,6 +482,7 @@ void Program::compute(const Step& step, KvCache& kv, const Results& results) {
   reserve(step.n_tokens);
   place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);
+  adapted_.plan(step.adapters, step.query_start, step.n_sequences, adapters_);
   int64_t positions = 0;
   for (int64_t s = 0; s < step.n_sequences; ++s) positions = positions < step.context_tokens[s] ? step.context_tokens[s] : positions;
   for (RopeTable& rope : ropes_) rope.grow(positions);

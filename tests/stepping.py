@@ -24,6 +24,7 @@ class Stepper:
         self._free = np.random.default_rng(0).permutation(n_blocks).tolist()
         self.tables: dict[str, list[int]] = {}
         self.lengths: dict[str, int] = {}
+        self.adapters: dict[str, int] = {}  # of the sequences that have one
 
     def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
         """One forward over all chunks; [tokens, V] fp32 on the CPU for each."""
@@ -53,7 +54,13 @@ class Stepper:
             context_tokens_S=np.array(ends, dtype=np.int32),
             block_table_SM=np.array(tables, dtype=np.int32),
             logits_rows_R=np.array(list(rows), dtype=np.int32),
+            adapters_S=self._adapters_of(chunks),
         )
+
+    def _adapters_of(self, chunks: Mapping[str, Sequence[int]]) -> np.ndarray | None:
+        if not self.adapters:
+            return None
+        return np.array([self.adapters.get(name, -1) for name in chunks], dtype=np.int32)
 
     def prefill(self, name: str, tokens: Sequence[int], *, chunk: int | None = None) -> torch.Tensor:
         """All of a prompt in chunks (None: whole); logits at every position."""

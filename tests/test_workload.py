@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from itertools import islice
 
@@ -16,8 +17,10 @@ from diptych.workload import (
     arrivals,
     items_of,
     make_workload,
+    open_trace,
     read_azure_csv,
     read_mooncake_jsonl,
+    read_trace,
     spread_ticks,
     token_ids_of,
 )
@@ -180,3 +183,31 @@ def test_a_load_drawn_one_by_one_is_the_same_load():
     """Prefixes, lengths and arrivals draw from streams of their own, whoever asks."""
     wanted = spec(shared_prefix_tokens=64, n_prefixes=3)
     assert tuple(items_of(wanted)) == make_workload(wanted)
+
+
+def test_a_trace_is_read_item_by_item(tmp_path):
+    """A day of a million requests was held in memory whole; now a line is let go before the next is read."""
+    path = tmp_path / "day.csv"
+    rows = (f"2023-11-16 18:{i // 60:02}:{i % 60:02}.5,{100 + i % 900},{1 + i % 50}\n" for i in range(3600))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(rows), "utf-8")
+    whole = read_trace(path)
+    tracemalloc.start()
+    try:
+        trace = open_trace(path)
+        peak_bytes = 0
+        for i, item in enumerate(trace):
+            assert item == whole[i]
+            if i % 200 == 0:
+                peak_bytes = max(peak_bytes, tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert trace.n_requests == len(whole) == 3600
+    assert peak_bytes < 100_000, "a WorkloadItem alone takes 100 bytes and more"
+
+
+def test_a_trace_out_of_order_is_sorted_as_before(tmp_path):
+    """Streaming must not hand out what comes later in the file and earlier in time too late."""
+    path = tmp_path / "t.jsonl"
+    lines = [{"timestamp": ms, "input_length": 10, "output_length": n} for n, ms in enumerate((3000, 0, 0, 9000), 1)]
+    path.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    assert [(item.at_s, item.output_tokens) for item in open_trace(path, limit=3)] == [(0.0, 2), (1.5, 3), (3.0, 1)]

@@ -39,7 +39,7 @@ def tokens_per_step(
     """Greedy or sampled, one sequence at a time."""
     named = {"draft_model": str(draft)} if draft is not None else {}
     llm = LLM(loaded, speculate=drafter, max_draft_tokens=depth, max_running_sequences=1, **named)
-    llm.engine.core._scheduler.depths = EveryGuess(rows=1 + depth)
+    llm.engine.core._scheduler.drafts.depths = EveryGuess(rows=1 + depth)
     steps: list[object] = []
     llm.engine.book.on_step.append(steps.append)
     done = llm.generate(prompts, SamplingParams(max_tokens=96, temperature=temperature, seed=5, ignore_eos=True))

@@ -91,10 +91,10 @@ Model make_model(ThreadPool& pool, const ModelShape& shape, Format format, int64
   Model model;
   while (model.bytes < bytes) {
     Layer layer;
-    layer.qkv = make_linear(pool, model, {format, shape.qkv, shape.hidden, group, false, true});
-    layer.out = make_linear(pool, model, {format, shape.hidden, shape.hidden, group, false, false});
-    layer.gate_up = make_linear(pool, model, {format, 2 * shape.ffn, shape.hidden, group, true, false});
-    layer.down = make_linear(pool, model, {format, shape.hidden, shape.ffn, group, false, false});
+    layer.qkv = make_linear(pool, model, {format, shape.qkv, shape.hidden, group, false, true, {}});
+    layer.out = make_linear(pool, model, {format, shape.hidden, shape.hidden, group, false, false, {}});
+    layer.gate_up = make_linear(pool, model, {format, 2 * shape.ffn, shape.hidden, group, true, false, {}});
+    layer.down = make_linear(pool, model, {format, shape.hidden, shape.ffn, group, false, false, {}});
     model.layers.push_back(layer);
   }
   return model;
@@ -106,9 +106,9 @@ struct Buffers {
   float *f32_hidden, *f32_out, *residual;
 };
 
-Buffers make_buffers(const ModelShape& shape, Format format, int64_t m) {
+Buffers make_buffers(const ModelShape& shape, Format format, int64_t group, int64_t m) {
   Buffers buffers;
-  const RowsKind kind = rows_kind(format);
+  const RowsKind kind = rows_kind(format, group);
   const int64_t wide = std::max(shape.qkv, shape.ffn);
   const int64_t sizes[] = {rows_bytes(kind, m, shape.hidden), rows_bytes(kind, m, shape.ffn), m * shape.hidden * 4,
                            m * wide * 4, m * shape.hidden * 4};
@@ -171,7 +171,11 @@ struct Options {
 };
 
 Format format_of(const std::string& name) {
-  return name == "bf16" ? Format::bf16 : name == "int8" ? Format::int8 : Format::int4;
+  return name == "bf16"     ? Format::bf16
+         : name == "int8"   ? Format::int8
+         : name == "group4" ? Format::group4
+         : name == "group8" ? Format::group8
+                            : Format::int4;
 }
 
 // One measurement between two of the bandwidth: memory here changes speed within seconds.
@@ -197,7 +201,7 @@ void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& na
   const double layer_bytes = static_cast<double>(model.bytes) / model.layers.size();
   const double layer_weights = static_cast<double>(model.weights) / model.layers.size();
   for (int64_t m : options.rows) {
-    const Buffers buffers = make_buffers(shape, format, m);
+    const Buffers buffers = make_buffers(shape, format, options.group, m);
     const double operations = 2.0 * static_cast<double>(m) * layer_weights;
     const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(2.5e11 / operations));
     const int64_t layers = std::min<int64_t>(wanted, model.layers.size());

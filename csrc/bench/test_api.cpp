@@ -15,8 +15,9 @@ namespace {
 
 using namespace diptych;
 
-LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias
-  return {static_cast<Format>(v[0]), v[1], v[2], v[3], v[4] != 0, v[5] != 0};
+LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias, scale, offset, levels
+  return {static_cast<Format>(v[0]), v[1], v[2], v[3], v[4] != 0, v[5] != 0,
+          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Table4>(v[8])}};
 }
 
 }  // namespace
@@ -40,19 +41,30 @@ EXPORT void kernels_pack(const KernelSet* set, const int64_t* shape, const int64
   pool.run([&](int thread, int count) { pack_linear(*set, make_shape(shape), list.data(), n_parts, bias, blob, thread, count); });
 }
 
+// parts: n_parts times (codes, scales, offsets, rows)
+EXPORT void kernels_pack_codes(const KernelSet* set, const int64_t* shape, const int64_t* parts, int64_t n_parts, const float* bias, void* blob, int threads) {
+  std::vector<CodePart> list;
+  for (int64_t i = 0; i < n_parts; ++i) {
+    const int64_t* p = parts + 4 * i;
+    list.push_back({reinterpret_cast<const uint8_t*>(p[0]), reinterpret_cast<const void*>(p[1]), reinterpret_cast<const void*>(p[2]), p[3]});
+  }
+  ThreadPool pool(threads);
+  pool.run([&](int thread, int count) { pack_codes(*set, make_shape(shape), list.data(), n_parts, bias, blob, thread, count); });
+}
+
 EXPORT void kernels_unpack(const int64_t* shape, const void* blob, float* out) {
   const LinearShape wanted = make_shape(shape);
   unpack_rows(view_packed(wanted, blob), 0, wanted.n, out, wanted.k);
 }
 
-// x [x_rows_count, k] fp32 -> what the int8 or bf16 rows stand for, fp32, and the raw bytes of the int8 rows.
+// x [x_rows_count, k] fp32 -> the raw values of the rows, int8 or bf16, and the scales of the int8 rows [m, groups].
 EXPORT void kernels_prepare(const KernelSet* set, int kind, int64_t m, int64_t k, const float* x, int8_t* q, float* scales) {
   PageBuffer memory(rows_bytes(static_cast<RowsKind>(kind), m, k));
   const Rows rows = view_rows(static_cast<RowsKind>(kind), m, k, memory.data());
   prepare_rows(*set, rows, x, k, 0, m);
   const int64_t element = rows.kind == RowsKind::bf16 ? 2 : 1;
   for (int64_t row = 0; row < m; ++row) std::memcpy(q + row * k * element, rows.data + row * rows.stride_bytes, k * element);
-  if (rows.kind == RowsKind::int8) std::memcpy(scales, rows.scales, m * sizeof(float));
+  if (rows.kind != RowsKind::bf16) std::memcpy(scales, rows.scales, m * rows.groups * sizeof(float));
 }
 
 // out [., out_stride] is fp32 or bf16 as store says. row_ids, out_rows [m] and weights [m] may be null.
@@ -60,7 +72,7 @@ EXPORT void kernels_linear(const KernelSet* set, const int64_t* shape, const voi
                            const int32_t* row_ids, int64_t m, int store, int activation, void* out, int64_t out_stride, const int32_t* out_rows,
                            const float* weights, int threads) {
   const PackedLinear w = view_packed(make_shape(shape), blob);
-  const RowsKind kind = rows_kind(w.shape.format);
+  const RowsKind kind = rows_kind(w.shape);
   PageBuffer memory(rows_bytes(kind, x_count, w.shape.k));
   const Rows rows = view_rows(kind, x_count, w.shape.k, memory.data());
   const Epilogue epilogue{static_cast<Store>(store), static_cast<Activation>(activation), out, out_stride, out_rows, weights};

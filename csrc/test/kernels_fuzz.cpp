@@ -1,6 +1,6 @@
 // Random shapes through whole programs for a number of seconds, every kernel set, meant to run under sanitizers:
 //   kernels_fuzz [seconds [seed]]
-// Each round builds a small random model (dense or experts, every weight and cache format) for two sets, computes one prompt whole,
+// Each round builds a small random model (dense or experts, every weight and cache format, some adapters) for two sets, computes one prompt whole,
 // and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit for bit, and the best found without them must
 // be theirs. Exit 1 on a difference.
 #include <algorithm>
@@ -25,6 +25,7 @@ struct Model {
   KvFormat kv;
   Activation activation;
   bool has_softcap, has_norms, has_full_norm;
+  int64_t n_adapters;
 };
 
 class World {
@@ -47,6 +48,7 @@ class World {
     m.weights = static_cast<Format>(pick(0, 2)), m.kv = static_cast<KvFormat>(pick(0, 1));
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
+    m.n_adapters = pick(0, 3);
     return m;
   }
 
@@ -119,16 +121,39 @@ class Recorder {
       p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
     }
     p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m.weights, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true});
+    for (int64_t i = 0; i < m.n_adapters; ++i) add_adapter();
   }
 
  private:
+  // Random ranks for one or two parts of some of the layers; some adapters have nothing at all.
+  void add_adapter() {
+    std::vector<std::vector<float>> values;
+    std::vector<std::pair<int, std::vector<AdapterPart>>> sites;
+    for (const int weight : dense_) {
+      if (w_.pick(0, 2) == 0) continue;
+      const LinearShape& shape = p_.linear_at(weight).shape;
+      std::vector<AdapterPart> parts;
+      for (int64_t begin = w_.pick(0, shape.n / 2); begin < shape.n && parts.size() < 2;) {
+        const int64_t end = w_.pick(begin + 1, shape.n), ranks = w_.pick(1, 20);
+        values.push_back(w_.floats(ranks * shape.k, -0.2f, 0.2f));
+        values.push_back(w_.floats((end - begin) * ranks, -0.2f, 0.2f));
+        parts.push_back({begin, end, ranks, values[values.size() - 2].data(), values.back().data()});
+        begin = end;
+      }
+      if (!parts.empty()) sites.emplace_back(weight, parts);
+    }
+    p_.add_adapter(sites);
+  }
+
   int norm(int64_t n) { return p_.add_vector(w_.floats(n, 0.5f, 1.5f)); }
 
   int linear(int64_t n, int64_t k, bool is_gated = false) {
     LinearShape shape{m_.weights, n, k, 32, is_gated, w_.pick(0, 1) == 1};
     const float bound = 1.7f / std::max(1.0f, __builtin_sqrtf(static_cast<float>(k)));
     const std::vector<float> values = w_.floats(n * k, -bound, bound), bias = w_.floats(n, -0.5f, 0.5f);
-    return p_.add_linear(shape, {{values.data(), Source::f32, n, k}}, shape.has_bias ? bias.data() : nullptr);
+    const int weight = p_.add_linear(shape, {{values.data(), Source::f32, n, k}}, shape.has_bias ? bias.data() : nullptr);
+    dense_.push_back(weight);
+    return weight;
   }
 
   void experts(int rows, int router_rows, int y) {
@@ -147,6 +172,7 @@ class Recorder {
   Program& p_;
   World& w_;
   const Model& m_;
+  std::vector<int> dense_;  // experts among them: what they have is never asked for
   int x_;
 };
 
@@ -174,7 +200,9 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   std::vector<float> logits(n * m.vocab);
   std::vector<int64_t> lengths(1 + neighbours, 0);
   for (int64_t at = 0; at < n;) {
-    std::vector<int32_t> ids, starts{0}, contexts, wanted;
+    std::vector<int32_t> ids, starts{0}, contexts, wanted, adapters;
+    for (int64_t s = 0; s <= neighbours; ++s)
+      adapters.push_back(static_cast<int32_t>(s == 0 ? prompt[0] % (m.n_adapters + 1) - 1 : world.pick(-1, m.n_adapters - 1)));
     for (int64_t s = 0; s <= neighbours; ++s) {
       const int64_t take = std::min(n - lengths[s], world.pick(1, largest_chunk));
       for (int64_t i = 0; i < take; ++i) {
@@ -188,8 +216,9 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
       lengths[s] += take;
       starts.push_back(static_cast<int32_t>(ids.size())), contexts.push_back(static_cast<int32_t>(lengths[s]));
     }
-    const Step step{ids.data(), starts.data(), contexts.data(), table.data(), wanted.data(),
+    Step step{ids.data(), starts.data(), contexts.data(), table.data(), wanted.data(),
                     static_cast<int64_t>(ids.size()), 1 + neighbours, per_sequence, static_cast<int64_t>(wanted.size())};
+    if (m.n_adapters > 0) step.adapters = adapters.data();
     program.run(step, kv, logits.data() + at * m.vocab);
     if (!has_same_best(program, step, kv, logits.data() + at * m.vocab)) return {};
     at += static_cast<int64_t>(wanted.size());

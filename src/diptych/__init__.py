@@ -15,12 +15,13 @@ from diptych.ground.request import SamplingParams
 from diptych.ground.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from diptych.engine.llm import LLM, AsyncLLM
+    from diptych.engine.async_llm import AsyncLLM
+    from diptych.engine.llm import LLM
     from diptych.engine.phases import TwoPhase
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "TwoPhase", "__version__"]
 
-_LAZY = {"LLM": "diptych.engine.llm", "AsyncLLM": "diptych.engine.llm", "TwoPhase": "diptych.engine.phases"}
+_LAZY = {"LLM": "diptych.engine.llm", "AsyncLLM": "diptych.engine.async_llm", "TwoPhase": "diptych.engine.phases"}
 
 
 def __getattr__(name: str) -> Any:

@@ -169,36 +169,89 @@ def requests_of(spec: WorkloadSpec, *, vocab_size: int, token_seed: int = 0, nam
     ]
 
 
-def read_trace(path: Path) -> tuple[WorkloadItem, ...]:
-    """A trace of any format known here, told by its first line. Raises ConfigError for another, and for an empty one.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A trace file that was read through once, so every line of it is sound. Iterating reads it again, one item at a time.
 
-    A mooncake trace's requests are spread over their tick (`spread_ticks`).
+    shares_prefixes: some prompt names its blocks; such a trace's requests are spread over their tick (`spread_ticks`).
+    in_memory: the items themselves, where the file has them out of order.
     """
+
+    path: Path
+    n_requests: int
+    shares_prefixes: bool
+    first_s: float = 0.0
+    in_memory: tuple[WorkloadItem, ...] | None = None
+
+    def __iter__(self) -> Iterator[WorkloadItem]:
+        """In order of time, the first at 0."""
+        items = self.in_memory
+        return islice(self._streamed() if items is None else items, self.n_requests)
+
+    def _streamed(self) -> Iterator[WorkloadItem]:
+        return _spread(self.path, _items(_entries(self.path), self.first_s))
+
+
+def open_trace(path: Path, *, limit: int | None = None) -> Trace:
+    """A trace of any format known here, told by its first line. limit: only the first so many of its requests.
+
+    Raises ConfigError for another format, for a line that cannot be read, and for a trace without requests.
+    """
+    n, last_s, first_s, is_in_order, shares = 0, -math.inf, math.inf, True, False
+    for entry in _entries(path):
+        n += 1
+        first_s = min(first_s, entry.at_s)
+        is_in_order = is_in_order and entry.at_s >= last_s
+        last_s = entry.at_s
+        shares = shares or bool(entry.hash_ids)
+    if not n:
+        raise ConfigError(f"{path.name} has 0 requests; a trace needs at least 1")
+    items = None
+    if not is_in_order:
+        entries = sorted(_entries(path), key=lambda entry: entry.at_s)
+        items = tuple(_spread(path, _items(entries, first_s)))
+    n = n if limit is None else min(n, limit)
+    return Trace(path=path, n_requests=n, shares_prefixes=shares, first_s=first_s, in_memory=items)
+
+
+def read_trace(path: Path) -> tuple[WorkloadItem, ...]:
+    """All of it at once."""
+    return tuple(open_trace(path))
+
+
+def _is_mooncake(path: Path) -> bool:
+    return _head(path).startswith("{")
+
+
+def _head(path: Path) -> str:
+    with path.open(encoding="utf-8-sig") as file:
+        return file.readline().lstrip()
+
+
+def _entries(path: Path) -> Iterator[_Entry]:
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            head = file.readline()
-        is_json = head.lstrip().startswith("{")
-        items = spread_ticks(read_mooncake_jsonl(path)) if is_json else read_azure_csv(path)
+        yield from _mooncake_entries(path) if _is_mooncake(path) else _azure_entries(path)
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the trace {path}: it is no UTF-8 text ({error})") from None
-    if not items:
-        raise ConfigError(f"{path.name} has 0 requests; a trace needs at least 1")
-    return items
 
 
-def spread_ticks(items: tuple[WorkloadItem, ...]) -> tuple[WorkloadItem, ...]:
+def _spread(path: Path, items: Iterator[WorkloadItem]) -> Iterator[WorkloadItem]:
+    return spread_ticks(items) if _is_mooncake(path) else items
+
+
+def spread_ticks(items: Iterable[WorkloadItem]) -> Iterator[WorkloadItem]:
     """Requests of one instant spread evenly until the next instant: mooncake's times are ticks of about 3 s.
 
     The last instant's keep their time.
     """
-    ticks = [(at_s, list(group)) for at_s, group in groupby(items, key=lambda item: item.at_s)]
-    spread: list[WorkloadItem] = []
-    for i, (at_s, group) in enumerate(ticks):
-        gap_s = (ticks[i + 1][0] - at_s) / len(group) if i + 1 < len(ticks) else 0.0
-        spread.extend(replace(item, at_s=at_s + k * gap_s) for k, item in enumerate(group))
-    return tuple(spread)
+    groups = ((at_s, list(group)) for at_s, group in groupby(items, key=lambda item: item.at_s))
+    group = next(groups, None)
+    while group is not None:
+        (at_s, tick), group = group, next(groups, None)
+        gap_s = 0.0 if group is None else (group[0] - at_s) / len(tick)
+        yield from (replace(item, at_s=at_s + k * gap_s) for k, item in enumerate(tick))
 
 
 def read_azure_csv(path: Path) -> tuple[WorkloadItem, ...]:
@@ -206,22 +259,24 @@ def read_azure_csv(path: Path) -> tuple[WorkloadItem, ...]:
 
     Raises ConfigError with the line for a missing column or an unreadable value.
     """
+    return _in_order(_azure_entries(path))
+
+
+def _azure_entries(path: Path) -> Iterator[_Entry]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         missing = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} - set(reader.fieldnames or ())
         if missing:
             raise ConfigError(f"{path.name} has no column {', '.join(sorted(missing))}")
         rows = ((reader.line_num, row) for row in reader)
-        return _items(
-            _parsed(
-                path,
-                rows,
-                lambda row: _Entry(
-                    at_s=_timestamp_s(row["TIMESTAMP"]),
-                    prompt_tokens=int(row["ContextTokens"]),
-                    output_tokens=int(row["GeneratedTokens"]),
-                ),
-            )
+        yield from _parsed(
+            path,
+            rows,
+            lambda row: _Entry(
+                at_s=_timestamp_s(row["TIMESTAMP"]),
+                prompt_tokens=int(row["ContextTokens"]),
+                output_tokens=int(row["GeneratedTokens"]),
+            ),
         )
 
 
@@ -231,9 +286,13 @@ def read_mooncake_jsonl(path: Path) -> tuple[WorkloadItem, ...]:
     A hash id stands for 512 prompt tokens, shared by all requests that have it. Times start at 0.
     Raises ConfigError with the line for an unreadable one.
     """
+    return _in_order(_mooncake_entries(path))
+
+
+def _mooncake_entries(path: Path) -> Iterator[_Entry]:
     with path.open(encoding="utf-8") as file:
         rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-        return _items(_parsed(path, rows, _mooncake_entry))
+        yield from _parsed(path, rows, _mooncake_entry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,14 +312,12 @@ class _Entry:
                 raise ValueError(f"its {name} has {tokens} tokens; it must be from 0 to {MOST_TOKENS}")
 
 
-def _parsed(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], _Entry]) -> list[_Entry]:
-    entries = []
+def _parsed(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], _Entry]) -> Iterator[_Entry]:
     for number, row in rows:
         try:
-            entries.append(parse(row))
+            yield parse(row)
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise ConfigError(f"{path.name} line {number} cannot be read: {error}") from error
-    return entries
 
 
 def _mooncake_entry(line: str) -> _Entry:
@@ -283,17 +340,19 @@ def _timestamp_s(text: str) -> float:
     return (moment - origin).total_seconds() + fraction_s
 
 
-def _items(entries: list[_Entry]) -> tuple[WorkloadItem, ...]:
-    """In order of time, the first at 0; entries without prompt or output (they exist) count as one token."""
-    entries.sort(key=lambda entry: entry.at_s)
-    return tuple(
-        WorkloadItem(
+def _in_order(entries: Iterable[_Entry]) -> tuple[WorkloadItem, ...]:
+    found = sorted(entries, key=lambda entry: entry.at_s)
+    return tuple(_items(found, found[0].at_s)) if found else ()
+
+
+def _items(entries: Iterable[_Entry], first_s: float) -> Iterator[WorkloadItem]:
+    """Entries in order as items, the first at 0; those without prompt or output (they exist) count as one token."""
+    for index, entry in enumerate(entries):
+        yield WorkloadItem(
             index=index,
-            at_s=entry.at_s - entries[0].at_s,
+            at_s=entry.at_s - first_s,
             prompt_tokens=max(1, entry.prompt_tokens),
             output_tokens=max(1, entry.output_tokens),
             prefix_ids=entry.hash_ids,
             prefix_block_tokens=MOONCAKE_BLOCK_TOKENS if entry.hash_ids else 0,
         )
-        for index, entry in enumerate(entries)
-    )

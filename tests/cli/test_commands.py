@@ -121,9 +121,9 @@ def test_bench_json_has_the_promised_shape() -> None:
         assert point["context_tokens"] >= point["prompt_tokens"]
 
 
-@pytest.mark.parametrize("extra", [(), ("--rate", "50")])
+@pytest.mark.parametrize("extra", [(), ("--rate", "50", "--speculate", "draft")])
 def test_mix_json_has_the_promised_shape(extra: tuple[str, ...]) -> None:
-    """All at once and at a Poisson rate, every request answered."""
+    """All at once and at a Poisson rate, every request answered; the bundled drafter was not found without --draft-model."""
     done = diptych("bench", "mix", "--requests", "6", "--prompt-tokens", "4:40", "--new-tokens", "2:9", "--repeat", "2",
                    "--json", *extra)  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -164,3 +164,17 @@ def test_chat_keeps_its_history_in_the_cache_and_survives_ctrl_c() -> None:
     assert out.strip()
     assert err.count("cached 0") == 1  # the first answer; the second found the first turn
     assert "phase report" in err
+
+
+def test_embed_writes_a_vector_per_line_and_reports_one_phase() -> None:
+    done = diptych("embed", "-", "--dimensions", "4", text="once upon a time\n\nbread\n")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["text"] for line in lines] == ["once upon a time", "bread"]
+    for line in lines:
+        assert len(line["embedding"]) == 4
+        assert sum(value * value for value in line["embedding"]) == pytest.approx(1.0, abs=1e-5)
+    assert "no decode" in done.stderr
+    refused = diptych("embed", "a", "--dimensions", "0")
+    assert refused.returncode == 2
+    assert "dimensions is 0" in refused.stderr

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from checkpoints import make_checkpoint
+from coded_files import awq, gptq, quantised_checkpoints
 from diptych.cli.inspect import facts_of
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
@@ -52,6 +55,32 @@ def test_the_memory_it_names_is_the_memory_it_takes(weights: str, tmp_path: Path
             group for group in groups if (group.part, group.stored) != ("embedding", "BF16")
         ]  # the head is tied to it
         assert sum(group.parameters for group in once) == facts_of("bundled", "h100-80gb-sxm")["model"]["parameters"]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("layout", ["awq", "gptq 8", "gguf"])
+def test_weights_that_will_be_kept_are_counted_and_priced(layout: str, tmp_path: Path) -> None:
+    """Words of 32 bits are no parameters, and the memory named first is what `--weights auto` takes."""
+    fields = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    if layout == "gguf":
+        path = write_gguf(
+            gguf_reference("llama", **fields),
+            tmp_path / "m.gguf",
+            choose=lambda name: "Q4_0" if "blk" in name else "F16",
+        )
+    else:
+        original = make_checkpoint("llama", tmp_path / "original", dtype=torch.bfloat16, **fields)
+        made = awq(64) if layout == "awq" else gptq(8, 64, symmetric=True)
+        path, _ = quantised_checkpoints(original, tmp_path, made)
+    facts = facts_of(str(path), "h100-80gb-sxm")
+    assert sum(group.parameters for group in facts["contents"].groups) == facts["model"]["parameters"]
+    kept = facts["contents"].kept
+    assert kept in facts["memory"]["weight_bytes"]
+    model = load_model(path, ComputeConfig(backend="cpu", threads=1))
+    assert model.weights_format == kept
+    table = model.spec.vocab_size * model.spec.hidden * 2
+    assert facts["memory"]["weight_bytes"][kept] == pytest.approx(model.weight_bytes + table, rel=0.08)
+    model.close()
 
 
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diptych.cli.plan import app
+from diptych.sim.capacity import Trial, run_one
+from diptych.sim.service import Report
 
 # answers of a few tokens keep hundreds of simulated requests cheap
 SMALL = ["llama-3.1-8b", "--users", "40", "--prompt", "200:600", "--output", "4:16", "--turns", "3", "--think", "4s"]
@@ -58,6 +61,35 @@ def test_processes_change_no_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert best["cost"] == min(one["cost"] for one in layouts if one["holds"])
 
 
+def test_what_does_not_hold_for_longer_is_marked_and_not_bought(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old table showed such layouts as good, and told how sure the answer was of another layout than it bought."""
+
+    def refuses_one(trial: Trial) -> Report:
+        report = run_one(trial)
+        return replace(report, good_share=0.5) if trial.service.n_engines == n_found else report
+
+    n_found = 0
+    first = answer(capsys, "--processes", "1")["best"]
+    n_found = sum(pool["n_engines"] for pool in first["pools"])  # type: ignore[index]
+    monkeypatch.setattr("diptych.sim.search.run_one", refuses_one)
+    found = answer(capsys, "--processes", "1")
+    layouts = [*found["colocated"], *found["pools"]]  # type: ignore[misc]
+    refused = [one for one in layouts if one["good_share_for_longer"] == 0.5]
+    assert refused
+    assert all(one["good_share"] >= 0.95 and not one["holds"] for one in refused)
+    best = found["best"]
+    assert isinstance(best, dict)
+    assert best["holds"]
+    assert best in layouts
+    assert [pool["setup"] for pool in best["pools"]] == [pool["setup"] for pool in found["if_steps_are_slow"]]  # type: ignore[union-attr]
+    app([*SMALL, *DEVICES, "--processes", "1"])
+    page = capsys.readouterr().out
+    assert "50.0% (no)" in page
+    assert "it is not what to buy" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -76,9 +108,10 @@ def test_processes_change_no_number(capsys: pytest.CaptureFixture[str]) -> None:
         (["--users", "9", "--hardware", "l40s", "--price", "l40s=-1"], "--price of l40s is -1"),
         (["--users", "9", "--tp", "0"], "--tp is '0'"),
         (["--users", "9", "--link", "fast"], "cannot read the link 'fast'"),
-        (["--users", "9", "--ep", "8"], "expert parallel layouts cannot be simulated"),
-        (["--users", "9", "--pp", "2"], "pipeline parallel layouts cannot be simulated"),
-        (["--users", "9", "--attention-dp", "2"], "attention-data parallel layouts cannot be simulated"),
+        (["--users", "9", "--ep", "8", *DEVICES], "llama-3.1-8b has no experts to be parallel"),
+        (["--users", "9", "--pp", "200", *DEVICES], "they cannot stand on 200 stages"),
+        (["--users", "9", "--dp-attention", "2", *DEVICES], "no experts to share"),
+        (["--users", "9", "--pp", "0"], "pipeline parallel degree is 0"),
         (["--users", "9", "--processes", "0", *DEVICES], "processes is 0"),
     ],
 )

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from diptych.control.loop import EngineCore
+from diptych.control.ahead import ForeseeingCore
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.step import ChunkResult, StepPlan, StepResult
 
 
-def core_of(n_blocks: int, **settings: object) -> EngineCore:
+def core_of(n_blocks: int, **settings: object) -> ForeseeingCore:
     config = SchedulerConfig(**{"max_step_tokens": 64, "max_running_sequences": 6} | settings)
-    return EngineCore(config, BlockConfig(n_blocks=n_blocks, block_tokens=4), model_revision="m")
+    return ForeseeingCore(config, BlockConfig(n_blocks=n_blocks, block_tokens=4), model_revision="m")
 
 
 def request(rng: random.Random, number: int) -> Request:
@@ -23,7 +23,7 @@ def request(rng: random.Random, number: int) -> Request:
     return Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling, arrival_s=float(number))
 
 
-def step(core: EngineCore) -> StepPlan | None:
+def step(core: ForeseeingCore) -> StepPlan | None:
     plan, _ = core.begin_step(0.0)
     if plan is not None:
         results = [ChunkResult(seq_id=one.seq_id, token_ids=(0,) if one.samples else ()) for one in plan.chunks]

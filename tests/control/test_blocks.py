@@ -16,15 +16,8 @@ P = 4
 def put(pool, tokens, *, salt=None, root=None):
     """Compute and register every full block of `tokens`; answers the held block ids."""
     root = root or root_digest("toy", salt)
-    digests, serials = [], []
     ids = pool.take(len(tokens) // pool.block_tokens)
-    for i, block_id in enumerate(ids):
-        previous = serials[-1] if serials else blocks.ROOT_SERIAL
-        serials.append(
-            pool.register(
-                block_id, i, token_ids=tokens, salt=salt, digests=digests, root=root, previous_serial=previous
-            )
-        )
+    pool.register(ids, len(ids), serials=[], token_ids=tokens, salt=salt, digests=[], root=root)
     return ids
 
 
@@ -62,6 +55,10 @@ def test_salts_and_revisions_keep_apart():
     put(pool, tokens, salt="a")
     assert len(found(pool, tokens, salt="a")) == 2
     assert found(pool, tokens, salt="b") == found(pool, tokens) == []
+    put(pool, tokens, salt=("adapter", "a"))
+    assert len(found(pool, tokens, salt=("adapter", "a"))) == 2
+    for other in (("adapter", None), ("other", "a"), "adapter", ("a", None), ("adapter+a", None), "adapter+a"):
+        assert found(pool, tokens, salt=other) == []
     assert root_digest("m", None) != root_digest("m", "")
     assert root_digest("m1", "2") != root_digest("m", "12") != root_digest("m", "+12")
     assert root_digest("m", None) != root_digest("n", None)

@@ -298,9 +298,8 @@ def test_drafts_of_the_executor_come_up_and_go_down(lies):
     assert max(filter(None, executor.wanted)) == 5
     assert n_drafted > 0
     if lies:
-        assert sum(filter(None, executor.wanted[-20:])) <= 1, (
-            "a drafter that is always wrong is asked no more, but probed"
-        )
+        assert sum(filter(None, executor.wanted[-20:])) <= 2, "what is always wrong is given up, and tried rarely"
+        assert executor.wanted[-20:].count(None) >= 18
     else:
         assert n_steps < 20
     assert replay(recorder.lines(), depths=free()) == []

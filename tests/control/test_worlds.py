@@ -232,7 +232,7 @@ class Referee:
 
     def priced_shape(self, plan) -> StepShape:
         """What the budget counts: `EveryGuess` prices nothing, so its drafts come on top."""
-        if isinstance(self.core._scheduler.depths, EveryGuess):
+        if isinstance(self.core._depths, EveryGuess):
             return plan.shape.with_drafts([-len(chunk.draft_token_ids) for chunk in plan.chunks])
         return plan.shape
 
@@ -350,11 +350,11 @@ def test_speculation_changes_no_answer_in_random_worlds():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)  # half a minute alone; others may be using the cores
-@pytest.mark.parametrize("shard", range(10))
+@pytest.mark.timeout(3600)  # some ten seconds alone; others may be using the cores
+@pytest.mark.parametrize("shard", range(40))
 def test_speculation_changes_no_answer_in_ten_thousand_worlds(shard):
     """The same for many more."""
-    check_speculating(range(shard, 10_000, 10))
+    check_speculating(range(shard, 10_000, 40))
 
 
 def check_speculating(seeds) -> None:

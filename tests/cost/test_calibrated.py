@@ -19,7 +19,7 @@ from diptych.cost.rows import PublishedRow
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, model_spec, quant_spec
 from diptych.ground.phase import Phase
-from diptych.ground.shape import StepShape
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import KVSpec
 from diptych.ground.step import Chunk, StepPlan
 
@@ -105,6 +105,15 @@ def test_pnorm_lies_between_maximum_and_sum(a, b, p):
     """The p-norm joins compute and memory: never less than either, never more than both."""
     joined = pnorm(a, b, p)
     assert max(a, b) * (1 - 1e-12) <= joined <= (a + b) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("model", "device"), [("llama-3.1-8b", "h100-80gb-sxm"), ("gpt-oss-20b", "h100-80gb-sxm")])
+def test_a_run_of_decode_steps_costs_what_its_steps_cost(model, device):
+    """To the bit, with and without windows: the simulator takes runs for its steps."""
+    hardware = device_spec(device)
+    predicted = CalibratedModel(model_spec(model), hardware, quant_spec("bf16"), calibration=calibration_for(hardware))
+    shape = StepShape([ChunkShape(Phase.DECODE, 1, start, True) for start in (5, 700, 121, 9000)])
+    assert predicted.predict_run_s(shape, 40) == [predicted.predict_s(shape.later(step)) for step in range(40)]
 
 
 def test_mixed_step_is_cheaper_than_its_two_halves():

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 from tests.engine.conftest import tiny_config
 
-from diptych.engine.llm import LLM, AsyncLLM, RequestHandle
+from diptych.engine.async_llm import AsyncLLM, RequestHandle
+from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel
 from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
 from diptych.ground.phase import FinishReason

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tests.engine.conftest import tiny_config
 
-from diptych.engine.llm import LLM, AsyncLLM, RequestHandle
+from diptych.engine.async_llm import AsyncLLM, RequestHandle
+from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel
 from diptych.engine.phases import TwoPhase
 from diptych.ground.errors import ConfigError, LoadError, RequestError

@@ -101,7 +101,11 @@ class DraftingToy(ToyExecutor):
         tables = [self.tables[chunk.seq_id] for chunk in plan.chunks]
         width = max(map(len, tables))
         tables_CM = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
-        drafts_of = self.drafter.propose(asked, [one.token_ids for one in result.results], tables_CM)
+        given = [one.token_ids for one in result.results]
+        self.drafter.follow(asked, given)
+        drafts_of = {}
+        if any(self.drafter.reads(chunk) for chunk in asked):
+            drafts_of = self.drafter.propose(asked, given, tables_CM)
         for chunk in asked:
             assert len(drafts_of.get(chunk.seq_id, ())) <= (chunk.wanted_drafts or 0)
         return replace(
@@ -138,7 +142,7 @@ def test_the_drafter_is_right_in_random_worlds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", range(10))
+@pytest.mark.parametrize("shard", range(40))
 def test_the_drafter_is_right_in_ten_thousand_worlds(shard: int) -> None:
-    """The same for many more."""
-    check(range(shard, 10_000, 10))
+    """The same for many more, in pieces of some ten seconds: `-k "[7]"` runs one of the forty."""
+    check(range(shard, 10_000, 40))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, u
 
 from diptych.compute.drafter import DraftModel
 from diptych.compute.ops import cpu_kernels
+from diptych.control.speculation import EveryGuess
 from diptych.engine.drafters import open_drafter
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, load, size_pool
@@ -67,8 +69,6 @@ def test_a_drafter_that_is_the_model_itself_is_always_right(exact: LoadedModel, 
 @pytest.fixture(scope="session")
 def other_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A smaller model of the same vocabulary that is mostly wrong."""
-    import shutil
-
     directory = tmp_path_factory.mktemp("other")
     make_checkpoint("qwen3", directory, seed=5, vocab_size=4096, max_position_embeddings=512, num_hidden_layers=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -135,18 +135,25 @@ def test_in_every_format(tiny_dir: Path, other_dir: Path, weights: str, kv: str)
 
 
 def test_a_neighbour_that_nobody_drafts_for_can_be_caught_up_with(exact: LoadedModel, tiny_dir: Path) -> None:
-    """Drafts are asked for late: the drafter reads what it has missed first, in several steps where that is much."""
+    """A sequence is given up and tried again later: the drafter first reads what it has missed, in several steps where that is
+    much. Nobody asked for it in this test once, as the switch that it turned had gone.
+    """
     config = tiny_config()
     params = replace(BASE, max_tokens=60)
     wanted = LLM(exact, config).generate([[7, 8, 9] * 40], params)
     llm = drafting(exact, config, tiny_dir)
-    scheduler = llm.engine.core._scheduler
-    scheduler._asks_executor = False  # for the prompt and the first tokens
 
-    def late(step: object) -> None:
-        scheduler._asks_executor = scheduler._asks_executor or llm.engine.core._next_step_id > 12
+    class Late(EveryGuess):
+        """Gives everybody up for the prompt and the first tokens."""
 
-    llm.engine.book.on_step.append(late)
+        def read(self, estimate: object, end: int, n: int) -> int | None:
+            return None
+
+        def ask(self, guesses, **settings):
+            is_late = llm.engine.core._next_step_id > 12
+            return super().choose(guesses, **settings) if is_late else [0] * len(guesses)
+
+    llm.engine.core._scheduler.drafts.depths = Late(rows=64)
     got = llm.generate([[7, 8, 9] * 40], params)
     assert [said(done) for done in got] == [said(done) for done in wanted]
     drafted, accepted = counts(got)
@@ -173,7 +180,7 @@ def _raise(*_: object, **__: object) -> None:
     raise Trouble("the drafter is broken")
 
 
-@pytest.mark.parametrize("method", ["begin", "end", "copy_blocks", "propose"])
+@pytest.mark.parametrize("method", ["begin", "end", "copy_blocks", "follow", "reads", "propose"])
 def test_a_drafter_that_raises_is_switched_off(
     exact: LoadedModel, tiny_dir: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -189,6 +196,7 @@ def test_a_drafter_that_raises_is_switched_off(
         llm.generate(prompts, BASE)
     state = llm.engine.stepper.executor.drafting
     assert (state.failures, state.is_on) == (1, False)
+    assert llm.engine.stats().drafter_faults == 1, "the server's metrics knew of control's drafters only"
     assert "drafter switched off, answers go on without: Trouble: the drafter is broken" in caplog.text
     assert [[c.token_ids for c in d.choices] for d in got] == [[c.token_ids for c in d.choices] for d in wanted]
 
@@ -227,7 +235,6 @@ def test_a_drafter_that_lies_changes_nothing(
 def test_another_vocabulary_is_refused_with_both_numbers(loaded: LoadedModel, tmp_path: Path, tiny_dir: Path) -> None:
     """Drafts are token ids: between other vocabularies they would mean other words."""
     import json
-    import shutil
 
     make_checkpoint("llama", tmp_path, vocab_size=4000)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -244,6 +251,35 @@ def test_another_vocabulary_is_refused_with_both_numbers(loaded: LoadedModel, tm
         open_drafter(config, loaded.model, tokenizer=loaded.tokenizer)
     with pytest.raises(ConfigError, match="speculate is 'draft', and no draft model is given"):
         open_drafter(replace(config, draft_model=None), loaded.model, directory=tiny_dir)
+
+
+def padded(tiny_dir: Path, directory: Path, vocab_size: int) -> Path:
+    """A checkpoint with the tiny model's words, and more rows in its table than there are words."""
+    make_checkpoint("qwen3", directory, seed=3, vocab_size=vocab_size, max_position_embeddings=512, num_hidden_layers=1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_dir / name, directory / name)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled", "json"])
+def test_a_table_padded_to_another_size_is_no_other_vocabulary(
+    exact: LoadedModel, tiny_dir: Path, tmp_path: Path, name: str
+) -> None:
+    """Models of one family pad their tables to different sizes (Qwen2.5: 151,936 and 152,064 rows), and were refused."""
+    config = tiny_config()
+    large = padded(tiny_dir, tmp_path, 4160)
+    wanted = LLM(exact, config).generate(PROMPTS, CASES[name])
+    llm = drafting(exact, config, large)
+    assert [said(done) for done in llm.generate(PROMPTS, CASES[name])] == [said(done) for done in wanted]
+    assert llm.engine.stats().drafter_faults == 0
+    # the other way round, and the model says what the drafter has no row for
+    loaded = load(str(large), config)
+    params = replace(CASES[name], logit_bias={4100: 30.0}) if name != "json" else CASES[name]
+    wanted = LLM(loaded, config).generate(PROMPTS, params)
+    assert name == "json" or any(4100 in done.choices[0].token_ids for done in wanted)
+    llm = drafting(loaded, config, tiny_dir)
+    assert [said(done) for done in llm.generate(PROMPTS, params)] == [said(done) for done in wanted]
+    assert llm.engine.stats().drafter_faults == 0
 
 
 def test_a_draft_model_is_for_drafters_that_read_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.engine.test_drafters import counts
 from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, unpriced
 
 from diptych.compute.ops import cpu_kernels
+from diptych.control.speculation import EveryGuess
 from diptych.engine.drafters import open_drafter
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, load
@@ -205,21 +207,24 @@ def watched(llm: LLM) -> list[tuple[list[int], list[int]]]:
     seen: list[tuple[list[int], list[int]]] = []
     texts: dict[int, list[int]] = {}
     drafter = drafting._drafter
-    begin, propose = drafter.begin, drafter.propose
+    begin, follow, propose = drafter.begin, drafter.follow, drafter.propose
 
     def begun(start: Any) -> None:
         texts[start.seq_id] = list(start.prompt_token_ids)
         begin(start)
 
-    def proposed(chunks: Any, token_ids: Any, *rest: Any) -> Any:
+    def followed(chunks: Any, token_ids: Any) -> None:
         for chunk, given in zip(chunks, token_ids, strict=True):
             if given:
                 texts[chunk.seq_id][chunk.end_pos - len(chunk.draft_token_ids) :] = given
+        follow(chunks, token_ids)
+
+    def proposed(chunks: Any, token_ids: Any, *rest: Any) -> Any:
         found = propose(chunks, token_ids, *rest)
         seen.extend((list(texts[seq_id]), list(drafts)) for seq_id, drafts in found.items())
         return found
 
-    drafter.begin, drafter.propose = begun, proposed
+    drafter.begin, drafter.follow, drafter.propose = begun, followed, proposed
     return seen
 
 
@@ -288,6 +293,43 @@ def test_answers_survive_preemption(exact: LoadedModel, tmp_path: Path, layout: 
     assert [c.token_ids for d in got for c in d.choices] == [c.token_ids for d in wanted for c in d.choices]
     assert llm.engine.stepper.executor.drafting.failures == 0
     llm.engine.core.check()
+
+
+class Fickle(EveryGuess):
+    """Gives sequences up and takes them back at random, in prompts and in answers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(rows=64)
+        self.rng = random.Random(seed)
+
+    def read(self, estimate: object, end: int, n: int) -> int | None:
+        return None if self.rng.random() < 0.4 else n
+
+    def ask(self, guesses: Any, **settings: Any) -> list[int]:
+        depths = super().choose(guesses, **settings)
+        return [depth if self.rng.random() < 0.7 else 0 for depth in depths]
+
+
+@pytest.mark.parametrize("layout", ["draft", "medusa", "eagle1", "eagle3"])
+def test_answers_are_those_without_whoever_is_given_up(
+    exact: LoadedModel, tiny_dir: Path, tmp_path: Path, layout: str
+) -> None:
+    """What a drafter has missed is read later (draft) or never (heads); a draft model equal to the model stays right."""
+    config = tiny_config()
+    params = replace(SAMPLED, max_tokens=50)
+    wanted = LLM(exact, config).generate(PROMPTS, params)
+    if layout == "draft":
+        llm = LLM(exact, config, speculate="draft", draft_model=str(tiny_dir))
+    else:
+        llm = headed(exact, config, make_heads(tmp_path, layout)[0], layout)
+    for seed in (1, 2):
+        llm.engine.core._scheduler.drafts.depths = Fickle(seed)
+        got = llm.generate(PROMPTS, params)  # the second time from the prefix cache
+        assert [done.choices[0].token_ids for done in got] == [done.choices[0].token_ids for done in wanted]
+        drafted, accepted = counts(got)
+        assert drafted > 0
+        assert layout != "draft" or drafted == accepted
+    assert llm.engine.stats().drafter_faults == 0
 
 
 @pytest.mark.native

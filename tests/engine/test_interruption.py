@@ -13,8 +13,9 @@ import pytest
 import torch
 from tests.engine.conftest import tiny_config
 
+from diptych.engine.async_llm import AsyncLLM, RequestHandle
 from diptych.engine.engine import OutputDelta
-from diptych.engine.llm import LLM, AsyncLLM, RequestHandle
+from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, load
 from diptych.ground.errors import EngineError, ExecutorError
 from diptych.ground.events import Event, TokenEvent

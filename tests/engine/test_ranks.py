@@ -16,7 +16,8 @@ import torch
 from tests.server_process import ServerProcess
 
 from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.engine.llm import LLM, AsyncLLM, Completion
+from diptych.engine.async_llm import AsyncLLM
+from diptych.engine.llm import LLM, Completion
 from diptych.engine.phases import TwoPhase
 from diptych.ground.clock import MonotonicClock, sleep_s
 from diptych.ground.config import engine_config

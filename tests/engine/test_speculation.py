@@ -66,10 +66,10 @@ def speculating(loaded: LoadedModel, config: EngineConfig, wanted: list[Completi
 
 def unpriced(llm: LLM, drafters: dict[str, NewDrafter] | None = None) -> LLM:
     """Depths that do not hang on how fast this machine is just now; these drafters in place of the engine's."""
-    scheduler = llm.engine.core._scheduler
-    scheduler.depths = EveryGuess(rows=64)
+    drafts = llm.engine.core._scheduler.drafts
+    drafts.depths = EveryGuess(rows=64)
     if drafters is not None:
-        scheduler.guesser._drafters = drafters
+        drafts.guesser._drafters = drafters
     return llm
 
 

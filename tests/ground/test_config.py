@@ -81,3 +81,13 @@ def test_a_base_of_another_kind_is_refused() -> None:
     """`LLM("bundled", {"weights": "int8"})` should say what is wrong."""
     with pytest.raises(ConfigError, match="config is"):
         engine_config({"weights": "int8"})  # type: ignore[arg-type]
+
+
+def test_adapters_are_names_and_folders_within_the_bound() -> None:
+    """A list of folders has no names, and what is beyond the bound would be refused only after a minute of loading."""
+    assert engine_config(loras={"poet": "folder"}).loras == {"poet": "folder"}
+    for loras in (["folder"], {"": "folder"}, {"poet": None}, "poet=folder"):
+        with pytest.raises(ConfigError, match="loras"):
+            engine_config(loras=loras)
+    with pytest.raises(ConfigError, match="loras has 2 adapters; max_loras is 1"):
+        engine_config(loras={"a": "b", "c": "d"}, max_loras=1)

@@ -1,4 +1,4 @@
-"""The linear layers of csrc (bf16, int8, int4) against exact references, and their promise of equal bits."""
+"""The linear layers of csrc (every format) against exact references, and their promise of equal bits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,32 @@ from worlds import KERNEL_SETS
 pytestmark = pytest.mark.native
 
 BENCH = Path(__file__).resolve().parents[2] / "csrc" / "bench"
-FORMATS = {"bf16": 0, "int8": 1, "int4": 2}
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2}
+NO_OFFSET, ZEROS, MINIMA = 0, 1, 2
+SIGNED, UNSIGNED, IQ4_NL, E2M1 = 0, 1, 2, 3
+IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+LEVELS = {
+    SIGNED: np.arange(-8, 8),
+    UNSIGNED: np.arange(16),
+    IQ4_NL: np.array(IQ4_NL_LEVELS),
+    E2M1: np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
+}
+# name -> Format, and of group4 and group8 the type of scales, the kind of offset and the levels
+KINDS = {
+    "bf16": (0,),
+    "int8": (1,),
+    "int4": (2,),
+    "group4": (3, "f16", NO_OFFSET, SIGNED),
+    "group4-zeros": (3, "bf16", ZEROS, UNSIGNED),
+    "group4-minima": (3, "f16", MINIMA, UNSIGNED),
+    "group4-table": (3, "f32", NO_OFFSET, IQ4_NL),
+    "group4-fp4": (3, "bf16", NO_OFFSET, E2M1),
+    "group8": (4, "f16", NO_OFFSET, SIGNED),
+    "group8-minima": (4, "f32", MINIMA, SIGNED),
+}
+FORMATS = ("bf16", "int8", "int4", "group4-zeros", "group8")  # what most tests draw from
+GROUPED = tuple(name for name in KINDS if name.startswith("group"))
+WHOLE = ("int8", "int4")  # sums are exact over the whole K
 STORE_F32, STORE_BF16, ADD_F32 = 0, 1, 2
 SILU, GELU_TANH = 0, 1
 
@@ -106,6 +130,63 @@ class Packed:
         return out
 
 
+@dataclass
+class Codes:
+    """W [n,k] as somebody else's quantiser might have left it: codes u8 [n,k], scales and offsets [n, groups]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray | None
+
+
+def encode(w: np.ndarray, format_name: str, group: int) -> Codes:
+    """Nearest levels; the grid follows the range of each group, roughly."""
+    number, scale_type, offset, levels = KINDS[format_name]
+    n, k = w.shape
+    padded = np.zeros((n, -(-k // group) * group), np.float32)
+    padded[:, :k] = w
+    by_group = padded.reshape(n, -1, group)
+    low, high = by_group.min(-1), by_group.max(-1)
+    grid = np.arange(-128, 128) if number == 4 else LEVELS[levels]
+    spread = np.ptp(grid) if offset != NO_OFFSET else np.abs(grid).max()
+    reach = high - low if offset != NO_OFFSET else np.maximum(high, -low)
+    scales = np.maximum(reach / spread, 2.0**-14).astype(np.float32)
+    bits = {"f32": lambda x: x, "bf16": to_bf16, "f16": lambda x: x.astype(np.float16)}[scale_type](scales)
+    kept = from_bf16(bits) if scale_type == "bf16" else bits.astype(np.float32)
+    shift = np.zeros_like(kept)
+    stored = None
+    if offset == ZEROS:
+        stored = np.clip(np.rint(-low / kept), 0, 16).astype(np.uint8)
+        shift = -stored.astype(np.float32) * kept
+    elif offset == MINIMA:
+        stored = (low - grid.min() * kept).astype(np.float32)
+        shift = stored
+    wanted = (by_group - shift[..., None]) / kept[..., None]
+    if number == 4 or levels in (SIGNED, UNSIGNED):
+        codes = np.clip(np.rint(wanted - grid.min()), 0, len(grid) - 1).astype(np.uint8)
+    else:
+        codes = np.abs(wanted[..., None] - grid).argmin(-1).astype(np.uint8)
+    return Codes(np.ascontiguousarray(codes.reshape(n, -1)[:, :k]), bits, stored)
+
+
+def pack_codes(kernels, isa, format_name, parts, *, group, gated, bias, threads) -> Packed:
+    number, scale_type, offset, levels = KINDS[format_name]
+    n, k = sum(len(p) for p in parts), parts[0].shape[1]
+    shape = np.array([number, n, k, group, gated, bias is not None, SOURCES[scale_type], offset, levels], np.int64)
+    blob = aligned(kernels.kernels_packed_bytes(address(shape)))
+    stored = [encode(part, format_name, group) for part in parts]
+    table = np.array(
+        [[p.codes.ctypes.data, p.scales.ctypes.data, p.offsets.ctypes.data if p.offsets is not None else 0, len(p.codes)]
+         for p in stored],
+        np.int64,
+    )  # fmt: skip
+    kernels.kernels_pack_codes(
+        kernel_set(kernels, isa), address(shape), address(table), ctypes.c_int64(len(stored)), address(bias),
+        address(blob), threads,
+    )  # fmt: skip
+    return Packed(kernels, isa, shape, blob, bias)
+
+
 def pack(kernels, isa, format_name, parts, *, group=32, gated=False, bias=None, source="f32", threads=2) -> Packed:
     stored = []
     for part in parts:
@@ -113,8 +194,10 @@ def pack(kernels, isa, format_name, parts, *, group=32, gated=False, bias=None, 
             source
         ](part)
         stored.append(np.ascontiguousarray(converted))
+    if len(KINDS[format_name]) > 1:
+        return pack_codes(kernels, isa, format_name, parts, group=group, gated=gated, bias=bias, threads=threads)
     n, k = sum(len(p) for p in parts), parts[0].shape[1]
-    shape = np.array([FORMATS[format_name], n, k, group, gated, bias is not None], np.int64)
+    shape = np.array([KINDS[format_name][0], n, k, group, gated, bias is not None, 0, 0, 0], np.int64)
     blob = aligned(kernels.kernels_packed_bytes(address(shape)))
     table = np.array([[p.ctypes.data, SOURCES[source], len(p), p.shape[1]] for p in stored], np.int64)
     kernels.kernels_pack(
@@ -129,8 +212,8 @@ def pack(kernels, isa, format_name, parts, *, group=32, gated=False, bias=None, 
     return Packed(kernels, isa, shape, blob, bias)
 
 
-def prepared(kernels, isa, format_name, x) -> np.ndarray:
-    """What the activations stand for after preparation, in fp64."""
+def prepared(kernels, isa, format_name, x, group=32) -> np.ndarray:
+    """What the activations stand for after preparation, in fp64. group: of group4 and group8."""
     x = np.ascontiguousarray(x, np.float32)
     m, k = x.shape
     if format_name == "bf16":
@@ -139,16 +222,21 @@ def prepared(kernels, isa, format_name, x) -> np.ndarray:
             kernel_set(kernels, isa), 0, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(bits), address(None)
         )
         return from_bf16(bits).astype(np.float64)
-    q, scales = np.zeros((m, k), np.int8), np.zeros(m, np.float32)
+    is_whole = format_name in WHOLE
+    kind = 1 if is_whole else {32: 2, 64: 3, 128: 4}[group]
+    groups = 1 if is_whole else -(-k // 128) * 128 // group
+    q, scales = np.zeros((m, k), np.int8), np.zeros((m, groups), np.float32)
     kernels.kernels_prepare(
-        kernel_set(kernels, isa), 1, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(q), address(scales)
+        kernel_set(kernels, isa), kind, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(q), address(scales)
     )
-    return q.astype(np.float64) * scales[:, None]
+    of_group = scales if is_whole else scales.repeat(group, 1)[:, :k]
+    return q.astype(np.float64) * of_group
 
 
 def reference(packed: Packed, format_name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """y = x W^T + b in fp64 on the rounded operands, and the scale of its rounding: sum of |x| |w| + |b|."""
-    rows, w = prepared(packed.kernels, packed.isa, format_name, x), packed.unpacked().astype(np.float64)
+    rows = prepared(packed.kernels, packed.isa, format_name, x, int(packed.shape[3]))
+    w = packed.unpacked().astype(np.float64)
     bias = np.zeros(len(w)) if packed.bias is None else packed.bias.astype(np.float64)
     return rows @ w.T + bias, np.abs(rows) @ np.abs(w).T + np.abs(bias)
 
@@ -172,15 +260,15 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", KINDS)
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_linear_equals_the_exact_product_of_its_rounded_operands(kernels, isa, format_name, m, n, k):
     """Everything above trusts this: one wrong lane at an odd edge is a wrong model."""
     x, w, bias = world(m * 7919 + n, m, n, k)
     packed = pack(kernels, isa, format_name, [w], bias=bias)
     exact, scale = reference(packed, format_name, x)
-    # bf16 adds in fp32 (k roundings); int8 and int4 sums are exact and only the last scaling rounds.
-    steps = 8 + k if format_name == "bf16" else 8
+    # bf16 adds in fp32 (k roundings), groups each group's sum; int8 and int4 sums are exact and only the last scaling rounds.
+    steps = 8 if format_name in WHOLE else 8 + k
     assert np.all(np.abs(packed.apply(x) - exact) <= scale * steps * 2.0**-24)
 
 
@@ -259,6 +347,41 @@ def test_what_is_compiled_for_amx_has_the_bits_of_its_twin(kernels):
     subprocess.run(["make", "-s", "-j2", "-C", str(BENCH), str(check)], check=True, capture_output=True)
     run = subprocess.run([check, "3"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("format_name", GROUPED)
+def test_groups_stand_for_the_values_of_their_codes(kernels, isa, format_name, group):
+    """The file's values are kept: no other grid, no rounding of a scale. Also in a ragged last group, and gated."""
+    _, w, _ = world(23, 1, 70, 300)
+    _, scale_type, offset, levels = KINDS[format_name]
+    stored = encode(w, format_name, group)
+    scales = from_bf16(stored.scales) if scale_type == "bf16" else stored.scales.astype(np.float32)
+    spread = [part.repeat(group, 1)[:, :300] for part in (scales, stored.offsets) if part is not None]
+    level = stored.codes.astype(np.int64) - 128 if "group8" in format_name else LEVELS[levels][stored.codes]
+    if offset == ZEROS:
+        expected = spread[0] * (level - spread[1].astype(np.int64)).astype(np.float32)
+    else:
+        expected = spread[0] * level.astype(np.float32)
+        expected = expected + spread[1] if offset == MINIMA else expected
+    for gated in (False, True):
+        got = pack(kernels, isa, format_name, [w[:20], w[20:]], group=group, gated=gated).unpacked()
+        assert np.array_equal(got, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("format_name", ["group4", "group4-zeros", "group8-minima"])
+def test_rows_of_groups_are_exact_products_at_every_group_size(kernels, isa, format_name, group):
+    """The other tests have groups of 32; heads of four groups lie otherwise at 64 and 128, and a channel of large values must
+    take the levels of its own group alone.
+    """
+    x, w, bias = world(24, 9, 70, 900)
+    x[:, 5] *= 1000.0
+    packed = pack(kernels, isa, format_name, [w], bias=bias, group=group)
+    exact, scale = reference(packed, format_name, x)
+    assert np.all(np.abs(packed.apply(x) - exact) <= scale * 900 * 2.0**-24)
+    seen = prepared(kernels, isa, format_name, x, group)[:, group:]
+    assert np.abs(seen - x[:, group:]).max() <= np.abs(x[:, group:]).max() / 127 * 0.501
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -393,12 +516,14 @@ def test_no_rows_is_no_work(kernels, isa):
 
 
 def test_integer_formats_agree_between_instruction_sets(kernels):
-    """int8 sums are exact and the last scaling is one fixed expression, so every set gives the same bits."""
+    """Whole sums are exact and what rounds is one fixed expression, of a lane or a group, so every set gives the same bits."""
     x, w, bias = world(91, 7, 100, 200)
-    results = []
-    for isa in runnable(kernels):
-        results += [np.stack([pack(kernels, isa, name, [w], bias=bias).apply(x) for name in ("int8", "int4")])]
-    assert all(np.array_equal(result, results[0]) for result in results)
+    names = [name for name in KINDS if name != "bf16"]
+    for rows in (x, x[:2]):
+        results = []
+        for isa in runnable(kernels):
+            results += [np.stack([pack(kernels, isa, name, [w], bias=bias, group=64).apply(rows) for name in names])]
+        assert all(np.array_equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from diptych.engine.text.gguf_vocabulary import gguf_tokenizer
 from diptych.ground.errors import LoadError
-from diptych.models.config import HfConfig
+from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import BLOCK_TYPES, GgufArray, find_gguf, open_gguf, shortest
 from diptych.models.read import read_model
@@ -86,6 +87,17 @@ def test_a_float_is_the_shortest_decimal_that_is_it(value: float) -> None:
     stored = struct.unpack("<f", struct.pack("<f", value))[0]
     assert struct.pack("<f", shortest(stored)) == struct.pack("<f", value)
     assert len(repr(shortest(stored))) <= len(repr(stored))
+
+
+def test_pipes_and_devices_are_no_models(tmp_path: Path) -> None:
+    """To open a pipe waits for a writer that never comes, and /dev/zero has no end: `diptych inspect` hung on both."""
+    pipe = tmp_path / "model.gguf"
+    os.mkfifo(pipe)
+    assert find_gguf(pipe) is None
+    assert find_gguf(tmp_path) is None
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(LoadError, match="no regular file"):
+            read_json(path)
 
 
 def test_a_folder_with_one_model_is_that_model(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from diptych.server.door import parse
+from diptych.server.embeddings import body as embeddings_body
+from diptych.server.embeddings.body import EmbeddingBody, RerankBody, ScoreBody
 from diptych.server.errors import ApiError
 from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, Refusal, ignored_header
 from diptych.server.messages import body as messages_body
@@ -74,6 +76,10 @@ def test_the_page_shows_every_field_in_its_table() -> None:
     [
         ("Responses", ResponsesBody, responses_body.REFUSED, responses_body.NO_EFFECT),
         ("Messages", MessagesBody, messages_body.REFUSED, messages_body.NO_EFFECT),
+        *(
+            ("Embeddings", one, embeddings_body.REFUSED, embeddings_body.NO_EFFECT)
+            for one in (EmbeddingBody, RerankBody, ScoreBody)
+        ),
     ],
 )
 def test_the_page_shows_every_field_of_a_protocol_in_its_table(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -104,7 +105,8 @@ def check_modes(server: ServerProcess, *, examples: int) -> None:
     good = try_operations(server, examples=examples, mode=GenerationMode.POSITIVE)
     bad = try_operations(server, examples=examples, mode=GenerationMode.NEGATIVE)
     texts = ("/tokenize", "/apply-template", "/v1/responses/input_tokens", "/v1/messages/count_tokens")
-    for route in (f"POST {path}" for path in (*LIMITS, *texts)):
+    states = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+    for route in (f"POST {path}" for path in (*LIMITS, *texts, *states)):
         assert good[route][200] > 0, (route, good[route])
         assert bad[route][400] > 0, (route, bad[route])
     server.wait_idle(TIMEOUT_S)
@@ -129,12 +131,22 @@ def test_the_document_tells_the_bounds_of_whole_numbers(server: ServerProcess) -
     assert not re.search(r'"(ge|gt|le|lt)":', json.dumps(schemas))
 
 
+@pytest.fixture(scope="module")
+def every_task() -> Iterator[ServerProcess]:
+    """One that gives states beside text, so that all routes answer."""
+    with ServerProcess("--max-queue-s", "0", "--kv-memory-bytes", "67108864", "--task", "embed") as process:
+        yield process
+        code, errors = process.stop()
+        assert code == 0, errors
+        assert "Traceback" not in errors, errors
+
+
 @pytest.mark.timeout(3600)  # a minute alone; others may be using the cores
-def test_no_request_makes_a_server_error(server: ServerProcess) -> None:
-    check_modes(server, examples=50)
+def test_no_request_makes_a_server_error(every_task: ServerProcess) -> None:
+    check_modes(every_task, examples=50)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)  # a quarter of an hour alone
-def test_no_request_makes_a_server_error_in_a_thousand_tries(server: ServerProcess) -> None:
-    check_modes(server, examples=1000)
+def test_no_request_makes_a_server_error_in_a_thousand_tries(every_task: ServerProcess) -> None:
+    check_modes(every_task, examples=1000)

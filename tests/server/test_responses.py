@@ -512,3 +512,12 @@ def test_what_is_refused_is_named(http: httpx.Client, wrong: dict, words: str) -
     answer = http.post("/v1/responses", json={"input": "Hi", **wrong})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+def test_compaction_is_refused_with_a_way_out(http: httpx.Client) -> None:
+    """It was a 404 of a response named "compact"'s route, as if the server did not know the word."""
+    answer = http.post("/v1/responses/compact", json={"model": "diptych-10m", "input": "Hi"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["code"] == "unsupported"
+    assert "truncation" in error["message"]

@@ -267,3 +267,27 @@ def test_the_log_says_how_calls_are_written_or_that_nobody_knows(
         assert record.levelname == level
         assert said in record.getMessage()
         assert "<tool_call>" in record.getMessage()
+
+
+def test_strict_tools_bind_the_calls_that_auto_makes(served: Served) -> None:
+    """`strict` had no effect unless a call was forced: drawn hot, a call that auto began broke its schema."""
+    begin = Tokenizer.from_dir(bundled_dir()).token_id(served.form.trigger)
+    if begin is None:
+        pytest.skip("this model's calls begin with plain text, which strict does not bind")
+    strict = [{"type": "function", "function": {**one["function"], "strict": True}} for one in TOOLS]
+    options: dict[str, Any] = {
+        "tool_choice": "auto",
+        "temperature": 2.0,
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+    }
+    for seed in range(3):
+        # the model is led to begin a call, and to nothing behind that
+        choice = whole(served, **options, seed=seed, tools=strict, logit_bias={str(begin): 100})
+        assert choice.finish_reason == "tool_calls"
+        ((name, arguments),) = calls_of(choice)
+        schema = next(one["function"]["parameters"] for one in TOOLS if one["function"]["name"] == name)
+        jsonschema_rs.validate(schema, json.loads(arguments))
+    free = whole(served, **options, seed=1, tools=strict, logit_bias={str(begin): -100})
+    assert not free.message.tool_calls
+    assert free.message.content, "text is as free as ever"

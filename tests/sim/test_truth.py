@@ -11,6 +11,7 @@ import pytest
 
 from diptych.cost.calibration import Constants
 from diptych.cost.fit import Free
+from diptych.cost.layout import Layout
 from diptych.cost.service_forms import ServiceForm, put_in
 from diptych.cost.services import MeasuredService, ServiceLoad, read_deployments
 from diptych.cost.tables import data_text
@@ -109,12 +110,14 @@ def test_rows_are_read_with_their_load_and_counted_by_reason() -> None:
     )  # fmt: skip
     assert [(one.stack, one.tp, one.load.spread, one.load.input_tokens) for one in rows] == [
         ("vllm", 2, 0.8, 1024),
+        ("vllm", 2, 0.8, 1024),
         ("vllm", 2, 1.0, 2048),
         ("tensorrt-llm", 8, 0.8, 1024),
     ]
     assert (rows[0].ttft_s, rows[0].tpot_s, rows[0].quant, rows[0].load.step_tokens) == (0.05, 0.008, "mxfp4", 8192)
-    assert rows[2].load.step_tokens == 20_000
-    assert sorted(left_out.values()) == [1, 1, 1, 1, 1, 2]
+    assert rows[3].load.step_tokens == 20_000
+    assert [one.layout for one in rows] == [Layout(), Layout(dp=4), Layout(), Layout(ep=8)]
+    assert sorted(left_out.values()) == [1, 1, 1, 1, 2]
     with pytest.raises(ConfigError, match="no column"):
         read_deployments("a,b\n1,2\n")
 

@@ -20,6 +20,7 @@ from diptych.ground.importing import import_whole
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("diptych.cli.generate", "write the continuation of a prompt and report both phases"),
     "chat": ("diptych.cli.chat", "talk with a model; the history stays in the prefix cache"),
+    "embed": ("diptych.cli.embed", "write the vectors of texts: a prefill without a decode"),
     "serve": ("diptych.cli.serve", "serve a model over HTTP, OpenAI-compatible"),
     "bench": ("diptych.cli.bench", "measure prefill and decode against the machine's ceilings"),
     "plan": ("diptych.cli.plan", "predict both phases for a model on a device"),

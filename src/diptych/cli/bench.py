@@ -12,7 +12,7 @@ from diptych.cli import options
 from diptych.cli.bench_serve import serve
 from diptych.cli.options import console, engine_config, loading_bar
 from diptych.compute.runner import Model, random_model
-from diptych.engine.load import load
+from diptych.engine.load import LoadedModel, load
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
@@ -45,9 +45,9 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     config = engine_config(**engine)
-    name, loaded, load_s = _load(model, shape, config)
+    name, built, load_s, loaded = _load(model, shape, config)
     lengths, batches = _numbers("--prompt-tokens", prompt_tokens), _numbers("--batch", batch)
-    static = StaticBench(loaded, name=name, load_s=load_s, config=config)
+    static = StaticBench(built, name=name, load_s=load_s, config=config, loaded=loaded)
     with console.status("measuring") as status:
         report = static.run(
             prompt_tokens=lengths,
@@ -93,26 +93,26 @@ def mix(
         rate_per_s=rate,
         seed=seed,
     )
-    name, loaded, _ = _load(model, shape, config)
+    name, built, _, loaded = _load(model, shape, config)
     with console.status("running the mix") as status:
-        report = run_mix(loaded, config, spec, name=name, repeats=repeat, progress=status.update)
+        report = run_mix(built, config, spec, name=name, repeats=repeat, progress=status.update, loaded=loaded)
     if as_json:
         print(json.dumps(report.as_json()))
     else:
         _print_mix(report)
 
 
-def _load(model: str, shape: str | None, config: EngineConfig) -> tuple[str, Model, float]:
+def _load(model: str, shape: str | None, config: EngineConfig) -> tuple[str, Model, float, LoadedModel | None]:
     clock = MonotonicClock()
     begin_s = clock.now_s()
     with loading_bar(f"loading {shape or model}") as progress:
         if shape is None:
             loaded = load(model, config, progress=progress)
-            return loaded.name, loaded.model, loaded.load_s
+            return loaded.name, loaded.model, loaded.load_s, loaded
         if shape not in SHAPES:
             raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join(SHAPES)}")
         built = random_model(SHAPES[shape], config.compute, seed=config.seed)
-    return shape, built, clock.now_s() - begin_s
+    return shape, built, clock.now_s() - begin_s, None
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -23,7 +23,7 @@ HELP = "/reset forgets the conversation, /report shows the last answer's phases,
 
 
 @app.command()
-@options.takes(engine=options.ENGINE, drawing=options.SAMPLING)
+@options.takes(engine=options.ENGINE, drawing=options.SAMPLING, adapter=options.ONE_LORA)
 def chat(
     model: options.Model = "bundled",
     system: Annotated[str | None, typer.Option(help="a system prompt")] = None,
@@ -32,9 +32,10 @@ def chat(
     *,
     drawing: dict[str, Any],
     engine: dict[str, Any],
+    adapter: dict[str, Any],
 ) -> None:
     """Talk with a model."""
-    config = engine_config(max_running_sequences=1, **engine)
+    config = engine_config(max_running_sequences=1, **engine, **options.one_lora(**adapter))
     sampling = sampling_params(max_tokens=max_tokens, **drawing)
     with loading_bar(f"loading {model}") as progress:
         llm = LLM.from_pretrained(model, config, progress=progress)
@@ -98,7 +99,10 @@ class Conversation:
             prompt_tokens = len(prompt.token_ids)
             tell_room(self._llm, prompt_tokens, self._sampling)
             with interrupts() as is_interrupted, PromptBar(self._llm.engine, prompt_tokens, console=console) as bar:
-                done = self._llm.generate([prompt], self._sampling, on_delta=on_delta, is_cancelled=is_interrupted)[0]
+                done = self._llm.generate(
+                    [prompt], self._sampling, adapter=next(iter(self._llm.config.loras), None), on_delta=on_delta,
+                    is_cancelled=is_interrupted,
+                )[0]  # fmt: skip
                 if done.error is not None:
                     raise done.error
         except EngineError as error:

@@ -23,7 +23,7 @@ app = typer.Typer(add_completion=False)
 
 
 @app.command()
-@options.takes(engine=options.ENGINE, drawing=options.SAMPLING)
+@options.takes(engine=options.ENGINE, drawing=options.SAMPLING, adapter=options.ONE_LORA)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="the text to continue; - reads standard input")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="read the prompt from a file")] = None,
@@ -37,11 +37,12 @@ def generate(
     ignore_eos: options.IgnoreEos = False,
     n: Annotated[int, typer.Option(help="how many answers (they share the prompt's KV)")] = 1,
     engine: dict[str, Any],
+    adapter: dict[str, Any],
     as_json: options.AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
 ) -> None:
     """Write the continuation of PROMPT and report both phases."""
-    config = engine_config(max_running_sequences=max(n, 1), **engine)
+    config = engine_config(max_running_sequences=max(n, 1), **engine, **options.one_lora(**adapter))
     sampling = sampling_params(
         max_tokens=max_tokens, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
         ignore_eos=ignore_eos, n=n, **drawing,
@@ -64,7 +65,10 @@ def generate(
     observer = PhaseObserver()
     llm.engine.listen(observer)
     with interrupts() as is_interrupted, PromptBar(llm.engine, prompt_tokens, console=console) as bar:
-        done = llm.generate([asked], sampling, on_delta=write if streams else None, is_cancelled=is_interrupted)[0]
+        done = llm.generate(
+            [asked], sampling, adapter=next(iter(config.loras), None), on_delta=write if streams else None,
+            is_cancelled=is_interrupted,
+        )[0]  # fmt: skip
         bar.close()
         _tell(llm, observer, done, as_json=as_json, streams=streams, quiet=quiet)
         if is_interrupted():

@@ -55,12 +55,13 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
     """Everything the command says. Raises LoadError and ConfigError."""
     spec, path = find_model(name), model_path(name)
     contents = None if path is None else contents_of(path)
+    formats = SHOWN_WEIGHTS if contents is None or contents.kept is None else (contents.kept, *SHOWN_WEIGHTS)
     return {
         "model": _model(spec),
         "contents": contents,
         "words": None if path is None else _words(path),
-        "memory": _memory(spec),
-        **_phases(spec, hardware),
+        "memory": _memory(spec, formats),
+        **_phases(spec, hardware, formats),
     }
 
 
@@ -110,17 +111,17 @@ def _named_words(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, Any]
     }
 
 
-def _memory(spec: ModelSpec) -> dict[str, Any]:
+def _memory(spec: ModelSpec, formats: Sequence[str]) -> dict[str, Any]:
     contexts = sorted({*(n for n in SHOWN_CONTEXTS if n < spec.max_context_tokens), spec.max_context_tokens})
     return {
-        "weight_bytes": {weights: engine_weight_bytes(spec, weights) for weights in SHOWN_WEIGHTS},
+        "weight_bytes": {weights: engine_weight_bytes(spec, weights) for weights in formats},
         "kv_bytes": {
             kv: {str(context): kv_bytes_stored(spec, kv_spec(kv), context) for context in contexts} for kv in SHOWN_KV
         },
     }
 
 
-def _phases(spec: ModelSpec, hardware: str) -> dict[str, Any]:
+def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str]) -> dict[str, Any]:
     try:
         device, calibration = find_hardware(hardware)
     except ConfigError as error:
@@ -129,7 +130,7 @@ def _phases(spec: ModelSpec, hardware: str) -> dict[str, Any]:
         return {"phases": {}, "phases_missing": error.message, "hint": error.hint}
     plans = {}
     question = replace(QUESTION, prompt_tokens=min(QUESTION.prompt_tokens, spec.max_context_tokens // 2))
-    for weights in SHOWN_WEIGHTS:
+    for weights in formats:
         quant = engine_quant(weights, head_format(weights))
         if quant.compute in device.flops_per_s:
             setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.ground.config import BACKENDS, KV_FORMATS, MODEL_DRAFTERS, SPECULATE, WEIGHT_FORMATS, EngineConfig
+from diptych.ground.config import BACKENDS, KV_FORMATS, MODEL_DRAFTERS, SPECULATE, TASKS, WEIGHT_FORMATS, EngineConfig
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import engine_config as ground_config
 from diptych.ground.errors import ConfigError
@@ -47,6 +47,9 @@ DraftModel = Annotated[
     str | None,
     typer.Option("--draft-model", help=f"checkpoint of the drafter, for --speculate {' | '.join(MODEL_DRAFTERS)}"),
 ]
+Task = Annotated[
+    str, typer.Option(help=f"what the model gives beside text, auto: as its files say: {' | '.join(TASKS)}")
+]
 MaxDraftTokens = Annotated[int, typer.Option("--max-draft-tokens", help=CONFIG["max_draft_tokens"].what)]
 MaxStepTokens = Annotated[int, typer.Option(help=CONFIG["max_step_tokens"].what)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help=REQUEST["max_tokens"].what)]
@@ -60,6 +63,12 @@ FrequencyPenalty = Annotated[float, typer.Option(help=REQUEST["frequency_penalty
 Seed = Annotated[int | None, typer.Option(help=REQUEST["seed"].what)]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="end before this text (may be repeated)")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after an end-of-sequence token")]
+Lora = Annotated[
+    list[str] | None, typer.Option("--lora", help="load an adapter: name=FOLDER, or a hub name (may be repeated)")
+]
+OneLora = Annotated[str | None, typer.Option("--lora", help="answer with this adapter: its folder, or a hub name")]
+MaxLoras = Annotated[int, typer.Option("--max-loras", help=CONFIG["max_loras"].what)]
+MaxLoraRank = Annotated[int, typer.Option("--max-lora-rank", help=CONFIG["max_lora_rank"].what)]
 Shape = Annotated[str | None, typer.Option(help=f"random weights of a known shape: {', '.join(SHAPES)}")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
 ApiKey = Annotated[str | None, typer.Option(help="key of the server (default: DIPTYCH_API_KEY)")]
@@ -79,6 +88,8 @@ BACKEND: Block = {
     "max_draft_tokens": (MaxDraftTokens, 16),
 }
 ENGINE: Block = BACKEND | {"max_context_tokens": (MaxContext, None), "kv_memory_bytes": (KvMemory, None)}
+LORAS: Block = {"lora": (Lora, None), "max_loras": (MaxLoras, 8), "max_lora_rank": (MaxLoraRank, 64)}
+ONE_LORA: Block = {"lora": (OneLora, None)}
 SAMPLING: Block = {
     "temperature": (Temperature, 0.0),
     "top_k": (TopK, None),
@@ -124,10 +135,31 @@ def takes(**blocks: Block) -> Callable[[Callable[..., None]], Callable[..., None
     return take
 
 
-def engine_config(*, stall_budget_ms: float | None = None, **settings: object) -> EngineConfig:
+def engine_config(
+    *, stall_budget_ms: float | None = None, lora: list[str] | None = None, **settings: object
+) -> EngineConfig:
     """The shared options as an EngineConfig; ConfigError for impossible values."""
+    if lora:
+        settings["loras"] = _loras(lora)
     stall_budget_s = None if stall_budget_ms is None else stall_budget_ms / 1000.0
     return ground_config(stall_budget_s=stall_budget_s, **settings)
+
+
+def _loras(given: list[str]) -> dict[str, str]:
+    loras: dict[str, str] = {}
+    for one in given:
+        name, _, path = one.partition("=")
+        if not name or not path:
+            raise ConfigError(f"lora is {one!r}; it must be name=FOLDER")
+        if name in loras:
+            raise ConfigError(f"lora names {name!r} twice, for {loras[name]} and {path}")
+        loras[name] = path
+    return loras
+
+
+def one_lora(lora: str | None) -> dict[str, Any]:
+    """Settings for one adapter, whatever its rank, called "lora"; none without one."""
+    return {} if lora is None else {"loras": {"lora": lora}, "max_lora_rank": CONFIG["max_lora_rank"].high}
 
 
 def sampling_params(*, stop: list[str] | None = None, **values: object) -> SamplingParams:

@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from diptych.cli.layouts import layout_of, layout_options
 from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.cost.advice import chunk_for, pools_for, speculation_advice, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
@@ -32,14 +33,14 @@ from diptych.ground.formats import QUANTS
 
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 
-_SETUP = {"hardware", "weights", "kv", "tp", "stack"}
+_SETUP = {"hardware", "weights", "kv", "tp", "stack", "ep", "pp", "dp_attention"}
 _QUESTION = {"batch", "prompt", "cached", "output", "context"}
 _ADVICE = {"stall_budget", "rate", "speculate", "acceptance", "draft_cost"}
 # What each kind of answer reads, beside --json: any other option given with it is refused, as it would change nothing.
 READS = {
     "plan": _SETUP | _QUESTION | _ADVICE | {"picture"},
     "compare": _SETUP | _QUESTION,
-    "--ask": _SETUP | {"ask", "devices", "budget", "price"},
+    "--ask": {"hardware", "weights", "kv", "tp", "stack", "ask", "devices", "budget", "price"},
     "accuracy": {"rows", "refit", "neutral", "services"},
     "--list": {"listing"},
 }
@@ -77,6 +78,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     )
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format: bf16, fp8, int8, int4, fp32")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
+    layout_options(parser)
     add("--batch", "-b", default="1", metavar="N[,N]", help="sequences in flight; several make a table")
     add("--prompt", "-p", type=int, default=2048, metavar="N", help="prompt tokens")
     add("--cached", type=int, default=0, metavar="N", help="prompt tokens already in the prefix cache")
@@ -132,6 +134,7 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
             kv=options.kv,
             tp=options.tp,
             stack=options.stack,
+            layout=layout_of(options),
         )
         _plan(make_plan(setup, _question(options, _batches(options)[0])), options.as_json, options.picture)
 
@@ -198,7 +201,15 @@ def _compare(options: argparse.Namespace, words: list[str]) -> None:
     models, names = _split(_model(words)), _split(_device(options.hardware))
     plans = [
         make_plan(
-            setup_of(model, name, weights=weights, kv=options.kv, tp=options.tp, stack=options.stack),
+            setup_of(
+                model,
+                name,
+                weights=weights,
+                kv=options.kv,
+                tp=options.tp,
+                stack=options.stack,
+                layout=layout_of(options),
+            ),
             _question(options, batch),
         )
         for model in models

@@ -15,7 +15,7 @@ from diptych.cost.tables import data_text
 from diptych.ground.errors import ConfigError
 from diptych.sim.truth import Case, Judged, case_of, judge, summarise_services
 
-GROUPS = ("measure", "software", "device", "model", "weights", "streams", "lengths", "pool")
+GROUPS = ("measure", "software", "device", "model", "weights", "layout", "streams", "lengths", "pool")
 SHIPPED = "service_rows.csv"
 
 

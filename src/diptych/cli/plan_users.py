@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from diptych.cli.layouts import layout_of, layout_options
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate import MAX_USERS, limits_of, seconds
 from diptych.cli.users_text import as_json, show
@@ -33,13 +34,6 @@ from diptych.sim.link import parse_link
 from diptych.sim.pools import Pool
 from diptych.sim.search import PriceOf, search
 from diptych.workload import LengthRange
-
-# layouts that models need and the simulator does not know: refused by name, never taken for something else
-UNKNOWN_LAYOUTS = {
-    "ep": "expert parallel",
-    "pp": "pipeline parallel",
-    "attention_dp": "attention-data parallel",
-}
 
 
 def app(args: Sequence[str] | None = None, prog_name: str = "diptych plan") -> None:
@@ -69,6 +63,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--weights", "-w", default="bf16", metavar="FORMAT", help="weight format (default bf16)")
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format (default bf16)")
     add("--tp", metavar="N[,N]", help="devices that share one copy (default: 1, 2, 4 and 8 are tried)")
+    layout_options(parser)
     add("--stack", metavar="NAME", help="software whose fitted constants to use (see `diptych plan --list`)")
     add("--link", default="50GB/s,10us", metavar="RATE[,TIME]", help="between two pools (default 50GB/s,10us)")
     add("--price", action="append", metavar="NAME=USD", help="price per hour of one device; may be repeated")
@@ -76,15 +71,10 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, metavar="N", help="of lengths and think times")
     add("--json", dest="as_json", action="store_true", help="print JSON")
     add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
-    for name, words in UNKNOWN_LAYOUTS.items():
-        add("--" + name.replace("_", "-"), dest=name, metavar="N", help=f"{words}: not known, refused")
     return parser
 
 
 def _answer(options: argparse.Namespace) -> None:
-    for name, words in UNKNOWN_LAYOUTS.items():
-        if getattr(options, name) is not None:
-            raise ConfigError(f"{words} layouts cannot be simulated", hint="tensor parallel can: --tp")
     Bound(int, 1, MAX_USERS, "users").take("--users", options.users, ConfigError)
     ask = Ask(
         n_users=options.users,
@@ -122,7 +112,7 @@ def _candidates(options: argparse.Namespace) -> tuple[list[Pool], dict[str, str]
     names = [name.strip() for name in (options.hardware or "").split(",") if name.strip()]
     if not names:
         names = [name for name in device_names() if device_spec(name).usd_per_hour is not None]
-    splits = TRIED_TP if options.tp is None else _degrees(options.tp)
+    splits, layout = TRIED_TP if options.tp is None else _degrees(options.tp), layout_of(options)
     pools: list[Pool] = []
     left_out: dict[str, str] = {}
     for name in names:
@@ -130,7 +120,7 @@ def _candidates(options: argparse.Namespace) -> tuple[list[Pool], dict[str, str]
         before = len(pools)
         for tp in splits:
             try:
-                pools.append(Pool.of(replace(base, tp=tp)))
+                pools.append(Pool.of(replace(base, tp=tp, layout=layout)))
             except ConfigError as error:
                 left_out.setdefault(base.label, error.message)
         if len(pools) > before:

@@ -13,7 +13,7 @@ import typer
 from diptych.cli import options
 from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
-from diptych.engine.llm import AsyncLLM
+from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import env_text
 from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
@@ -24,7 +24,7 @@ LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.W
 
 
 @app.command()
-@options.takes(settings=options.ENGINE)
+@options.takes(settings=options.ENGINE, loras=options.LORAS)
 def serve(
     model: Annotated[str, typer.Argument(help="'bundled', a checkpoint folder, or a hub name")] = "bundled",
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
@@ -75,13 +75,22 @@ def serve(
     prefix_cache: Annotated[
         bool, typer.Option(help="keep the KV of prompts for later ones with the same start")
     ] = True,
+    task: options.Task = "auto",
     settings: dict[str, Any],
+    loras: dict[str, Any],
+    runtime_lora: Annotated[
+        bool, typer.Option("--runtime-lora", help="let clients load and unload adapters (from any folder here)")
+    ] = False,
     reads_control_tokens: Annotated[
         bool, typer.Option("--read-control-tokens", help="let text of messages that spells control tokens become them")
     ] = False,
     keep_minutes: Annotated[
         float, typer.Option(help="remember so many minutes of requests for `explain --what-if`; 0: none")
     ] = 2.0,
+    record: Annotated[
+        Path | None, typer.Option(help="write times and lengths of requests and steps to this file, without any text")
+    ] = None,
+    max_record_bytes: Annotated[int, typer.Option(help="end the recording beyond this")] = 2**30,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -91,12 +100,13 @@ def serve(
     config = ServerConfig(
         host=host,
         port=port,
-        api_key=api_key or env_text("API_KEY"),
+        api_key=env_text("API_KEY") if api_key is None else api_key,
         is_insecure=insecure,
         allowed_hosts=tuple(allowed_host or ()),
         allow_origins=tuple(origin.lower() for origin in allow_origin or ()),
         served_model_names=tuple(served_model_name or ()),
         takes_any_model_name=any_model_name,
+        loads_loras=runtime_lora,
         max_queue_s=math.inf if max_queue_s == 0 else max_queue_s,
         max_open_requests=open_requests_limit(max_open_requests),
         max_body_bytes=max_body_bytes,
@@ -107,10 +117,12 @@ def serve(
         metrics_compat=metrics_compat,
         reads_control_tokens=reads_control_tokens,
         kept_minutes=keep_minutes,
+        record=record,
+        max_record_bytes=max_record_bytes,
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,
-        lookup_memory_tokens=lookup_memory_tokens, **settings,
+        lookup_memory_tokens=lookup_memory_tokens, task=task, **settings, **loras,
     )  # fmt: skip
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:

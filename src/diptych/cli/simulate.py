@@ -21,6 +21,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from diptych.cli.layouts import layout_of, layout_options
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
 from diptych.cli.written import errors_told, refuse_unread, written
@@ -31,12 +32,13 @@ from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
 from diptych.sim.drafts import StatedDrafts
+from diptych.sim.journal import is_journal, journal_load
 from diptych.sim.link import parse_link
 from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
 from diptych.sim.recorded import is_recording, recorded_load
 from diptych.sim.service import simulate
-from diptych.workload import LengthRange, WorkloadSpec, read_trace
+from diptych.workload import LengthRange, WorkloadSpec, open_trace
 
 MAX_REQUESTS = 10_000_000
 MAX_USERS = 1_000_000
@@ -45,7 +47,7 @@ _SERVICE = {
     "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
     "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
     "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes", "steps",
-    "speculate", "acceptance", "draft_cost",
+    "speculate", "acceptance", "draft_cost", "ep", "pp", "dp_attention",
 }  # fmt: skip
 _LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
 # what each kind of load reads, beside the service's: any other option given with it is refused
@@ -88,6 +90,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--weights", "-w", default="bf16", metavar="FORMAT", help="weight format (default bf16)")
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format (default bf16)")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
+    layout_options(parser)
     add("--stack", metavar="NAME", help="software whose fitted constants to use (see `diptych plan --list`)")
     add("--engines", type=int, default=1, metavar="N", help="copies of the model behind the router")
     add("--router", default="least-work", metavar="NAME", help=" | ".join(POLICIES))
@@ -153,6 +156,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         kv=options.kv,
         tp=options.tp,
         stack=options.stack,
+        layout=layout_of(options),
     )
     limits = limits_of(options.slo)
     usd = options.usd_per_hour
@@ -288,14 +292,17 @@ def _trace(options: argparse.Namespace) -> tuple[Load, str]:
     if options.limit is not None:
         _count("--limit", options.limit, MAX_REQUESTS)
     faster = "" if options.speed == 1.0 else f", {options.speed:g} times as fast"
+    if is_journal(path):
+        journal = journal_load(path, limit=options.limit, speed=options.speed)
+        return journal, f"recording {path.name}{faster}"
     if is_recording(path):
         load = recorded_load(path, limit=options.limit, speed=options.speed)
         return load, f"recording {path.name}{faster}"
-    items = read_trace(path)[: options.limit]
-    _count("requests of the trace", len(items), MAX_REQUESTS)
-    shares = any(item.prefix_ids for item in items)
+    trace = open_trace(path, limit=options.limit)
+    _count("requests of the trace", trace.n_requests, MAX_REQUESTS)
+    shares = trace.shares_prefixes
     words = f"trace {path.name}{faster}" + (", requests of one tick spread over it" if shares else "")
-    return OpenLoad(items, shares_prefixes=shares, speed=options.speed), words
+    return OpenLoad(trace, shares_prefixes=shares, speed=options.speed), words
 
 
 def _count(name: str, value: int, most: int) -> None:

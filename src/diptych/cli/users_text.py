@@ -7,6 +7,8 @@ from typing import Any
 
 from diptych.cli.plan_json import plain
 from diptych.cli.tables import duration, page, plain_table
+from diptych.cost.layout import PLAIN
+from diptych.sim.pools import Service
 from diptych.sim.search import Answer, Layout
 from diptych.sim.service import Report
 
@@ -30,8 +32,8 @@ def as_json(found: Answer, unit: str, left_out: Mapping[str, str], points: objec
         "left_out": dict(left_out),
         "prefill_share_of_busy_time": found.prefill_share,
         "engines_without_prefix_cache": found.engines_uncached,
-        "engines_low": found.engines_low,
-        "engines_high": found.engines_high,
+        "if_steps_are_quick": _engines(found.if_quick),
+        "if_steps_are_slow": None if found.if_slow is None else _engines(found.if_slow),
         "step_time_margin": list(found.margin),
         "crossover_users": found.crossover_users,
         "crossover_message_tokens": found.crossover_message_tokens,
@@ -39,25 +41,30 @@ def as_json(found: Answer, unit: str, left_out: Mapping[str, str], points: objec
     }
 
 
+def _engines(service: Service) -> list[dict[str, Any]]:
+    return [
+        {"setup": pool.setup.label, "n_engines": pool.n_engines, "n_devices": pool.n_devices, "part": part}
+        for pool, part in zip(service.pools, _parts(service), strict=True)
+    ]
+
+
 def _layout(layout: Layout) -> dict[str, Any]:
-    report = layout.report
+    report = layout.report or layout.longer
     return {
-        "pools": [
-            {"setup": pool.setup.label, "n_engines": pool.n_engines, "n_devices": pool.n_devices, "part": part}
-            for pool, part in zip(layout.service.pools, _parts(layout), strict=True)
-        ],
+        "pools": _engines(layout.service),
         "cost": layout.cost,
         "users_per_engine": layout.users_each,
         "is_rough": layout.is_rough,
         "holds": layout.holds,
-        "good_share": None if report is None else report.good_share,
+        "good_share": None if layout.report is None else layout.report.good_share,
+        "good_share_for_longer": None if layout.longer is None else layout.longer.good_share,
         "ttft_p95_s": None if report is None or report.ttft_s is None else report.ttft_s.p95,
         "tpot_p95_s": None if report is None or report.tpot_s is None else report.tpot_s.p95,
     }
 
 
-def _parts(layout: Layout) -> tuple[str, ...]:
-    return ("both phases",) if layout.service.readers is None else ("decode", "prefill")
+def _parts(service: Service) -> tuple[str, ...]:
+    return ("both phases",) if service.readers is None else ("decode", "prefill")
 
 
 def limiting_phase(found: Answer) -> str:
@@ -98,68 +105,108 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
         f"[bold]{phase} limits this service[/bold]: {share:.0%} of the time that engines work goes to {phase}"
     )
     each = "" if n == 1 else f" for each cell, {n * best.cost:.6g} together"
-    console.print(f"[bold]buy {_words(best)}[/bold]: {best.cost:.4g} {unit}{each}")
-    table = plain_table("", "layout", "users each", "cost", "good", "TTFT p95", "TPOT p95")
+    advice = "buy" if best.holds else "nothing that was tried holds for longer; the nearest is"
+    console.print(f"[bold]{advice} {_words(best.service)}[/bold]: {best.cost:.4g} {unit}{each}")
+    unit_short = "USD/h" if unit.startswith("USD") else unit
+    table = plain_table("", "layout", "users each", unit_short, "good", "longer", "TTFT p95", "TPOT p95")
     for layout in (*found.colocated, *found.pools):
-        table.add_row(*_row(layout, unit))
+        table.add_row(*_row(layout))
     console.print(table)
-    _crossover(found, console.print)
+    if any(layout.holds is False for layout in (*found.colocated, *found.pools)):
+        console.print(f"(no): less than {ask.good_share:.0%} of requests are good, so it is not what to buy")
+    console.print(f"crossover: {_crossover(found)}")
     colocated = found.colocated[0]
     engines, without = colocated.service.n_engines, found.engines_uncached
-    setup = colocated.service.pool.setup.label
-    words = f"{without} in place of {engines}" if without is not None else "no number would do"
-    console.print(f"prefix cache: without it {words} x ({setup})")
+    words = "no number would do in place of" if without is None else f"{without} in place of"
+    words = f"the same {engines}" if without == engines else f"{words} {engines}"
+    console.print(f"prefix cache: without it {words} x ({colocated.service.pool.setup.label})")
     console.print(f"twice the users: first breaks {breaks_first(found.doubled, found.ask.good_share)}")
     held = found.confirmed
-    words = "holds" if held.good_share >= ask.good_share else "[bold]does not hold, nor does anything else tried[/bold]"
+    words = "holds" if best.holds else "does not hold"
     console.print(
         f"for longer: {held.n_requests:,} requests in {held.duration_s / 60:.1f} minutes, {held.good_share:.1%} good: "
-        f"what to buy {words}"
+        f"{_words(best.service)} {words}"
     )
-    low, high = found.margin
-    most = "any number" if found.engines_high is None else str(found.engines_high)
-    console.print(
-        f"how sure: steps take {low:.2f} to {high:.2f} times what is predicted (80 %), which makes {found.engines_low} to "
-        f"{most} x ({setup})"
-    )
+    console.print(f"how sure: {_sure(found)}")
     for name in found.too_slow:
         console.print(f"note: {name} misses the limits with a single user")
     for name, why in left_out.items():
         console.print(f"note: {name}: {why}")
     for source in dict.fromkeys(pool.setup.calibration.source for pool in best.service.pools):
         console.print(f"note: times: {source}")
-    if best.service.pool.setup.model.moe is not None:
-        console.print("note: expert, pipeline and attention-data parallel layouts are not tried")
+    setup = best.service.pool.setup
+    if setup.layout != PLAIN:
+        console.print(f"note: {setup.split}: priced by formulas that no measurement was fitted to")
+    elif setup.model.moe is not None:
+        console.print("note: other layouts of the experts are tried when asked for: --ep, --dp-attention, --pp")
 
 
-def _words(layout: Layout) -> str:
+def _words(service: Service) -> str:
     parts = []
-    for pool, part in zip(layout.service.pools, _parts(layout), strict=True):
+    for pool, part in zip(service.pools, _parts(service), strict=True):
         which = "" if part == "both phases" else f" to {part}"
-        split = f", {pool.setup.tp} to a copy of the model" if pool.setup.tp > 1 else ""
+        layout = f" ({pool.setup.split})" if pool.setup.layout != PLAIN else ""
+        split = f", {pool.setup.n_devices} to a copy of the model{layout}" if pool.setup.n_devices > 1 else ""
         parts.append(f"{pool.n_devices} x {pool.setup.hardware.name}{which}{split}")
     return " and ".join(parts)
 
 
-def _row(layout: Layout, unit: str) -> tuple[str, ...]:
-    report = layout.report
+def _row(layout: Layout) -> tuple[str, ...]:
+    report = layout.report or layout.longer
     users = "-" if layout.users_each is None else f"{'about ' if layout.is_rough else ''}{layout.users_each:,}"
-    cost = f"{layout.cost:.4g} {'USD/h' if unit.startswith('USD') else 'devices'}"
+    cost = f"{layout.cost:.4g}"
+    name = ", ".join(
+        f"{'' if part == 'both phases' else part + ' '}{pool.n_devices} x {pool.setup.hardware.name}"
+        f"{f' ({pool.setup.split})' if pool.setup.n_devices > 1 else ''}"
+        for pool, part in zip(layout.service.pools, _parts(layout.service), strict=True)
+    )
     if report is None or report.ttft_s is None:
-        return _words(layout), users, cost, "sized", "-", "-"
+        return name, users, cost, "sized", "-", "-", "-"
     tpot_s = None if report.tpot_s is None else report.tpot_s.p95
-    good = f"{report.good_share:.1%}{'' if layout.holds else ' (misses)'}"
-    return _words(layout), users, cost, good, duration(report.ttft_s.p95), duration(tpot_s)
+    fails = "" if layout.holds else " (no)"
+    good = "-" if layout.report is None else f"{layout.report.good_share:.1%}{'' if layout.longer else fails}"
+    longer = "-" if layout.longer is None else f"{layout.longer.good_share:.1%}{fails}"
+    return name, users, cost, good, longer, duration(report.ttft_s.p95), duration(tpot_s)
 
 
-def _crossover(found: Answer, say: Any) -> None:
-    if found.crossover_users is not None:
-        words = f"two pools cost less from about {found.crossover_users:,} users on"
+def _crossover(found: Answer) -> str:
+    """In words that say what the table says."""
+    users, n_users = found.crossover_users, found.ask.n_users
+    pooled = [layout.cost for layout in found.pools if layout.holds]
+    alone = [layout.cost for layout in found.colocated if layout.holds]
+    if not pooled:
+        return "no two pools of these devices were found that hold"
+    if not alone:
+        return "only two pools hold"
+    if min(pooled) < min(alone):
+        since = (
+            f", and do from about {users:,} users on" if users is not None else ", though not for all greater numbers"
+        )
+        return f"two pools cost less for these users{since}"
+    as_much = "as much as" if min(pooled) == min(alone) else "more than"
+    words = f"for these users two pools cost {as_much} engines that do both"
+    if users is not None and users > n_users:
+        words += f"; they cost less from about {_round(users):,} users on"
     else:
-        words = "two pools cost more than engines that do both, for up to a hundred times these users"
-        if not any(layout.holds for layout in found.pools):
-            words = "no two pools of these devices were found that hold"
+        words += ", and for up to a hundred times as many"
     tokens = found.crossover_message_tokens
     if tokens is not None:
-        words += f"; with longer messages from about {tokens:,} tokens on (a fluid estimate)"
-    say(f"crossover: {words}")
+        words += f"; or with messages of {tokens:,} tokens and more (an estimate without queues)"
+    return words
+
+
+def _round(number: int) -> int:
+    """To two digits: it was looked for in steps of an eighth."""
+    return int(float(f"{number:.2g}"))
+
+
+def _sure(found: Answer) -> str:
+    """About what is to be bought: which numbers of it the interval of the prediction would make."""
+    low, high = found.margin
+    words = f"steps take {low:.2f} to {high:.2f} times what is predicted (80 %); "
+    quick, slow = found.if_quick, found.if_slow
+    if slow is None:
+        return f"{words}with the longest of these no number of {_words(found.best.service)} would do"
+    if _words(quick) == _words(slow):
+        return f"{words}over all of that it stays {_words(quick)}"
+    return f"{words}with the shortest it would be {_words(quick)}, with the longest {_words(slow)}"

@@ -10,6 +10,7 @@ import httpx
 from diptych.cost.setup import setup_of
 from diptych.ground.errors import ConfigError
 from diptych.sim.counterfactual import USUAL_CHANGES, Change, Machine, what_if
+from diptych.sim.journal import is_journal, journal_minutes
 from diptych.sim.recorded import minutes_of
 
 TIMEOUT_S = 600.0
@@ -40,6 +41,9 @@ def asked_of_recording(
     setup = setup_of(model, "h100-80gb-sxm", weights="bf16" if weights == "auto" else weights)
     machine = Machine(model=setup.model, quant=setup.quant, kv=setup.kv)
     wanted = [Change.parse(change) for change in changes or USUAL_CHANGES]
+    if is_journal(recording):
+        minutes, name = journal_minutes(recording, request, machine=machine)
+        return {"id": request} | what_if(minutes, name, wanted)
     try:
         with recording.open(encoding="utf-8") as file:
             minutes = minutes_of(iter(file), name=recording.name, machine=machine)

@@ -80,6 +80,16 @@ class ScaledTensor(WeightTensor):
         return scaled.sub_(self._offset)
 
 
+def exponents_of(parts: LinearParts) -> torch.Tensor:
+    """log2 of what each output [N] and then each input [K] of a projection is multiplied by: zeros where nothing is shared."""
+    rows, columns = [], torch.zeros(parts.n_inputs)
+    for part in parts.weights:
+        own = part if isinstance(part, ScaledTensor) else None
+        rows.append(torch.zeros(part.shape[0]) if own is None or own.rows is None else own.rows.float())
+        columns = columns if own is None or own.columns is None else own.columns.float()
+    return torch.cat([*rows, columns])
+
+
 def balance_norm(
     norm: WeightTensor, readers: Sequence[LinearParts], *, offset: float, share: float
 ) -> tuple[WeightTensor, tuple[LinearParts, ...]]:

@@ -19,6 +19,7 @@ class ForwardBatch:
     context_tokens_S  tokens of the sequence with this step's included, which are its last
     block_table_SM  blocks of each sequence in order; what lies behind its context is some block of the pool
     logits_rows_R   rows of T whose logits are wanted, in the order wanted (may be empty)
+    adapters_S  number of each sequence's adapter (`Model.add_adapter`), -1 without one; None: no sequence has one
     """
 
     token_ids_T: np.ndarray
@@ -26,6 +27,7 @@ class ForwardBatch:
     context_tokens_S: np.ndarray
     block_table_SM: np.ndarray
     logits_rows_R: np.ndarray
+    adapters_S: np.ndarray | None = None
 
     @property
     def n_tokens(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from diptych.compute.ops.cpu_kernels import is_available, measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.runner import Model
 from diptych.ground.clock import MonotonicClock
+from diptych.ground.formats import engine_weights
 
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache share
 REPEATS = 5
@@ -34,7 +35,7 @@ class Ceilings:
 
 def compute_dtype(weights_format: str) -> str:
     """The dtype of the multiplications behind a weight format: int4 weights meet int8 activations."""
-    return "int8" if weights_format in ("int8", "int4") else weights_format
+    return engine_weights(weights_format)[1]
 
 
 def is_measured_natively(model: Model) -> bool:

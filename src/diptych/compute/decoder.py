@@ -99,7 +99,8 @@ def load_decoder(
 def prefix_of(source: Source, spec: ModelSpec) -> str:
     """Where the tensors of the language model begin."""
     prefixes = family_named(spec).prefixes
-    return next((p for p in prefixes if source.has(f"{p}embed_tokens.weight")), prefixes[0])
+    known = (*prefixes, "")  # "": a decoder that was saved without the model around it
+    return next((p for p in known if source.has(f"{p}embed_tokens.weight")), prefixes[0])
 
 
 def head_name(source: Source, prefix: str) -> str:

@@ -2,11 +2,13 @@
 
 `head_drafters` has those that read the model's own states.
 
-A drafter is told of every chunk that its sequence computes and of what came of it, and guesses what comes next. Its guesses
-are verified by the usual draw of the target, so nothing here can change an answer: a wrong guess is a row for nothing.
+A drafter is told of every chunk that its sequence computes and of what came of it, which costs next to nothing, and computes
+where it is asked to. Its guesses are verified by the usual draw of the target, so nothing here can change an answer: a wrong
+guess is a row for nothing.
 
     drafter.begin(start)
-    drafts = drafter.propose(chunks, token_ids, tables_CM, states)   # after the target's step: {seq_id: guesses}
+    drafter.follow(chunks, token_ids)                                # after each of the target's steps
+    drafts = drafter.propose(chunks, token_ids, tables_CM, states)   # behind one that wants some: {seq_id: guesses}
     drafter.end(seq_id)
 
 Guesses are drawn from the drafter's logits as the target's tokens are from its own: same options, penalties and grammar,
@@ -17,11 +19,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.draft_store import DraftStore
@@ -39,9 +42,11 @@ class Drafter(ABC):
     """Guesses what comes next in sequences of the engine. One call at a time, on the thread that steps it.
 
     taps: behind which of the model's layers it reads the residual stream; none where that is not its business.
+    n_read: tokens that it read in its last `propose`, before it guessed.
     """
 
     taps: tuple[int, ...] = ()
+    n_read: int = 0
 
     @abstractmethod
     def begin(self, start: SequenceStart) -> None:
@@ -56,6 +61,14 @@ class Drafter(ABC):
         """The step's copies of blocks, before its chunks."""
 
     @abstractmethod
+    def follow(self, chunks: Sequence[Chunk], token_ids: Sequence[Sequence[int]]) -> None:
+        """Take in what each chunk of a step gave."""
+
+    @abstractmethod
+    def reads(self, chunk: Chunk) -> bool:
+        """Whether it would do something behind this chunk, which is about to be computed."""
+
+    @abstractmethod
     def propose(
         self,
         chunks: Sequence[Chunk],
@@ -63,7 +76,7 @@ class Drafter(ABC):
         tables_CM: np.ndarray,
         states: torch.Tensor | None = None,
     ) -> Mapping[int, Sequence[int]]:
-        """Guesses of every sequence that wants some, best first in line.
+        """Guesses of every sequence that wants some, best first in line; the step was followed before.
 
         token_ids: what each chunk gave. tables_CM: the block table of each chunk's sequence, as the step left it.
         states [taps, T, D]: the residual stream behind those layers, of all rows of the step.
@@ -76,6 +89,9 @@ class Followed:
 
     token_ids: list[int]
     computed: int = 0  # tokens whose keys and values lie in its blocks
+    found: int | None = (
+        None  # tokens that the target had when it began here; what of them the drafter has is not known yet
+    )
     base: int = 0  # blocks before those that the drafter reads: it was not there when they were computed
     fed: list[int] = field(default_factory=list)  # guesses behind the known tokens, computed too
     fed_from: int = 0  # where the first of them would stand
@@ -146,20 +162,20 @@ class PagedDrafter(Drafter):
         states: torch.Tensor | None = None,
     ) -> dict[int, list[int]]:
         """See Drafter."""
-        for chunk in chunks:
-            self._store.take_over(chunk)
         jobs: list[Job] = []
         rows, row = self._most_rows, 0
         for chunk, given, table_M in zip(chunks, token_ids, tables_CM, strict=True):
             followed = self._followed.get(chunk.seq_id)
-            if followed is not None:
-                self._follow(followed, chunk, given, table_M)
+            if followed is not None and chunk.wanted_drafts is not None:
+                if followed.found is not None:
+                    followed.computed, followed.found = self._store.covered(table_M, followed.found), None
                 job = self._job(followed, chunk, given, table_M, rows=rows)
                 if job is not None and len(jobs) < self._store.most_sequences:
                     rows -= job.end - job.begin
                     self._give(job, states, row - chunk.start_pos)
                     jobs.append(job)
             row += len(chunk.token_ids)
+        self.n_read = sum(job.end - job.begin for job in jobs)
         if not jobs:
             return {}
         tables = self._tables(jobs)
@@ -172,13 +188,19 @@ class PagedDrafter(Drafter):
             self._remember(job)
         return {job.seq_id: job.drafts for job in jobs if job.drafts}
 
-    def _follow(self, followed: Followed, chunk: Chunk, given: Sequence[int], table_M: np.ndarray) -> None:
-        """Take in what the step gave, and where the sequence lies now."""
-        if given:
-            followed.token_ids[chunk.end_pos - len(chunk.draft_token_ids) :] = given
-        if chunk.new_block_ids and chunk.first_new_block == 0:  # its first chunk, or the first after a preemption
-            followed.computed, followed.fed = self._store.covered(table_M, chunk.start_pos), []
-            followed.base = 0
+    def follow(self, chunks: Sequence[Chunk], token_ids: Sequence[Sequence[int]]) -> None:
+        """See Drafter. O(1) for each chunk, and for each new block."""
+        for chunk, given in zip(chunks, token_ids, strict=True):
+            if chunk.new_block_ids:
+                self._store.take_over(chunk)
+            followed = self._followed.get(chunk.seq_id)
+            if followed is None:
+                continue
+            if given:
+                followed.token_ids[chunk.end_pos - len(chunk.draft_token_ids) :] = given
+            if chunk.new_block_ids and chunk.first_new_block == 0:  # its first chunk, or the first after a preemption
+                followed.computed = followed.base = 0
+                followed.found, followed.fed = chunk.start_pos, []
 
     @abstractmethod
     def _job(
@@ -265,15 +287,42 @@ class DraftModel(PagedDrafter):
     somebody does.
     """
 
+    def __init__(
+        self,
+        model: Model,
+        store: DraftStore,
+        sampler: Sampler,
+        *,
+        most_rows: int,
+        clock: Clock,
+        observe: Observe = lambda shape, seconds: None,
+        vocab_size: int | None = None,
+    ) -> None:
+        """vocab_size: of the target; None: as the drafter's. Tables of one tokenizer may be padded to other sizes."""
+        super().__init__(model, store, sampler, most_rows=most_rows, clock=clock, observe=observe)
+        self._vocab_size = vocab_size
+
+    def reads(self, chunk: Chunk) -> bool:
+        """See Drafter. A chunk of decode without a guess behind it can be read later."""
+        return chunk.wanted_drafts is not None and (chunk.wanted_drafts > 0 or chunk.phase is Phase.PREFILL)
+
     def _forward(self, jobs: Sequence[Job], batch: ForwardBatch, want: Want) -> Any:
-        return self._model.forward(batch, self._store.kv, want)  # type: ignore[call-overload]
+        if self._vocab_size is None:
+            return self._model.forward(batch, self._store.kv, want)  # type: ignore[call-overload]
+        own = self._model.spec.vocab_size
+        if own < self._vocab_size:  # no word has such an id
+            batch = replace(batch, token_ids_T=np.where(batch.token_ids_T < own, batch.token_ids_T, 0))
+        out = self._model.forward(batch, self._store.kv, want)  # type: ignore[call-overload]
+        if want is Want.BEST:
+            return out
+        return F.pad(out, (0, self._vocab_size - own), value=-torch.inf)  # a negative width cuts
 
     def _job(
         self, followed: Followed, chunk: Chunk, given: Sequence[int], table_M: np.ndarray, *, rows: int
     ) -> Job | None:
         self._keep_fed(followed, table_M)
         wanted = chunk.wanted_drafts
-        if wanted is None or (wanted == 0 and chunk.phase is not Phase.PREFILL):
+        if wanted is None or not self.reads(chunk):
             return None
         end = len(followed.token_ids) if given else chunk.end_pos
         begin = min(followed.computed, end - 1)

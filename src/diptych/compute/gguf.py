@@ -14,17 +14,18 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from diptych.compute.ops.contract import WeightTensor
+from diptych.compute.gguf_codes import codes_of
+from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, give_pages_back
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import ENGINE_WEIGHTS
+from diptych.ground.formats import GGUF_KEPT, KeptFormat, mean_bytes
 from diptych.models.gguf import ROPE_TENSOR, Place, architecture_of, place_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
 
@@ -47,6 +48,11 @@ class GgufTensorView(WeightTensor):
         self.dtype = dtype
         self._checkpoint = checkpoint
         self._place = place
+        self.kept = checkpoint.kept(place) if len(shape) == 2 else None
+
+    def codes(self) -> Codes:
+        """As the blocks have them, rows in our order."""
+        return self._checkpoint.codes(self._place, self.shape)
 
     def read(self) -> torch.Tensor:
         """The values: of a plain tensor a view of the mapped file, else made now."""
@@ -64,6 +70,7 @@ class GgufCheckpoint:
     """
 
     is_balanceable = True
+    is_keeping = True
 
     def __init__(self, file: GgufFile, *, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
         self.file = file
@@ -118,16 +125,7 @@ class GgufCheckpoint:
         n_columns: int | None = None,
     ) -> torch.Tensor:
         """The values of a checked tensor, or some rows and the first columns of it; counts towards progress once."""
-        stored = self.file.tensors[place.name]
-        for tensor in self._resident:  # views are read again from the file should anyone still need them
-            give_pages_back(tensor)
-        raw = self._bytes(stored, place.expert)
-        self._resident = [raw]
-        if place not in self._read:
-            self._read.add(place)
-            self._read_bytes += raw.nbytes
-            if self.progress is not None:
-                self.progress(self._read_bytes, max(self.file.file_bytes, self._read_bytes))
+        stored, raw = self._opened(place)
         n_columns = shape[-1] if n_columns is None else min(n_columns, shape[-1])
         order: slice | torch.Tensor = rows if place.heads is None else self._rows_of(place.heads, shape[0])[rows]
         plain = FLOAT_DTYPES.get(stored.type.name)
@@ -140,6 +138,38 @@ class GgufCheckpoint:
             values = dequantised(blocks, stored.type, dtype)[:, :n_columns]
             values = values if len(shape) > 1 else values[0]
         return values if not place.added else values.to(torch.float32) - place.added
+
+    def kept(self, place: Place) -> KeptFormat | None:
+        """What holds a tensor's blocks."""
+        return None if place.added else GGUF_KEPT.get(self.file.tensors[place.name].type.name)
+
+    def codes(self, place: Place, shape: tuple[int, ...]) -> Codes:
+        """A tensor's blocks taken apart, some rows at a time; `kept` says what they are."""
+        stored, raw = self._opened(place)
+        blocks = raw.view(shape[0], -1)
+        blocks = blocks if place.heads is None else blocks[self._rows_of(place.heads, shape[0])]
+        step = max(1, 8 * PIECE_VALUES // shape[1])
+        parts = [codes_of(blocks[begin : begin + step], stored.type.name) for begin in range(0, shape[0], step)]
+        offsets = [part.offsets for part in parts if part.offsets is not None]
+        return Codes(
+            codes=torch.cat([part.codes for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            offsets=torch.cat(offsets) if offsets else None,
+        )
+
+    def _opened(self, place: Place) -> tuple[GgufTensor, torch.Tensor]:
+        """The tensor and its bytes, mapped; those of the one before go back, and progress is told."""
+        stored = self.file.tensors[place.name]
+        for tensor in self._resident:  # views are read again from the file should anyone still need them
+            give_pages_back(tensor)
+        raw = self._bytes(stored, place.expert)
+        self._resident = [raw]
+        if place not in self._read:
+            self._read.add(place)
+            self._read_bytes += raw.nbytes
+            if self.progress is not None:
+                self.progress(self._read_bytes, max(self.file.file_bytes, self._read_bytes))
+        return stored, raw
 
     def _bytes(self, stored: GgufTensor, expert: int | None) -> torch.Tensor:
         """The stored bytes, of one expert where asked, as a view of the mapped file."""
@@ -212,20 +242,27 @@ class GgufCheckpoint:
             digest.update(mapped[-SAMPLE_BYTES:])
         return digest.hexdigest()
 
-    def log_formats(self, kept: str) -> None:
-        """Say once how the weights lie in the file, as what they are kept, and why."""
+    def log_formats(self, formats: Mapping[str, int]) -> None:
+        """Say how the weights lie in the file, as what those of the layers are kept, and why. formats: weights by format."""
         values: Counter[BlockType] = Counter()
         for tensor in self.file.tensors.values():
             if len(tensor.shape) > 1:
                 values[tensor.type] += math.prod(tensor.shape)
-        has_blocks = any(not kind.is_plain for kind in values)
+        total = sum(formats.values())
+        unkept = sorted(kind.name for kind in values if not kind.is_plain and kind.name not in GGUF_KEPT)
+        is_kept = any(name.startswith("group") for name in formats)
+        why = "the backend multiplies that"
+        if is_kept:
+            why = "the kernels hold the file's values" + (f", but not those of {', '.join(unkept)}" if unkept else "")
+        elif any(not kind.is_plain for kind in values):
+            why = f"no kernel holds {', '.join(unkept)}" if unkept else "that was asked for"
         logger.info(
             "weights stored=%s at %.2f bits per weight, kept=%s at %.2f, because %s",
             " ".join(f"{kind.name}:{n / values.total():.1%}" for kind, n in values.most_common()),
             sum(kind.bits * n for kind, n in values.items()) / values.total(),
-            kept,
-            ENGINE_WEIGHTS[kept][0].bytes * 8,
-            "no kernel multiplies these blocks" if has_blocks else "the backend multiplies that",
+            " ".join(f"{name}:{n / total:.1%}" for name, n in Counter(formats).most_common()),
+            8 * mean_bytes(formats),
+            why,
         )
 
 

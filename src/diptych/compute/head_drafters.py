@@ -30,8 +30,9 @@ Fuse = Callable[[torch.Tensor], torch.Tensor]  # the model's states [taps, T, D]
 class EagleDrafter(PagedDrafter):
     """EAGLE: from the state behind token p and token p + 1 the state behind p + 1, and from that token p + 2.
 
-    Position p of its store is that pair. True states are there only in the step that computes p, so it follows every step of
-    its sequences; where it missed one (a cached prefix that it never read), it begins anew at the next block.
+    Position p of its store is that pair. True states are there only in the step that computes p: where it missed one (a cached
+    prefix that it never read, a sequence that was given up for a while), it begins anew at the next block, with what it
+    reads from there on.
     tokens_of: ids of its own vocabulary as the model's, None where they are the same.
     """
 
@@ -55,6 +56,18 @@ class EagleDrafter(PagedDrafter):
         self._again = again  # its own states as what it reads next
         self._tokens_of = tokens_of
         self._vocab_size = vocab_size
+
+    def reads(self, chunk: Chunk) -> bool:
+        """See Drafter."""
+        if chunk.wanted_drafts is None:
+            return False
+        followed = self._followed.get(chunk.seq_id)
+        if followed is None or chunk.phase is Phase.PREFILL:  # of a first chunk it is not known yet
+            return True
+        has_missed = followed.found is not None or followed.computed < chunk.start_pos
+        return (
+            not has_missed or -(-chunk.start_pos // self._store.block_tokens) * self._store.block_tokens < chunk.end_pos
+        )
 
     def _job(
         self, followed: Followed, chunk: Chunk, given: Sequence[int], table_M: np.ndarray, *, rows: int
@@ -146,6 +159,13 @@ class MedusaDrafter(Drafter):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """No blocks."""
 
+    def follow(self, chunks: Sequence[Chunk], token_ids: Sequence[Sequence[int]]) -> None:
+        """Nothing."""
+
+    def reads(self, chunk: Chunk) -> bool:
+        """See Drafter: the last state, where a guess is wanted."""
+        return bool(chunk.wanted_drafts) and chunk.samples
+
     def propose(
         self,
         chunks: Sequence[Chunk],
@@ -165,6 +185,7 @@ class MedusaDrafter(Drafter):
                 last = len(given) - 1 if chunk.phase is Phase.DECODE else n - 1
                 asked.append((chunk, row + last, chunk.start_pos + last + 2))
             row += n
+        self.n_read = len(asked)
         if not asked:
             return {}
         assert states is not None, "the step has no states"

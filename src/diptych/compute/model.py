@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Literal, overload
@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import numpy as np
 import torch
 
+from diptych.compute.adapters import Adapter
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.decoder import DecoderWeights, family_named, head_name, load_decoder, prefix_of, run_decoder
 from diptych.compute.kv_store import KVStore
@@ -61,6 +62,7 @@ class Blueprint:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
         weights = load_decoder(self.source, loader, self.spec)
         ignored = (*family_named(self.spec).ignored, *(("lm_head.weight",) if self.spec.is_tied else ()))
+        ignored = ignored if self.spec.has_head else (*ignored, "score.weight")  # read by who scores (`pooler`)
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 
@@ -116,7 +118,16 @@ def draw_blueprint(
             "the files' own is used, as transformers does", path,
         )  # fmt: skip
         spec = replace(spec, is_tied=False)
-    return Blueprint(spec=spec, hf_config=hf_config, source=source)
+    return Blueprint(spec=_with_some_head(source, spec), hf_config=hf_config, source=source)
+
+
+def _with_some_head(source: Source, spec: ModelSpec) -> ModelSpec:
+    """Of a model without an output projection, the embedding stands where it would be and nobody draws from it."""
+    prefix = prefix_of(source, spec)
+    if spec.has_head and (prefix or spec.is_tied or source.has(head_name(source, prefix))):
+        return spec
+    logger.info("the checkpoint has no output projection: it gives embeddings or scores, and writes no text")
+    return replace(spec, is_tied=True, has_head=False)
 
 
 def _holds_another_head(source: Source, spec: ModelSpec) -> bool:
@@ -130,7 +141,8 @@ class Model(ABC):
     spec: ModelSpec
     hf_config: dict[str, Any]
     backend_name: str
-    weights_format: str  # fp32 | bf16 | int8 | int4, of the layers
+    weights_format: str  # fp32 | bf16 | int8 | int4 | a kept format's name: of most weights of the layers
+    formats: Mapping[str, int]  # weights of the layers by format
     head_format: str  # of the output projection
     kv_format: str
     revision: str
@@ -217,6 +229,18 @@ class Model(ABC):
         Returns the function that ends it.
         """
         return lambda: None
+
+    @abstractmethod
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Take an adapter in, between forwards; its number in `ForwardBatch.adapters_S`. LoadError where it does not fit."""
+
+    @abstractmethod
+    def drop_adapter(self, number: int) -> None:
+        """Give an adapter's memory back, between forwards. Its number may be given to another."""
+
+    @abstractmethod
+    def adapter_bytes(self, number: int) -> int:
+        """Memory that an adapter takes."""
 
     @abstractmethod
     def close(self) -> None:

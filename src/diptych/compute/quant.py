@@ -26,17 +26,21 @@ import xxhash
 
 from diptych.compute.model import draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
-from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
+from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader, exponents_key
 from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
-from diptych.models.config import HfConfig, read_json
+from diptych.ground.formats import KeptFormat
+from diptych.models.config import read_json
 
 METHOD = "diptych"
 # raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 3: balanced (compute.balance)
 PACKED_LAYOUT = 3
 PREFIX = "packed:"
 CHECKSUMS = "xxh3_64"  # in the file's metadata: tensor name -> XXH3-64 of its bytes
+KEPT = (
+    "kept_formats"  # in the file's metadata: packed weight -> the format of its values, where they are the file's own
+)
 ALIGNMENT = 64
 TENSOR_TYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "LICENSE*")
@@ -62,10 +66,11 @@ class PackedTensor(WeightTensor):
 
     random_seed: int | None = None
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kept: KeptFormat | None) -> None:
         self.name = name
         self.shape = shape
         self.dtype = dtype
+        self.kept = kept
 
     def read(self) -> torch.Tensor:
         """Always a LoadError: the loader found no packed weight of this tensor's group."""
@@ -85,6 +90,8 @@ class QuantisedCheckpoint(Checkpoint):
             shapes = json.loads(metadata["packed_shapes"])
             self._packed = {str(name): tuple(int(n) for n in shape) for name, shape in shapes.items()}
             self._checksums = checksums_of(metadata)
+            kept = {key: KeptFormat.named(name) for key, name in json.loads(metadata.get(KEPT, "{}")).items()}
+            self._kept = {name: one for key, one in kept.items() for name in key.split("+")}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise LoadError(
                 f"{directory} has no list of packed shapes and checksums: {error}",
@@ -107,7 +114,7 @@ class QuantisedCheckpoint(Checkpoint):
                 hint="config.json contradicts the weights; they must come from the same model",
             )
         self._packed_used.add(name)
-        return PackedTensor(name, shape, torch.bfloat16)
+        return PackedTensor(name, shape, torch.bfloat16, self._kept.get(name))
 
     def read(self, name: str) -> torch.Tensor:
         """The values as a view of the mapped file; LoadError where their bytes are not the ones that were written."""
@@ -168,7 +175,10 @@ def save_quantised(
     source = resolve_model_dir(model)
     hf_config = read_json(source / "config.json")
     config_path = str(source / "config.json")
-    HfConfig(hf_config, path=config_path).refuse_quantised()
+    if hf_config.get("quantization_config"):
+        raise LoadError(
+            f"{config_path} says that its weights are quantised already", hint="name the unquantised checkpoint"
+        )
     checkpoint = Checkpoint(source)
     checkpoint.progress = progress
     loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), checkpoint)
@@ -232,6 +242,7 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
     parts: dict[str, Callable[[], torch.Tensor]] = {
         PREFIX + key: partial(_blob, loader, index) for key, index in loader.packed.items()
     }
+    parts |= {PREFIX + exponents_key(key): partial(_raw, exponents) for key, exponents in loader.exponents.items()}
     parts |= {name: tensor.read for name, tensor in loader.plain.items()}
     header: dict[str, Any] = {}
     checksums = {}
@@ -244,8 +255,10 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
         }  # fmt: skip
         checksums[name] = checksum(tensor)
         at = end
+    kept = {key: one.name for key, one in loader.kept.items()}
     header["__metadata__"] = {
-        "format": "pt", "packed_shapes": json.dumps(shapes), CHECKSUMS: json.dumps(checksums), **metadata
+        "format": "pt", "packed_shapes": json.dumps(shapes), CHECKSUMS: json.dumps(checksums), KEPT: json.dumps(kept),
+        **metadata,
     }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
@@ -261,6 +274,10 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
 
 def _blob(loader: CpuLoader, index: int) -> torch.Tensor:
     return torch.from_dlpack(loader.program.packed_blob(index))
+
+
+def _raw(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.uint8)
 
 
 def _stored_names(key: str) -> list[str]:

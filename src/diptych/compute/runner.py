@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.model import Blueprint, Model, draw_blueprint
 from diptych.compute.ops import cpu_kernels
@@ -35,6 +36,7 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
+from diptych.models.quantised import quantisation_of
 from diptych.models.read import refuse_unrun
 from diptych.models.spec import ModelSpec
 
@@ -77,8 +79,8 @@ def load_model(
         return build(blueprint, config, beside=beside, on_packed=on_packed)
 
     model = _built_once(built, checkpoint, hf_config, config)
-    if isinstance(checkpoint, GgufCheckpoint):
-        checkpoint.log_formats(model.weights_format)
+    if isinstance(checkpoint, GgufCheckpoint | CodedCheckpoint):
+        checkpoint.log_formats(model.formats)
     return model
 
 
@@ -124,8 +126,8 @@ def _load_over_ranks(
     check(opened.blueprint.spec)
     source = {"path": path, "max_context_tokens": max_context_tokens}
     model = build_over_ranks(opened.blueprint, opened.config, source)
-    if isinstance(opened.blueprint.source, GgufCheckpoint):
-        opened.blueprint.source.log_formats(model.weights_format)
+    if isinstance(opened.blueprint.source, GgufCheckpoint | CodedCheckpoint):
+        opened.blueprint.source.log_formats(model.formats)
     return model
 
 
@@ -167,7 +169,8 @@ def _built_once(
     if kept is None or not is_packing or isinstance(checkpoint, QuantisedCheckpoint):
         return built(checkpoint)
     cache = PackedCache(folder=kept[0], limit_bytes=kept[1])
-    weights = "bf16" if config.weights == "auto" else config.weights
+    is_plain = config.weights == "auto" and not checkpoint.is_keeping
+    weights = "bf16" if is_plain else config.weights
     key = cache.key(checkpoint.paths, hf_config, weights, choose_instruction_set(config.instruction_set))
     packed = cache.find(key)
     if packed is not None:
@@ -186,31 +189,44 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     parsed = HfConfig(hf_config, path=str(directory / "config.json"))
     refuse_unrun(parsed)
     stored = stored_weights(hf_config)
-    if stored is None:
-        parsed.refuse_quantised()
-        return hf_config, parsed.path, Checkpoint(directory), config
-    return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
+    if stored is not None:
+        return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
+    how = quantisation_of(parsed)
+    checkpoint = (
+        Checkpoint(directory) if how is None else CodedCheckpoint(directory, how, dtype=_dequantised_dtype(config))
+    )
+    return hf_config, parsed.path, checkpoint, config
+
+
+def _dequantised_dtype(config: ComputeConfig) -> torch.dtype:
+    """Of values that are made of another program's codes: what is packed as int8 or int4 is rounded once, from fp32."""
+    return torch.bfloat16 if config.weights in ("auto", "bf16") else torch.float32
 
 
 def _open_gguf(path: Path, config: ComputeConfig) -> Opened:
     file = open_gguf(path)
     hf_config = read_config(file)
     refuse_unrun(HfConfig(hf_config, path=str(path)))
-    # what is packed as int8 or int4 is rounded once, from fp32; the embedding is kept, so it is bf16 unless fp32 is asked
+    # the embedding is kept as it is read, so it is bf16 unless fp32 is asked
     checkpoint = GgufCheckpoint(
         file,
-        dtype=torch.bfloat16 if config.weights in ("auto", "bf16") else torch.float32,
+        dtype=_dequantised_dtype(config),
         table_dtype=torch.float32 if config.weights == "fp32" else torch.bfloat16,
     )
     return hf_config, str(path), checkpoint, config
 
 
-def random_model(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Model:
-    """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed."""
+def random_model(
+    hf_config: Mapping[str, Any], config: ComputeConfig, seed: int, *, beside: Model | None = None
+) -> Model:
+    """A model of this config with random bf16 weights and no checkpoint; a pure function of config and seed.
+
+    beside: a model that it takes turns with, on the same threads.
+    """
     blueprint = random_blueprint(hf_config, config, seed)
     if config.tp > 1:
         return build_over_ranks(blueprint, config, {"path": None, "hf_config": dict(hf_config), "seed": seed})
-    return build(blueprint, config)
+    return build(blueprint, config, beside=beside)
 
 
 def random_blueprint(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Blueprint:

@@ -70,9 +70,11 @@ class Source(Protocol):
     """Where a model's weights come from: a checkpoint, one that was packed before, or random numbers.
 
     is_balanceable: whether its numbers may be read and scaled (`compute.balance`) before they are packed.
+    is_keeping: whether it may hold matrices whose values a kernel keeps (`WeightTensor.kept`).
     """
 
     is_balanceable: bool
+    is_keeping: bool
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -149,6 +151,7 @@ class Checkpoint:
     """
 
     is_balanceable = True
+    is_keeping = False
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -362,6 +365,7 @@ class RandomSource:
     """A checkpoint that is not there: every tensor exists, in bf16, as a pure function of (seed, name)."""
 
     is_balanceable = False  # even already, and a backend may make numbers of its own
+    is_keeping = False
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,16 +1,15 @@
 """What a simulator, which knows every token beforehand, need not walk through step by step.
 
 Steps in which nothing is left to decide: every running sequence decodes one token and guesses none, none ends, blocks
-suffice. `foreseen`
-says how many there are, `commit_run` leaves the scheduler as that many steps would have left it, block ids and prefix index
-included. `warm` leaves a prefix in the cache as a sequence that ended would have.
-`tests/control/test_ahead.py` holds that on random loads. Nothing here is called by an engine that computes.
+suffice. `ForeseeingCore` says how many there are, and leaves everything as that many steps would have left it, block ids
+and prefix index included. `tests/control/test_ahead.py` holds that on random loads. No engine that computes loads this.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Scheduler
 from diptych.control.sequence import Sequence
 from diptych.ground.phase import Phase
@@ -29,8 +28,31 @@ class DecodeRun(NamedTuple):
     new_blocks: list[int]
 
 
-def foreseen(scheduler: Scheduler, *, token_id: int, limit: int) -> DecodeRun | None:
-    """The steps from now on that only decode, `limit` at most, where every token drawn is token_id; None for none."""
+class ForeseeingCore(EngineCore):
+    """An `EngineCore` whose caller knows every token beforehand."""
+
+    def foreseen(self, *, token_id: int, limit: int) -> DecodeRun | None:
+        """The steps from now on that only decode, `limit` at most, where every token drawn is token_id; None for none."""
+        assert self._plan is None, "the step before has not ended"
+        return _foreseen(self._scheduler, token_id=token_id, limit=limit)
+
+    def commit_run(self, n_steps: int, *, token_id: int) -> None:
+        """Run so many of them at once: in place of that many calls of begin_step and end_step. There are no events."""
+        self._is_torn = True
+        _commit_run(self._scheduler, n_steps, token_id=token_id)
+        self._next_step_id += n_steps
+        self._ended_seq_ids = []
+        self._is_torn = False
+
+    def warm(self, token_ids: tuple[int, ...]) -> None:
+        """Put the full blocks of these tokens into the prefix cache, as if a sequence had left them.
+
+        Nothing where the pool has too few blocks.
+        """
+        _warm(self._scheduler, token_ids)
+
+
+def _foreseen(scheduler: Scheduler, *, token_id: int, limit: int) -> DecodeRun | None:
     decoding = tuple(scheduler.decoding)
     if not decoding or not _admits_nobody(scheduler):
         return None
@@ -64,8 +86,7 @@ def foreseen(scheduler: Scheduler, *, token_id: int, limit: int) -> DecodeRun | 
     return DecodeRun(len(new_blocks), shape, choices, new_blocks)
 
 
-def commit_run(scheduler: Scheduler, n_steps: int, *, token_id: int) -> None:
-    """Leave everything as after so many steps of the run that `foreseen` found just before."""
+def _commit_run(scheduler: Scheduler, n_steps: int, *, token_id: int) -> None:
     pool = scheduler.pool
     block_tokens = pool.block_tokens
     # what the steps do to the pool, in their order: (step, 0 a block taken, 1 one offered to the index, place, sequence)
@@ -83,7 +104,7 @@ def commit_run(scheduler: Scheduler, n_steps: int, *, token_id: int) -> None:
     deeds.sort(key=lambda deed: deed[:3])
     for _, is_offer, _, seq in deeds:
         if is_offer:
-            scheduler.register_next(seq)
+            scheduler.register(seq, len(seq.serials) + 1)
         else:
             seq.block_ids += pool.take(1)
             seq.table_sent = len(seq.block_ids)
@@ -92,19 +113,15 @@ def commit_run(scheduler: Scheduler, n_steps: int, *, token_id: int) -> None:
             seq.serials += [None] * (seq.computed_tokens // block_tokens - len(seq.serials))
 
 
-def warm(scheduler: Scheduler, token_ids: tuple[int, ...]) -> None:
-    """Put the full blocks of these tokens into the prefix cache; nothing where the pool has too few blocks."""
+def _warm(scheduler: Scheduler, token_ids: tuple[int, ...]) -> None:
     pool = scheduler.pool
     n_blocks = len(token_ids) // pool.block_tokens
     if not pool.is_caching or n_blocks > pool.available_blocks:
         return
-    digests: list[bytes] = []
-    serial: int | None = 0
-    root, block_ids = scheduler.root_of(None), pool.take(n_blocks)
-    for i, block_id in enumerate(block_ids):
-        serial = pool.register(
-            block_id, i, token_ids=token_ids, salt=None, digests=digests, root=root, previous_serial=serial
-        )
+    block_ids = pool.take(n_blocks)
+    pool.register(
+        block_ids, n_blocks, serials=[], token_ids=token_ids, salt=None, digests=[], root=scheduler.root_of(None)
+    )
     for block_id in reversed(block_ids):
         pool.drop(block_id)
 

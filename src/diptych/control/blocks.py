@@ -6,8 +6,8 @@ Every block is in exactly one of three states:
     # held    referenced by one or more block tables (it may be in the prefix index too)
     # idle    referenced by none, still in the prefix index; evicted in least-recently-used order
 
-A prefix-index entry is found by the SHA-256 chain over (model revision, salt, tokens), and believed only when its token
-ids, its salt and its predecessor agree as well, so a digest collision is a miss and never a wrong answer.
+A prefix-index entry is found by the SHA-256 chain over (model revision, salt and adapter, tokens), and believed only when its
+token ids, its salt and its predecessor agree as well, so a digest collision is a miss and never a wrong answer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from diptych.ground.errors import BlockLeak
+from diptych.ground.request import CacheScope
 
 ROOT_SERIAL = 0
 
@@ -29,19 +30,20 @@ class PrefixEntry(NamedTuple):
 
     digest: bytes
     token_ids: tuple[int, ...]
-    salt: str | None
+    salt: CacheScope
     previous_serial: int
     serial: int
     block_id: int
 
 
 @lru_cache(maxsize=1024)  # asked for with every block of a step
-def root_digest(model_revision: str, salt: str | None) -> bytes:
-    """The start of a chain. Lengths are part of it, so no two (revision, salt) pairs share one."""
-    revision_bytes = model_revision.encode()
-    salt_bytes = b"" if salt is None else b"+" + salt.encode()
-    head = f"diptych {len(revision_bytes)} {len(salt_bytes)} ".encode()
-    return hashlib.sha256(head + revision_bytes + salt_bytes).digest()
+def root_digest(model_revision: str, salt: CacheScope) -> bytes:
+    """The start of a chain. Lengths are part of it, so no two of (revision, adapter's revision, salt) share one."""
+    adapter, own = salt if isinstance(salt, tuple) else ("", salt)
+    revision_bytes, adapter_bytes = model_revision.encode(), adapter.encode()
+    salt_bytes = b"" if own is None else b"+" + own.encode()
+    head = f"diptych {len(revision_bytes)} {len(adapter_bytes)} {len(salt_bytes)} ".encode()
+    return hashlib.sha256(head + revision_bytes + adapter_bytes + salt_bytes).digest()
 
 
 def next_digest(previous: bytes, token_ids: SequenceOf[int]) -> bytes:
@@ -56,6 +58,7 @@ class BlockPool:
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
         self.is_caching = is_caching
+        self.next_digest = next_digest  # a simulator, whose tokens nobody chose to collide, puts a cheaper one here
         self.n_drops = 0  # how often a block was dropped; a parked admission looks again when this moves
         self._refs = [0] * n_blocks
         self._free = list(range(n_blocks - 1, -1, -1))
@@ -140,7 +143,7 @@ class BlockPool:
         return block_id in self._idle
 
     def match(
-        self, token_ids: SequenceOf[int], *, salt: str | None, digests: list[bytes], root: bytes, max_blocks: int
+        self, token_ids: SequenceOf[int], *, salt: CacheScope, digests: list[bytes], root: bytes, max_blocks: int
     ) -> list[PrefixEntry]:
         """The longest indexed chain of leading full blocks, at most `max_blocks`; holds nothing.
 
@@ -150,7 +153,9 @@ class BlockPool:
         if not self.is_caching:
             return found
         for i in range(max_blocks):
-            entry = self._index.get(self._digest(i, token_ids, digests, root))
+            if i >= len(digests):
+                self._extend(digests, i + 1, token_ids, root)
+            entry = self._index.get(digests[i])
             previous_serial = found[-1].serial if found else ROOT_SERIAL
             if entry is None or not self._agrees(entry, i, token_ids, salt, previous_serial):
                 break
@@ -159,43 +164,49 @@ class BlockPool:
 
     def register(
         self,
-        block_id: int,
-        i: int,
+        block_ids: SequenceOf[int],
+        end: int,
         *,
+        serials: list[int | None],
         token_ids: SequenceOf[int],
-        salt: str | None,
+        salt: CacheScope,
         digests: list[bytes],
         root: bytes,
-        previous_serial: int | None,
-    ) -> int | None:
-        """Offer the computed full block `i` of a sequence to the index; answers its entry's serial.
+    ) -> None:
+        """Offer the computed full blocks len(serials) .. end - 1 of a sequence to the index; serials gets their entries'.
 
         An equal block that is indexed already stays; a colliding one stays too, and None tells that this chain ends.
         """
-        if previous_serial is None or not self.is_caching:
-            return None
-        digest = self._digest(i, token_ids, digests, root)
-        entry = self._index.get(digest)
-        if entry is not None and self._agrees(entry, i, token_ids, salt, previous_serial):
-            return entry.serial
-        if entry is not None and (entry.previous_serial == ROOT_SERIAL or entry.previous_serial in self._live_serials):
-            return None
-        if entry is not None:  # its predecessor was evicted, so no walk can reach it any more
-            self._discard(entry.block_id)
-        start = i * self.block_tokens
-        entry = PrefixEntry(
-            digest=digest,
-            token_ids=tuple(token_ids[start : start + self.block_tokens]),
-            salt=salt,
-            previous_serial=previous_serial,
-            serial=self._next_serial,
-            block_id=block_id,
-        )
-        self._next_serial += 1
-        self._index[digest] = entry
-        self._entries[block_id] = entry
-        self._live_serials.add(entry.serial)
-        return entry.serial
+        if not self.is_caching:
+            serials += [None] * (end - len(serials))
+            return
+        size, index = self.block_tokens, self._index
+        previous = serials[-1] if serials else ROOT_SERIAL
+        if previous is not None:
+            self._extend(digests, end, token_ids, root)
+        for i in range(len(serials), end):
+            if previous is None:
+                serials += [None] * (end - i)
+                return
+            digest = digests[i]
+            tokens = tuple(token_ids[i * size : (i + 1) * size])
+            entry = index.get(digest)
+            if entry is not None:
+                if entry.previous_serial == previous and entry.salt == salt and entry.token_ids == tokens:
+                    previous = entry.serial
+                    serials.append(previous)
+                    continue
+                if entry.previous_serial == ROOT_SERIAL or entry.previous_serial in self._live_serials:
+                    previous = None
+                    serials.append(None)
+                    continue
+                self._discard(entry.block_id)  # its predecessor was evicted, so no walk can reach it any more
+            serial, block_id = self._next_serial, block_ids[i]
+            index[digest] = self._entries[block_id] = PrefixEntry(digest, tokens, salt, previous, serial, block_id)
+            self._live_serials.add(serial)
+            self._next_serial = serial + 1
+            previous = serial
+            serials.append(serial)
 
     def reset_index(self) -> None:
         """Forget every prefix; idle blocks become free, held ones stay held."""
@@ -223,15 +234,16 @@ class BlockPool:
         if not idle <= indexed or indexed & free or len(self._index) != len(indexed):
             raise BlockLeak(f"{len(indexed)} indexed blocks do not agree with {len(self._index)} index entries")
 
-    def _digest(self, i: int, token_ids: SequenceOf[int], digests: list[bytes], root: bytes) -> bytes:
-        while len(digests) <= i:
-            start = len(digests) * self.block_tokens
-            previous = digests[-1] if digests else root
-            digests.append(next_digest(previous, token_ids[start : start + self.block_tokens]))
-        return digests[i]
+    def _extend(self, digests: list[bytes], end: int, token_ids: SequenceOf[int], root: bytes) -> None:
+        """Make `digests` the chain of the first `end` blocks at least."""
+        size, next_digest, start = self.block_tokens, self.next_digest, len(digests)
+        previous = digests[-1] if digests else root
+        for at in range(start * size, end * size, size):
+            previous = next_digest(previous, token_ids[at : at + size])
+            digests.append(previous)
 
     def _agrees(
-        self, entry: PrefixEntry, i: int, token_ids: SequenceOf[int], salt: str | None, previous_serial: int
+        self, entry: PrefixEntry, i: int, token_ids: SequenceOf[int], salt: CacheScope, previous_serial: int
     ) -> bool:
         start = i * self.block_tokens
         has_same_past = entry.previous_serial == previous_serial and entry.salt == salt

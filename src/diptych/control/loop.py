@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from diptych.control.ahead import DecodeRun, commit_run, foreseen, warm
 from diptych.control.blocks import BlockPool
 from diptych.control.policy import rank_of
 from diptych.control.scheduler import Predict, Scheduler
@@ -29,11 +28,12 @@ from diptych.ground.events import (
     Event,
     FinishEvent,
     PromptLogprobsEvent,
+    StateEvent,
     StepEndEvent,
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason, Phase, Status
-from diptych.ground.request import Request
+from diptych.ground.request import CacheScope, Request
 from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
 
 
@@ -203,17 +203,18 @@ class EngineCore:
         if prompt_tokens == 0:
             raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
         pool_tokens = self.pool.n_blocks * self.pool.block_tokens
-        if prompt_tokens >= self.config.max_context_tokens:
+        left, why = (0, "") if request.pooling is not None else (1, ", one being left for the answer")
+        if prompt_tokens + left > self.config.max_context_tokens:
             raise PromptTooLong(
                 f"prompt has {prompt_tokens} tokens; a context of {self.config.max_context_tokens} takes at most "
-                f"{self.config.max_context_tokens - 1}, one being left for the answer",
+                f"{self.config.max_context_tokens - left}{why}",
                 hint="shorten the prompt or raise max_context_tokens",
                 param="prompt",
             )
-        if prompt_tokens >= pool_tokens:
+        if prompt_tokens + left > pool_tokens:
             raise PromptTooLong(
                 f"prompt has {prompt_tokens} tokens; the KV pool of {self.pool.n_blocks} blocks of "
-                f"{self.pool.block_tokens} takes at most {pool_tokens - 1}, one being left for the answer",
+                f"{self.pool.block_tokens} takes at most {pool_tokens - left}{why}",
                 hint="shorten the prompt or give the KV pool more memory",
                 param="prompt",
             )
@@ -371,19 +372,6 @@ class EngineCore:
         self._is_torn = False
         return events
 
-    def foreseen(self, *, token_id: int, limit: int) -> DecodeRun | None:
-        """The coming steps in which nothing is left to decide, if every token drawn is token_id (`control.ahead`)."""
-        assert self._plan is None, "the step before has not ended"
-        return foreseen(self._scheduler, token_id=token_id, limit=limit)
-
-    def commit_run(self, n_steps: int, *, token_id: int) -> None:
-        """Run so many of them at once: in place of that many calls of begin_step and end_step. There are no events."""
-        self._is_torn = True
-        commit_run(self._scheduler, n_steps, token_id=token_id)
-        self._next_step_id += n_steps
-        self._ended_seq_ids = []
-        self._is_torn = False
-
     @property
     def waits_for_others(self) -> bool:
         """Whether keys and values are on their way to or from another engine: what waits may wait for their blocks."""
@@ -416,7 +404,7 @@ class EngineCore:
         self.pool.reset_index()
 
     def prefix_match(
-        self, token_ids: tuple[int, ...], salt: str | None = None, *, digests: list[bytes] | None = None
+        self, token_ids: tuple[int, ...], salt: CacheScope = None, *, digests: list[bytes] | None = None
     ) -> int:
         """Leading tokens of this prompt that a request would find cached now.
 
@@ -430,10 +418,6 @@ class EngineCore:
             max_blocks=max(0, len(token_ids) - 1) // self.pool.block_tokens,
         )
         return len(entries) * self.pool.block_tokens
-
-    def warm(self, token_ids: tuple[int, ...]) -> None:
-        """Put the full blocks of these tokens into the prefix cache, as if a sequence had left them. For simulations."""
-        warm(self._scheduler, token_ids)
 
     def check(self) -> None:
         """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""
@@ -475,6 +459,10 @@ class EngineCore:
         events = self._prompt_logprobs(seq, chunk, result, now_s)
         if not result.token_ids:
             self._scheduler.register_computed(seq)
+            if seq.request.pooling is not None and seq.computed_tokens == seq.known_tokens:
+                events.append(StateEvent(seq.request.request_id, now_s, step_id, result.state))
+                events.append(self._end(seq, now_s, FinishReason.STOP))
+                self._forget_if_over(seq.request.request_id)
             return events
         if seq.status is Status.PREFILL:
             self._scheduler.register_computed(seq)
@@ -511,10 +499,10 @@ class EngineCore:
                 self._forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
-        if chunk.wanted_drafts is not None and seq.speculation is not None:
+        if seq.speculation is not None:
             seq.speculation.hand(result.draft_token_ids)
         if n_drafted:
-            self._scheduler.take_back_drafts(seq)
+            self._scheduler.drafts.take_back(seq)
             events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))
         return events
 

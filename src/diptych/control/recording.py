@@ -21,14 +21,14 @@ from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import EngineError
 from diptych.ground.events import Event
 from diptych.ground.phase import FinishReason, Phase
-from diptych.ground.request import Request, SamplingParams, Segment, StructuredSpec
+from diptych.ground.request import AdapterRef, Pool, Pooling, Request, SamplingParams, Segment, StructuredSpec
 from diptych.ground.step import BlockCopy, Chunk, ChunkResult, SequenceStart, StepPlan, StepResult, TokenLogprobs
 
 _TYPES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        BlockConfig, BlockCopy, Chunk, ChunkResult, FinishReason, Phase, Request, SamplingParams, SchedulerConfig, Segment,
-        SequenceStart, StepPlan, StepResult, StructuredSpec, TokenLogprobs,
+        AdapterRef, BlockConfig, BlockCopy, Chunk, ChunkResult, FinishReason, Phase, Pool, Pooling, Request, SamplingParams,
+        SchedulerConfig, Segment, SequenceStart, StepPlan, StepResult, StructuredSpec, TokenLogprobs,
     )
 }  # fmt: skip
 
@@ -47,6 +47,8 @@ def encode(value: object) -> Any:
         return {"type": type(value).__name__, "value": value.value}
     if isinstance(value, EngineError):
         return {"type": "error", "message": value.message}
+    if isinstance(value, bytes):
+        return {"type": "bytes", "hex": value.hex()}
     if isinstance(value, Mapping):
         return {"type": "map", "items": [[encode(k), encode(v)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
@@ -63,6 +65,8 @@ def decode(value: Any) -> Any:
     kind = value["type"]
     if kind == "error":
         return EngineError(value["message"])
+    if kind == "bytes":
+        return bytes.fromhex(value["hex"])
     if kind == "map":
         return {decode(k): decode(v) for k, v in value["items"]}
     cls = _TYPES[kind]

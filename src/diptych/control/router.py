@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from diptych.ground.config import one_of
 from diptych.ground.errors import ConfigError
-from diptych.ground.request import Request
+from diptych.ground.request import CacheScope, Request
 
 POLICIES = ("least-work", "longest-prefix", "round-robin")
 # a decode row beside some tens of others costs about what a few prompt rows do, as it waits for its share of the weights
@@ -30,7 +30,7 @@ class Cache(Protocol):
     """What the router asks an engine."""
 
     def prefix_match(
-        self, token_ids: tuple[int, ...], salt: str | None = None, *, digests: list[bytes] | None = None
+        self, token_ids: tuple[int, ...], salt: CacheScope = None, *, digests: list[bytes] | None = None
     ) -> int:
         """Leading tokens that are cached there. digests: of its blocks, as far as engines of this model know them."""
         ...
@@ -148,7 +148,7 @@ class Router:
             asks = looks or self._readers
             cached = 0
             if asks:
-                cached = one.cache.prefix_match(request.prompt_token_ids, request.cache_salt, digests=self._digests)
+                cached = one.cache.prefix_match(request.prompt_token_ids, request.cache_scope, digests=self._digests)
             read_us[i] = one.price.prefill_us(prompt_tokens - cached, cached)
             work_us = self._work_us[i] + read_us[i] + one.price.decode_us(prompt_tokens, output_tokens)
             found.append((-cached if self._policy == "longest-prefix" else 0, work_us, (place - turn) % n, i))

@@ -12,36 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
+from diptych.control.draft_planner import DraftPlanner
 from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import FIRST_DRAFTS, NO_GUESS, Depths, Guesser, Priced, Speculation
-from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
+from diptych.control.speculation import Depths, Guesser
+from diptych.control.step_draft import StepDraft
+from diptych.ground.config import SchedulerConfig
 from diptych.ground.events import Event, PreemptEvent, ScheduledEvent, StepBeginEvent
 from diptych.ground.phase import Phase, Status
+from diptych.ground.request import CacheScope
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.step import BlockCopy, Chunk, SequenceStart, StepPlan
 
 Predict = Callable[[StepShape], float]
-
-
-NOTHING = StepShape(())
-
-
-class StepDraft:
-    """A plan in the making; lives for one call of `Scheduler.plan`."""
-
-    def __init__(self, *, step_id: int, now_s: float, budget_tokens: int) -> None:
-        self.step_id = step_id
-        self.now_s = now_s
-        self.left_tokens = budget_tokens
-        self.shape = NOTHING
-        self.chunks: list[Chunk] = []
-        self.copies: list[BlockCopy] = []
-        self.starts: list[SequenceStart] = []
-        self.preempted: list[Event] = []
-        self.scheduled: list[Event] = []
-        self.decode_request_ids: list[str] = []
-        self.speculations: list[tuple[int, Speculation]] = []  # of decode chunks that have drafters, by chunk
 
 
 class Scheduler:
@@ -60,8 +43,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.predict_s = predict_s
-        self.depths = depths
-        self.guesser = guesser
+        self.drafts = DraftPlanner(config, pool, depths=depths, guesser=guesser)
         self.waiting = RankedList()
         self.prefilling = RankedList()
         self.decoding = RankedList()
@@ -118,8 +100,7 @@ class Scheduler:
         """Its prompt is computed and its first new token known."""
         seq.move(Status.DECODE)
         assert seq.promised_blocks == 0, seq.promised_blocks
-        if seq.speculation is None:
-            seq.speculation = self.guesser.begin(seq.request, self.depths)
+        self.drafts.begin(seq)
         self.prefilling.remove(seq)
         self.decoding.add(seq)
 
@@ -156,6 +137,7 @@ class Scheduler:
             seq = self.received.first
             self.received.remove(seq)
             seq.move(Status.DECODE)
+            self.drafts.begin(seq)
             self.decoding.add(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -172,24 +154,24 @@ class Scheduler:
 
     def register_computed(self, seq: Sequence) -> None:
         """Offer every newly completed block of the sequence to the prefix index."""
-        while (len(seq.serials) + 1) * self.pool.block_tokens <= seq.computed_tokens:
-            self.register_next(seq)
+        end = seq.computed_tokens // self.pool.block_tokens
+        if end > len(seq.serials):
+            self.register(seq, end)
 
-    def register_next(self, seq: Sequence) -> None:
-        """Offer the first completed block that was not offered yet."""
-        i = len(seq.serials)
-        serial = self.pool.register(
-            seq.block_ids[i],
-            i,
+    def register(self, seq: Sequence, end: int) -> None:
+        """Offer its blocks up to number `end`, all of them computed, that were not offered yet."""
+        scope = seq.request.cache_scope
+        self.pool.register(
+            seq.block_ids,
+            end,
+            serials=seq.serials,
             token_ids=seq.token_ids,
-            salt=seq.request.cache_salt,
+            salt=scope,
             digests=seq.digests,
-            root=self.root_of(seq.request.cache_salt),
-            previous_serial=seq.serials[-1] if seq.serials else 0,
+            root=self.root_of(scope),
         )
-        seq.serials.append(serial)
 
-    def root_of(self, salt: str | None) -> bytes:
+    def root_of(self, salt: CacheScope) -> bytes:
         """The start of the digest chain for this model and salt."""
         return root_digest(self._model_revision, salt)
 
@@ -207,10 +189,7 @@ class Scheduler:
         if self.waiting or self.prefilling:
             self._plan_prefills(draft)
         if draft.speculations:
-            plain = draft.shape
-            self._add_drafts(draft)
-            if self.guesser.executor_drafter is not None:
-                self._ask_drafts(draft, plain)
+            self.drafts.add(draft, self.planned, promised_blocks=self._promised_blocks)
         if not draft.chunks:
             return None, draft.preempted
         plan = StepPlan(
@@ -257,90 +236,6 @@ class Scheduler:
         if shapes:
             draft.left_tokens -= len(shapes)
             draft.shape = StepShape(shapes)
-
-    def _add_drafts(self, draft: StepDraft) -> None:
-        """Lengthen decode chunks by guesses, out of the rows and blocks that everybody else has left."""
-        n_decodes = len(draft.decode_request_ids)
-        is_due = self.depths.is_due(n_decodes)
-        n_free = max(0, self.pool.available_blocks - self._promised_blocks)
-        guesses: dict[int, list[int]] = {}
-        priced: list[Priced] = [NO_GUESS] * n_decodes
-        if self.guesser.memory is not None:
-            self.guesser.memory.read()
-        for i, speculation in draft.speculations:
-            if not is_due and not speculation.has_drafts_at_hand:
-                continue  # the price said no of late, and guesses cost time
-            chunk = draft.chunks[i]
-            seq = self.planned[chunk.seq_id]
-            guess = speculation.propose(seq.token_ids)
-            room = (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos
-            n = min(1 + MOST_DRAFT_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
-            if n > 0:
-                guesses[i], priced[i] = guess, speculation.priced(n)
-        if not guesses:
-            return
-        depths = self.depths.choose(
-            priced,
-            shape=draft.shape,
-            most_rows=min(draft.left_tokens, MOST_DRAFT_ROWS),
-            limit_s=self.config.stall_budget_s,
-        )
-        if not any(depths):
-            return
-        depths = [self._send_drafts(draft, i, guesses[i][:depth]) if depth else 0 for i, depth in enumerate(depths)]
-        draft.shape = draft.shape.with_drafts(depths)
-        draft.left_tokens -= sum(depths)
-
-    def _ask_drafts(self, draft: StepDraft, plain: StepShape) -> None:
-        """Say how many drafts the executor is to make behind each decode chunk: as many as would pay in a step like this.
-
-        plain: the step without drafts.
-        """
-        n_decodes = len(draft.decode_request_ids)
-        priced: list[Priced] = [NO_GUESS] * n_decodes
-        for i, speculation in draft.speculations:
-            seq = self.planned[draft.chunks[i].seq_id]
-            left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
-            priced[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
-        wanted = self.depths.ask(
-            priced,
-            shape=StepShape(plain.shapes[:n_decodes]),
-            most_rows=min(self.config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
-            limit_s=self.config.stall_budget_s,
-        )
-        for i, _ in draft.speculations:
-            draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=wanted[i])
-
-    def _first_wanted(self, seq: Sequence, end: int) -> int | None:
-        """How many drafts to ask of the executor behind a prefill chunk that ends there."""
-        most = self.guesser.most_drafts(seq.request)
-        if self.guesser.executor_drafter is None or not most:
-            return None
-        if end < seq.known_tokens:
-            return 0
-        return max(0, min(FIRST_DRAFTS, most, seq.max_output_tokens - seq.output_tokens - 2))
-
-    def _send_drafts(self, draft: StepDraft, i: int, guess: list[int]) -> int:
-        """Put a guess behind chunk `i`, as far as blocks go; answers its length. Others' drafts may have taken blocks."""
-        chunk = draft.chunks[i]
-        seq = self.planned[chunk.seq_id]
-        n_free = max(0, self.pool.available_blocks - self._promised_blocks)
-        del guess[max(0, (len(seq.block_ids) + n_free) * self.pool.block_tokens - chunk.end_pos) :]
-        n_new = self.pool.blocks_for(chunk.end_pos + len(guess)) - len(seq.block_ids)
-        if n_new > 0:
-            seq.block_ids.extend(self.pool.take(n_new))
-            seq.table_sent = len(seq.block_ids)
-        draft.chunks[i] = chunk._replace(
-            token_ids=(*chunk.token_ids, *guess), new_block_ids=tuple(seq.block_ids[chunk.first_new_block :])
-        )
-        return len(guess)
-
-    def take_back_drafts(self, seq: Sequence) -> None:
-        """After a step with drafts: blocks behind what is computed go back, as if they had never been taken."""
-        n_kept = self.pool.blocks_for(seq.computed_tokens)
-        while len(seq.block_ids) > n_kept:
-            self.pool.drop(seq.block_ids.pop())
-        seq.table_sent = min(seq.table_sent, n_kept)
 
     def _make_room(self, seq: Sequence, draft: StepDraft) -> bool:
         """Preempt until the next token of this decoding sequence finds a block; False when it had to go itself."""
@@ -421,15 +316,12 @@ class Scheduler:
 
     def _lookup(self, seq: Sequence) -> list[PrefixEntry]:
         """The prefix hit a sequence without blocks would start from. Never covers its last known token."""
-        if seq.index == 0 and seq.request.sampling.prompt_logprobs is not None:
-            return []  # a cached token has no logits
-        salt = seq.request.cache_salt
         return self.pool.match(
             seq.token_ids,
-            salt=salt,
+            salt=seq.request.cache_scope,
             digests=seq.digests,
-            root=self.root_of(salt),
-            max_blocks=(seq.known_tokens - 1) // self.pool.block_tokens,
+            root=self.root_of(seq.request.cache_scope),
+            max_blocks=seq.findable_tokens // self.pool.block_tokens,
         )
 
     def _take_hits(self, seq: Sequence, hits: list[PrefixEntry]) -> None:
@@ -450,7 +342,7 @@ class Scheduler:
             return limit
 
         def is_within(n_tokens: int) -> bool:
-            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, start + n_tokens == seq.known_tokens)
+            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens))
             return predict_s(draft.shape.plus(chunk)) <= budget_s
 
         n_tokens = longest_within(limit=limit, quantum=MIN_PREFILL_TOKENS, is_within=is_within)
@@ -473,8 +365,8 @@ class Scheduler:
             token_ids=tuple(seq.token_ids[start:end]),
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
-            samples=end == seq.known_tokens,
-            wanted_drafts=self._first_wanted(seq, end),
+            samples=seq.samples_at(end),
+            wanted_drafts=self.drafts.wanted_behind(seq, end),
         )
         draft.chunks.append(chunk)
         draft.shape = draft.shape.plus(chunk.shape)
@@ -491,6 +383,8 @@ class Scheduler:
                     sampling=seq.request.sampling,
                     seed=seq.seed,
                     eos_token_ids=seq.request.eos_token_ids,
+                    adapter=None if seq.request.adapter is None else seq.request.adapter.number,
+                    pooling=seq.request.pooling,
                 )
             )
         draft.scheduled.extend(self._scheduled_events(seq, start, end, hit_tokens, draft))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from diptych.control.speculation import Speculation
 from diptych.ground.errors import IllegalMove
 from diptych.ground.phase import MOVES, FinishReason, Status
-from diptych.ground.request import Request
+from diptych.ground.request import Pool, Request
 
 
 class Sequence:
@@ -94,6 +94,21 @@ class Sequence:
     def waiting_tokens(self) -> int:
         """What this sequence weighs in the waiting line: the prompt counts once per request, for choice 0."""
         return self.max_output_tokens + (self.prompt_tokens if self.index == 0 else 0)
+
+    @property
+    def findable_tokens(self) -> int:
+        """Leading tokens that may come from the prefix cache: never the last, and none of which more than KV is wanted."""
+        request = self.request
+        if self.index == 0 and request.sampling.prompt_logprobs is not None:
+            return 0
+        pooling = request.pooling
+        if pooling is not None and pooling.pool is Pool.MEAN:
+            return min(self.known_tokens - 1, pooling.first)
+        return self.known_tokens - 1
+
+    def samples_at(self, end: int) -> bool:
+        """Whether a prefill chunk that ends there draws a token."""
+        return end == len(self.token_ids) and self.request.pooling is None
 
     def move(self, status: Status) -> None:
         """Change status; IllegalMove when MOVES does not allow it."""

@@ -25,7 +25,6 @@ from diptych.ground.shape import StepShape
 logger = logging.getLogger("diptych.control")
 
 UNPRICED_ROWS = 8  # of a whole step where nobody prices drafts: so few cost about as much as one
-FIRST_DRAFTS = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
 MOST_FAULTS = 8  # of a drafter, then nobody asks it any more
 
 _INTS = {int}
@@ -37,20 +36,32 @@ NO_GUESS: Priced = (None, 0, 0)
 class Estimate(Protocol):
     """How far the guesses of one drafter hold for one sequence."""
 
-    def worth(self, n: int, confidence: int) -> float:
-        """What n drafts give; only compared."""
-        ...
-
     def learn(self, n_right: int, n_judged: int, confidence: int) -> None:
         """The first n_right of n_judged drafts were right."""
+        ...
+
+    def kept(self, n_kept: int) -> None:
+        """So many drafts were verified and held."""
         ...
 
 
 class Depths(Protocol):
     """Says how many guesses are worth their rows."""
 
-    def begin(self, name: str) -> Any:
-        """The Estimate of a new sequence with the drafter of this name; handed back to `choose`."""
+    def begin(self, name: str, kind: int) -> Any:
+        """The Estimate of a new sequence with the drafter of this name and a request of this kind; handed back to `choose`."""
+        ...
+
+    def begin_asked(self, name: str, kind: int) -> Any:
+        """The same with the executor's drafter; handed back to `read` and `ask`, too."""
+        ...
+
+    def best(self, guesses: SequenceOf[Priced]) -> int:
+        """Which of these guesses for one sequence is worth most."""
+        ...
+
+    def read(self, estimate: Any, end: int, n: int) -> int | None:
+        """How many drafts, n at most, to ask of the executor behind a prefill chunk that ends there; None: not to read it."""
         ...
 
     def is_due(self, n_decodes: int) -> bool:
@@ -64,18 +75,17 @@ class Depths(Protocol):
         ...
 
     def ask(self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None) -> list[int]:
-        """How many drafts the executor is to make behind each decode chunk, for the next step to verify."""
+        """How many drafts the executor is to make behind each decode chunk, for the next step to verify; 0: give it up."""
         ...
 
 
 class _Unjudged:
     """The estimate of who believes every guess."""
 
-    def worth(self, n: int, confidence: int) -> float:
-        """The longer the better."""
-        return n
-
     def learn(self, n_right: int, n_judged: int, confidence: int) -> None:
+        """Nothing."""
+
+    def kept(self, n_kept: int) -> None:
         """Nothing."""
 
 
@@ -85,9 +95,20 @@ class EveryGuess:
     def __init__(self, rows: int = UNPRICED_ROWS) -> None:
         self._rows = rows
 
-    def begin(self, name: str) -> Any:
+    def begin(self, name: str, kind: int) -> Any:
         """See Depths."""
         return _Unjudged()
+
+    begin_asked = begin
+
+    def best(self, guesses: SequenceOf[Priced]) -> int:
+        """The longest."""
+        lengths = [n for _, n, _ in guesses]
+        return lengths.index(max(lengths))
+
+    def read(self, estimate: Any, end: int, n: int) -> int | None:
+        """Every prompt."""
+        return min(n, self._rows)
 
     def is_due(self, n_decodes: int) -> bool:
         """Always."""
@@ -124,10 +145,11 @@ class _Source:
 class Speculation:
     """The drafters of one sequence. Every guess is judged, sent or not, so that a bad time ends by itself."""
 
-    __slots__ = ("_best", "_guesser", "_handed", "_most_drafts", "_sources")
+    __slots__ = ("_best", "_depths", "_guesser", "_handed", "_most_drafts", "_sources")
 
-    def __init__(self, guesser: Guesser, sources: list[_Source], most_drafts: int) -> None:
+    def __init__(self, guesser: Guesser, depths: Depths, sources: list[_Source], most_drafts: int) -> None:
         self._guesser = guesser
+        self._depths = depths
         self._sources = sources
         self._handed = next((source for source in sources if isinstance(source.drafter, Handed)), None)
         self._best: _Source | None = None
@@ -146,13 +168,19 @@ class Speculation:
 
     def propose(self, token_ids: SequenceOf[int]) -> list[int]:
         """The guess that is worth most, [] for none."""
-        best: _Source | None = None
+        found = []
         for source in self._sources:
             self._guesser.ask(source, token_ids, self._most_drafts)
-            if source.guess and (best is None or _worth(source) > _worth(best)):
-                best = source
+            if source.guess:
+                found.append(source)
+        if not found:
+            self._best = None
+            return []
+        best = found[0]
+        if len(found) > 1:
+            best = found[self._depths.best([(one.estimate, len(one.guess), one.confidence) for one in found])]
         self._best = best
-        return [] if best is None else best.guess
+        return best.guess
 
     def priced(self, n: int) -> Priced:
         """What `Depths.choose` wants to know of n drafts of the guess."""
@@ -168,8 +196,16 @@ class Speculation:
             return NO_GUESS
         return handed.estimate, min(n, self._most_drafts), handed.drafter.confidence
 
+    def wanted_behind(self, end: int, n: int) -> int | None:
+        """How many drafts, n at most, to ask of the executor behind a prefill chunk that ends there; None: not to read it."""
+        if self._handed is None or not isinstance(self._handed.drafter, Handed):
+            return None
+        return self._depths.read(self._handed.estimate, end, min(n, self._most_drafts))
+
     def learn(self, token_ids: SequenceOf[int]) -> None:
-        """Compare guesses with what came."""
+        """Compare guesses with what came: the drafts that held, and one token."""
+        if self._best is not None and len(token_ids) > 1:
+            self._best.estimate.kept(len(token_ids) - 1)
         for source in self._sources:
             guess, source.guess = source.guess, []
             n_judged = min(len(guess), len(token_ids))
@@ -181,8 +217,10 @@ class Speculation:
         self._best = None
 
 
-def _worth(source: _Source) -> float:
-    return source.estimate.worth(len(source.guess), source.confidence)
+def _kind_of(request: Request) -> int:
+    """Requests whose tokens are about as easy to guess: by temperature (none, up to a half, more), and under a grammar."""
+    sampling = request.sampling
+    return (sampling.temperature > 0.0) + (sampling.temperature > 0.5) + 3 * (sampling.structured is not None)
 
 
 class Guesser:
@@ -226,12 +264,12 @@ class Guesser:
         most_drafts = self.most_drafts(request)
         if not most_drafts or not makers:
             return None
-        sources = [
-            _Source(name, make(request), depths.begin(name))
-            for name, make in makers.items()
-            if self._faults.get(name, 0) < MOST_FAULTS
-        ]
-        return Speculation(self, sources, most_drafts) if sources else None
+        kind, sources = _kind_of(request), []
+        for name, make in makers.items():
+            if self._faults.get(name, 0) < MOST_FAULTS:
+                begin = depths.begin_asked if name == self.executor_drafter else depths.begin
+                sources.append(_Source(name, make(request), begin(name, kind)))
+        return Speculation(self, depths, sources, most_drafts) if sources else None
 
     def ask(self, source: _Source, token_ids: SequenceOf[int], n: int) -> None:
         """Have a drafter guess; one that misbehaves is replaced by one that never does."""

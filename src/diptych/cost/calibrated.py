@@ -16,6 +16,7 @@ True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +24,8 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.calibration import Calibration, Constants, Coverage
-from diptych.cost.components import ATTENTION, attention_widths, cost_of, expected_experts, kv_elements
+from diptych.cost.components import ATTENTION, attention_widths, cost_of, expected_experts, layer_kv_bytes
+from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import compute_dtype, link_rate, longest, peak_flops_per_s, ring_bytes
@@ -68,7 +70,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
         pair_flops, absorbed = (2.0 * n * heads * sum(attention_widths(attention, is_decode=d)) for d in (False, True))
         sums = windows.get(attention.window, (0.0, 0.0, 0.0))
-        kv_bytes = n * kv_elements(attention, tp) * kv.bytes_per_element
+        kv_bytes = n * layer_kv_bytes(attention, kv, tp)
         windows[attention.window] = (sums[0] + kv_bytes, sums[1] + pair_flops, sums[2] + absorbed)
     return _Units(
         dense_bytes=sum(part.weight_bytes for part in body),
@@ -122,6 +124,7 @@ class CalibratedModel:
         calibration: Calibration,
         kv: KVSpec | None = None,
         tp: int = 1,
+        layout: Layout = PLAIN,
     ) -> None:
         """Divide out everything that does not depend on the step. Raises ConfigError for an impossible split."""
         self.model = model
@@ -129,6 +132,7 @@ class CalibratedModel:
         self.quant = quant
         self.kv = kv or KVSpec()
         self.tp = tp
+        self.layout = layout
         self.calibration = calibration
         self._prefill = self._terms(calibration.prefill)
         is_one = calibration.decode is calibration.prefill  # as in a fit, which builds thousands of these
@@ -144,7 +148,8 @@ class CalibratedModel:
         if coverage is None:  # measured on this machine
             return ()
         dtype = compute_dtype(self.hardware, self.quant.compute)
-        return gaps_of(coverage, self.model, self.hardware, self.quant.name, dtype=dtype, tp=self.tp)
+        found = gaps_of(coverage, self.model, self.hardware, self.quant.name, dtype=dtype, tp=self.tp)
+        return found if self.layout == PLAIN else (*found, _layout_gap(self.layout))
 
     def gaps(self, work: StepShape) -> tuple[Gap, ...]:
         """Where this step leaves the rows behind the constants of its phase; empty: nowhere, or measured locally."""
@@ -190,7 +195,9 @@ class CalibratedModel:
         expert_rate = peak_flops_per_s(hardware, quant.compute) * c.expert_fraction(multiplied_in)
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_ef
         kv_rate = bandwidth * c.kv_eb
-        link = link_rate(hardware, self.tp) * c.link_fraction
+        link = link_rate(hardware, self.tp * self.layout.dp) * c.link_fraction
+        layout, parts = self.layout, self.layout.parts
+        exchange_row_s, exchanges = self._exchange(link)
 
         def weights_s(n_bytes: float, weights: str) -> float:
             if self.weights_are_cached and self.calibration.cache is not None:
@@ -199,24 +206,39 @@ class CalibratedModel:
 
         return _Terms(
             base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,
-            sequence_s=c.sequence_s,
+            sequence_s=c.sequence_s / parts,
             p=c.p,
             dense_weights_s=weights_s(units.dense_bytes, units.dense_class),
-            expert_s=weights_s(units.expert_bytes, units.expert_class),
-            row_s=units.row_flops / rate,
-            expert_row_s=units.expert_row_flops / expert_rate,
+            expert_s=weights_s(units.expert_bytes, units.expert_class) / layout.dp,
+            row_s=units.row_flops / rate / parts,
+            expert_row_s=units.expert_row_flops / expert_rate / parts,
             head_weights_s=weights_s(units.head_bytes, units.head_class),
-            head_row_s=units.head_row_flops / rate,
+            head_row_s=units.head_row_flops / rate / parts,
             windows=tuple(
-                (window, kv_bytes / kv_rate, pair_flops / attention_rate, absorbed / attention_rate)
+                (
+                    window,
+                    kv_bytes / kv_rate / parts,
+                    pair_flops / attention_rate / parts,
+                    absorbed / attention_rate / parts,
+                )
                 for window, kv_bytes, pair_flops, absorbed in units.windows
             ),
-            cached_row_s=units.expand_flops / rate,
-            link_base_s=units.all_reduces * c.allreduce_s,
-            link_row_s=ring_bytes(units.row_link_bytes, self.tp) / link,
-            link_logits_row_s=ring_bytes(units.logits_link_bytes, self.tp) / link,
+            cached_row_s=units.expand_flops / rate / parts,
+            link_base_s=(units.all_reduces + exchanges) * c.allreduce_s + (layout.pp > 1) * layout.pp * HOP_S,
+            link_row_s=ring_bytes(units.row_link_bytes, self.tp) / link / parts + exchange_row_s,
+            link_logits_row_s=ring_bytes(units.logits_link_bytes, self.tp) / link / parts,
             launch_p=c.launch_p,
         )
+
+    def _exchange(self, link: float) -> tuple[float, int]:
+        """Between groups and stages: seconds of a row of the whole step, and messages of a step that wait for one another."""
+        layout, model, width = self.layout, self.model, self.quant.activation_bytes * self.model.hidden
+        row_s = width / link if layout.pp > 1 else 0.0
+        if layout.dp == 1 or model.moe is None:
+            return row_s, 0
+        mixtures = _units_of(model, self.quant, self.kv, self.tp).moe_layers
+        away = (layout.dp - 1) / layout.dp
+        return row_s + 2 * mixtures * model.moe.experts_per_token * width * away / layout.parts / link, 2 * mixtures
 
     def predict(self, work: StepShape) -> StepCost:
         """The predicted time of a step with its parts and its interval."""
@@ -224,16 +246,18 @@ class CalibratedModel:
         terms = self._decode if is_decode else self._prefill
         linear = self._linear(terms, work)
         prefill_kv_s = prefill_pair_s = decode_kv_s = decode_pair_s = 0.0
+        reads, writes = self._crowded(work)
         for window, kv_s, pair_s, absorbed_pair_s in terms.windows:
             for shape in work.shapes:
                 if shape.is_decode:
-                    decode_kv_s += shape.count * shape.kv_read_tokens(window) * kv_s
-                    decode_pair_s += shape.count * shape.pairs(window) * absorbed_pair_s
+                    decode_kv_s += writes * shape.count * shape.kv_read_tokens(window) * kv_s
+                    decode_pair_s += writes * shape.count * shape.pairs(window) * absorbed_pair_s
                 else:
-                    prefill_kv_s += shape.count * shape.kv_read_tokens(window) * kv_s
-                    prefill_pair_s += shape.count * shape.pairs(window) * pair_s
+                    prefill_kv_s += reads * shape.count * shape.kv_read_tokens(window) * kv_s
+                    prefill_pair_s += reads * shape.count * shape.pairs(window) * pair_s
         attention_s = pnorm(prefill_kv_s, prefill_pair_s, terms.p) + pnorm(decode_kv_s, decode_pair_s, terms.p)
-        link_s = terms.link_base_s + work.n_tokens * terms.link_row_s + work.n_logits_rows * terms.link_logits_row_s
+        rows = reads * work.prefill_tokens + writes * work.decode_tokens
+        link_s = terms.link_base_s + rows * terms.link_row_s + work.n_logits_rows * terms.link_logits_row_s
         host_s = terms.base_s + work.n_sequences * terms.sequence_s
         total_s = _join(terms, linear.total_s + attention_s + link_s, work.n_sequences)
         low, high = self._interval(work, is_decode=is_decode)
@@ -260,25 +284,44 @@ class CalibratedModel:
         )
 
     def _linear(self, terms: _Terms, work: StepShape) -> _LinearTime:
-        rows = work.n_tokens
+        rows, (reads, writes) = work.n_tokens, self._crowded(work)
         experts_s = self._experts(rows) * terms.expert_s
-        compute_s = rows * terms.row_s + work.prefill_start_tokens * terms.cached_row_s
+        compute_s = (reads * work.prefill_tokens + writes * work.decode_tokens) * terms.row_s
+        compute_s += reads * work.prefill_start_tokens * terms.cached_row_s
         logits = work.n_logits_rows
         head_weights_s = terms.head_weights_s if logits else 0.0
         head_s = pnorm(head_weights_s, logits * terms.head_row_s, terms.p)
         return _LinearTime(
-            compute_s=compute_s + rows * terms.expert_row_s + logits * terms.head_row_s,
+            compute_s=compute_s + self._expert_rows(rows) * terms.expert_row_s + logits * terms.head_row_s,
             memory_s=terms.dense_weights_s + experts_s + head_weights_s,
             total_s=pnorm(terms.dense_weights_s, compute_s, terms.p)
-            + pnorm(experts_s, rows * terms.expert_row_s, terms.p)
+            + pnorm(experts_s, self._expert_rows(rows) * terms.expert_row_s, terms.p)
             + head_s,
         )
+
+    def _crowded(self, work: StepShape) -> tuple[float, float]:
+        """How many times its even share of the prompts, and of the decoding sequences, the busiest group or stage has.
+
+        A prompt is read by one group; only as many sequences as there are parts keep all of them at work.
+        """
+        parts = self.layout.parts
+        if parts == 1:
+            return _EVENLY
+        decoding = min(work.decode_tokens, work.n_sequences)
+        reading = work.n_sequences - decoding
+        if work.prefill_tokens and not reading:
+            reading = 1
+        return max(1.0, parts / max(reading, 1)), max(1.0, parts / max(decoding, 1))
 
     def _experts(self, rows: int) -> float:
         moe = self.model.moe
         if moe is None:
             return 0.0
-        return expected_experts(moe.n_experts, moe.experts_per_token, rows, skew=moe.skew)
+        return expected_experts(moe.n_experts, moe.experts_per_token, -(-rows // self.layout.pp), skew=moe.skew)
+
+    def _expert_rows(self, rows: int) -> float:
+        """As many rows as the busiest devices have work for."""
+        return rows * self.layout.crowding(self.model, rows / self.layout.pp)
 
     def predict_s(self, shape: StepShape) -> float:
         """Seconds a step will take: `predict(shape).total_s` from the sums that a shape carries.
@@ -299,16 +342,47 @@ class CalibratedModel:
             prefill_pair_s += seen[1] * pair_s
             decode_kv_s += seen[2] * kv_s
             decode_pair_s += seen[3] * absorbed_pair_s
-        device_s += pnorm(prefill_kv_s, prefill_pair_s, p) + pnorm(decode_kv_s, decode_pair_s, p)
-        device_s += terms.link_base_s + rows * terms.link_row_s + logits * terms.link_logits_row_s
+        reads, writes = _EVENLY
+        link_rows: float = rows
+        if self.layout.parts > 1:
+            reads, writes = self._crowded(shape)
+            link_rows = reads * shape.prefill_tokens + writes * shape.decode_tokens
+        device_s += reads * pnorm(prefill_kv_s, prefill_pair_s, p) + writes * pnorm(decode_kv_s, decode_pair_s, p)
+        device_s += terms.link_base_s + link_rows * terms.link_row_s + logits * terms.link_logits_row_s
         return _join(terms, device_s, shape.n_sequences)
+
+    def predict_run_s(self, shape: StepShape, n_steps: int) -> list[float]:
+        """`predict_s(shape.later(k))` for k below n_steps, of a step that only decodes one token of each sequence."""
+        terms, rows = self._decode, shape.n_tokens
+        if len(terms.windows) != 1 or terms.windows[0][0] is not None:
+            return [self.predict_s(shape.later(step)) for step in range(n_steps)]
+        device_s = self._decode_rows_s.get(rows)
+        if device_s is None:
+            device_s = self._decode_rows_s[rows] = self._rows_s(terms, shape)
+        (_, kv_s, _, pair_s), p, launch_p = terms.windows[0], terms.p, terms.launch_p
+        writes = self._crowded(shape)[1]
+        link_s = terms.link_base_s + writes * rows * terms.link_row_s + rows * terms.link_logits_row_s
+        base_s, sequences_s = terms.base_s, rows * terms.sequence_s
+        tokens, pairs = shape.decode_context_tokens, shape.decode_pairs
+        return [
+            pnorm(
+                base_s,
+                device_s + writes * pnorm((tokens + moved) * kv_s, (pairs + moved) * pair_s, p) + link_s,
+                launch_p,
+            )
+            + sequences_s
+            for moved in range(0, n_steps * rows, rows)
+        ]
 
     def _rows_s(self, terms: _Terms, shape: StepShape) -> float:
         """Everything that is done to rows one by one: linear layers, experts, the head."""
         p, rows, logits = terms.p, shape.n_tokens, shape.n_logits_rows
-        device_s = pnorm(terms.dense_weights_s, rows * terms.row_s + shape.prefill_start_tokens * terms.cached_row_s, p)
+        reads, writes = self._crowded(shape)
+        dense_s = (reads * shape.prefill_tokens + writes * shape.decode_tokens) * terms.row_s
+        dense_s += reads * shape.prefill_start_tokens * terms.cached_row_s
+        device_s = pnorm(terms.dense_weights_s, dense_s, p)
         if terms.expert_s:
-            device_s += pnorm(self._experts(rows) * terms.expert_s, rows * terms.expert_row_s, p)
+            device_s += pnorm(self._experts(rows) * terms.expert_s, self._expert_rows(rows) * terms.expert_row_s, p)
         if logits:
             device_s += pnorm(terms.head_weights_s, logits * terms.head_row_s, p)
         return device_s
@@ -316,6 +390,7 @@ class CalibratedModel:
 
 # what a step's attention touches: cached tokens read and pairs of prefill, then the same of decode
 _Seen = tuple[int, int, int, int]
+_EVENLY = (1.0, 1.0)
 
 
 def _all_of(shape: StepShape) -> _Seen:
@@ -381,6 +456,11 @@ def pnorm(a: float, b: float, p: float) -> float:
     if low <= 0.0:
         return high
     return float(high * (1.0 + (low / high) ** p) ** (1.0 / p))
+
+
+def _layout_gap(layout: Layout) -> Gap:
+    text = f"no row of such a layout ({layout.words}); it is priced by formulas"
+    return Gap(axis="layout", text=text, spread=math.sqrt(layout.spread_squared))
 
 
 def weight_class(weight_bytes: float, name: str) -> str:

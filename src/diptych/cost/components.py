@@ -49,8 +49,8 @@ class Component:
         """FLOPs per unavoidable byte; None for a component that moves none."""
         return self.flops / self.bytes if self.bytes else None
 
-    def times(self, n: int) -> Component:
-        """The same component in n layers."""
+    def times(self, n: float) -> Component:
+        """The same component in n layers, or its share of the work."""
         return Component(name=self.name, **{field: getattr(self, field) * n for field in _FIELDS})
 
     def plus(self, other: Component) -> Component:
@@ -97,6 +97,15 @@ class PhaseCost:
         """FLOPs per byte of the whole step."""
         return self.flops / self.bytes
 
+    def shared(self, *, rows: int, experts: int) -> PhaseCost:
+        """Of one of so many devices that share the rows, and so many that share the weights of the experts."""
+        parts = []
+        for part in self.components:
+            one = part.times(1.0 / rows)
+            weights = part.weight_bytes / (experts if part.name == "experts" else 1)
+            parts.append(replace(one, weight_bytes=weights))
+        return replace(self, components=tuple(parts))
+
     def component(self, name: str) -> Component:
         """A component by name; an empty one when the model has none such."""
         for component in self.components:
@@ -137,28 +146,29 @@ def _popularity(n_experts: int, experts_per_token: int, skew: float) -> tuple[fl
     return tuple(chances)
 
 
-def kv_elements(attention: AttentionLayer, tp: int) -> float:
-    """KV elements per token of one layer on one device. KV heads are replicated when tp > n_kv_heads; MLA is not split."""
+def layer_kv_bytes(attention: AttentionLayer, kv: KVSpec, tp: int) -> float:
+    """KV bytes per token of one layer on one device. KV heads are replicated when tp > n_kv_heads; MLA is not split."""
     if attention.mla is not None:
-        return float(attention.mla.kv_rank + attention.mla.rope_dim)
-    return 2.0 * max(attention.n_kv_heads / tp, 1.0) * attention.head_dim
+        return (attention.mla.kv_rank + attention.mla.rope_dim) * kv.bytes_per_element + kv.scale_bytes
+    vector_bytes = attention.head_dim * kv.bytes_per_element + kv.scale_bytes
+    return 2.0 * max(attention.n_kv_heads / tp, 1.0) * vector_bytes
 
 
 def kv_bytes_per_token(model: ModelSpec, kv: KVSpec, *, tp: int = 1) -> float:
     """KV bytes of one token over all layers on one device (windowed layers hold at most their window)."""
-    return sum(n * kv_elements(layer.attention, tp) for layer, n in model.layer_groups) * kv.bytes_per_element
+    return sum(n * layer_kv_bytes(layer.attention, kv, tp) for layer, n in model.layer_groups)
 
 
 def kv_bytes_of_context(model: ModelSpec, kv: KVSpec, context_tokens: int, *, tp: int = 1) -> float:
     """KV bytes one sequence holds at a context, rounded up to blocks; windowed layers keep only their window."""
     blocks = -(-context_tokens // kv.block_tokens) * kv.block_tokens
-    return kv_elements_of(model, blocks, tp) * kv.bytes_per_element
+    return kv_bytes_of_tokens(model, kv, blocks, tp)
 
 
-def kv_elements_of(model: ModelSpec, tokens: int, tp: int) -> float:
-    """KV elements of one sequence over all layers on one device; windowed layers keep only their window."""
+def kv_bytes_of_tokens(model: ModelSpec, kv: KVSpec, tokens: int, tp: int) -> float:
+    """KV bytes of one sequence over all layers on one device; windowed layers keep only their window."""
     return sum(
-        n * min(tokens, layer.attention.window or tokens) * kv_elements(layer.attention, tp)
+        n * min(tokens, layer.attention.window or tokens) * layer_kv_bytes(layer.attention, kv, tp)
         for layer, n in model.layer_groups
     )
 
@@ -207,7 +217,7 @@ class _Sizes:
         self.w = quant.weight_bytes
         self.heads = layer.attention.n_heads / tp
         self.kv_heads = max(layer.attention.n_kv_heads / tp, 1.0)
-        self.kv_bytes = kv_elements(layer.attention, tp) * kv.bytes_per_element  # of one token
+        self.kv_bytes = layer_kv_bytes(layer.attention, kv, tp)  # of one token
 
 
 def _layer(sizes: _Sizes) -> tuple[Component, ...]:

@@ -37,18 +37,19 @@ class Capacity:
 def capacity_of(setup: Setup, *, context_tokens: int, batch: int) -> Capacity:
     """What one of the setup's devices holds. 0 sequences or tokens mean that nothing fits."""
     hardware, model = setup.hardware, setup.model
-    weights = weight_bytes_stored(model, setup.quant, tp=setup.tp)
+    weights = weight_bytes_stored(model, setup.quant, tp=setup.tp, layout=setup.layout)
     activations = activation_bytes_of(setup)
     reserve = GPU_RESERVE_BYTES if hardware.kind in ("gpu", "tpu", "accelerator") else 0.0
     free = hardware.memory_bytes * MEMORY_SHARE - weights - activations - reserve
-    max_batch = max(int(free // kv_bytes_of_context(model, setup.kv, context_tokens, tp=setup.tp)), 0)
-    longest = _longest_context(setup, free / batch)
+    parts = setup.layout.parts  # groups hold sequences of their own, stages their layers of all
+    max_batch = max(int(free // kv_bytes_of_context(model, setup.kv, context_tokens, tp=setup.tp)), 0) * parts
+    longest = _longest_context(setup, free * setup.layout.pp / max(batch / setup.layout.dp, 1.0))
     return Capacity(
         memory_bytes=hardware.memory_bytes,
         weight_bytes=weights,
         activation_bytes=activations,
         free_kv_bytes=max(free, 0.0),
-        kv_tokens=max(int(free // (kv_bytes_of_context(model, setup.kv, 4096, tp=setup.tp) / 4096)), 0),
+        kv_tokens=max(int(free * parts // (kv_bytes_of_context(model, setup.kv, 4096, tp=setup.tp) / 4096)), 0),
         max_batch=max_batch,
         max_context_tokens=longest,
         is_fitting=max_batch >= batch,

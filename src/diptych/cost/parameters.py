@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from diptych.cost.components import attention_widths, kv_elements_of
+from diptych.cost.components import attention_widths, kv_bytes_of_tokens
+from diptych.cost.layout import PLAIN, Layout
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.spec import AttentionLayer, MlpSpec, ModelSpec, MoeSpec, QkNorm
 
@@ -65,20 +66,23 @@ def attention_flops_per_pair(model: ModelSpec) -> float:
     )
 
 
-def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1) -> float:
-    """Bytes of weights one of `tp` devices must hold: all experts, split evenly (embedding and head too)."""
+def weight_bytes_stored(model: ModelSpec, quant: QuantSpec, *, tp: int = 1, layout: Layout = PLAIN) -> float:
+    """Bytes of weights one device must hold: all experts, split evenly (embedding and head too).
+
+    Attention-data parallel splits the experts alone, stages of a pipeline all.
+    """
     counts = parameters_by_component(model)
     ends = counts["embedding"] + counts["head"]
     inner = sum(counts.values()) - ends - counts["experts"]
     small = counts["norms"] + counts["router"]
-    stored = ends * quant.head_bytes + counts["experts"] * quant.expert_bytes
+    stored = ends * quant.head_bytes + counts["experts"] * quant.expert_bytes / layout.dp
     stored += (inner - small) * quant.weight_bytes + small * 2.0
-    return stored / tp
+    return stored / tp / layout.pp
 
 
 def kv_bytes_stored(model: ModelSpec, kv: KVSpec, context_tokens: int) -> float:
     """KV bytes of one sequence over the whole model, unsplit and unrounded (what a hand-off must move)."""
-    return kv_elements_of(model, context_tokens, 1) * kv.bytes_per_element
+    return kv_bytes_of_tokens(model, kv, context_tokens, 1)
 
 
 def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:

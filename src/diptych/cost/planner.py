@@ -3,7 +3,6 @@
 A `Setup` is everything that fixes the answer; `make_plan` computes the whole page that `diptych plan` prints.
 
 >>> from diptych.cost.setup import setup_of
-from diptych.cost.exchange import all_reduced, gathered
 >>> plan = make_plan(setup_of("llama-3.1-8b", "a100-80gb-sxm"), Question(prompt_tokens=2048, batch=1))
 >>> round(plan.kv_equals_weights_batch)
 56
@@ -14,8 +13,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
+from diptych.cost.acceptance import MOST_DEPTH
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
 from diptych.cost.exchange import all_reduced, gathered
+from diptych.cost.layout import PLAIN
 from diptych.cost.memory import Capacity, capacity_of
 from diptych.cost.parameters import (
     active_parameter_count,
@@ -25,7 +26,6 @@ from diptych.cost.parameters import (
 )
 from diptych.cost.roofline import balance, compute_dtype, peak_flops_per_s, roofline
 from diptych.cost.setup import Setup
-from diptych.cost.speculation import MOST_DEPTH
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -185,9 +185,15 @@ def prefill_work_of(question: Question) -> StepShape:
     return StepShape.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
 
 
+def _cost(setup: Setup, work: StepShape) -> PhaseCost:
+    """Of one device: its share of the rows and their KV, and of the experts."""
+    cost, layout = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp), setup.layout
+    return cost if layout == PLAIN else cost.shared(rows=layout.parts, experts=layout.dp)
+
+
 def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
     """One phase in numbers."""
-    cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
+    cost = _cost(setup, work)
     bound = roofline(cost, setup.hardware, setup.quant)
     predictor = setup.model_of_time()
     predicted = predictor.predict(work)
@@ -248,9 +254,7 @@ def compute_bound_batch(setup: Setup) -> float | None:
 
     Dense models: F w / (2 M). Mixtures: more, because experts are read for few rows each. None: beyond 65,536.
     """
-    unit = cost_of(
-        setup.model, StepShape.decode(batch=1, context_tokens=1), quant=setup.quant, kv=setup.kv, tp=setup.tp
-    )
+    unit = _cost(setup, StepShape.decode(batch=1, context_tokens=1))
     parts = [unit.component(name) for name in ("qkv", "o", "mlp", "router", "experts", "shared_experts")]
     row_s = sum(part.flops for part in parts) / peak_flops_per_s(setup.hardware, setup.quant.compute)
     bandwidth = setup.hardware.memory_bytes_per_s
@@ -273,7 +277,7 @@ def kv_equals_weights_batch(setup: Setup, context_tokens: int, batch: int) -> fl
     """Sequences at which a decode step reads as many KV bytes as weight bytes."""
     rows = max(batch, 1) if setup.model.moe is not None else 1
     work = StepShape.decode(batch=rows, context_tokens=context_tokens)
-    cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp)
+    cost = _cost(setup, work)
     return cost.weight_bytes / (cost.total("kv_read_bytes") / rows)
 
 

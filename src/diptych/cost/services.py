@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.rows import ServiceRow
 from diptych.cost.setup import find_model
 from diptych.cost.tables import device_spec
@@ -74,6 +75,7 @@ class MeasuredService:
     quant: str
     tp: int
     load: ServiceLoad
+    layout: Layout = PLAIN
     ttft_s: float | None = None
     tpot_s: float | None = None
     output_tokens_per_s: float | None = None
@@ -89,7 +91,8 @@ class MeasuredService:
         """Short text that names the row."""
         load = self.load
         lengths = f"{load.input_tokens}/{load.output_tokens} x {load.streams}"
-        return f"{self.model} {self.quant} on {self.tp} x {self.device}, {lengths}"
+        words = f" ({self.layout.words})" if self.layout != PLAIN else ""
+        return f"{self.model} {self.quant} on {self.tp * self.layout.parts} x {self.device}{words}, {lengths}"
 
 
 def is_deployments(text: str) -> bool:
@@ -137,8 +140,6 @@ class _LeftOut(Exception):
 def _service(entry: dict[str, str]) -> MeasuredService:
     if entry["mode"] != "agg":
         raise _LeftOut("pools of prefill and decode")
-    if entry["attention_dp_size"] not in ("", "0", "1"):
-        raise _LeftOut("attention data parallel")
     if entry["pp_size"] not in ("", "1"):
         raise _LeftOut("pipeline parallel")
     if not entry["concurrency"].isdigit() or not int(entry["concurrency"]):
@@ -148,6 +149,7 @@ def _service(entry: dict[str, str]) -> MeasuredService:
         model = _model(entry["model_path"])
     except ConfigError:
         raise _LeftOut(f"{entry['model_path']}: a model or a device that the tables do not have") from None
+    tp, layout = _split(entry)
     quant, spread = _quant(entry["precision"], model), DATED_SPREAD if entry["measured"] else 1.0
     load = ServiceLoad(
         streams=int(entry["concurrency"]),
@@ -162,7 +164,8 @@ def _service(entry: dict[str, str]) -> MeasuredService:
         device=device,
         model=model,
         quant=quant,
-        tp=_split(entry),
+        tp=tp,
+        layout=layout,
         load=load,
         ttft_s=float(entry["silicon_ttft_ms"]) / 1e3,
         tpot_s=float(entry["silicon_tpot_ms"]) / 1e3,
@@ -181,10 +184,17 @@ def _step_tokens(entry: dict[str, str], model: str, quant: str) -> int:
     return USUAL_STEP_TOKENS
 
 
-def _split(entry: dict[str, str]) -> int:
-    """Devices that share one copy. Rows of "tensor parallel N, expert parallel N" are written as N x N, on machines of 8."""
-    tp, wide, deep = int(entry["tp_size"]), entry["moe_tp_size"], entry["moe_ep_size"]
-    return int(deep) if wide == deep and tp > int(deep or 0) > 1 and tp == int(deep) ** 2 else tp
+def _split(entry: dict[str, str]) -> tuple[int, Layout]:
+    """Tensor parallel and the rest. Rows of N devices, expert parallel, are written with one degree as N x N:
+
+    experts N x N beside a tensor or attention-data parallel of N x N (TensorRT-LLM, SGLang), or both at N (vLLM).
+    """
+    tp, dp, wide, ep = (max(1, int(entry[f"{name}_size"] or 1)) for name in ("tp", "attention_dp", "moe_tp", "moe_ep"))
+    if wide == ep > 1 and ep * ep in (tp, dp):
+        return (ep, Layout(ep=ep)) if dp == 1 else (1, Layout(dp=ep, ep=ep))
+    if tp > 1 and dp > 1 and ep == tp * dp:
+        return 1, Layout(dp=dp, ep=dp)
+    return tp, Layout(dp=dp, ep=ep)
 
 
 def _model(path: str) -> str:

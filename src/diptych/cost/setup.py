@@ -9,6 +9,7 @@ from pathlib import Path
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration
 from diptych.cost.components import check_tp
+from diptych.cost.layout import PLAIN, Layout
 from diptych.cost.parameters import parameter_count
 from diptych.cost.profile import load_profile, read_profile
 from diptych.cost.roofline import compute_dtype, link_rate
@@ -26,7 +27,7 @@ BUNDLED = "diptych-10m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A model on `tp` devices of one kind."""
+    """A model on devices of one kind: `tp` of them, or as many groups and stages of tp as the layout says."""
 
     model: ModelSpec
     hardware: HardwareSpec
@@ -34,18 +35,31 @@ class Setup:
     kv: KVSpec
     tp: int
     calibration: Calibration
+    layout: Layout = PLAIN
 
     def __post_init__(self) -> None:
         """Refuse a split the model or the device cannot do."""
         check_tp(self.model, self.tp)
-        link_rate(self.hardware, self.tp)
+        self.layout.check(self.model, self.tp)
+        link_rate(self.hardware, self.tp * self.layout.dp)
         compute_dtype(self.hardware, self.quant.compute)
 
     def model_of_time(self) -> CalibratedModel:
         """The predictor of step times for this setup."""
         return CalibratedModel(
-            self.model, self.hardware, self.quant, calibration=self.calibration, kv=self.kv, tp=self.tp
+            self.model,
+            self.hardware,
+            self.quant,
+            calibration=self.calibration,
+            kv=self.kv,
+            tp=self.tp,
+            layout=self.layout,
         )
+
+    @property
+    def n_devices(self) -> int:
+        """Of one copy."""
+        return self.tp * self.layout.parts
 
     def with_weights(self, quant: QuantSpec) -> Setup:
         """The same setup with weights in another format."""
@@ -54,8 +68,14 @@ class Setup:
     @property
     def label(self) -> str:
         """Short text that names the setup."""
-        count = f"{self.tp} x " if self.tp > 1 else ""
-        return f"{self.model.name} {self.quant.name} on {count}{self.hardware.name}"
+        count = f"{self.n_devices} x " if self.n_devices > 1 else ""
+        layout = f" ({self.split})" if self.layout != PLAIN else ""
+        return f"{self.model.name} {self.quant.name} on {count}{self.hardware.name}{layout}"
+
+    @property
+    def split(self) -> str:
+        """How one copy lies on its devices: "tp 4", "tp 2 dp 4 ep 8"."""
+        return f"tp {self.tp} {self.layout.words}".strip()
 
 
 def find_model(name: str) -> ModelSpec:
@@ -102,9 +122,24 @@ def find_hardware(name: str, *, stack: str | None = None) -> tuple[HardwareSpec,
 
 
 def setup_of(
-    model: str, hardware: str, *, weights: str = "bf16", kv: str = "bf16", tp: int = 1, stack: str | None = None
+    model: str,
+    hardware: str,
+    *,
+    weights: str = "bf16",
+    kv: str = "bf16",
+    tp: int = 1,
+    stack: str | None = None,
+    layout: Layout = PLAIN,
 ) -> Setup:
     """A setup from names. Raises ConfigError with the nearest names for an unknown one."""
     quant = quant_spec(weights)
     device, calibration = find_hardware(hardware, stack=stack)
-    return Setup(model=find_model(model), hardware=device, quant=quant, kv=kv_spec(kv), tp=tp, calibration=calibration)
+    return Setup(
+        model=find_model(model),
+        hardware=device,
+        quant=quant,
+        kv=kv_spec(kv),
+        tp=tp,
+        calibration=calibration,
+        layout=layout,
+    )

@@ -262,7 +262,7 @@ def _evaluate(
     return Candidate(
         setup=setup,
         instances=instances,
-        devices=instances * setup.tp,
+        devices=instances * setup.n_devices,
         usd_per_hour=_price(setup, instances, prices),
         verdict=verdict,
         reason=_reason(verdict, high if verdict is not Judgement.MISSES else low, ask, max_batch),
@@ -275,7 +275,7 @@ def _evaluate(
 
 def _price(setup: Setup, instances: int, prices: Mapping[str, float]) -> float | None:
     each = prices.get(setup.hardware.name, setup.hardware.usd_per_hour)
-    return None if each is None else each * instances * setup.tp
+    return None if each is None else each * instances * setup.n_devices
 
 
 def steady_state(predictor: CalibratedModel, ask: Ask, *, end: End) -> Load | None:
@@ -357,7 +357,7 @@ def _rejected(setup: Setup, prices: Mapping[str, float], reason: str) -> Candida
     return Candidate(
         setup=setup,
         instances=1,
-        devices=setup.tp,
+        devices=setup.n_devices,
         usd_per_hour=_price(setup, 1, prices),
         verdict=Judgement.MISSES,
         reason=reason,
@@ -391,7 +391,7 @@ def unmeasured(candidate: Candidate | None, ask: Ask, prices: Mapping[str, float
     found = list(distance_of(candidate, ask))
     dtype = compute_dtype(hardware, setup.quant.compute)
     fields = [("memory_bytes_per_s", "memory bandwidth"), (f"flops_{dtype}", f"{dtype} peak")]
-    if setup.tp > 1:
+    if setup.n_devices > 1:
         fields.append(("link_bytes_per_s", "link rate"))
     found += [
         f"the {text} of {hardware.name} is {Flag.UNVERIFIED.value}"

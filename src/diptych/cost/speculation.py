@@ -1,15 +1,13 @@
-"""How far guesses at coming tokens hold, and how many are worth their rows: one arithmetic for engine, planner, simulator.
+"""How many guesses at coming tokens are worth their rows: one arithmetic for engine, planner, simulator.
 
 A step that verifies d drafts behind a sequence's token computes d rows more and hands out 1 + (drafts that hold) tokens.
-Draft j holds where it and all before it are right: with the chance c_j, which falls with j. So a step gives
-n + sum of c_j tokens in price(rows) seconds, and more drafts are worth it while tokens per second rise:
+Draft j holds with the chance c_j (`cost/acceptance.py`). So a step gives n + sum of c_j tokens in price(rows) seconds, and
+more drafts are worth it while tokens per second rise: `choose_depths`.
 
->>> round(expected_tokens(chances_at(0.7, 4)), 3)
-2.773
-
-`Acceptance` learns the chances of one sequence's drafter, `DraftPrices` chooses depths by predicted time. Guesses are judged
-whether or not they were verified, which costs no row. Where the price says no, it is asked rarely, guesses are made as rarely
-as they are dear, and very rarely a few drafts are verified all the same: a price that nobody ever paid may be wrong.
+`DraftPrices` chooses depths by predicted time. Guesses are judged whether or not they were verified, which costs no row.
+Where the price says no, it is asked rarely, guesses are made as rarely as they are dear, and very rarely a few drafts are
+verified all the same: a price that nobody ever paid may be wrong. The executor's drafter costs time before it guesses: whom
+it is asked about, and what that may cost, is `cost/asking.py`.
 """
 
 from __future__ import annotations
@@ -18,16 +16,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil, inf
 
+from diptych.cost.acceptance import LEAST_CHANCE, MOST_DEPTH, Acceptance
+from diptych.cost.asking import Asked, Asking, Purse
 from diptych.ground.shape import StepShape
 
-MOST_DEPTH = 16  # drafts of one sequence and step
-N_CONFIDENCES = 3  # how sure a drafter is of a guess, in its own scale from 0: each learned apart
-LEAST_CHANCE = 0.02
 _LEAST_GAIN = 1.05  # a prediction is no better than this, and what would be lost counts more than what would be won
-_FIRST_RATE = 0.6
-_FIRST_WEIGHT = 4
-_FORGET = 0.15  # weight of a sequence's newest verdict
-_FORGET_ALL = 0.02  # the same over all sequences
 _REST = 16  # steps for which a price that said no is believed, unless chances rise
 _RISEN = 1.1
 _PROBE = (2, 64)  # refusals from one probe to the next, at first and at last
@@ -36,68 +29,12 @@ _PROBE_PRICE = 6.0  # of a step without drafts; before anything is learned each 
 _SHARE = 0.005  # of a step's time that guesses in vain may take
 _TRUST = 0.1  # weight of a newest measurement over predicted time, once there are many
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
+_TRIED_SHARE = 8  # one of so many sequences that were given up is tried at a time
+_FEW_TOKENS = 2 * MOST_DEPTH  # read by the executor's drafter with the next guess, for nothing
+_FORGOTTEN = 0.95  # of a price that the purse could not pay is left a step later
+_FEW_DEPTHS = 4  # are enough to see whether a drafter pays for all sequences alike
+_DISTURBED = 3.0  # times what was expected: the machine did something else, which the drafter does not pay for
 _FARTHEST = 1.5  # what one measurement may say beyond those before it: the machine may have been busy
-
-
-def chances_at(acceptance: float, n: int) -> list[float]:
-    """Chances of n drafts where each is right with `acceptance` once all before it are: a, a^2, ..."""
-    return [acceptance ** (j + 1) for j in range(n)]
-
-
-def expected_tokens(chances: Sequence[float]) -> float:
-    """Mean tokens of one sequence per step: its own and the drafts that hold; at one rate a, (1 - a^(n+1)) / (1 - a)."""
-    return 1.0 + sum(chances)
-
-
-def speedup(chances: Sequence[float], *, plain_s: float, verify_s: float) -> float:
-    """Tokens per second with drafts over those without; verify_s holds the drafter's time, too."""
-    return expected_tokens(chances) * plain_s / verify_s
-
-
-class Acceptance:
-    """How often guesses were right of late, by depth and by how sure the drafter was. Of one sequence, or of all (a pool)."""
-
-    __slots__ = ("_n_verdicts", "_pool", "_rates")
-
-    def __init__(self, pool: Acceptance | None = None) -> None:
-        self._pool = pool
-        self._n_verdicts = [_FIRST_WEIGHT] * N_CONFIDENCES  # the first rates count as so many
-        # of draft j where all before it were right; a new sequence begins with what others have learned
-        self._rates: list[list[float]] = (
-            [[_FIRST_RATE] * MOST_DEPTH for _ in range(N_CONFIDENCES)]
-            if pool is None
-            else [list(rates) for rates in pool._rates]
-        )
-
-    def chances(self, n: int, confidence: int = 0) -> list[float]:
-        """The chance of each of n drafts to be kept: falling, and cut where it is hopeless."""
-        chances: list[float] = []
-        chance = 1.0
-        for rate in self._rates[confidence][:n]:
-            chance *= rate
-            if chance < LEAST_CHANCE:
-                break
-            chances.append(chance)
-        return chances
-
-    def worth(self, n: int, confidence: int = 0) -> float:
-        """Tokens that n drafts give on average."""
-        return sum(self.chances(n, confidence))
-
-    def learn(self, n_right: int, n_judged: int, confidence: int = 0) -> None:
-        """The first n_right of n_judged drafts were right, and the next, where there is one, was wrong."""
-        _move(self._rates[confidence], n_right, n_judged, _FORGET)
-        pool = self._pool
-        if pool is not None:  # a mean of the first verdicts, then of the latest
-            n = pool._n_verdicts[confidence] = pool._n_verdicts[confidence] + 1
-            _move(pool._rates[confidence], n_right, n_judged, _FORGET_ALL if n * _FORGET_ALL > 1.0 else 1.0 / n)
-
-
-def _move(rates: list[float], n_right: int, n_judged: int, weight: float) -> None:
-    for j in range(n_right):
-        rates[j] += weight * (1.0 - rates[j])
-    if n_right < n_judged:
-        rates[n_right] -= weight * rates[n_right]
 
 
 class _Refusal:
@@ -133,6 +70,11 @@ class _Ratio:
         self.value = 1.0
         self._n = 0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any was measured."""
+        return self._n > 0
+
     def add(self, ratio: float) -> None:
         """Take in one measurement."""
         if self._n:
@@ -149,7 +91,8 @@ class DraftPrices:
     """Depths of all sequences of a step by predicted time, corrected by how long such steps took. One per engine.
 
     predict_s: seconds of a step. guess_s: of the processor, for one guess. draft_s(shape, depths): of the executor's drafter in
-    a step of this shape, so many drafts behind each of its decode chunks; None: no time.
+    a step of this shape, so many drafts behind each of its decode chunks; None: no time. read_s(n_tokens): of that drafter, to
+    read what it has missed of a sequence; None: it can go on without.
     """
 
     def __init__(
@@ -158,24 +101,54 @@ class DraftPrices:
         *,
         guess_s: float = 5e-6,
         draft_s: Callable[[StepShape, Sequence[int]], float] | None = None,
+        read_s: Callable[[int], float] | None = None,
     ) -> None:
+        self.purse = Purse()
         self._predict_s = predict_s
         self._guess_s = guess_s
         self._draft_s = draft_s
-        self._pools: dict[str, Acceptance] = {}
+        self._read_s = read_s
+        self._pools: dict[tuple[str, int], Acceptance] = {}
+        self._asked_pools: dict[tuple[str, int], Asked] = {}  # pools of the executor's drafter
         self._refusals: dict[int, _Refusal] = {}  # by sequences of the step, as powers of two
-        self._unasked: dict[int, _Refusal] = {}  # the same of drafts that the executor would have to make
-        self._plain = (
-            _Ratio()
-        )  # measured over predicted: of decode steps without drafts, and with by rows (powers of two)
+        # measured over predicted: of decode steps without drafts, with drafts by rows (powers of two), and of the drafter
+        self._plain = _Ratio()
         self._verify: dict[int, _Ratio] = {}
+        self._drafting = _Ratio()
+        self._short_of_s = 0.0  # what the last trial costs: until the purse holds it, no price is asked for another
+        self._has_asked = False  # the executor's drafter, in the step that is planned
+        # its share of that step's drafts, the step's price without drafts and with
+        self._sent: tuple[float, float, float] | None = None
+        self._last_shape: StepShape | None = None
 
-    def begin(self, name: str) -> Acceptance:
-        """Of a new sequence with this drafter."""
-        pool = self._pools.get(name)
-        if pool is None:
-            pool = self._pools[name] = Acceptance()
-        return Acceptance(pool)
+    def begin(self, name: str, kind: int = 0) -> Acceptance:
+        """Of a new sequence with this drafter; each kind of request has chances of its own."""
+        return Acceptance(self._pools.setdefault((name, kind), Acceptance()))
+
+    def begin_asked(self, name: str, kind: int = 0) -> Asked:
+        """The same with the executor's drafter. It is given up from the start where the like of it does not pay."""
+        pool = self._asked_pools.setdefault((name, kind), Asked(self.purse))
+        own = Asked(self.purse, pool)
+        shape = self._last_shape
+        if shape is not None:
+            chances = [pool.chances(_FEW_DEPTHS)] * shape.n_sequences
+            price_s = partial(self._price_and_draft_s, shape)
+            most_rows = _FEW_DEPTHS * shape.n_sequences
+            if not any(choose_depths(chances, n_sure=len(chances), most_rows=most_rows, price_s=price_s)):
+                own.state = Asking.GIVEN_UP
+        return own
+
+    def best(self, guesses: Sequence[tuple[Acceptance, int, int]]) -> int:
+        """Which of these guesses for one sequence is worth most."""
+        worths = [estimate.worth(n, confidence) for estimate, n, confidence in guesses]
+        return worths.index(max(worths))
+
+    def read(self, estimate: Asked, end: int, n: int) -> int | None:
+        """How many drafts, n at most, to ask of the executor behind a prefill chunk that ends there; None: not to read it."""
+        if estimate.state is Asking.GIVEN_UP or self.purse.is_empty:
+            return None
+        estimate.read_tokens = end
+        return min(n, estimate.first_depth)
 
     def is_due(self, n_decodes: int) -> bool:
         """Whether to guess in this step: always, but where the price says no, as rarely as guesses are dear."""
@@ -207,24 +180,108 @@ class DraftPrices:
             probe = refusal.probe(chances, most_rows)
             most_s = min(_PROBE_PRICE * price_s(depths), limit_s or inf)
             if any(probe) and price_s(probe) <= most_s:
-                return probe
+                depths = probe
+        if self._asked_pools and any(depths):
+            self._note_rows(guesses, depths, price_s)
         return depths
 
     def ask(
-        self, guesses: Sequence[tuple[Acceptance, int, int]], *, shape: StepShape, most_rows: int, limit_s: float | None
+        self, guesses: Sequence[tuple[Asked, int, int]], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[int]:
         """How many drafts the executor is to make behind each decode chunk, for the next step: those that would pay.
 
-        As `choose`, and the drafter's time counts. Where nothing pays, one draft each is asked for now and then, as only a
-        drafter that drafts can be judged.
+        As `choose`, and the drafter's time counts. Where nothing pays, one draft is asked for now and then, as only a drafter
+        that drafts can be judged. 0: the sequence is given up until it is asked again.
         """
-        refusal = self._unasked.setdefault(len(guesses).bit_length(), _Refusal())
-        refusal.asks_in -= 1
-        is_due = refusal.worth > 0.0 and refusal.asks_in <= 0
-        depths = self._decide(guesses, refusal, partial(self._price_and_draft_s, shape), most_rows, limit_s)
-        if is_due and not any(depths):
-            depths = [min(n, 1) for _, n, _ in guesses]
+        self.purse.pass_step()
+        self._has_asked = False
+        depths = [0] * len(guesses)
+        asked = self._to_ask(guesses)
+        if not asked:
+            return depths
+        plain_s = self._price_s(shape, depths)
+        self.purse.fill(plain_s, len(guesses))
+        self._last_shape = shape
+        is_short = self.purse.balance_s < self._short_of_s and all(guesses[i][0].state is Asking.TRIED for i in asked)
+        if self.purse.is_empty or is_short:
+            self._short_of_s *= _FORGOTTEN
+            return depths
+        starts = [one.start_pos for one in shape.shapes for _ in range(one.count)]
+        asked = [i for i in asked if self._can_read(starts[i] - guesses[i][0].read_tokens)]
+        chances: list[list[float]] = [[] for _ in guesses]
+        for i in asked:
+            estimate, n, confidence = guesses[i]
+            chances[i] = estimate.chances(n, confidence)
+        price_s = partial(self._price_and_draft_s, shape)
+        depths = choose_depths(chances, n_sure=len(guesses), most_rows=most_rows, price_s=price_s, limit_s=limit_s)
+        refused = []
+        for i in asked:
+            guesses[i][0].price(depths[i])
+            if not depths[i]:
+                refused.append(i)
+        if refused:
+            refused.sort(key=lambda i: -sum(chances[i]))
+            depths = self._with_trials(depths, refused, price_s)
+        for i in asked:
+            if depths[i]:
+                self._has_asked = True
+                guesses[i][0].read_tokens = starts[i] + 1
         return depths
+
+    def _to_ask(self, guesses: Sequence[tuple[Asked, int, int]]) -> list[int]:
+        """The sequences that are followed, and those given up that are tried again now."""
+        asked: list[int] = []
+        given_up: dict[int, tuple[Asked, list[int]]] = {}
+        for i, (estimate, n, _) in enumerate(guesses):
+            if not n:
+                continue
+            pool = estimate.pool
+            if estimate.state is not Asking.GIVEN_UP or pool is None:
+                asked.append(i)
+            else:
+                given_up.setdefault(id(pool), (pool, []))[1].append(i)
+        for pool, some in given_up.values():
+            pool.rest -= 1
+            if pool.rest > 0:
+                continue
+            pool.rest = pool.wait
+            some.sort(key=lambda i: -guesses[i][0].worth(1))
+            for i in some[: 1 + len(some) // _TRIED_SHARE]:
+                guesses[i][0].begin_trial()
+                asked.append(i)
+        return asked
+
+    def _can_read(self, missed_tokens: int) -> bool:
+        """Whether the purse pays for what the drafter has missed of a sequence."""
+        if self._read_s is None or missed_tokens <= _FEW_TOKENS:
+            return True
+        return self._read_s(missed_tokens) <= self.purse.balance_s
+
+    def _with_trials(
+        self, depths: list[int], refused: list[int], price_s: Callable[[Sequence[int]], float]
+    ) -> list[int]:
+        """One draft of as many of the refused, the likeliest first, as the purse pays for."""
+        before_s = price_s(depths)
+        while refused:
+            tried = list(depths)
+            for i in refused:
+                tried[i] = 1
+            self._short_of_s = price_s(tried) - before_s
+            if not self._drafting.is_known or self._short_of_s <= self.purse.balance_s:
+                return tried
+            refused = refused[: len(refused) // 2]
+        return depths
+
+    def _note_rows(
+        self,
+        guesses: Sequence[tuple[Acceptance, int, int]],
+        depths: list[int],
+        price_s: Callable[[list[int]], float],
+    ) -> None:
+        """The executor's drafts in a step are to pay for their part of what it takes longer."""
+        rows = sum(depth for (estimate, _, _), depth in zip(guesses, depths, strict=True) if type(estimate) is Asked)
+        if rows:
+            self._sent = (rows / sum(depths), price_s([0] * len(depths)), price_s(depths))
 
     def _decide(
         self,
@@ -250,15 +307,35 @@ class DraftPrices:
 
     def observe(self, shape: StepShape, measured_s: float) -> None:
         """Learn how far off predictions are for steps with and without drafts; steps with prefill say nothing of it."""
-        if not self._pools or shape.prefill_tokens or not shape.decode_tokens:
+        if self._sent is not None:
+            (share, plain_s, longer_s), self._sent = self._sent, None
+            took_s = longer_s if shape.prefill_tokens else min(measured_s, _FARTHEST * longer_s)
+            self.purse.pay(share * max(0.0, took_s - plain_s))
+        if not (self._pools or self._asked_pools) or shape.prefill_tokens or not shape.decode_tokens:
             return
         ratio = measured_s / max(self._predict_s(shape), 1e-12)
         if shape.decode_tokens == shape.n_sequences:
+            if self._has_asked:  # the drafter reads what the step computes
+                plain_s = measured_s / ratio * self._plain.value
+                self.purse.pay(min(max(0.0, measured_s - plain_s), (_FARTHEST - 1.0) * plain_s))
+                return
             self._plain.add(ratio)
             for known in self._verify.values():
                 known.fade(self._plain.value)
         else:
             self._verify.setdefault(shape.decode_tokens.bit_length(), _Ratio()).add(ratio)
+
+    def observe_drafting(self, shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int) -> None:
+        """The executor's drafter took so long in a step of this shape, for these drafts; it read n_read tokens for them."""
+        expected_s = self._predict_s(shape) * self._plain.value  # to read is never dearer than to compute
+        if any(depths) and self._draft_s is not None:
+            drafting_s = self._draft_s(shape, depths)
+            expected_s = drafting_s * self._drafting.value
+            if n_read <= _FEW_TOKENS * len(depths):
+                self._drafting.add(measured_s / max(drafting_s, 1e-12))
+            elif self._read_s is not None:
+                expected_s += self._read_s(n_read)
+        self.purse.pay(min(measured_s, _DISTURBED * expected_s) if self._drafting.is_known else measured_s)
 
     def _price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """Seconds of the step with these depths of its decode chunks."""
@@ -270,7 +347,7 @@ class DraftPrices:
     def _price_and_draft_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """The same with the drafts to be made first."""
         draft_s = 0.0 if self._draft_s is None or not any(depths) else self._draft_s(shape, depths)
-        return self._price_s(shape, depths) + draft_s
+        return self._price_s(shape, depths) + draft_s * self._drafting.value
 
     def _ratio(self, rows: int) -> float:
         """Measured over predicted of steps with drafts and about so many rows, or of the nearest number that was seen."""

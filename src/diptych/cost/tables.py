@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.resources import files
@@ -15,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.ground.errors import ConfigError
-from diptych.ground.formats import KV_FORMATS, QUANT_ALIASES, QUANTS
+from diptych.ground.formats import KV_FORMATS, QUANT_ALIASES, QUANTS, engine_quant, head_format
 from diptych.ground.specs import Flag, HardwareSpec, KVSpec, Provenance, QuantSpec
 from diptych.models.named import ALIASES, ROWS, named_model
 from diptych.models.spec import ModelSpec
@@ -54,6 +55,11 @@ def device_spec(name: str) -> HardwareSpec:
 def quant_spec(name: str) -> QuantSpec:
     """The weight format of that name."""
     found = QUANTS.get(QUANT_ALIASES.get(name, name))
+    if found is None and name.startswith("group"):
+        try:
+            return engine_quant(name, head_format(name))
+        except ValueError:
+            pass
     if found is None:
         raise unknown_name("weight format", name, (*QUANTS, *QUANT_ALIASES))
     return found
@@ -64,7 +70,7 @@ def kv_spec(name: str, *, block_tokens: int = 16) -> KVSpec:
     found = KV_FORMATS.get(QUANT_ALIASES.get(name, name))
     if found is None:
         raise unknown_name("kv format", name, tuple(KV_FORMATS))
-    return KVSpec(name=found.name, bytes_per_element=found.bytes_per_element, block_tokens=block_tokens)
+    return replace(found, block_tokens=block_tokens)
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], *, hint: str | None = None) -> ConfigError:

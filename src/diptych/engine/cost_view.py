@@ -5,10 +5,12 @@ Joins `cost` (arithmetic) with `compute` (what was packed). Used by the phase re
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diptych.compute.runner import Model
 from diptych.cost.components import PhaseCost, cost_of
 from diptych.cost.tables import kv_spec
-from diptych.ground.formats import engine_quant
+from diptych.ground.formats import engine_quant, mean_bytes
 from diptych.ground.shape import StepShape
 
 
@@ -17,7 +19,8 @@ class CostView:
 
     def __init__(self, model: Model) -> None:
         self.spec = model.spec
-        self.quant = engine_quant(model.weights_format, model.head_format)
+        quant = engine_quant(model.weights_format, model.head_format)
+        self.quant = replace(quant, weight_bytes=mean_bytes(model.formats))
         self.kv = kv_spec(model.kv_format)
 
     def cost(self, work: StepShape) -> PhaseCost:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from diptych.compute.model import Model
 from diptych.compute.runner import build, load_model
 from diptych.compute.sampler import Sampler
 from diptych.compute.weights import resolve_model_dir
+from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.clock import Clock
@@ -74,6 +75,10 @@ class OpenDrafter(ABC):
     def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
         """Ready to draft for a pool of `n_blocks`."""
 
+    def prices(self, predict_s: Callable[[StepShape], float]) -> DraftPrices:
+        """What its drafts cost an engine whose steps take predict_s."""
+        return DraftPrices(predict_s, draft_s=self.price_s)
+
     def price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """Seconds that it takes in a step of this shape for so many drafts of each decode chunk: a forward for each depth."""
         n = sum(depth > 0 for depth in depths)
@@ -93,15 +98,29 @@ class OpenDrafter(ABC):
         )
 
 
+@dataclass(slots=True, kw_only=True)
 class OpenDraftModel(OpenDrafter):
-    """A second model."""
+    """A second model; vocab_size: of the target."""
+
+    vocab_size: int
+
+    def prices(self, predict_s: Callable[[StepShape], float]) -> DraftPrices:
+        """It reads what it has missed of a sequence, too."""
+        return DraftPrices(predict_s, draft_s=self.price_s, read_s=self.read_s)
+
+    def read_s(self, n_tokens: int) -> float:
+        """Seconds to read so many tokens at once."""
+        return self.times.estimate_s(StepShape.prefill(batch=1, new_tokens=n_tokens))
 
     def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
         """See OpenDrafter."""
         store = self._store(n_blocks)
         self.model.warm_up(store.kv)
         most_rows = self.config.scheduler.max_step_tokens
-        return DraftModel(self.model, store, sampler, most_rows=most_rows, clock=clock, observe=self.times.observe)
+        return DraftModel(
+            self.model, store, sampler, most_rows=most_rows, clock=clock, observe=self.times.observe,
+            vocab_size=None if self.vocab_size == self.model.spec.vocab_size else self.vocab_size,
+        )  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,7 +204,9 @@ def open_drafter(
     directory, tokenizer: of the target's checkpoint, where it has one. Raises ConfigError for a drafter that is not there or
     does not fit, LoadError for a checkpoint that cannot be read.
     """
-    kind = config.scheduler.speculate  # "auto" has none: keeping up alone may cost most of a short step (LAB.md)
+    kind = config.scheduler.speculate
+    if kind == "auto":  # the one that ships with the model and gives most for its time; it is asked where it pays
+        kind = next(iter(shipped(directory)), kind)
     if kind not in MODEL_DRAFTERS:
         return None
     folder = _folder(config, kind, directory)
@@ -194,7 +215,9 @@ def open_drafter(
     else:
         if directory is None or directory.is_file():  # a GGUF file holds them in blocks
             raise ConfigError(
-                f"speculate is {kind!r}, and the model has no checkpoint folder whose embedding heads could share"
+                f"speculate is {kind!r}, and the model is {_without_folder(directory)}; {kind} heads read the embedding, the "
+                "norm and the output head of a checkpoint folder with safetensors",
+                hint="lookup and draft work with every model",
             )
         opened = (_open_eagle if kind == "eagle" else _open_medusa)(config, target, folder, directory)
     opened.kind = kind
@@ -202,17 +225,21 @@ def open_drafter(
     return opened
 
 
+def _without_folder(directory: Path | None) -> str:
+    return "random weights without a folder" if directory is None else f"the GGUF file {directory.name}"
+
+
 def _open_model(config: EngineConfig, target: Model, folder: Path, tokenizer: Tokenizer | None) -> OpenDrafter:
     if tokenizer is not None:
         _refuse_other_words(Tokenizer.from_dir(folder), tokenizer, folder)
     model = load_model(folder, config.compute, max_context_tokens=config.max_context_tokens, beside=target)
     ours, theirs = target.spec.vocab_size, model.spec.vocab_size
-    if ours != theirs:
+    if ours != theirs and (tokenizer is None or tokenizer.vocab_size > min(ours, theirs)):  # padded rows have no words
         raise ConfigError(
             f"the draft model {folder} has a vocabulary of {theirs} tokens; the model's has {ours}",
             hint="a draft model is of the same family and has the same tokenizer",
         )
-    return OpenDraftModel(model=model, config=config)
+    return OpenDraftModel(model=model, config=config, vocab_size=ours)
 
 
 def _open_eagle(config: EngineConfig, target: Model, folder: Path, directory: Path) -> OpenDrafter:
@@ -244,8 +271,8 @@ def _open_medusa(config: EngineConfig, target: Model, folder: Path, directory: P
 
 
 def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
-    """Heads are computed as their model is; not in int4, as they are small and drafts are worth the bits."""
-    weights = "int8" if target.weights_format == "int4" else target.weights_format
+    """Heads are computed as their model is; not in 4 bits, as they are small and drafts are worth the bits."""
+    weights = target.weights_format if target.weights_format in ("fp32", "bf16") else "int8"
     return replace(config.compute, backend=target.backend_name, weights=weights, kv=target.kv_format)
 
 

@@ -1,7 +1,7 @@
 """The executor's side of a drafter: whatever it does, answers stand.
 
 A drafter that raises is switched off for the engine, with a line in the log; what it says is cut at the first thing that is
-no token, and to what was asked. Its own time is `StepResult.draft_s`.
+no token, and to what was asked. Its own time is `StepResult.draft_s`, and `observe` learns what it took for what.
 """
 
 from __future__ import annotations
@@ -9,14 +9,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from diptych.compute.drafter import Drafter
 from diptych.compute.ops.contract import Taps
-from diptych.ground.step import ChunkResult, StepPlan
+from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
+from diptych.ground.step import Chunk, ChunkResult, StepPlan
 
 logger = logging.getLogger("diptych.engine")
+
+
+class Observe(Protocol):
+    """Learns how long a drafter took in a step of this shape."""
+
+    def __call__(self, shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int) -> None:
+        """depths: the drafts of each decode chunk. n_read: tokens that it read before."""
+        ...
+
+
+def _observe_nothing(shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int) -> None:
+    """Nobody learns."""
 
 
 class Drafting:
@@ -24,19 +39,20 @@ class Drafting:
     no token of the vocabulary, or more than was asked.
     """
 
-    def __init__(self, drafter: Drafter, *, vocab_size: int) -> None:
+    def __init__(self, drafter: Drafter, *, vocab_size: int, observe: Observe = _observe_nothing) -> None:
         self._drafter: Drafter | None = drafter
         self._vocab_size = vocab_size
+        self._observe = observe
+        self._has_worked = False  # in this step
         self.failures = 0
         self.refused_tokens = 0
 
     def taps_of(self, plan: StepPlan) -> Taps | None:
         """What the drafter reads of the model in this step; None where that is nothing."""
-        if self._drafter is None or not self._drafter.taps:
+        drafter = self._drafter
+        if drafter is None or not drafter.taps:
             return None
-        if all(chunk.wanted_drafts is None for chunk in plan.chunks):
-            return None
-        return Taps(numbers=self._drafter.taps)
+        return Taps(numbers=drafter.taps) if self._reads(drafter, plan.chunks) else None
 
     @property
     def is_on(self) -> bool:
@@ -70,16 +86,24 @@ class Drafting:
         drafter = self._drafter
         if drafter is None:
             return results
+        given = [result.token_ids for result in results]
+        if not self._guard(lambda: drafter.follow(plan.chunks, given)):
+            return results
+        if all(chunk.wanted_drafts is None for chunk in plan.chunks):
+            return results
         chunks = [
             chunk if result.error is None and not result.is_complete else chunk._replace(wanted_drafts=None)
             for chunk, result in zip(plan.chunks, results, strict=True)
         ]
+        if not self._reads(drafter, chunks):
+            return results
+        self._has_worked = True
         found: dict[int, Sequence[int]] = {}
 
         def ask() -> None:
             tables_CM = tables_of(chunk.seq_id for chunk in chunks)
             states = None if taps is None else taps.states
-            found.update(drafter.propose(chunks, [result.token_ids for result in results], tables_CM, states))
+            found.update(drafter.propose(chunks, given, tables_CM, states))
             for chunk in chunks:
                 if chunk.seq_id in found:
                     found[chunk.seq_id] = self._sound(found[chunk.seq_id], chunk.wanted_drafts or 0)
@@ -90,6 +114,19 @@ class Drafting:
             replace(result, draft_token_ids=tuple(found[result.seq_id])) if found.get(result.seq_id) else result
             for result in results
         )
+
+    def tell(self, plan: StepPlan, results: tuple[ChunkResult, ...], measured_s: float) -> None:
+        """How long it took, all of it."""
+        if self._drafter is not None and self._has_worked:
+            self._has_worked = False
+            pairs = zip(plan.chunks, results, strict=True)
+            depths = [len(result.draft_token_ids) for chunk, result in pairs if chunk.phase is Phase.DECODE]
+            self._observe(plan.shape, depths, measured_s, n_read=self._drafter.n_read)
+
+    def _reads(self, drafter: Drafter, chunks: Sequence[Chunk]) -> bool:
+        """Whether it has something to do behind any of them."""
+        found: list[bool] = []
+        return self._guard(lambda: found.append(any(drafter.reads(chunk) for chunk in chunks))) and found[0]
 
     def _sound(self, drafts: Sequence[int], wanted: int) -> Sequence[int]:
         """As far as they are tokens, and no more than were asked."""

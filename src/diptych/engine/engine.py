@@ -14,6 +14,7 @@ from itertools import count
 
 from diptych.compute.structured import CompiledGrammar, GrammarCompiler
 from diptych.control.loop import CoreStats, EngineCore
+from diptych.engine.adapters import AdapterCounts, Adapters
 from diptych.engine.prompts import Prompt, prompt_ids
 from diptych.engine.text.detokenizer import TextDelta, TextStream
 from diptych.engine.text.tokenizer import Tokenizer
@@ -26,12 +27,13 @@ from diptych.ground.events import (
     Event,
     FinishEvent,
     PromptLogprobsEvent,
+    StateEvent,
     StepBeginEvent,
     StepEndEvent,
     TokenEvent,
 )
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import AdapterRef, Pooling, Request, SamplingParams
 from diptych.ground.step import Executor, TokenLogprobs
 from diptych.metrics import EventBook, RequestRecord
 from diptych.stepper import Observe, Stepper
@@ -88,6 +90,7 @@ class OpenRequest:
             )
             for _ in range(sampling.n)
         ]
+        self.state: bytes | None = None  # [D] fp32, of a request that wants no tokens
         self.error: EngineError | None = None
         self.grammar: CompiledGrammar | None = None  # held, so that the sampler finds it compiled whenever it starts
 
@@ -145,13 +148,24 @@ class Engine:
         grammars: GrammarCompiler,
         observe: Observe | None = None,
         back_memory: Callable[[Callable[[], bool]], None] = lambda wants_stop: None,
+        adapters: Adapters,
+        writes: bool = True,
+        encodes: bool = False,
+        drafter_faults: Callable[[], int] = lambda: 0,
     ) -> None:
+        """writes: whether the model can write text; encodes: whether states may be asked of it.
+        drafter_faults: of the drafter that the executor runs; the core counts those of its own.
+        """
+        self._writes = writes
+        self._encodes = encodes
         self.core = core
+        self.adapters = adapters
         self.clock = clock
         self.tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._grammars = grammars
         self.back_memory = back_memory
+        self._drafter_faults = drafter_faults
         self._open: dict[str, OpenRequest] = {}
         self._numbers = count()
         self.book = EventBook()  # of every open request, and of every step
@@ -171,7 +185,21 @@ class Engine:
 
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks right now."""
-        return self.core.stats()
+        stats = self.core.stats()
+        return replace(stats, drafter_faults=stats.drafter_faults + self._drafter_faults())
+
+    def adapter_counts(self) -> AdapterCounts:
+        """Of this moment. On any thread: list() of a dict is one C call."""
+        running: dict[str, None] = {}
+        waiting: dict[str, None] = {}
+        for opened in list(self._open.values()):
+            if opened.request.adapter is not None and opened.record is not None:
+                (running if opened.record.chunks else waiting)[opened.request.adapter.name] = None
+        adapters = self.adapters
+        return AdapterCounts(
+            loaded=len(adapters.served), most=adapters.max_loras, n_bytes=adapters.n_bytes, running=tuple(running),
+            waiting=tuple(waiting),
+        )  # fmt: skip
 
     def listen(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
         """Call `listener` with every batch of events, on the engine's thread. Returns the function that ends it."""
@@ -187,11 +215,16 @@ class Engine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: str | AdapterRef | None = None,
+        pooling: Pooling | None = None,
     ) -> Request:
         """Turn a prompt into a Request, and compile its grammar. Safe on any thread; may take up to seconds.
 
-        Raises RequestError for an empty prompt or ids outside the vocabulary, GrammarError for a bad constraint.
+        pooling: its state is wanted, and no tokens.
+        Raises RequestError for an empty prompt, ids outside the vocabulary or an adapter that is not loaded, GrammarError for a
+        bad constraint.
         """
+        self._refuse_other_task(pooling)
         token_ids, segments = prompt_ids(prompt, self.tokenizer, vocab_size=self._vocab_size)
         request = Request(
             request_id=f"req-{next(self._numbers)}" if request_id is None else request_id,
@@ -203,12 +236,23 @@ class Engine:
             cache_salt=cache_salt,
             segments=segments,
             prediction_token_ids=self._prediction_ids(sampling),
+            adapter=adapter if adapter is None or isinstance(adapter, AdapterRef) else self.adapters.find(adapter),
+            pooling=pooling,
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)
         if sampling.structured is not None:
             self._grammars.compile(sampling.structured)  # here, off the engine's thread; `submit` finds it cached
         return request
+
+    def _refuse_other_task(self, pooling: Pooling | None) -> None:
+        if pooling is None and not self._writes:
+            raise RequestError(
+                "this model has no output projection: it embeds or scores texts, and writes none",
+                hint="ask for embeddings or scores, or load a model that writes",
+            )
+        if pooling is not None and not self._encodes:
+            raise RequestError("this model was loaded to write text", hint="load it with the task embed or score")
 
     def _prediction_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         prediction = getattr(sampling, "prediction", None)  # of another type: Request says so
@@ -225,7 +269,13 @@ class Engine:
         opened = OpenRequest(request, tokenizer=self.tokenizer, on_delta=on_delta, follows_text=not request.segments)
         if request.sampling.structured is not None:
             opened.grammar = self._grammars.compile(request.sampling.structured)
-        events = self.core.submit(request)
+        if request.adapter is not None:
+            self.adapters.hold(request.adapter)
+        try:
+            events = self.core.submit(request)
+        except BaseException:
+            self._let_go(request)
+            raise
         self._open[request.request_id] = opened
         self._publish(events)
         for tell in self.on_submit:
@@ -242,8 +292,14 @@ class Engine:
         return is_open
 
     def _forget(self, request_id: str) -> None:
-        self._open.pop(request_id, None)
+        opened = self._open.pop(request_id, None)
         self.book.take(request_id)
+        if opened is not None:
+            self._let_go(opened.request)
+
+    def _let_go(self, request: Request) -> None:
+        if request.adapter is not None:
+            self.adapters.let_go(request.adapter)
 
     def step(self) -> bool:
         """Run one step; False when there was nothing to do. Raises ExecutorError when the device fails.
@@ -297,6 +353,8 @@ class Engine:
                 self._on_finish(opened, event)
             elif isinstance(event, PromptLogprobsEvent):
                 opened.prompt_logprobs += event.entries
+            elif isinstance(event, StateEvent):
+                opened.state = event.state
             elif isinstance(event, ArrivalEvent):
                 opened.record = self.book.records[event.request_id]
         if steps is not None:

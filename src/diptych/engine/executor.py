@@ -3,6 +3,7 @@
 Owns the block tables of running sequences as integers (the bytes belong to the KVStore) and the sampler's state.
 One step: copies -> ForwardBatch -> Model.forward -> Sampler -> StepResult. A step in which every sequence wants only its
 likeliest token asks for no logits (`Want.BEST`). Where a drafter runs, it guesses behind the drawn tokens (`drafting`).
+Prompts of which states are wanted have their rows tapped behind the last layer and pooled (`Pooler`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Model, Want
+from diptych.compute.ops.contract import Taps
+from diptych.compute.pooler import Pooler
 from diptych.compute.sampler import SampledToken, Sampler, not_finite
 from diptych.engine.drafting import Drafting
 from diptych.ground.clock import Clock
-from diptych.ground.errors import EngineError, ExecutorError
+from diptych.ground.errors import EngineError, ExecutorError, InternalError
 from diptych.ground.phase import Phase
+from diptych.ground.request import Pooling
 from diptych.ground.step import Chunk, ChunkResult, SequenceStart, StepPlan, StepResult, TokenLogprobs
 
 
@@ -30,9 +34,17 @@ class ModelExecutor:
     """Executes plans on a model. Not thread-safe: one thread steps the engine."""
 
     def __init__(
-        self, model: Model, kv: KVStore, sampler: Sampler, *, clock: Clock, drafting: Drafting | None = None
+        self,
+        model: Model,
+        kv: KVStore,
+        sampler: Sampler,
+        *,
+        clock: Clock,
+        drafting: Drafting | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         self.drafting = drafting
+        self._pooler = pooler  # None: no request here may ask for states
         self._model = model
         self._kv = kv
         self._sampler = sampler
@@ -43,6 +55,7 @@ class ModelExecutor:
         self._rows: dict[int, int] = {}  # seq_id -> row of _tables
         self._free_rows = list(range(7, -1, -1))
         self._starts: dict[int, SequenceStart] = {}
+        self._n_adapted = 0  # sequences with an adapter
         self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
@@ -64,7 +77,8 @@ class ModelExecutor:
                 self.drafting.follow(plan)
             batch = self._batch(plan)
             needs_logits = self._needs_logits(plan)
-            taps = None if self.drafting is None else self.drafting.taps_of(plan)
+            drafted = None if self.drafting is None else self.drafting.taps_of(plan)
+            taps = self._with_last(plan, drafted)
             ends: dict[str, Any] = {} if taps is None else {"taps": taps}
             forward_s = self._clock.now_s()
             if needs_logits:
@@ -75,10 +89,14 @@ class ModelExecutor:
                 best = self._model.forward(batch, self._kv, Want.BEST, **ends)
                 device_s = self._clock.now_s() - forward_s
                 results = self._take_best(plan, best)
+            if taps is not drafted:
+                assert taps is not None
+                results = self._pooled(plan, results, taps, drafted)
             if self.drafting is not None:
                 drawn_s = self._clock.now_s()
-                results = self.drafting.propose(plan, results, self._tables_of, taps)
+                results = self.drafting.propose(plan, results, self._tables_of, drafted)
                 draft_s = self._clock.now_s() - drawn_s
+                self.drafting.tell(plan, results, draft_s)
         except EngineError:
             raise
         except Exception as error:
@@ -92,14 +110,22 @@ class ModelExecutor:
             row = self._rows.pop(seq_id, None)
             if row is not None:
                 self._free_rows.append(row)
-            if self._starts.pop(seq_id, None) is not None:
+            start = self._starts.pop(seq_id, None)
+            if start is not None:
+                self._n_adapted -= start.adapter is not None
                 self._sampler.end(seq_id)
+                if self._pooler is not None:
+                    self._pooler.end(seq_id)
             self._failed.pop(seq_id, None)
         for start in plan.starts:
             self._starts[start.seq_id] = start
+            self._n_adapted += start.adapter is not None
             self._rows[start.seq_id] = self._take_row()
             try:
-                self._sampler.begin(start)
+                if start.pooling is not None:
+                    self._begin_pooling(start, start.pooling)
+                else:
+                    self._sampler.begin(start)
             except EngineError as error:
                 self._failed[start.seq_id] = error
         for chunk in plan.chunks:
@@ -109,6 +135,40 @@ class ModelExecutor:
                 if end > self._tables.shape[1]:
                     self._tables = np.pad(self._tables, ((0, 0), (0, end)))
                 self._tables[self._rows[chunk.seq_id], first:end] = chunk.new_block_ids
+
+    def _begin_pooling(self, start: SequenceStart, pooling: Pooling) -> None:
+        if self._pooler is None:
+            raise InternalError("a request for states reached an executor without a pooler")
+        self._pooler.begin(start.seq_id, pooling, n_tokens=len(start.prompt_token_ids))
+
+    def _with_last(self, plan: StepPlan, drafted: Taps | None) -> Taps | None:
+        """What the drafter reads, and behind it the states behind the last layer where the step holds prompts to pool."""
+        pooler = self._pooler
+        if pooler is None or not any(pooler.has(chunk.seq_id) for chunk in plan.chunks):
+            return drafted
+        return Taps(numbers=(*(() if drafted is None else drafted.numbers), self._model.spec.n_layers - 1))
+
+    def _pooled(
+        self, plan: StepPlan, results: tuple[ChunkResult, ...], taps: Taps, drafted: Taps | None
+    ) -> tuple[ChunkResult, ...]:
+        """The results with the states of prompts that end in this step; the drafter gets what it asked for."""
+        pooler = self._pooler
+        assert pooler is not None
+        assert taps.states is not None
+        if drafted is not None:
+            drafted.states = taps.states[:-1]
+        rows_TD = taps.states[-1].cpu().numpy()
+        made, begin = list(results), 0
+        for i, chunk in enumerate(plan.chunks):
+            end = begin + len(chunk.token_ids)
+            if pooler.has(chunk.seq_id) and made[i].error is None:
+                state = pooler.feed(chunk.seq_id, rows_TD[begin:end], start=chunk.start_pos)
+                if isinstance(state, EngineError):
+                    made[i] = ChunkResult(seq_id=chunk.seq_id, error=state)
+                elif state is not None:
+                    made[i] = ChunkResult(seq_id=chunk.seq_id, state=state)
+            begin = end
+        return tuple(made)
 
     def _take_row(self) -> int:
         if not self._free_rows:
@@ -137,7 +197,14 @@ class ModelExecutor:
             context_tokens_S=np.array(ends, dtype=np.int32),
             block_table_SM=self._tables.take(table_rows, axis=0),  # half the time of indexing, caches being cold
             logits_rows_R=np.array(logits_rows, dtype=np.int32),
+            adapters_S=self._adapters_of(plan) if self._n_adapted else None,
         )
+
+    def _adapters_of(self, plan: StepPlan) -> np.ndarray | None:
+        numbers = [self._starts[chunk.seq_id].adapter for chunk in plan.chunks]
+        if all(number is None for number in numbers):
+            return None
+        return np.array([-1 if number is None else number for number in numbers], dtype=np.int32)
 
     def _tables_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         return self._tables.take([self._rows[seq_id] for seq_id in seq_ids], axis=0)

@@ -1,4 +1,4 @@
-"""`LLM`: prompts in, completions out, on the caller's thread. `AsyncLLM`: many clients at once, the engine on its own thread.
+"""`LLM`: prompts in, completions out, on the caller's thread. (`AsyncLLM`, for many clients at once: `async_llm.py`.)
 
 >>> llm = LLM("bundled", max_context_tokens=2048)  # doctest: +SKIP
 >>> llm.generate(["Once upon a time"], SamplingParams(max_tokens=20, temperature=0.0))[0].choices[0].text  # doctest: +SKIP
@@ -6,25 +6,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diptych.control.loop import CoreStats
-from diptych.engine.engine import Engine, OpenRequest, OutputDelta
+from diptych.engine.encoded import Embedding, Scores, embedding, scores
+from diptych.engine.encoder import NO_TOKENS, Encoder, PooledPrompt, Text
+from diptych.engine.engine import OpenRequest, OutputDelta
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.bounds import entries
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError
-from diptych.ground.events import Event, Timings, Usage
+from diptych.ground.errors import EngineError, RequestError
+from diptych.ground.events import Timings, Usage
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.step import TokenLogprobs
@@ -50,6 +48,7 @@ class Completion:
     """A finished request with its account: tokens by source and time by phase.
 
     error: why its choices ended with FinishReason.ERROR, when they did; other requests of the call are untouched.
+    adapter: the name of the one that answered; None: the model as it is.
     """
 
     request_id: str
@@ -60,6 +59,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs | None, ...]
     record: RequestRecord
     error: EngineError | None = None
+    adapter: str | None = None
 
 
 class LLM:
@@ -98,12 +98,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         on_delta: Callable[[int, OutputDelta], None] | None = None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> list[Completion]:
         """Run all prompts together and return their completions in order.
 
         prompts: one prompt or several; a prompt is text, token ids, or a RenderedPrompt.
+        adapter: the name of a loaded adapter for all of them, or one name or None for each.
         on_delta(prompt index, delta) is called as text appears. is_cancelled() is asked before each step; once true, what
         is left is aborted and comes back with what it has. A refused prompt raises before anything runs.
         """
@@ -113,13 +115,90 @@ class LLM:
         settings = entries("sampling", sampling, RequestError)
         if len(settings) != len(asked):
             raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
+        names = (
+            [adapter] * len(asked)
+            if adapter is None or isinstance(adapter, str)
+            else list(entries("adapter", adapter, RequestError, rule="a name, or one name or None for each prompt"))
+        )
+        if len(names) != len(asked):
+            raise RequestError(f"{len(asked)} prompts came with {len(names)} adapters", param="adapter")
         arrival_s = self.engine.clock.now_s()
         with self._turns:
             requests = [
-                self.engine.make_request(prompt, params, arrival_s=arrival_s)  # type: ignore[arg-type]
-                for prompt, params in zip(asked, settings, strict=True)
+                self.engine.make_request(prompt, params, arrival_s=arrival_s, adapter=name)  # type: ignore[arg-type]
+                for prompt, params, name in zip(asked, settings, names, strict=True)
             ]
             return self._run(requests, on_delta, is_cancelled)
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Load an adapter from its folder or hub name, to be asked for by `name`. LoadError, ConfigError, CapacityError."""
+        with self._turns:
+            adapters = self.engine.adapters
+            adapters.add(name, adapters.read(name, path, takes_hub_names=True))
+
+    def unload_lora(self, name: str) -> None:
+        """Give its memory back. RequestError where it is not loaded."""
+        with self._turns:
+            self.engine.adapters.remove(name)
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+    ) -> list[Embedding]:
+        """The vector of each text, in order: a prefill without a decode. A text may be given as token ids.
+
+        prompt_name: an instruction that the model knows by name (query); instruction: one in words, put before every text.
+        dimensions: cut vectors to so many numbers (Matryoshka). Raises RequestError, PromptTooLong before anything runs.
+        """
+        encoder = self._encoder
+        if encoder.embedding is None:
+            raise RequestError("this model scores pairs and embeds nothing", hint="ask for scores")
+        encoder.check_dimensions(dimensions)
+        if instruction is not None and prompt_name is not None:
+            raise RequestError("prompt_name and instruction exclude each other", param="instruction")
+        asked = encoder.instruction(prompt_name) if instruction is None else instruction
+        given: list[Text] = prompt_list(texts)  # type: ignore[assignment]
+        return [
+            embedding(opened, encoder, dimensions)
+            for opened in self._read([encoder.prompt(text, instruction=asked) for text in given])
+        ]
+
+    def score(
+        self, query: str | Sequence[str], documents: str | Sequence[str], *, instruction: str | None = None
+    ) -> Scores:
+        """How well documents fit a query, by the model's judgement or, of a model that embeds, by cosine.
+
+        One query with every document, or as many queries as documents, pair by pair. instruction: what is asked.
+        """
+        queries = [query] if isinstance(query, str) else list(query)
+        texts = [documents] if isinstance(documents, str) else list(documents)
+        queries = queries * len(texts) if len(queries) == 1 else queries
+        if len(queries) != len(texts):
+            raise RequestError(
+                f"{len(queries)} queries came with {len(texts)} documents; give one query, or as many", param="query"
+            )
+        ranking = self._encoder.ranking(list(zip(queries, texts, strict=True)), instruction=instruction)
+        return scores(self._read(ranking.prompts), ranking)
+
+    @property
+    def _encoder(self) -> Encoder:
+        encoder = self.loaded.encoder
+        if encoder is None:
+            raise RequestError("this model was loaded to write text", hint="load it with task='embed' or task='score'")
+        return encoder
+
+    def _read(self, prompts: Sequence[PooledPrompt]) -> list[OpenRequest]:
+        arrival_s = self.engine.clock.now_s()
+        with self._turns:
+            requests = [
+                self.engine.make_request(one.rendered, NO_TOKENS, arrival_s=arrival_s, pooling=one.pooling)
+                for one in prompts
+            ]
+            return [opened for opened, _ in self._finished(requests, None, None)]
 
     def _run(
         self,
@@ -127,6 +206,14 @@ class LLM:
         on_delta: Callable[[int, OutputDelta], None] | None,
         is_cancelled: Callable[[], bool] | None,
     ) -> list[Completion]:
+        return [completion(one, parts) for one, parts in self._finished(requests, on_delta, is_cancelled)]
+
+    def _finished(
+        self,
+        requests: Sequence[Request],
+        on_delta: Callable[[int, OutputDelta], None] | None,
+        is_cancelled: Callable[[], bool] | None,
+    ) -> list[tuple[OpenRequest, list[OutputDelta]]]:
         deltas: list[list[OutputDelta]] = [[] for _ in requests]
         opened: list[OpenRequest] = []
         try:
@@ -144,7 +231,7 @@ class LLM:
             self.engine.stepper.abort(error)
             self._abort(requests)
             raise
-        return [completion(one, parts) for one, parts in zip(opened, deltas, strict=True)]
+        return list(zip(opened, deltas, strict=True))
 
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -194,328 +281,5 @@ def completion(opened: OpenRequest, deltas: Sequence[OutputDelta]) -> Completion
         prompt_logprobs=tuple(opened.prompt_logprobs),
         record=record,
         error=opened.error,
+        adapter=None if opened.request.adapter is None else opened.request.adapter.name,
     )
-
-
-class RequestHandle:
-    """One request as its client sees it: iterate it for deltas; `record` and `prompt_logprobs` are final at the end.
-
-    Leaving the iteration before the end aborts the request.
-    """
-
-    def __init__(self, request: Request, leave: Callable[[], object]) -> None:
-        self.request = request
-        self.opened: OpenRequest | None = None
-        self._leave = leave
-        self._queue: asyncio.Queue[OutputDelta | EngineError] = asyncio.Queue()
-        self._held: OutputDelta | EngineError | None = None  # taken from the queue, and of a later step
-        self._open_choices = request.sampling.n
-
-    @property
-    def request_id(self) -> str:
-        """The id under which the request can be aborted."""
-        return self.request.request_id
-
-    def record(self) -> RequestRecord:
-        """The account so far (tokens by source, time by phase); final after the last delta."""
-        assert self.opened is not None
-        assert self.opened.record is not None
-        return self.opened.record
-
-    @property
-    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
-        """One entry per prompt token, None for the first; empty unless asked for."""
-        return tuple(self.opened.prompt_logprobs) if self.opened is not None else ()
-
-    @property
-    def error(self) -> EngineError | None:
-        """Why the engine failed this request, when it did."""
-        return self.opened.error if self.opened is not None else None
-
-    def put(self, item: OutputDelta | EngineError) -> None:
-        """Called on the event loop."""
-        self._queue.put_nowait(item)
-
-    def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        return self._deltas()
-
-    async def _deltas(self) -> AsyncIterator[OutputDelta]:
-        async with aclosing(self.steps()) as steps:
-            async for group in steps:
-                for delta in group:
-                    yield delta
-
-    async def steps(self) -> AsyncGenerator[list[OutputDelta], None]:
-        """The same deltas in groups, one per engine step: a stream sends one event per step and choice.
-
-        A consumer that leaves before the end (break, an exception, cancellation) ends the request.
-        """
-        try:
-            while self._open_choices > 0:
-                yield await self._next_step()
-        finally:
-            if self._open_choices > 0:
-                self._leave()
-
-    async def _next_step(self) -> list[OutputDelta]:
-        group: list[OutputDelta] = []
-        item = self._held if self._held is not None else await self._queue.get()
-        self._held = None
-        while True:
-            if isinstance(item, EngineError):
-                raise item
-            if group and item.at_s != group[0].at_s:
-                self._held = item
-                return group
-            group.append(item)
-            self._open_choices -= item.finish_reason is not None
-            # a step's deltas are put together, so an empty queue means that the step is complete
-            if self._queue.empty():
-                return group
-            item = self._queue.get_nowait()
-
-
-class AsyncLLM:
-    """An engine for servers. Every method may be called from any event loop or thread; the engine steps on its own."""
-
-    def __init__(
-        self,
-        model: str | Path | LoadedModel = "bundled",
-        config: EngineConfig | None = None,
-        *,
-        progress: Progress | None = None,
-        **settings: Any,
-    ) -> None:
-        """As for `LLM`; `start` begins stepping."""
-        self.loaded, self.config = opened(model, config, settings, progress)
-        self.engine: Engine = make_engine(self.loaded, self.config)
-        self.failure: BaseException | None = None
-        self.is_draining = False
-        self._wake = threading.Condition()
-        self._inbox: deque[Callable[[], object]] = deque()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, OutputDelta | EngineError]]] = {}
-        self._is_stopping = False
-        self._is_over = False
-        self._thread: threading.Thread | None = None
-        self._on_failure: Callable[[BaseException], object] | None = None
-        self._forget_loss: Callable[[], object] = lambda: None
-
-    @classmethod
-    def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> AsyncLLM:
-        """The same by another name, as in `transformers`."""
-        return cls(model, *arguments, **settings)
-
-    def start(self, *, on_failure: Callable[[BaseException], object] | None = None) -> None:
-        """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered."""
-        assert self._thread is None, "started twice"
-        self._on_failure = on_failure
-        self._forget_loss = self.loaded.model.on_loss(lambda error: self._post(lambda: _raise(error)))
-        self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
-        self._thread.start()
-        # streams would wait for pages that a step is the first to write; no daemon, as it must leave native code before the end
-        wants_stop = (lambda: self._is_stopping,)
-        threading.Thread(target=self.engine.back_memory, args=wants_stop, name="diptych-memory").start()
-
-    @property
-    def is_ready(self) -> bool:
-        """Loaded, stepping, and taking new requests."""
-        return self._thread is not None and self.failure is None and not self.is_draining
-
-    def drain(self) -> None:
-        """Take no new requests; those in flight go on."""
-        self.is_draining = True
-
-    def stop(self, *, drain_s: float = 0.0) -> None:
-        """Drain for at most drain_s seconds, abort what is left, end the thread."""
-        self.drain()
-        with self._wake:
-            self._wake.wait_for(lambda: self.engine.n_open == 0 or self.failure is not None, timeout=drain_s)
-            self._is_stopping = True
-            self._wake.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        self._forget_loss()
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival_s: float | None = None,
-    ) -> RequestHandle:
-        """Submit a request and return its handle once the engine has taken it.
-
-        arrival_s: when the request came in, on this engine's clock (default now), so that TTFT includes its rendering.
-        Raises RequestError for a bad request, CapacityError when draining or when the waiting line is full.
-        """
-        if not self.is_ready:
-            state = "draining" if self.is_draining else "not running"
-            raise CapacityError(f"the engine is {state} and takes no new requests", hint="try again elsewhere or later")
-        arrival_s = self.engine.clock.now_s() if arrival_s is None else arrival_s
-        # tokenising a long prompt or compiling a grammar takes time that other streams must not wait for
-        request = await asyncio.to_thread(
-            self.engine.make_request,
-            prompt,
-            sampling,
-            arrival_s=arrival_s,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        loop = asyncio.get_running_loop()
-        handle = RequestHandle(request, lambda: self.abort(request.request_id))
-        accepted: asyncio.Future[None] = loop.create_future()
-        self._post(lambda: self._submit(handle, loop, accepted))
-        try:
-            await accepted
-        except asyncio.CancelledError:
-            self.abort(request.request_id)
-            raise
-        return handle
-
-    def abort(self, request_id: str) -> None:
-        """End a request, in any state; its handle gets the last deltas. Unknown ids are ignored."""
-        self._post(lambda: self.engine.abort(request_id))
-
-    async def call(self, function: Callable[[Engine], object]) -> object:
-        """Run `function(engine)` between two steps on the engine's thread and return its result."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[object] = loop.create_future()
-
-        def run() -> None:
-            try:
-                answer = function(self.engine)
-            except EngineError as error:
-                _tell(loop, future, None, error)
-            except BaseException as error:
-                _tell(loop, future, None, ExecutorError(f"the engine failed: {error}"))
-                raise
-            else:
-                _tell(loop, future, answer, None)
-
-        self._post(run)
-        return await future
-
-    def stats(self) -> CoreStats:
-        """Counts of sequences and blocks, as of the last step."""
-        return self.engine.stats()
-
-    def subscribe(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
-        """Give every batch of events to `listener`, on the engine's thread: be quick. Returns the function that ends it."""
-        return self.engine.listen(listener)
-
-    def _post(self, action: Callable[[], object]) -> None:
-        with self._wake:
-            if not self._is_over:
-                self._inbox.append(action)
-                self._wake.notify_all()
-                return
-        # the thread has ended: nobody else touches the engine any more, and the caller still gets its answer
-        action()
-
-    def _submit(self, handle: RequestHandle, loop: asyncio.AbstractEventLoop, accepted: asyncio.Future[None]) -> None:
-        def on_delta(delta: OutputDelta) -> None:
-            self._outbox.setdefault(loop, []).append((handle, delta))
-
-        try:
-            if self.failure is not None or self._is_stopping:
-                raise CapacityError("the engine has stopped", hint="restart the server")
-            handle.opened = self.engine.submit(handle.request, on_delta)
-        except EngineError as error:
-            _tell(loop, accepted, None, error)
-        except BaseException as error:
-            # a bug of ours ends the engine; the client must not wait for it
-            _tell(loop, accepted, None, ExecutorError(f"the engine failed: {error}"))
-            raise
-        else:
-            _tell(loop, accepted, None, None)
-
-    def _run(self) -> None:
-        try:
-            while self._serve_inbox():
-                self.engine.step()
-                self._flush()
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            with self._wake:
-                self._is_stopping = self._is_over = True
-            self._end_all(FinishReason.ABORT)
-
-    def _serve_inbox(self) -> bool:
-        """Run what others asked for; sleep while there is nothing to do. False when it is time to end."""
-        with self._wake:
-            if self.engine.n_open == 0:
-                self._wake.notify_all()  # someone may be draining
-            self._wake.wait_for(lambda: self._inbox or self._is_stopping or self.engine.has_work)
-            if self._is_stopping:
-                return False
-        self._drain_inbox()
-        self._flush()
-        return True
-
-    def _drain_inbox(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
-
-    def _flush(self) -> None:
-        # one wake-up of each event loop per step, however many tokens the step made
-        outbox, self._outbox = self._outbox, {}
-        for loop, items in outbox.items():
-            _call_soon(loop, _deliver, items)
-
-    def _fail(self, error: BaseException) -> None:
-        logger.error("engine failed: %s: %s", type(error).__name__, error, exc_info=error)
-        self.failure = error
-        answer = error if isinstance(error, EngineError) else ExecutorError(f"the engine failed: {error}")
-        self._end_all(FinishReason.ERROR, answer)
-        with self._wake:
-            self._wake.notify_all()
-        if self._on_failure is not None:
-            self._on_failure(error)
-
-    def _end_all(self, reason: FinishReason, error: EngineError | None = None) -> None:
-        """Answer everybody, also where what failed before fails again."""
-        while self._inbox:
-            try:
-                self._drain_inbox()
-            except Exception as fault:
-                logger.error("an action failed while the engine ended", exc_info=fault)
-        self.engine.end_all(reason, error)
-        self._flush()
-
-
-def _raise(error: EngineError) -> None:
-    raise error
-
-
-def _deliver(items: list[tuple[RequestHandle, OutputDelta | EngineError]]) -> None:
-    for handle, item in items:
-        handle.put(item)
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], value: object, error: BaseException | None
-) -> None:
-    _call_soon(loop, _settle, future, value, error)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Call on a loop that may have been closed by its owner: then nobody waits there any more."""
-    try:
-        loop.call_soon_threadsafe(function, *arguments)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-
-
-def _settle(future: asyncio.Future[Any], value: object, error: BaseException | None) -> None:
-    if future.cancelled():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(value)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from diptych.compute.pooler import Pooler
 from diptych.compute.runner import Model, load_model, memory_of_block
 from diptych.compute.sampler import Sampler
 from diptych.compute.structured import GrammarCompiler
@@ -21,9 +22,11 @@ from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
+from diptych.engine.adapters import Adapters
 from diptych.engine.cost_view import CostView
 from diptych.engine.drafters import OpenDrafter, open_drafter
 from diptych.engine.drafting import Drafting
+from diptych.engine.encoder import Encoder, open_encoder
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.memory import Memory, memory_of
@@ -65,6 +68,7 @@ class LoadedModel:
     load_s: float  # until the first step can be run
     clock: Clock
     compute: ComputeConfig  # how it was asked to be loaded; a drafter is loaded alike
+    encoder: Encoder | None = None  # how it embeds or scores, where it does
 
 
 def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
@@ -112,6 +116,7 @@ def load(
         progress=progress,
         check=lambda spec: _check_pool(spec, config),
     )
+    encoder = open_encoder(directory, model.hf_config, tokenizer, template, task=config.task, spec=model.spec)
     served_name = BUNDLED_MODEL if name == "bundled" else name
     checkpoint_s = clock.now_s() - begin_s
     return LoadedModel(
@@ -124,6 +129,7 @@ def load(
         load_s=checkpoint_s,
         clock=clock,
         compute=config.compute,
+        encoder=encoder,
     )
 
 
@@ -142,7 +148,7 @@ def opened(
         raise ConfigError(f"model is {shown(model)}; it must be a name, a path or a loaded model")
     if not isinstance(model, LoadedModel):
         return load(str(model), config, progress=progress), config
-    late = [name for name in settings if SETTINGS[name] == "compute"]
+    late = [name for name in settings if SETTINGS[name] == "compute" or name == "task"]
     if late:
         raise ConfigError(
             f"{late[0]} is set, but the model is already loaded", hint="give the setting when it is loaded"
@@ -290,7 +296,7 @@ def make_machinery(
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
     predict_s = step_time.predict_s if calibrated is None else calibrated.predict_s
-    prices = DraftPrices(predict_s, draft_s=None if drafter is None else drafter.price_s)
+    prices = DraftPrices(predict_s) if drafter is None else drafter.prices(predict_s)
 
     def observe(shape: StepShape, measured_s: float) -> None:
         step_time.observe(shape, measured_s)
@@ -310,8 +316,14 @@ def make_machinery(
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
     drafting = None
     if drafter is not None:
-        drafting = Drafting(drafter.drafter(n_blocks, sampler, clock=clock), vocab_size=model.spec.vocab_size)
-    executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting)
+        drafting = Drafting(
+            drafter.drafter(n_blocks, sampler, clock=clock),
+            vocab_size=model.spec.vocab_size,
+            observe=prices.observe_drafting,
+        )
+    encoder = None if loaded is None else loaded.encoder
+    pooler = None if encoder is None else Pooler(encoder.tail)
+    executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting, pooler=pooler)
     logger.info(
         "engine ready backend=%s weights=%s kv=%s context=%d blocks=%d block_tokens=%d",
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
@@ -348,8 +360,12 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
     begin_s = loaded.clock.now_s()
     tokenizer, vocab_size = loaded.tokenizer, loaded.model.spec.vocab_size
     grammars = GrammarCompiler(tokenizer, vocab_size)
+    adapters = Adapters(loaded.model, max_loras=config.max_loras, max_rank=config.max_lora_rank)
+    for name, path in config.loras.items():  # before the pool is sized by what is free
+        adapters.add(name, adapters.read(name, path, takes_hub_names=True))
     machinery = make_machinery(loaded.model, config, clock=loaded.clock, grammars=grammars, loaded=loaded)
     loaded.load_s = loaded.checkpoint_s + loaded.clock.now_s() - begin_s
+    drafting = machinery.executor.drafting
     return Engine(
         machinery.core,
         machinery.executor,
@@ -359,4 +375,8 @@ def make_engine(loaded: LoadedModel, config: EngineConfig) -> Engine:
         grammars=grammars,
         observe=machinery.observe,
         back_memory=machinery.executor.back_memory,
+        adapters=adapters,
+        writes=loaded.model.spec.has_head,
+        encodes=loaded.encoder is not None,
+        drafter_faults=lambda: 0 if drafting is None else drafting.failures,
     )

@@ -26,7 +26,7 @@ from diptych.compute.quant import CHECKSUMS, checksum, checksums_of
 from diptych.engine.load import LoadedModel, opened, size_pool
 from diptych.ground.bounds import Bound, ids
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import CapacityError, LoadError, PromptTooLong, RequestError
+from diptych.ground.errors import CapacityError, ConfigError, LoadError, PromptTooLong, RequestError
 
 FORMAT = "diptych-phase-state-2"  # 2: with checksums
 _CHUNK = Bound(int, 1, None, "tokens per chunk", is_optional=True)
@@ -54,6 +54,8 @@ class TwoPhase:
     ) -> None:
         """Load a checkpoint unless it is loaded. settings: as for `LLM`."""
         self.loaded, config = opened(model, config, settings)
+        if config.loras:
+            raise ConfigError("loras is set; TwoPhase runs the model as it is", hint="use LLM for adapters")
         self.model = self.loaded.model
         self.max_context_tokens, n_blocks = size_pool(self.model, config)
         self.kv = self.model.make_kv(n_blocks, config.block_tokens)

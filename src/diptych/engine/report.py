@@ -88,13 +88,18 @@ class PhaseReport:
         )
         lines = [head, f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}"]
         lines += [_row_line(row) for row in (self.prefill, self.decode) if row is not None]
-        parts = {"queue": self.queue_s, "prefill": self.prefill_s, "first token": self.first_token_s}
+        is_state = not (self.usage.output_tokens or self.usage.remaining_tokens)  # else it was cut off before a token
+        name, end = ("state after", "pooling") if is_state else ("TTFT", "first token")
+        parts = {"queue": self.queue_s, "prefill": self.prefill_s, end: self.first_token_s}
         start = ""
         if self.load_s is not None:
             parts, start = {"load": self.load_s} | parts, " from a cold start"
         lines.append(
-            f"  TTFT {_ms(sum(parts.values()))}{start} = " + " + ".join(f"{name} {_ms(s)}" for name, s in parts.items())
+            f"  {name} {_ms(sum(parts.values()))}{start} = "
+            + " + ".join(f"{part} {_ms(s)}" for part, s in parts.items())
         )
+        if is_state:
+            lines.append("  no decode: the prompt was read for its state, and nothing was written")
         if self.itl_p50_s is not None and self.itl_p99_s is not None:
             lines.append(f"  between tokens p50 {_ms(self.itl_p50_s)}, p99 {_ms(self.itl_p99_s)}")
         usage = self.usage

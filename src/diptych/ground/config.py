@@ -23,6 +23,7 @@ WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
 MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
+TASKS = ("auto", "generate", "embed", "score")
 SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
 PACKED_CACHE_BYTES = 32 * 2**30  # a dozen models of the sizes that a CPU serves
 MOST_DRAFT_ROWS = 128  # of all sequences of a step: beyond it a step is bound by arithmetic on every machine we know
@@ -58,6 +59,8 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         ),
         "tp": Bound(int, 1, 64, "processes that divide the model's outputs, on this machine (same answers)"),
         "kv_memory_bytes": Bound(int, 1, 2**62, "memory of the KV pool in bytes", is_optional=True),
+        "max_loras": Bound(int, 0, 4096, "most adapters loaded at one time"),
+        "max_lora_rank": Bound(int, 1, 4096, "highest rank of an adapter"),
         "seed": Bound(int, -(2**63), 2**64 - 1, "of what the engine draws for requests without a seed"),
     }
 )
@@ -156,7 +159,10 @@ class ComputeConfig:
 class EngineConfig:
     """Everything `LLM` needs. `max_context_tokens` None: the model's own; kv_memory_bytes None: a share of free memory.
 
+    task: what the model is for beside writing; auto: as its files say (`models.pooling`); generate: nothing; embed, score:
+    that too where they say nothing.
     draft_model: checkpoint of the drafter that `speculate` names, a folder or a hub name; None: the bundled model's own.
+    loras: adapters to load at start, name -> folder or hub name. max_loras, max_lora_rank: what may be loaded, then or later.
     """
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -165,21 +171,49 @@ class EngineConfig:
     kv_memory_bytes: int | None = None
     block_tokens: int = 32
     seed: int = 0
+    task: str = "auto"
     draft_model: str | None = None
+    loras: Mapping[str, str | Path] = field(default_factory=dict)
+    max_loras: int = 8
+    max_lora_rank: int = 64
 
     def __post_init__(self) -> None:
         """Refuse impossible numbers, and settings of other kinds."""
         for name, kind in (("scheduler", SchedulerConfig), ("compute", ComputeConfig)):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} is {shown(getattr(self, name))}; it must be a {kind.__name__}")
-        _take(self, "max_context_tokens", "kv_memory_bytes", "block_tokens", "seed")
+        _take(self, "max_context_tokens", "kv_memory_bytes", "block_tokens", "seed", "max_loras", "max_lora_rank")
+        one_of("task", self.task, TASKS)
         self._check_draft_model()
-        if self.compute.tp > 1 and self.scheduler.speculate in MODEL_DRAFTERS:
+        self._check_loras()
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """What is computed beside or within the projections has to be in one process."""
+        tp = self.compute.tp
+        if tp > 1 and self.scheduler.speculate in MODEL_DRAFTERS:
             raise ConfigError(
-                f"speculate is {self.scheduler.speculate!r} and tp is {self.compute.tp}; drafters with weights run beside one "
-                "process only",
+                f"speculate is {self.scheduler.speculate!r} and tp is {tp}; drafters with weights run beside one process only",
                 hint="speculate with lookup, or leave tp out",
             )
+        if tp > 1 and self.loras:
+            raise ConfigError(
+                f"loras has {len(self.loras)} adapters and tp is {tp}; adapters are computed in one process only",
+                hint="leave tp out, or merge the adapter into the weights and load those",
+            )
+
+    def _check_loras(self) -> None:
+        """Names and paths, no more of them than may be loaded."""
+        loras = self.loras
+        if not isinstance(loras, Mapping) or not all(
+            isinstance(name, str) and name and isinstance(path, str | Path) for name, path in loras.items()
+        ):
+            raise ConfigError(f"loras is {shown(loras)}; it must map names to folders")
+        if len(loras) > self.max_loras:
+            raise ConfigError(
+                f"loras has {len(loras)} adapters; max_loras is {self.max_loras}", hint="raise max_loras (--max-loras)"
+            )
+        object.__setattr__(self, "loras", dict(loras))
 
     def _check_draft_model(self) -> None:
         """A drafter's checkpoint is read where its drafter runs, and refused elsewhere."""

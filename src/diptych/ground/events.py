@@ -117,6 +117,15 @@ class PromptLogprobsEvent:
     entries: tuple[TokenLogprobs | None, ...]
 
 
+class StateEvent(NamedTuple):
+    """A prompt of which only a state was wanted is read: [D] fp32 in native order, None from an executor without a model."""
+
+    request_id: str
+    at_s: float
+    step_id: int
+    state: bytes | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishEvent:
     """One choice ended; after the last choice's, the request is over. Usage is final then.
@@ -142,6 +151,7 @@ Event = (
     | TokenEvent
     | DraftEvent
     | PromptLogprobsEvent
+    | StateEvent
     | FinishEvent
 )
 

@@ -8,6 +8,7 @@ Standard library only. Bytes include scales: bits of a parameter plus its part o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diptych.ground.specs import KVSpec, QuantSpec
@@ -46,6 +47,80 @@ FORMATS: dict[str, NumberFormat] = {
     )
 }
 
+KEPT_GRIDS = ("signed", "zeros", "minima", "iq4_nl", "e2m1")
+GROUPS = (128, 64, 32)  # that the kernels have, the cheapest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFormat:
+    """How the cpu backend holds weights that somebody else quantised, without loss: 'group4', 'group8', or its own 'int8'.
+
+    group: inputs that share a scale of type `scale` (f16, bf16, f32). grid: what a code q stands for, over s the scale:
+    signed s (q - 8) or s (q - 128), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32, or one of two tables.
+    int8 has a scale per row, in fp32, and neither group nor grid.
+
+    >>> KeptFormat.named("group4-g128-f16-zeros").number.bytes * 8
+    4.1875
+    """
+
+    kind: str
+    group: int = 0
+    scale: str = "f32"
+    grid: str = "signed"
+
+    @property
+    def name(self) -> str:
+        """Everything about it in a word."""
+        if self.kind == "int8":
+            return self.kind
+        return f"{self.kind}-g{self.group}-{self.scale}" + ("" if self.grid == "signed" else f"-{self.grid}")
+
+    @classmethod
+    def named(cls, name: str) -> KeptFormat:
+        """The format of that name. ValueError where there is none."""
+        kind, *rest = name.split("-")
+        if kind == "int8" and not rest:
+            return cls(kind=kind)
+        grid = rest[2] if len(rest) == 3 else "signed"
+        if kind not in ("group4", "group8") or len(rest) not in (2, 3) or grid not in KEPT_GRIDS:
+            raise ValueError(f"{name!r} names no format of kept weights")
+        return cls(kind=kind, group=int(rest[0].removeprefix("g")), scale=rest[1], grid=grid)
+
+    @property
+    def number(self) -> NumberFormat:
+        """What it takes."""
+        if self.kind == "int8":
+            return FORMATS["int8"]
+        offset_bits = {"zeros": 8, "minima": 32}.get(self.grid, 0)
+        scale_bits = 32 if self.scale == "f32" else 16
+        bits = 4 if self.kind == "group4" else 8
+        return NumberFormat(name=self.name, bits=bits, group=self.group, group_bits=scale_bits + offset_bits)
+
+
+def _of_gguf(kind: str, scale: str, grid: str = "signed") -> KeptFormat:
+    return KeptFormat(kind=kind, group=32, scale=scale, grid=grid)
+
+
+# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`). Q4_K and Q5_K have scales of 16 bits times 6, which
+# fp32 holds. Q6_K, Q3_K and Q2_K have groups of 16 and the other types lie on lattices: nothing holds those.
+GGUF_KEPT: dict[str, KeptFormat] = {
+    "Q4_0": _of_gguf("group4", "f16"),
+    "Q4_1": _of_gguf("group4", "f16", "minima"),
+    "Q5_0": _of_gguf("group8", "f16"),
+    "Q5_1": _of_gguf("group8", "f16", "minima"),
+    "Q8_0": _of_gguf("group8", "f16"),
+    "IQ4_NL": _of_gguf("group4", "f16", "iq4_nl"),
+    "MXFP4": _of_gguf("group4", "bf16", "e2m1"),
+    "Q4_K": _of_gguf("group4", "f32", "minima"),
+    "Q5_K": _of_gguf("group8", "f32", "minima"),
+}
+
+
+def group_held(stored: int) -> int | None:
+    """The kernels' group that cuts groups of `stored` inputs evenly; None where they have none."""
+    return next((group for group in GROUPS if stored % group == 0), None)
+
+
 # What the engine offers: its name -> the format, and the dtype in which the linear layers multiply.
 ENGINE_WEIGHTS: dict[str, tuple[NumberFormat, str]] = {
     "fp32": (FORMATS["fp32"], "fp32"),
@@ -56,18 +131,30 @@ ENGINE_WEIGHTS: dict[str, tuple[NumberFormat, str]] = {
 ENGINE_KV = ("fp32", "bf16", "int8")
 
 
+def engine_weights(name: str) -> tuple[NumberFormat, str]:
+    """As ENGINE_WEIGHTS, of kept formats too."""
+    return ENGINE_WEIGHTS.get(name) or (KeptFormat.named(name).number, "int8")
+
+
 def head_format(weights: str) -> str:
     """The format of the output projection beside weights of that format: every token's probabilities pass through it."""
+    if weights not in ENGINE_WEIGHTS:
+        return "bf16"  # other programs leave it in 16 bits
     return "int8" if weights == "int4" else weights
+
+
+def mean_bytes(formats: Mapping[str, int]) -> float:
+    """Bytes of a weight where there are so many of each format."""
+    return sum(engine_weights(name)[0].bytes * n for name, n in formats.items()) / sum(formats.values())
 
 
 def engine_quant(weights: str, head: str) -> QuantSpec:
     """How the engine stores and multiplies weights of that format, with the output projection in `head`."""
-    body, compute = ENGINE_WEIGHTS[weights]
+    body, compute = engine_weights(weights)
     return QuantSpec(
         name=weights,
         weight_bytes=body.bytes,
-        head_weight_bytes=ENGINE_WEIGHTS[head][0].bytes,
+        head_weight_bytes=engine_weights(head)[0].bytes,
         compute=compute,
         attention_compute="fp32" if weights == "fp32" else "bf16",
     )
@@ -104,5 +191,6 @@ QUANTS: dict[str, QuantSpec] = {
 QUANT_ALIASES = {"fp16": "bf16", "f16": "bf16", "float16": "bf16", "bfloat16": "bf16", "int4g32": "int4", "q4": "q4_0"}
 
 KV_FORMATS: dict[str, KVSpec] = {
-    name: KVSpec(name=name, bytes_per_element=FORMATS[name].bytes) for name in ("fp32", "bf16", "fp8", "int8", "int4")
+    name: KVSpec(name=name, bytes_per_element=FORMATS[name].bytes, scale_bytes=4.0 if name == "int8" else 0.0)
+    for name in ("fp32", "bf16", "fp8", "int8", "int4")
 }

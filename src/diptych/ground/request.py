@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import partial
 from types import MappingProxyType
 
@@ -196,6 +197,24 @@ def _logit_bias(value: object) -> Mapping[int, float]:
     return MappingProxyType(biases)
 
 
+class Pool(Enum):
+    """What becomes of the states of a prompt: that of its last token is kept, or their mean."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """A request for states in place of tokens: its prompt is read, nothing is written, and its blocks go at once.
+
+    first: where the mean begins; what stands before it (an instruction) is read and not averaged.
+    """
+
+    pool: Pool
+    first: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """Tokens [start, end) of a prompt and where they came from (system, tools, user, assistant, document, ...)."""
@@ -205,12 +224,27 @@ class Segment:
     end: int
 
 
+# whose cached prefixes a request may use: those of a salt, or of an adapter's revision and a salt
+CacheScope = str | tuple[str, str | None] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRef:
+    """The adapter that answers a request: its name, its number in the model, and a digest of its numbers."""
+
+    name: str
+    number: int
+    revision: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One generation request as control sees it: integers only, text already left behind.
 
     `eos_token_ids` are the model's; `sampling.ignore_eos` switches them off. `cache_salt` keeps prefix-cache
     entries of different tenants apart. Higher `priority` is served sooner. prediction_token_ids: of `sampling.prediction`.
+    adapter: None: the model as it is.
+    pooling: states are wanted and no tokens; then of `sampling` nothing is used.
 
     Raises RequestError for an impossible value; the prompt's ids are checked by whoever knows the vocabulary.
     """
@@ -224,6 +258,8 @@ class Request:
     cache_salt: str | None = None
     segments: tuple[Segment, ...] = ()
     prediction_token_ids: tuple[int, ...] = ()
+    adapter: AdapterRef | None = None
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would go wrong only later, in the middle of others' work."""
@@ -235,6 +271,11 @@ class Request:
         object.__setattr__(self, "priority", BOUNDS["priority"].take("priority", self.priority, RequestError))
         object.__setattr__(self, "arrival_s", _ARRIVAL.take("arrival_s", self.arrival_s, RequestError))
         object.__setattr__(self, "prompt_token_ids", entries("prompt", self.prompt_token_ids, RequestError))
+
+    @property
+    def cache_scope(self) -> CacheScope:
+        """What keys and values depend on beside the model and the tokens, and who may see that they are there."""
+        return self.cache_salt if self.adapter is None else (self.adapter.revision, self.cache_salt)
 
 
 _ARRIVAL = Bound(float, -1e12, 1e12, "when the request came in, on the engine's clock")

@@ -98,10 +98,14 @@ class QuantSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """How the KV cache is stored: bytes per element, and the block that a sequence's length is rounded up to."""
+    """How the KV cache is stored: bytes per element, and the block that a sequence's length is rounded up to.
+
+    scale_bytes: beside the elements of each token's key in a head, and as many beside its value.
+    """
 
     name: str = "bf16"
     bytes_per_element: float = 2.0
+    scale_bytes: float = 0.0
     block_tokens: int = 16
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from diptych.ground.errors import EngineError
 from diptych.ground.phase import Phase
-from diptych.ground.request import SamplingParams
+from diptych.ground.request import Pooling, SamplingParams
 from diptych.ground.shape import ChunkShape, StepShape
 
 
@@ -20,8 +20,9 @@ from diptych.ground.shape import ChunkShape, StepShape
 class SequenceStart:
     """A sequence the executor has not seen: its prompt (for penalties and grammars) and how to sample it.
 
-    `seed` is already drawn; noise depends on (seed, position) and on nothing else.
+    `seed` is already drawn; noise depends on (seed, position) and on nothing else. adapter: its number in the model.
     Sent exactly once per sequence, before or in the plan of its first chunk; a preempted sequence is not sent again.
+    pooling: no token is ever drawn; the pooled state of the prompt comes up with its last chunk.
     """
 
     seq_id: int
@@ -29,6 +30,8 @@ class SequenceStart:
     sampling: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...] = ()
+    adapter: int | None = None
+    pooling: Pooling | None = None
 
 
 class Chunk(NamedTuple):
@@ -39,8 +42,8 @@ class Chunk(NamedTuple):
     samples: whether the last token's logits are wanted and a token drawn from them. False for all chunks of a prompt but
     the last. A decode chunk is the newest known token and drafts behind it, guesses at what comes next: every row gets
     logits, and row i draws what draft i has to equal.
-    wanted_drafts: how many tokens the executor's drafter is to guess behind what this chunk gives. 0: none now, but it keeps
-    up with the sequence, as it may be asked later; None: never for this sequence.
+    wanted_drafts: how many tokens the executor's drafter is to guess behind what this chunk gives. 0: none, but it reads the
+    chunk, as it will be asked behind a later one; None: it does nothing, and may be asked again all the same.
     A named tuple, as a step makes one per sequence: a quarter of a frozen dataclass's time.
     """
 
@@ -129,6 +132,7 @@ class ChunkResult:
     [start_pos + 1, end_pos], the last prompt token at most. A chunk from position 0 also has None for token 0, before which
     nothing stands. Control hands each position out once.
     `draft_token_ids`: guesses at what follows `token_ids`, at most as many as the chunk wanted, for the next chunk to verify.
+    `state`: [D] fp32 in native order, the pooled state of a prompt that asked for it, with its last chunk.
     `error`: why this sequence cannot go on; the others of the step are untouched, and nothing else here counts.
     """
 
@@ -138,6 +142,7 @@ class ChunkResult:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     is_complete: bool = False
     draft_token_ids: tuple[int, ...] = ()
+    state: bytes | None = None
     error: EngineError | None = None
 
 

@@ -18,7 +18,7 @@ from diptych.compute.runner import Model
 from diptych.control.loop import EngineCore
 from diptych.engine.cost_view import CostView
 from diptych.engine.executor import ModelExecutor
-from diptych.engine.load import make_machinery
+from diptych.engine.load import LoadedModel, make_machinery
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.events import Event
@@ -98,10 +98,16 @@ class _Run:
 
 
 class StaticBench:
-    """Runs static batches on one model. Prompts are seeded random ids, so that no prefix is ever cached by accident."""
+    """Runs static batches on one model. Prompts are seeded random ids, so that no prefix is ever cached by accident.
 
-    def __init__(self, model: Model, *, name: str, load_s: float, config: EngineConfig) -> None:
+    loaded: where the model came with its words and its folder, which drafters are found by.
+    """
+
+    def __init__(
+        self, model: Model, *, name: str, load_s: float, config: EngineConfig, loaded: LoadedModel | None = None
+    ) -> None:
         self._model = model
+        self._loaded = loaded
         self._name = name
         self._load_s = load_s
         self._config = config
@@ -148,7 +154,7 @@ class StaticBench:
                 enable_prefix_cache=False,
             ),
         )
-        machinery = make_machinery(self._model, config, clock=self._clock)
+        machinery = make_machinery(self._model, config, clock=self._clock, loaded=self._loaded)
         static = _StaticBatch(machinery.core, machinery.executor, self._clock)
         static.run(self._prompts(length, batch), min(new_tokens, 4))  # warms caches and grows the buffers
         runs, around = [], [read_ceiling(self._model)]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from diptych.compute.drafter import Drafter
 from diptych.compute.runner import Model
 from diptych.compute.sampler import Sampler
 from diptych.control.loop import EngineCore
@@ -18,6 +19,8 @@ from diptych.control.speculation import Depths, NewDrafter
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
+from diptych.engine.drafters import OpenDrafter
+from diptych.engine.drafting import Drafting
 from diptych.engine.executor import ModelExecutor
 from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
 from diptych.ground.config import BlockConfig, EngineConfig, SchedulerConfig
@@ -135,15 +138,40 @@ class Engines:
         predict_s = step_time.predict_s if self._predictor is None else self._predictor.predict_s
         prices = DraftPrices(predict_s)
         core = self._core(predict_s, settings, drafters=drafters, depths=prices if depths is None else depths)
+        return self._joined(core, None, clock, step_time, prices)
 
+    def drafting(self, settings: dict[str, Any], opened: OpenDrafter, wrap: Callable[[Drafter], Drafter]) -> Driver:
+        """The same with a drafter that the executor runs, as `wrap` makes it."""
+        clock, step_time = MonotonicClock(), StepTimeModel()
+        predict_s = step_time.predict_s if self._predictor is None else self._predictor.predict_s
+        prices = opened.prices(predict_s)
+        settings = settings | {"speculate": opened.kind, "max_draft_tokens": opened.most_drafts}
+        core = self._core(predict_s, settings, depths=prices)
+        return self._joined(core, lambda sampler: wrap(self._open(opened, sampler, clock)), clock, step_time, prices)
+
+    def _open(self, opened: OpenDrafter, sampler: Sampler, clock: Clock) -> Drafter:
+        return opened.drafter(self._blocks.n_blocks, sampler, clock=clock)
+
+    def _joined(
+        self,
+        core: EngineCore,
+        drafter: Callable[[Sampler], Drafter] | None,
+        clock: Clock,
+        step_time: StepTimeModel,
+        prices: DraftPrices,
+    ) -> Driver:
         def observe(shape: StepShape, measured_s: float) -> None:
             step_time.observe(shape, measured_s)
             prices.observe(shape, measured_s)
 
         model = self._model
-        sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
-        executor = ModelExecutor(model, self._kv, sampler, clock=clock)
-        return Driver(core, executor, clock, vocab=model.spec.vocab_size, observe=observe)
+        vocab = model.spec.vocab_size
+        sampler = Sampler(vocab, model.device, drawing=model)
+        drafting = None
+        if drafter is not None:
+            drafting = Drafting(drafter(sampler), vocab_size=vocab, observe=prices.observe_drafting)
+        executor = ModelExecutor(model, self._kv, sampler, clock=clock, drafting=drafting)
+        return Driver(core, executor, clock, vocab=vocab, observe=observe)
 
     def rehearsal(self, **settings: Any) -> Driver | None:
         """The same scheduler on predicted step times; None when this machine was never calibrated. Nobody speculates there."""

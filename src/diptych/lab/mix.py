@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model
-from diptych.engine.load import Machinery, make_machinery
+from diptych.engine.load import LoadedModel, Machinery, make_machinery
 from diptych.ground.clock import Clock, MonotonicClock, sleep_s
 from diptych.ground.config import EngineConfig
 from diptych.ground.request import Request
@@ -42,16 +42,27 @@ class MixReport:
 
 
 def run_mix(
-    model: Model, config: EngineConfig, spec: WorkloadSpec, *, name: str, repeats: int, progress: Callable[[str], None]
+    model: Model,
+    config: EngineConfig,
+    spec: WorkloadSpec,
+    *,
+    name: str,
+    repeats: int,
+    progress: Callable[[str], None],
+    loaded: LoadedModel | None = None,
 ) -> MixReport:
-    """Run the same load `repeats` times; latencies are pooled over the repeats, rates are medians of them."""
+    """Run the same load `repeats` times; latencies are pooled over the repeats, rates are medians of them.
+
+    loaded: where the model came with its words and its folder, which drafters are found by.
+    """
     longest = spec.prompt.high + spec.shared_prefix_tokens + spec.output.high
     scheduler = replace(
         config.scheduler,
         max_running_sequences=min(spec.n_requests, config.scheduler.max_running_sequences or spec.n_requests),
     )
     clock = MonotonicClock()
-    machinery = make_machinery(model, replace(config, max_context_tokens=longest, scheduler=scheduler), clock=clock)
+    config = replace(config, max_context_tokens=longest, scheduler=scheduler)
+    machinery = make_machinery(model, config, clock=clock, loaded=loaded)
     samples: list[Sample] = []
     summaries: list[Summary] = []
     for number in range(repeats):

@@ -7,6 +7,7 @@ same object. KV of positions before a chunk is whatever the pool holds: times do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,14 +41,19 @@ class StepProbe:
         # each sequence may waste part of a block; 64 sequences are more than any experiment runs
         self._kv = model.make_kv(-(-max_tokens // block_tokens) + 64, block_tokens)
 
-    def step(self, work: StepShape) -> Callable[[], torch.Tensor]:
-        """A function that runs this step once. Raises CapacityError when the pool is too small for its contexts."""
+    def step(self, work: StepShape, *, adapters: Sequence[int] = ()) -> Callable[[], torch.Tensor]:
+        """A function that runs this step once. Raises CapacityError when the pool is too small for its contexts.
+
+        adapters: numbers of the model's, which the sequences have in turn; none: no sequence has one.
+        """
         batch = self._batch([shape for shape in work.shapes for _ in range(shape.count)])
+        if adapters:
+            batch = replace(batch, adapters_S=np.resize(np.array(adapters, dtype=np.int32), batch.n_sequences))
         return lambda: self.model.forward(batch, self._kv)
 
-    def sampler(self, work: StepShape) -> Sampler:
+    def sampler(self, work: StepShape, *, adapters: Sequence[int] = ()) -> Sampler:
         """Seconds of one forward step, logits included."""
-        return burst(self._synced(self.step(work)))
+        return burst(self._synced(self.step(work, adapters=adapters)))
 
     def prompt_sampler(self, n_tokens: int) -> Sampler:
         """Seconds of a whole prompt, read in chunks as the engine does."""

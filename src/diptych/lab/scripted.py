@@ -13,8 +13,14 @@ from collections.abc import Sequence as SequenceOf
 from random import Random
 from typing import Any
 
+import numpy as np
+import torch
+
+from diptych.compute.drafter import Drafter
 from diptych.control.speculation import EveryGuess, NewDrafter
+from diptych.engine.drafters import OpenDrafter
 from diptych.ground.request import Request
+from diptych.ground.step import Chunk, SequenceStart
 from diptych.lab.drive import Driver, Engines
 
 _CONFIDENCE = 2  # of every guess alike
@@ -33,12 +39,73 @@ class ScriptedDrafter:
     def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
         """See `diptych.control.drafters.Drafter`."""
         at = len(token_ids) - self._start
-        drafts = list(self._answer[at : at + n])
-        for j, right in enumerate(drafts):
-            if self._rng.random() >= self._acceptance:
-                drafts[j] = right - 1 if right else 1
-                break
-        return drafts
+        return _erring(self._answer[at : at + n], self._acceptance, self._rng)
+
+
+def _erring(right: SequenceOf[int], acceptance: float, rng: Random) -> list[int]:
+    """These tokens, wrong from the first error on."""
+    drafts = list(right)
+    for j, token_id in enumerate(drafts):
+        if rng.random() >= acceptance:
+            drafts[j] = token_id - 1 if token_id else 1
+            break
+    return drafts
+
+
+class ScriptedTensors(Drafter):
+    """A drafter that runs tensors, whose guesses are replaced by scripted ones: its time is real, its acceptance is not."""
+
+    def __init__(
+        self, inner: Drafter, answers: Mapping[tuple[int, ...], SequenceOf[int]], *, acceptance: float, seed: int = 1
+    ) -> None:
+        self.taps = inner.taps
+        self._inner = inner
+        self._answers = answers
+        self._acceptance = acceptance
+        self._rng = Random(seed)
+        self._prompts: dict[int, tuple[int, ...]] = {}
+
+    def begin(self, start: SequenceStart) -> None:
+        """See Drafter."""
+        self._prompts[start.seq_id] = start.prompt_token_ids
+        self._inner.begin(start)
+
+    def end(self, seq_id: int) -> None:
+        """See Drafter."""
+        self._prompts.pop(seq_id, None)
+        self._inner.end(seq_id)
+
+    def copy_blocks(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """See Drafter."""
+        self._inner.copy_blocks(pairs)
+
+    def follow(self, chunks: SequenceOf[Chunk], token_ids: SequenceOf[SequenceOf[int]]) -> None:
+        """See Drafter."""
+        self._inner.follow(chunks, token_ids)
+
+    def reads(self, chunk: Chunk) -> bool:
+        """See Drafter."""
+        return self._inner.reads(chunk)
+
+    def propose(
+        self,
+        chunks: SequenceOf[Chunk],
+        token_ids: SequenceOf[SequenceOf[int]],
+        tables_CM: np.ndarray,
+        states: torch.Tensor | None = None,
+    ) -> dict[int, SequenceOf[int]]:
+        """See Drafter."""
+        found = self._inner.propose(chunks, token_ids, tables_CM, states)
+        self.n_read = self._inner.n_read
+        scripted: dict[int, SequenceOf[int]] = {}
+        for chunk, given in zip(chunks, token_ids, strict=True):
+            drafts = found.get(chunk.seq_id, ())
+            if drafts:
+                prompt = self._prompts[chunk.seq_id]
+                at = chunk.end_pos - len(chunk.draft_token_ids) + len(given) - len(prompt)
+                right = self._answers[prompt][at : at + len(drafts)]
+                scripted[chunk.seq_id] = _erring(right, self._acceptance, self._rng)
+        return scripted
 
 
 def scripted(answers: Mapping[tuple[int, ...], SequenceOf[int]], *, acceptance: float, seed: int = 1) -> NewDrafter:
@@ -110,7 +177,17 @@ class Race:
         drafters = {"scripted": scripted(self._answers, acceptance=acceptance)}
         settings = self._settings if draft_tokens is None else self._settings | {"max_draft_tokens": draft_tokens}
         depths = None if draft_tokens is None else EveryGuess(rows=1 << 20)
-        driver = self._engines.speculating(settings, drafters=drafters, depths=depths)
+        return self._checked(self._engines.speculating(settings, drafters=drafters, depths=depths))
+
+    def drafting_lane(self, opened: OpenDrafter, *, acceptance: float) -> Lane:
+        """With a drafter that the executor runs: it takes the time that it takes, and its acceptance is scripted."""
+
+        def wrap(drafter: Drafter) -> Drafter:
+            return ScriptedTensors(drafter, self._answers, acceptance=acceptance)
+
+        return self._checked(self._engines.drafting(self._settings, opened, wrap))
+
+    def _checked(self, driver: Driver) -> Lane:
         lane = Lane(driver, self._prompts, self._new_tokens)
         lane.token_s()
         assert lane.answers == self._answers, "speculation changed an answer"

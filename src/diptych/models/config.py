@@ -48,6 +48,8 @@ SIZE_LIMIT = 2**31 - 1
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; LoadError when there is none, or it is larger or deeper than any config."""
+    if path.exists() and not path.is_file():
+        raise LoadError(f"{path} is no regular file")  # a pipe or a device: to open or read it may take for ever
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise LoadError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read")
@@ -157,13 +159,3 @@ class HfConfig:
         """LoadError when value is above limit."""
         if value > limit:
             raise LoadError(f"{name} in {self.path} is {value}; at most {limit} are there")
-
-    def refuse_quantised(self) -> None:
-        """LoadError for a checkpoint whose weights are already packed by another program."""
-        quantisation = self.raw.get("quantization_config")
-        if quantisation:
-            method = quantisation.get("quant_method", "?") if isinstance(quantisation, dict) else quantisation
-            raise LoadError(
-                f"{self.path} says the weights are quantised with {method!r}; only fp32, bf16 and fp16 files are read",
-                hint="use the unquantised checkpoint and choose the weight format with --weights",
-            )

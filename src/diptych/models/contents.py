@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
+from diptych.ground.formats import GGUF_KEPT
+from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import ROPE_TENSOR
 from diptych.models.gguf_file import find_gguf, open_gguf
+from diptych.models.quantised import Quantisation, quantisation_of
 from diptych.models.stored import safetensors_header
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
@@ -29,6 +33,9 @@ PARTS: tuple[tuple[str, str], ...] = (
 ORDER = ("embedding", "head", "attention", "mlp", "router", "experts", "norms", "positions", "other")
 ELEMENT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "I64": 64, "I32": 32, "I16": 16,
                 "I8": 8, "U8": 8}  # fmt: skip
+CODES = (".qweight", ".weight_packed")
+BESIDE = (".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx",
+          ".weight_scale_inv", ".input_scale")  # fmt: skip
 PACKED = "packed:"  # what `diptych quantize` writes before the names of the tensors that it packed together
 
 
@@ -45,7 +52,7 @@ class Group:
     @property
     def bits(self) -> float:
         """Bits per parameter."""
-        return 8 * self.nbytes / self.parameters
+        return 8 * self.nbytes / max(1, self.parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,7 @@ class Contents:
     files: tuple[str, ...]
     file_bytes: int
     groups: tuple[Group, ...]
+    kept: str | None = None  # the format in which a kernel keeps the values of most matrices
 
     @property
     def bits(self) -> float:
@@ -70,8 +78,15 @@ def contents_of(path: Path) -> Contents:
         return _gguf(gguf)
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.glob("*.safetensors"))
-    entries = (entry for file in files for entry in _safetensors(file))
-    return _contents("safetensors", files, sum(file.stat().st_size for file in files), entries)
+    config = folder / "config.json"
+    raw = read_json(config) if config.is_file() else {}
+    is_own = (
+        isinstance(raw.get("quantization_config"), dict) and raw["quantization_config"].get("quant_method") == "diptych"
+    )
+    how = None if is_own else quantisation_of(HfConfig(raw, path=str(config)))
+    entries = (entry for file in files for entry in _safetensors(file, how))
+    contents = _contents("safetensors", files, sum(file.stat().st_size for file in files), entries)
+    return contents if how is None or how.kept is None else replace(contents, kept=how.kept.name)
 
 
 Entry = tuple[str, str, int, int]  # name, stored type, parameters, bytes
@@ -80,10 +95,16 @@ Entry = tuple[str, str, int, int]  # name, stored type, parameters, bytes
 def _gguf(path: Path) -> Contents:
     file = open_gguf(path)
     entries = ((t.name, t.type.name, math.prod(t.shape), t.nbytes) for t in file.tensors.values())
-    return _contents("GGUF", list(file.paths), file.file_bytes, entries)
+    contents = _contents("GGUF", list(file.paths), file.file_bytes, entries)
+    layers: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        if tensor.name.startswith("blk.") and len(tensor.shape) > 1:
+            layers[tensor.type.name] += math.prod(tensor.shape)
+    kept = GGUF_KEPT.get(layers.most_common(1)[0][0]) if layers else None
+    return contents if kept is None else replace(contents, kept=kept.name)
 
 
-def _safetensors(path: Path) -> Iterator[Entry]:
+def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
     header = safetensors_header(path)
     metadata = header.pop("__metadata__", None) or {}
     packed = json.loads(metadata["packed_shapes"]) if "packed_shapes" in metadata else {}
@@ -96,6 +117,10 @@ def _safetensors(path: Path) -> Iterator[Entry]:
         if name.startswith(PACKED):
             count = sum(math.prod(packed.get(one, (0,))) for one in name.removeprefix(PACKED).split("+"))
             stored = f"packed {8 * nbytes / max(1, count):.2g} bit"
+        elif how is not None and name.endswith(CODES) and stored == "I32":
+            count, stored = count * 32 // (how.bits or 4), f"{how.method} {how.bits or 4} bit"
+        elif how is not None and name.endswith(BESIDE):  # scales and zeros are no parameters
+            count, stored = 0, f"{how.method} scales"
         yield name, stored, count, nbytes
 
 

@@ -176,11 +176,13 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the path is a file that calls itself GGUF, by its first bytes or by its name."""
+    """Whether the path is a file that calls itself GGUF, by its first bytes or by its name. Opening a pipe would wait."""
+    if not path.is_file():
+        return False
     try:
         with path.open("rb") as file:
             return file.read(4) == MAGIC or path.suffix == SUFFIX
-    except OSError:  # a folder, or nothing at all
+    except OSError:
         return False
 
 
@@ -190,7 +192,7 @@ def find_gguf(path: Path) -> Path | None:
         return path if is_gguf(path) else None
     if (path / "config.json").exists():
         return None
-    names = [file for file in path.glob(f"*{SUFFIX}") if not file.name.startswith("mmproj")]
+    names = [file for file in path.glob(f"*{SUFFIX}") if file.is_file() and not file.name.startswith("mmproj")]
     firsts = [file for file in names if (part := PART.match(file.name)) is None or int(part["number"]) == 1]
     if len(firsts) > 1:
         raise LoadError(

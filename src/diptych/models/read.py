@@ -42,6 +42,8 @@ from diptych.models.spec import (
 
 logger = logging.getLogger("diptych.models")
 
+# architectures of transformers that are a family's decoder under another head, or under none
+HEADLESS = ("ForSequenceClassification", "Model")
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
 
 
@@ -53,7 +55,7 @@ def read_model(
     max_context_tokens: the longest sequence that will run, which some rotary scalings depend on; None: the model's own.
     longrope: which of its two sets of factors; auto: by max_context_tokens.
     """
-    family = family_of(config)
+    family, has_head = family_of(config), not is_headless(config)
     name = name or str(config.raw.get("_name_or_path") or family.name)
     config = _canonical(config, family)
     sections = _rope_sections(config, family)
@@ -85,6 +87,7 @@ def read_model(
         logit_softcap=config.optional_number("final_logit_softcapping"),
         is_tied=config.flag("tie_word_embeddings"),
         is_run=family.is_run,
+        has_head=has_head,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
@@ -108,7 +111,7 @@ def family_of(config: HfConfig) -> Family:
     if "architectures" in raw:
         named = raw["architectures"]
         what, name = "architecture", named[0] if isinstance(named, list) and named else None
-        family = BY_ARCHITECTURE.get(name) if isinstance(name, str) else None
+        family = BY_ARCHITECTURE.get(_with_head(name)) if isinstance(name, str) else None
     else:
         what, name = "model_type", kind
         family = BY_MODEL_TYPE.get(name) if isinstance(name, str) else None
@@ -123,6 +126,22 @@ def family_of(config: HfConfig) -> Family:
             f"which is {' or '.join(family.model_types)}"
         )
     return family
+
+
+def is_headless(config: HfConfig) -> bool:
+    """Whether the first architecture is one of a decoder without an output projection (MistralModel)."""
+    named = config.raw.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    return isinstance(name, str) and _with_head(name) != name
+
+
+def _with_head(architecture: str) -> str:
+    """The architecture that writes text: Qwen3ForCausalLM for Qwen3Model and Qwen3ForSequenceClassification."""
+    for ending in HEADLESS:
+        whole = architecture.removesuffix(ending) + "ForCausalLM"
+        if architecture.endswith(ending) and whole in BY_ARCHITECTURE:
+            return whole
+    return architecture
 
 
 def refuse_unrun(config: HfConfig) -> None:

@@ -153,6 +153,7 @@ class ModelSpec:
     Layers may differ, but for their mixtures: one in all layers that have one. max_context_tokens: the longest sequence an
     engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). residual_scale multiplies
     what a layer adds, logit_scale the logits. is_run: whether the engine runs this family, or the planner only prices it.
+    has_head: whether there is an output projection; a model without one gives states (embeddings, scores) and no tokens.
     """
 
     name: str
@@ -170,6 +171,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     is_tied: bool = False
     is_run: bool = True
+    has_head: bool = True
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
     n_position_embeddings: int = 0

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diptych.compute.ceilings import Ceilings
+from diptych.engine.async_llm import RequestHandle
 from diptych.engine.cost_view import CostView
-from diptych.engine.llm import RequestHandle
 from diptych.ground.events import Timings, Usage
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape

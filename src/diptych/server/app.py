@@ -25,8 +25,12 @@ from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.chat import ChatAnswer, turn_request
 from diptych.server.completions import CompletionAnswer
 from diptych.server.door import RequireKey
+from diptych.server.embeddings.routes import BODIES as EMBEDDING_BODIES
+from diptych.server.embeddings.routes import add_embeddings
 from diptych.server.errors import ApiError, error_response, from_engine_error
 from diptych.server.jobs import generate
+from diptych.server.loras import BODIES as LORA_BODIES
+from diptych.server.loras import add_loras
 from diptych.server.messages.routes import BODIES as MESSAGES_BODIES
 from diptych.server.messages.routes import add_messages
 from diptych.server.metrics_export import exposition
@@ -78,6 +82,8 @@ def create_app(state: ServerState) -> FastAPI:
             state.live.close()
             state.workers.close()
             state.store.close()
+            if state.journal is not None:
+                await asyncio.to_thread(state.journal.close)
 
     key = state.config.api_key
     middleware = [
@@ -98,13 +104,17 @@ def create_app(state: ServerState) -> FastAPI:
     _add_generation(app, state)
     add_responses(app, state)
     add_messages(app, state)
+    add_embeddings(app, state)
     _add_text(app, state)
     _add_requests(app, state)
     _add_status(app, state)
+    add_loras(app, state)
     _add_page(app, state)
     _add_short_paths(app)
     texts = (TokenizeBody, DetokenizeBody, TemplateBody)
-    install_openapi(app, CompletionBody, ChatBody, *RESPONSES_BODIES, *MESSAGES_BODIES, *texts)
+    install_openapi(
+        app, CompletionBody, ChatBody, *RESPONSES_BODIES, *MESSAGES_BODIES, *LORA_BODIES, *EMBEDDING_BODIES, *texts
+    )
     return app
 
 
@@ -196,7 +206,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     async def chat_input_tokens(request: Request) -> dict[str, Any]:
         """How many tokens the prompt of a chat has; nothing is generated."""
         body = await state.bodies.read(request, ChatBody)
-        state.generation.check_model(body.model)
+        state.generation.served(body.model)
         rendered = await turn_request(state.generation, body).render(state.counted_tokens)
         return {"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)}
 
@@ -209,7 +219,7 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of messages."""
         body = await state.bodies.read(request, TokenizeBody)
-        state.generation.check_model(body.model)
+        state.generation.served(body.model)
         if body.messages is not None:
             ids = (await reader.render(lambda: conversation_of(body), limit_tokens=counted_tokens)).token_ids
         elif body.parse_special is False:
@@ -231,7 +241,7 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
     async def detokenize(request: Request) -> dict[str, Any]:
         """Text of token ids."""
         body = await state.bodies.read(request, DetokenizeBody)
-        state.generation.check_model(body.model)
+        state.generation.served(body.model)
         highest, asked = state.engine.loaded.model.spec.vocab_size - 1, max(body.tokens, default=0)
         if asked > highest:
             raise ApiError(400, f"tokens holds {asked}; ids must be at most {highest}", param="tokens")
@@ -242,13 +252,14 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
     async def apply_template(request: Request) -> Response:
         """What the chat template makes of messages, with the token range of each part and what the cache holds."""
         body = await state.bodies.read(request, TemplateBody)
-        state.generation.check_model(body.model)
+        adapter = state.generation.served(body.model).adapter
+        scope = body.cache_salt if adapter is None else (adapter.revision, body.cache_salt)
         rendered = await reader.render(
             lambda: conversation_of(body, documents=body.documents), limit_tokens=counted_tokens
         )
 
         def hits(engine: Engine) -> int:
-            return engine.core.prefix_match(rendered.token_ids, body.cache_salt)
+            return engine.core.prefix_match(rendered.token_ids, scope)
 
         cached_tokens = await state.engine.call(hits)
 
@@ -342,10 +353,18 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
             "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
             "owned_by": "diptych",
             "root": state.engine.loaded.name,  # where clients look for the tokenizer
+            "parent": None,
             "max_model_len": state.model.max_context_tokens,
             "backend": state.model.backend,
             "weights": state.model.weights,
         }
+
+    def adapter_cards() -> list[dict[str, Any]]:
+        parent = state.model.name
+        return [
+            model_card(one.ref.name) | {"root": str(one.path), "parent": parent}
+            for one in state.generation.adapters.served
+        ]
 
     created = int(wall_time_s())
 
@@ -356,22 +375,25 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model served here, once for each of its names."""
+        """The model served here, once for each of its names, and its adapters."""
         names = state.config.served_model_names or (state.model.name,)
-        cards = [model_card(name) for name in dict.fromkeys(names)]
+        cards = [model_card(name) for name in dict.fromkeys(names)] + adapter_cards()
         return {"object": "list", "data": cards, "has_more": False, "first_id": names[0], "last_id": cards[-1]["id"]}
 
     @app.get("/v1/models/{name:path}", responses=responses(404))
     async def model(name: str) -> dict[str, Any]:
         """One model by name."""
-        state.generation.check_model(name)
-        return model_card(name)
+        adapter = state.generation.served(name).adapter
+        card = next((one for one in adapter_cards() if adapter is not None and one["id"] == adapter.name), None)
+        return model_card(name) if card is None else card
 
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""
         return Response(
-            exposition(state.collector, state.engine.stats(), state.desk.outlook()),
+            exposition(
+                state.collector, state.engine.stats(), state.desk.outlook(), state.engine.engine.adapter_counts()
+            ),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 

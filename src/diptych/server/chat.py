@@ -64,14 +64,13 @@ class ChatAnswer(TurnShape):
     """One body on its way to an answer; `close` must follow in every case."""
 
     def __init__(self, generation: Generation, body: ChatBody, *, arrival_s: float) -> None:
-        known = asked(body, prefix="chatcmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
+        known = asked(generation, body, prefix="chatcmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
         super().__init__(generation, known)
         self._body = body
         self._created = int(wall_time_s())
 
     async def start(self) -> None:
         """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
-        self._generation.check_model(self._body.model)
         if self._body.max_tokens == 0:
             raise ApiError(400, "max_tokens is 0; it must be at least 1", param="max_tokens")
         await self._begin(turn_request(self._generation, self._body))
@@ -163,8 +162,8 @@ class ChatAnswer(TurnShape):
             "id": self._asked.response_id,
             "object": kind,
             "created": self._created,
-            "model": self._generation.model.name,
-            "system_fingerprint": self._generation.model.fingerprint,
+            "model": self._asked.served.name,
+            "system_fingerprint": self._asked.served.fingerprint,
             "choices": choices,
         }
 

@@ -55,7 +55,7 @@ class CompletionAnswer:
     def __init__(self, generation: Generation, body: CompletionBody, *, arrival_s: float) -> None:
         self._generation = generation
         self._body = body
-        self._asked = asked(body, prefix="cmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
+        self._asked = asked(generation, body, prefix="cmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
         self._created = int(wall_time_s())
         self._echoes: list[str] = []
         # lm-eval asks for no output at all, only for the prompt's log-probabilities
@@ -66,7 +66,6 @@ class CompletionAnswer:
     async def start(self) -> None:
         """Tokenise, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
         body, generation = self._body, self._generation
-        generation.check_model(body.model)
         if body.asked_tokens[0] == 0 and not self._is_prompt_only:
             raise ApiError(400, "max_tokens is 0; it must be at least 1 (0 only with echo)", param="max_tokens")
         n_choices = len(body.prompt) * (body.n or 1)
@@ -269,8 +268,8 @@ class CompletionAnswer:
             "id": self._asked.response_id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._generation.model.name,
-            "system_fingerprint": self._generation.model.fingerprint,
+            "model": self._asked.served.name,
+            "system_fingerprint": self._asked.served.fingerprint,
             "choices": choices,
         }
 

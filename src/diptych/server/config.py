@@ -26,6 +26,7 @@ class ServerConfig:
 
     served_model_names: what the model is asked for by, the first of them told in answers; none: its own name.
     takes_any_model_name: answer whatever model is asked for, as tools with a name built in need it.
+    loads_loras: clients may load and unload adapters, from any folder that this process may read.
     max_queue_s: a request that would wait longer than this for its first step is refused with 503, bursts excepted (see
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
@@ -33,6 +34,7 @@ class ServerConfig:
     server (CORS), such as https://app.example.com, "*" for any (see `server.sites`).
     max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
     kept_minutes: of requests and steps, for what would have been (see `server.recent`); 0: none.
+    record: the file that a journal of requests and steps is written to, at most max_record_bytes of it (see `server.journal`).
     reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
     response_store: the file that responses are kept in; None: memory. max_stored_bytes, response_ttl_s: at most so much, and
     none that was unused for longer (OpenAI keeps 30 days).
@@ -46,6 +48,7 @@ class ServerConfig:
     allow_origins: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     takes_any_model_name: bool = False
+    loads_loras: bool = False
     max_queue_s: float | None = None
     max_open_requests: int = MOST_OPEN_REQUESTS
     max_body_bytes: int | None = None
@@ -53,6 +56,8 @@ class ServerConfig:
     metrics_compat: str = "vllm"
     kept_timelines: int = 256
     kept_minutes: float = 2.0
+    record: Path | None = None
+    max_record_bytes: int = 2**30
     reads_control_tokens: bool = False
     response_store: Path | None = None
     max_stored_bytes: int = 256 * 2**20
@@ -73,6 +78,11 @@ class ServerConfig:
         at_least("kept_timelines", self.kept_timelines, 0)
         if not 0.0 <= self.kept_minutes <= 60.0:
             raise ConfigError(f"kept_minutes is {self.kept_minutes}; it must be 0 to 60", hint="0 keeps nothing")
+        at_least("max_record_bytes", self.max_record_bytes, 2**16)
+        if self.record is not None and self.record.exists():
+            raise ConfigError(f"{self.record} exists; a recording is not written over another file")
+        if self.record is not None and not self.record.parent.is_dir():
+            raise ConfigError(f"cannot record to {self.record}: there is no folder {self.record.parent}")
         at_least("max_stored_bytes", self.max_stored_bytes, 0)
         if self.response_ttl_s <= 0.0:
             raise ConfigError(f"response_ttl_s is {self.response_ttl_s}; it must be greater than 0")

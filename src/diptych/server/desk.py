@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from contextlib import AbstractContextManager
 from typing import Any
 
-from diptych.engine.llm import AsyncLLM
+from diptych.engine.async_llm import AsyncLLM
 from diptych.server.admission import Admission, Backlog, Outlook
 from diptych.server.errors import ApiError
 from diptych.server.telemetry import Telemetry

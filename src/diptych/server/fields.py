@@ -75,7 +75,7 @@ REFUSED: Mapping[str, Refusal] = {
     # llama.cpp
     "dry_multiplier": Refusal(_SAMPLER, (0, 0.0)),
     "dynatemp_range": Refusal(_SAMPLER, (0, 0.0)),
-    "lora": Refusal("no adapters are loaded"),
+    "lora": Refusal("name an adapter as the model"),
     "mirostat": Refusal(_SAMPLER, (0,)),
     "n_predict": Refusal("it is max_tokens here"),
     "n_probs": Refusal("it is logprobs here", (0,)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from importlib.metadata import version
 
-from diptych.engine.llm import AsyncLLM
+from diptych.engine.async_llm import AsyncLLM
 
 _LIBRARIES = ("jinja2", "llguidance", "tokenizers")
 _CHARS = 16  # of the digest, behind "fp_"
@@ -34,3 +34,10 @@ def system_fingerprint(engine: AsyncLLM, *, reads_control_tokens: bool) -> str |
     ):
         digest.update(f"{len(part)} ".encode() + part.encode())
     return f"fp_{digest.hexdigest()[:_CHARS]}"
+
+
+def with_adapter(fingerprint: str | None, revision: str) -> str | None:
+    """The fingerprint of answers by an adapter, whose numbers decide their bits too."""
+    if fingerprint is None:
+        return None
+    return f"fp_{hashlib.sha256(f'{fingerprint} {revision}'.encode()).hexdigest()[:_CHARS]}"

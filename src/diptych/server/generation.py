@@ -12,52 +12,84 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+from diptych.engine.adapters import Adapters
+from diptych.engine.async_llm import RequestHandle
+from diptych.engine.encoder import Encoder
 from diptych.engine.engine import OutputDelta
-from diptych.engine.llm import RequestHandle
 from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.errors import EngineError, GrammarError, RequestError
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import SamplingParams, StructuredSpec
+from diptych.ground.request import AdapterRef, SamplingParams, StructuredSpec
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import Accountant
 from diptych.server.desk import Desk
 from diptych.server.door import Workers
 from diptych.server.errors import ApiError, from_engine_error
+from diptych.server.fingerprint import with_adapter
 from diptych.server.metrics_export import ServedModel
 from diptych.server.reader import Ids, Reader
 from diptych.server.schema import SamplingBody
 
 logger = logging.getLogger("diptych.server")
 
+_NAMES_TOLD = 8  # of adapters, to whom asks for another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What answers a request: its name and fingerprint, as answers tell them, and the adapter where it is one."""
+
+    name: str
+    fingerprint: str | None
+    adapter: AdapterRef | None = None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """What the generation routes need of the server, and nothing else.
 
-    names: those under which the model may be asked for; takes_any_name: under any other too.
+    names: those under which the model may be asked for; takes_any_name: under any other too. adapters: asked for by theirs.
     """
 
     model: ServedModel
     names: frozenset[str]
     takes_any_name: bool
+    adapters: Adapters
     reader: Reader
     desk: Desk
     workers: Workers
     accountant: Accountant
+    encoder: Encoder | None = None  # where the model embeds or scores
 
     @property
     def context_tokens(self) -> int:
         """Prompt and output of one sequence together."""
         return self.model.max_context_tokens
 
-    def check_model(self, name: str | None) -> None:
-        """Raise 404 when a body names a model that is not served here; no name means the served one."""
+    def served(self, name: str | None) -> Served:
+        """What a body asks for: the model, where it names none, or an adapter. Raises 404 for what is not served here."""
+        adapter = None if name is None or name in self.names else self.adapters.named(name)
+        if adapter is not None:
+            return Served(
+                name=adapter.name,
+                fingerprint=with_adapter(self.model.fingerprint, adapter.revision),
+                adapter=adapter,
+            )
         if name is not None and name not in self.names and not self.takes_any_name:
+            others = "".join(f", {one.ref.name!r}" for one in self.adapters.served[:_NAMES_TOLD])
             raise ApiError(
                 404,
-                f"model {name[:100]!r} is not served here; this server has {self.model.name!r}",
+                f"model {name[:100]!r} is not served here; this server has {self.model.name!r}{others}",
                 param="model",
                 code="model_not_found",
+            )
+        return Served(name=self.model.name, fingerprint=self.model.fingerprint)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 for what is not served here, and 400 for an adapter: for routes that run the model as it is."""
+        if self.served(name).adapter is not None:
+            raise ApiError(
+                400, f"model {name!r} is an adapter; this route runs {self.model.name!r} alone", param="model"
             )
 
     def output_limit(self, asked_tokens: int | None, *, default: int | None, prompt_tokens: int, param: str) -> int:
@@ -180,16 +212,23 @@ class Asked:
     response_id: str
     priority: int
     cache_salt: str | None
+    served: Served
     arrival_s: float
     constraint: str | None  # the field that a constraint on the output comes from
 
 
-def asked(body: SamplingBody, *, prefix: str, arrival_s: float, constraint: str | None) -> Asked:
-    """Choose the answer's id, under which the request can also be aborted and its timeline read."""
+def asked(
+    generation: Generation, body: SamplingBody, *, prefix: str, arrival_s: float, constraint: str | None
+) -> Asked:
+    """Find what is to answer, and choose the answer's id, under which the request can also be aborted and its timeline read.
+
+    Raises ApiError 404 for a model that is not served here.
+    """
     return Asked(
         response_id=f"{prefix}{body.request_id or uuid.uuid4().hex}",
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        served=generation.served(body.model),
         arrival_s=arrival_s,
         constraint=constraint,
     )
@@ -224,6 +263,7 @@ async def open_requests(
                     request_id=request_id,
                     priority=asked.priority,
                     cache_salt=asked.cache_salt,
+                    adapter=asked.served.adapter,
                     arrival_s=asked.arrival_s,
                 )
             opened.append(OpenedRequest(desk, handle, number=number))

@@ -15,6 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diptych.control.loop import CoreStats
+from diptych.engine.adapters import AdapterCounts
+from diptych.ground.clock import wall_time_s
 from diptych.server.admission import Outlook
 from diptych.server.telemetry import LiveHistogram, Telemetry
 
@@ -46,6 +48,7 @@ class MetricsCollector(Collector):
         self._is_vllm_compatible = is_vllm_compatible
         self.counts: CoreStats | None = None
         self.outlook: Outlook | None = None
+        self.adapters: AdapterCounts | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Every family, in a fixed order."""
@@ -77,6 +80,9 @@ class MetricsCollector(Collector):
         for state, number in _blocks(counts).items():
             blocks.add_metric([state], number)
         yield blocks
+        if self.adapters is not None:
+            yield _gauge("diptych_adapters", "LoRA adapters that can be asked for", self.adapters.loaded)
+            yield _gauge("diptych_adapter_bytes", "memory of all adapters, leaving ones too", self.adapters.n_bytes)
         outlook = self.outlook
         if outlook is None:
             return
@@ -101,6 +107,7 @@ class MetricsCollector(Collector):
         tokens.add_metric(["recomputed"], telemetry.recomputed_tokens)
         yield tokens
         yield _counter("diptych_output_tokens", "tokens handed out", telemetry.output_tokens)
+        yield _counter("diptych_states", "prompts read for an embedding or a score, and not answered", telemetry.states)
         yield _counter("diptych_reasoning_tokens", "output tokens between thinking tags", telemetry.reasoning_tokens)
         yield _counter("diptych_preemptions", "sequences that lost their blocks", telemetry.preemptions)
         faults = 0 if self.counts is None else self.counts.drafter_faults
@@ -157,6 +164,13 @@ class MetricsCollector(Collector):
         yield _gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 1 is all", counts.blocks_in_use / blocks, labels)
         config = {"block_size": str(model.block_tokens), "num_gpu_blocks": str(model.n_blocks), "cache_dtype": model.kv}
         yield _gauge("vllm:cache_config_info", "how the KV cache is laid out", 1, {**labels, **config})
+        if self.adapters is not None and self.adapters.loaded:
+            names = {
+                "max_lora": str(self.adapters.most),
+                "running_lora_adapters": ",".join(self.adapters.running),
+                "waiting_lora_adapters": ",".join(self.adapters.waiting),
+            }
+            yield _gauge("vllm:lora_requests_info", "adapters with requests, and when", wall_time_s(), names)
 
     def _vllm_counters(self) -> Iterator[Metric]:
         counts, telemetry, labels = self.counts, self._telemetry, self._labels()
@@ -215,9 +229,11 @@ class MetricsCollector(Collector):
             yield _histogram(f"vllm:{name}", text, distribution, labels)
 
 
-def exposition(collector: MetricsCollector, counts: CoreStats, outlook: Outlook) -> bytes:
+def exposition(
+    collector: MetricsCollector, counts: CoreStats, outlook: Outlook, adapters: AdapterCounts | None = None
+) -> bytes:
     """The text of one scrape."""
-    collector.counts, collector.outlook = counts, outlook
+    collector.counts, collector.outlook, collector.adapters = counts, outlook, adapters
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return generate_latest(registry)

@@ -42,7 +42,9 @@ _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "ex
 _WORDS = {
     400: "the request is wrong; the message names the field, the value and the limit",
     401: "no valid key",
+    403: "this server was not started with the option for it",
     404: "no such model or request",
+    409: "the request was ended from outside",
     413: "the body is too large",
     503: "overloaded or draining; see Retry-After",
 }

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from diptych.compute.ceilings import Ceilings
-from diptych.engine.llm import AsyncLLM
+from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.errors import ConfigError
 from diptych.server.app import create_app
 from diptych.server.config import ServerConfig

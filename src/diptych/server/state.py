@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.parameters import attention_flops_per_pair, linear_parameter_count
+from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.cost_view import CostView
-from diptych.engine.llm import AsyncLLM
-from diptych.ground.errors import EngineError
+from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.version import VERSION
 from diptych.insight.segments import TokenWork
 from diptych.server.accounting import Accountant
@@ -19,6 +19,7 @@ from diptych.server.desk import Desk
 from diptych.server.door import BodyLimits, BodyReader, Workers
 from diptych.server.fingerprint import system_fingerprint
 from diptych.server.generation import Generation
+from diptych.server.journal import Journal
 from diptych.server.live import LiveFeed
 from diptych.server.metrics_export import MetricsCollector, ServedModel
 from diptych.server.reader import Reader
@@ -56,9 +57,11 @@ class ServerState:
             model=self.model,
             names=frozenset({self.model.name, *config.served_model_names, loaded.name, str(loaded.directory)}),
             takes_any_name=config.takes_any_model_name,
+            adapters=engine.engine.adapters,
             reader=self.reader,
             desk=self.desk,
             workers=self.workers,
+            encoder=loaded.encoder,
             accountant=Accountant(
                 work=work,
                 view=cost_view(engine),
@@ -67,7 +70,13 @@ class ServerState:
                 cache_block_tokens=self.model.block_tokens if engine.config.scheduler.enable_prefix_cache else None,
             ),
         )
+        taken = next(
+            (one.ref.name for one in engine.engine.adapters.served if one.ref.name in self.generation.names), None
+        )
+        if taken is not None:
+            raise ConfigError(f"an adapter is called {taken!r}, which is the model's own name", hint="choose another")
         self.recent = recent_of(engine, config)
+        self.journal = None if config.record is None else Journal(engine.engine, config)
         self.store = ResponseStore(
             config.response_store, max_bytes=config.max_stored_bytes, ttl_s=config.response_ttl_s
         )

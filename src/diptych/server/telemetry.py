@@ -20,6 +20,7 @@ from diptych.ground.events import (
     FinishEvent,
     PreemptEvent,
     ScheduledEvent,
+    StateEvent,
     StepBeginEvent,
     Timings,
     TokenEvent,
@@ -86,6 +87,7 @@ class Telemetry:
         book.on_step.append(self._on_step)
         # written on the engine's thread
         self.output_tokens = 0
+        self.states = 0  # prompts read for an embedding or a score
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.recomputed_tokens = 0
@@ -131,6 +133,7 @@ class Telemetry:
             PreemptEvent: self._on_preempt,
             TokenEvent: self._on_token,
             DraftEvent: self._on_draft,
+            StateEvent: self._on_state,
         }
 
     def on_events(self, events: list[Event]) -> None:
@@ -224,6 +227,9 @@ class Telemetry:
             self.itl_s.add(event.at_s - record.choices[event.index].token_times_s[event.position - 1])
         elif event.index == record.first_index:
             self.ttft_s.add(event.at_s - record.arrival_s)
+
+    def _on_state(self, event: StateEvent) -> None:
+        self.states += 1
 
     def _on_draft(self, event: DraftEvent) -> None:
         self.drafts += 1

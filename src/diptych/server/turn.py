@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diptych.engine.text.forced_calls import tool_call_spec
+from diptych.engine.text.forced_calls import strict_calls_spec, tool_call_spec
 from diptych.engine.text.reasoning import Opening, opening_of_prompt
 from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.events import Usage
@@ -31,13 +31,19 @@ from diptych.server.turn_parts import ChoiceParts, TurnDelta
 class ToolUse:
     """The tools that a turn offers, as templates expect them, and whether one must be called.
 
-    must_call: the output is held to calls by grammar; of the tool `name`, where there is one.
+    must_call: the output is held to calls by grammar; of the tool `name`, where there is one. Where it need not call and a
+    tool is `strict`, the calls that it makes are held to their schemas.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     must_call: bool = False
     name: str | None = None
     is_parallel: bool = True
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether calls must fit, as soon as the model makes one."""
+        return any(tool["function"].get("strict") is True for tool in self.tools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,23 +156,24 @@ class Turn:
         return Opening.BEHIND if self._request.continues and opening is Opening.FREE else opening
 
     def _constraint(self) -> StructuredSpec | None:
-        """The one constraint on the output: asked for as such, or a forced call."""
+        """The one constraint on the output: asked for as such, a forced call, or calls that must fit."""
         spec, use = self._request.structured, self._request.tool_use
-        if not use.must_call:
+        if not use.must_call and (spec is not None or not use.is_strict or self._request.continues):
             return spec
         if spec is not None:
             raise ApiError(
                 400, "a forced tool_choice and another constraint on the output exclude each other", param="tool_choice"
             )
-        tokenizer = self._generation.reader.tokenizer
-        return tool_call_spec(
-            use.tools,
-            self._dialect.form,
-            name=use.name,
-            is_parallel=use.is_parallel,
-            tag_ids=tokenizer.tags_in(self._dialect.form.literals),
-            stops=frozenset(tokenizer.token(token_id) or "" for token_id in tokenizer.eos_token_ids) - {""},
-        )
+        tokenizer, form = self._generation.reader.tokenizer, self._dialect.form
+        stops = frozenset(tokenizer.token(token_id) or "" for token_id in tokenizer.eos_token_ids) - {""}
+        how: dict[str, Any] = {
+            "is_parallel": use.is_parallel,
+            "tag_ids": tokenizer.tags_in(form.literals),
+            "stops": stops,
+        }
+        if not use.must_call:
+            return strict_calls_spec(use.tools, form, **how)
+        return tool_call_spec(use.tools, form, name=use.name, **how)
 
     def _behind_reasoning(self, spec: StructuredSpec | None, opening: Opening) -> StructuredSpec | None:
         """Let a model that thinks do so before the constraint holds; a grammar that names the tags rules over both."""

@@ -34,12 +34,16 @@ from diptych.sim.tally import Tally
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`n_engines` alike. decodes False: they read prompts and hand them over."""
+    """`n_engines` alike. decodes False: they read prompts and hand them over.
+
+    predict_run_s: of so many steps that decode, each one position further; the same numbers as predict_s has (None: asked).
+    """
 
     n_engines: int
     config: SchedulerConfig
     blocks: BlockConfig
     predict_s: Callable[[StepShape], float]
+    predict_run_s: Callable[[StepShape, int], list[float]] | None = None
     decodes: bool = True
     drafts: StatedDrafts | None = None
 
@@ -93,6 +97,7 @@ class Cluster:
                     group.config,
                     group.blocks,
                     predict_s=group.predict_s,
+                    predict_run_s=group.predict_run_s,
                     seed=seed + i,
                     work=work,
                     drafts=group.drafts,

@@ -24,7 +24,7 @@ from diptych.cost.step_time import StepTimeModel
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ConfigError, RequestError
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import CacheScope, Request, SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
@@ -368,18 +368,18 @@ def _again(past: Past, arrival_s: float) -> Request:
 
 def _warm(pasts: Sequence[Past], target: Past | None, block_tokens: int) -> Iterator[Request]:
     """Prompts that put into the prefix cache what stood there before, and all of the target's that it can hold."""
-    known: list[tuple[str | None, tuple[int, ...]]] = []
+    known: list[tuple[CacheScope, tuple[int, ...]]] = []
     for past in pasts:
         request, prompt = past.request, past.request.prompt_token_ids
         cached = past.cached_tokens // block_tokens * block_tokens
         if past is target:
             cached = (len(prompt) - 1) // block_tokens * block_tokens
         before = prompt[:cached]
-        if cached and not any(salt == request.cache_salt and ids[:cached] == before for salt, ids in known):
+        if cached and not any(salt == request.cache_scope and ids[:cached] == before for salt, ids in known):
             sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
             yield replace(request, prompt_token_ids=before, sampling=sampling, segments=(), arrival_s=0.0)
-            known.append((request.cache_salt, before))
-        known.append((request.cache_salt, prompt + (past.outputs[0] if past.outputs else ())))
+            known.append((request.cache_scope, before))
+        known.append((request.cache_scope, prompt + (past.outputs[0] if past.outputs else ())))
 
 
 def _link(minutes: Minutes) -> tuple[Callable[[int], float], str]:

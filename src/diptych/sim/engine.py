@@ -7,10 +7,10 @@ summary = summarize([record.sample() for record in engine.book.records.values()]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from diptych.control.loop import EngineCore
+from diptych.control.ahead import ForeseeingCore
 from diptych.cost.speculation import DraftPrices
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
@@ -46,7 +46,7 @@ class SimulatedEngine:
             predict_s = drafts.timed(predict_s)
             config = replace(config, max_draft_tokens=drafts.draft_tokens)
         predict_s = Remembered(predict_s)
-        self.core = EngineCore(
+        self.core = ForeseeingCore(
             config,
             blocks,
             model_revision="simulated",
@@ -55,6 +55,7 @@ class SimulatedEngine:
             depths=DraftPrices(predict_s),
             drafters={} if drafts is None else drafts.drafters(seed),
         )
+        self.core.pool.next_digest = _next_digest
         self._on_events = on_events
         self.stepper = Stepper(self.core, PredictedExecutor(predict_s, self.clock), self.clock, fold=self._fold)
 
@@ -66,3 +67,10 @@ class SimulatedEngine:
         self.book.fold(events)
         if self._on_events is not None:
             self._on_events(events)
+
+
+def _next_digest(previous: bytes, token_ids: Sequence[int]) -> bytes:
+    """The chain one block further, where SHA-256 would take a tenth of a simulation. Equal chains give equal digests within
+    one process, which is all that is asked of them: a match is believed only when the tokens agree too.
+    """
+    return hash((previous, *token_ids)).to_bytes(8, "little", signed=True)

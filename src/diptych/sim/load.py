@@ -18,7 +18,7 @@ from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request, SamplingParams
 from diptych.sim.executor import DRAWN_TOKEN
-from diptych.workload import LengthRange, WorkloadItem, WorkloadSpec, items_of
+from diptych.workload import LengthRange, Trace, WorkloadItem, WorkloadSpec, items_of
 
 # prompts' own ids and those of shared prefixes must not meet, nor the one that simulated answers are made of
 _OWN_BASE, _SHARED_BASE, _PAST_BASE = DRAWN_TOKEN + 1, 1 << 40, 1 << 50
@@ -82,23 +82,23 @@ def request_of(item: WorkloadItem, arrival_s: float) -> Request:
 
 
 class OpenLoad:
-    """Requests that come by themselves, in order of time: a trace's, or those of a spec, which are made one by one.
+    """Requests that come by themselves, in order of time: those of a trace or a spec are read or made one by one.
 
     speed: gaps between arrivals are so many times shorter.
     """
 
     def __init__(
         self,
-        items: Iterable[WorkloadItem] | WorkloadSpec,
+        items: Iterable[WorkloadItem] | Trace | WorkloadSpec,
         *,
         shares_prefixes: bool,
         speed: float = 1.0,
         dealt: tuple[int, int] = (0, 1),
     ) -> None:
-        self._items = items if isinstance(items, WorkloadSpec) else tuple(items)
+        self._items = items if isinstance(items, WorkloadSpec | Trace) else tuple(items)
         self._speed = speed
         self._dealt = dealt  # (which part, of how many)
-        n = self._items.n_requests if isinstance(self._items, WorkloadSpec) else len(self._items)
+        n = len(self._items) if isinstance(self._items, tuple) else self._items.n_requests
         self.n_parts = n
         self.n_requests = len(range(dealt[0], n, dealt[1]))
         self.shares_prefixes = shares_prefixes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import accumulate, islice, pairwise
 
 from diptych.control.ahead import DecodeRun
 from diptych.ground.config import BlockConfig, SchedulerConfig
@@ -34,6 +35,7 @@ class Member:
         blocks: BlockConfig,
         *,
         predict_s: Callable[[StepShape], float],
+        predict_run_s: Callable[[StepShape, int], list[float]] | None = None,
         seed: int,
         work: Work,
         drafts: StatedDrafts | None = None,
@@ -55,6 +57,7 @@ class Member:
         self.on_prefill: Callable[[StepRecord], object] | None = None
         self.film: Film | None = None  # while there is one every step is walked through
         self._predict_s = predict_s
+        self._predict_run_s = predict_run_s or self._one_by_one
         self._work = work
         self._kv_share = 0.0  # of the pool, while the step runs
         self._run: DecodeRun | None = None
@@ -88,30 +91,23 @@ class Member:
         running, waiting = self.engine.core.running_and_waiting
         self.engine.core.commit_run(n, token_id=DRAWN_TOKEN)
         del ends_s[n:]
-        steps_s = []
-        for end_s, taken in zip(ends_s, run.new_blocks, strict=False):
-            held_blocks += taken
-            time_s = end_s - begin_s
-            steps_s.append(time_s)
-            self._work.stepped(
-                end_s, time_s, run.shape, kv_share=held_blocks / pool.n_blocks, running=running, waiting=waiting
-            )
-            begin_s = end_s
-        clock.move_to(begin_s)
+        held = islice(accumulate(run.new_blocks, initial=held_blocks), 1, None)
+        self._work.decoded(begin_s, ends_s, held, of=pool.n_blocks, n=running, waiting=waiting)
+        clock.move_to(ends_s[-1])
+        steps_s = [end_s - before_s for before_s, end_s in pairwise([begin_s, *ends_s])]
         records = self.engine.book.records
         for request_id, index in run.choices:
             records[request_id].decoded(index, ends_s, steps_s)
         return True
 
     def _foresee(self, run: DecodeRun) -> float:
-        now_s, predict_s, shape = self.engine.clock.now_s(), self._predict_s, run.shape
-        ends_s = []
-        for step in range(run.n_steps):
-            now_s += predict_s(shape.later(step))
-            ends_s.append(now_s)
+        ends_s = [*accumulate(self._predict_run_s(run.shape, run.n_steps), initial=self.engine.clock.now_s())][1:]
         self._run, self._ends_s = run, ends_s
         self.run_evicts = sum(run.new_blocks) > self.engine.core.pool.free_blocks
-        return now_s
+        return ends_s[-1]
+
+    def _one_by_one(self, shape: StepShape, n_steps: int) -> list[float]:
+        return [self._predict_s(shape.later(step)) for step in range(n_steps)]
 
     def _on_events(self, events: list[Event]) -> None:
         if self.film is not None:

@@ -1,8 +1,8 @@
 """A service on paper: engines of one setup, or two pools of them joined by a link.
 
 setup = setup_of("llama-3.1-8b", "h100-80gb-sxm")
-items = read_trace(Path("trace.csv"))
-load = OpenLoad(items, shares_prefixes=False)
+trace = open_trace(Path("trace.csv"))
+load = OpenLoad(trace, shares_prefixes=False)
 report = simulate(Service.of(setup, n_engines=2), load, limits=Limits(ttft_s=1.0, tpot_s=0.08))
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol, TypedDict, Unpack
 
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
@@ -28,6 +29,48 @@ MAX_BLOCKS = 2**24  # each costs the simulator some 50 bytes per engine
 UNKNOWN_CONTEXT = 1 << 20  # of a model that states no limit
 # a suffix that is read where it is answered may delay the streams there so long: about one step of a full engine
 LOCAL_PREFILL_S = 0.03
+
+
+class _Predictor(Protocol):
+    """What tells how long steps take."""
+
+    def predict_s(self, shape: StepShape) -> float:
+        """Of one step."""
+        ...
+
+    def predict_run_s(self, shape: StepShape, n_steps: int) -> list[float]:
+        """Of as many that decode, each one position further."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Paced:
+    """Another one's times, so many times as long."""
+
+    model: _Predictor
+    pace: float
+
+    def predict_s(self, shape: StepShape) -> float:
+        """Of one step."""
+        return self.pace * self.model.predict_s(shape)
+
+    def predict_run_s(self, shape: StepShape, n_steps: int) -> list[float]:
+        """Of a run of them."""
+        return [self.pace * step_s for step_s in self.model.predict_run_s(shape, n_steps)]
+
+
+class EngineOptions(TypedDict, total=False):
+    """How the engines of a pool are set up, beside their setup; defaults are those of `Pool.of`."""
+
+    n_engines: int
+    kv_tokens: int | None
+    block_tokens: int
+    max_step_tokens: int
+    max_running_sequences: int | None
+    max_waiting_tokens: int
+    stall_budget_s: float | None
+    enable_prefix_cache: bool
+    drafts: StatedDrafts | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +137,7 @@ class Pool:
     @property
     def n_devices(self) -> int:
         """Of all engines together."""
-        return self.n_engines * self.setup.tp
+        return self.n_engines * self.setup.n_devices
 
     @property
     def kv_tokens(self) -> int:
@@ -103,15 +146,15 @@ class Pool:
 
     def group(self, *, decodes: bool) -> Group:
         """These engines for a cluster."""
-        predict_s, pace = self.setup.model_of_time().predict_s, self.pace
-        if pace != 1.0:
-            known_s = predict_s
-            predict_s = lambda shape: pace * known_s(shape)  # noqa: E731
+        model: _Predictor = self.setup.model_of_time()
+        if self.pace != 1.0:
+            model = _Paced(model, self.pace)
         return Group(
             n_engines=self.n_engines,
             config=self.scheduler,
             blocks=self.blocks,
-            predict_s=predict_s,
+            predict_s=model.predict_s,
+            predict_run_s=model.predict_run_s,
             decodes=decodes,
             drafts=self.drafts,
         )
@@ -154,35 +197,9 @@ class Service:
             )
 
     @classmethod
-    def of(
-        cls,
-        setup: Setup,
-        *,
-        n_engines: int = 1,
-        router: str = "least-work",
-        kv_tokens: int | None = None,
-        block_tokens: int = 32,
-        max_step_tokens: int = 2048,
-        max_running_sequences: int | None = None,
-        max_waiting_tokens: int = SchedulerConfig().max_waiting_tokens,
-        stall_budget_s: float | None = None,
-        enable_prefix_cache: bool = True,
-        drafts: StatedDrafts | None = None,
-    ) -> Service:
-        """One pool whose engines do both; see `Pool.of`."""
-        pool = Pool.of(
-            setup,
-            n_engines=n_engines,
-            kv_tokens=kv_tokens,
-            block_tokens=block_tokens,
-            max_step_tokens=max_step_tokens,
-            max_running_sequences=max_running_sequences,
-            max_waiting_tokens=max_waiting_tokens,
-            stall_budget_s=stall_budget_s,
-            enable_prefix_cache=enable_prefix_cache,
-            drafts=drafts,
-        )
-        return cls(pool=pool, router=router)
+    def of(cls, setup: Setup, *, router: str = "least-work", **options: Unpack[EngineOptions]) -> Service:
+        """One pool whose engines do both; options as of `Pool.of`."""
+        return cls(pool=Pool.of(setup, **options), router=router)
 
     @property
     def pools(self) -> tuple[Pool, ...]:

@@ -36,6 +36,7 @@ from diptych.sim.capacity import (
     uncached,
     with_engines,
 )
+from diptych.sim.growth import Engines, Grown, crossover_message, crossover_users, per_user
 from diptych.sim.link import Link
 from diptych.sim.pools import MAX_ENGINES, Pool, Service
 from diptych.sim.service import Report
@@ -46,13 +47,14 @@ Tell = Callable[[str, int, int], object]  # what is being done, steps done, step
 N_STAGES = 7
 CONFIRMED = 4  # layouts, the cheapest ones, that are simulated for longer
 MOST_USERS = 4000  # simulated together
-LONGER = (2, 4, 8, 16, 32, 64)  # times as long: messages for which pools might pay
+MOST_RAISED = 3  # engines added, one by one, where nothing holds for longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Engines for all users. users_each: what one engine holds alone (None for two pools). report: all of them at work;
-    None where the layout was only sized. is_rough: its bisection was a short one.
+    None where the layout was only sized, or is another with one engine more (is_raised). longer: the same for longer.
+    is_rough: its bisection was a short one. holds: by the longest of them; None where there is none.
     """
 
     service: Service
@@ -60,21 +62,23 @@ class Layout:
     readers_cost: float = 0.0  # of cost, what the pool that prefills takes
     users_each: int | None = None
     is_rough: bool = False
+    is_raised: bool = False
     report: Report | None = None
-    holds: bool | None = None  # None: not simulated whole
+    longer: Report | None = None
+    holds: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a number of users needs: n_cells times what is said here of one cell, whose users ask counts.
 
-    colocated, pools: the cheapest first; best is the cheapest that holds.
+    colocated, pools: what holds first, then the cheapest; best is the cheapest that holds.
 
-    prefill_share: of the busy time of best, or of its pools together. engines_uncached: of the cheapest colocated layout,
-    without a prefix cache. engines_low, engines_high: of the same, if steps are as short or as long as the prediction's 80 %
-    interval; margin: its (low, high) factors. doubled: best with twice the users;
-    confirmed: with these for longer. crossover_users: where pools become
-    cheaper; crossover_message: how long messages would have to be (both None: nowhere that was looked).
+    prefill_share: of the busy time of best, of its pools together. engines_uncached: of the first colocated layout,
+    without a prefix cache. if_quick, if_slow: best, if steps are as short or as long as the prediction's 80 % interval, None
+    where no number would do; margin: its (low, high) factors. doubled: best with twice the users; confirmed: with these for
+    longer. crossover_users: from where on pools cost less; crossover_message_tokens: how long messages would have to be
+    (None: nowhere that was looked, or for users here already).
     """
 
     ask: Ask
@@ -85,8 +89,8 @@ class Answer:
     too_slow: tuple[str, ...]  # setups that miss the limits with a single user
     prefill_share: float
     engines_uncached: int | None
-    engines_low: int
-    engines_high: int | None
+    if_quick: Service
+    if_slow: Service | None
     margin: tuple[float, float]
     doubled: Report
     confirmed: Report
@@ -121,24 +125,26 @@ def search(
         say("the best of them, longer", 1, N_STAGES)
         fine = _bisected(ask, chosen[:FINALISTS], mapped, n_requests=LONG, close=FINE, guesses=rough)
         say("all users", 2, N_STAGES)
-        colocated = _colocated(ask, chosen, rough | fine, fine, mapped, price_of)
+        layouts = _colocated(ask, chosen, rough | fine, fine, mapped, price_of)
         say("two pools", 3, N_STAGES)
-        pools = _pools(ask, chosen, link, mapped, price_of)
-        holding = [layout for layout in (*colocated, *pools) if layout.holds]
-        if not holding:
+        layouts += _pools(ask, chosen, link, mapped, price_of)
+        if not any(layout.holds for layout in layouts):
             raise ConfigError(
                 "no layout of these holds all users within the limits", hint="other devices or looser limits"
             )
         say("the cheapest for longer", 4, N_STAGES)
-        best, confirmed = _confirmed(ask, [*holding, _with_one_more(colocated[0], price_of)], mapped)
+        layouts = _for_longer(ask, layouts, mapped, price_of)
+        best = layouts[0]
+        colocated = [layout for layout in layouts if layout.service.readers is None]
+        pools = [layout for layout in layouts if layout.service.readers is not None]
         say("without a prefix cache, with longer and shorter steps", 5, N_STAGES)
-        base = colocated[0]
-        low, high = _margin(base)
-        counts, in_pools = _changed(ask, base, (low, high), [one for one in pools[:1] if one.holds], mapped)
+        margin = _margin(best)
+        changed = _changed(ask, best, colocated[0], margin, [one for one in pools[:1] if one.holds], mapped)
         say("twice the users", 6, N_STAGES)
         twice = Trial(service=best.service, ask=ask, n_users=2 * ask.n_users, n_requests=WHOLE)
         (doubled,) = mapped(run_one, [twice])
-    assert best.report is not None
+    assert best.longer is not None
+    users, message = _crossover(ask, colocated, pools, changed.in_pools, chosen, price_of)
     return Answer(
         ask=ask,
         n_cells=n_cells,
@@ -146,15 +152,15 @@ def search(
         colocated=tuple(colocated),
         pools=tuple(pools),
         too_slow=too_slow,
-        prefill_share=prefill_share(best.report),
-        engines_uncached=counts[0],
-        engines_low=counts[1] or 1,
-        engines_high=counts[2],
-        margin=(low, high),
+        prefill_share=prefill_share(best.longer),
+        engines_uncached=changed.engines_uncached,
+        if_quick=changed.if_quick,
+        if_slow=changed.if_slow,
+        margin=margin,
         doubled=doubled,
-        confirmed=confirmed,
-        crossover_users=_crossover(base, pools[0], in_pools) if in_pools else None,
-        crossover_message_tokens=_crossover_message(ask, chosen, price_of),
+        confirmed=best.longer,
+        crossover_users=users,
+        crossover_message_tokens=message,
     )
 
 
@@ -211,45 +217,106 @@ def _bisected(
     return {id(pool): users for pool, users in zip(pools, mapped(bisect_one, asked), strict=True)}
 
 
-def _confirmed(ask: Ask, layouts: list[Layout], mapped: Mapped) -> tuple[Layout, Report]:
-    """The cheapest layout that holds for longer too, as caches fill slowly and a queue that grows takes its time.
+def _for_longer(ask: Ask, layouts: list[Layout], mapped: Mapped, price_of: PriceOf) -> list[Layout]:
+    """All of them, the cheapest that holds first: caches fill slowly and a queue that grows takes its time.
 
-    Where none of those tried does, the one with most good requests.
+    The cheapest are simulated for longer, until one holds; where none does, with an engine more. A layout that was found
+    on short simulations may be a little too small, so the cheapest of one pool is tried with an engine more besides.
     """
-    tried = sorted(layouts, key=lambda layout: layout.cost)[:CONFIRMED]
-    longer = min(max(WHOLE, 2 * ask.n_users), LONGEST)
-    trials = [Trial(service=one.service, ask=ask, n_users=ask.n_users, n_requests=longer) for one in tried]
-    pairs = list(zip(tried, mapped(run_one, trials), strict=True))
-    good = [pair for pair in pairs if pair[1].good_share >= ask.good_share]
-    best, report = good[0] if good else max(pairs, key=lambda pair: pair[1].good_share)
-    return replace(best, report=best.report or report, holds=bool(good)), report
+    n_requests = min(max(WHOLE, 2 * ask.n_users), LONGEST)
+
+    def judged(some: list[Layout]) -> list[Layout]:
+        trials = [Trial(service=one.service, ask=ask, n_users=ask.n_users, n_requests=n_requests) for one in some]
+        reports = mapped(run_one, trials)
+        return [
+            replace(one, longer=report, holds=report.good_share >= ask.good_share)
+            for one, report in zip(some, reports, strict=True)
+        ]
+
+    line = sorted((one for one in layouts if one.holds), key=lambda one: one.cost)
+    others = [one for one in layouts if not one.holds]
+    raised = [_with_one_more(one, price_of) for one in line if one.service.readers is None][:1]
+    line = sorted(line + raised, key=lambda one: one.cost)
+    done: list[Layout] = []
+    while line and not any(one.holds for one in done):
+        done += judged(line[:CONFIRMED])
+        del line[:CONFIRMED]
+    for _ in range(MOST_RAISED):
+        if any(one.holds for one in done):
+            break
+        best = max(done, key=lambda one: 0.0 if one.longer is None else one.longer.good_share)
+        done += judged([_with_one_more(best, price_of)])
+    found = [one for one in (*done, *line, *others) if one.report is not None or one.holds or one.holds is None]
+    cheapest = min((one.cost for one in found if one.holds), default=math.inf)
+    # what was only raised stands in the table if it is what to buy, or the only one of its kind that holds
+    found = [one for one in found if one.report is not None or not one.is_raised or one.cost <= cheapest]
+    return sorted(found, key=lambda one: (not one.holds, one.longer is None, one.cost))
 
 
 def _with_one_more(layout: Layout, price_of: PriceOf) -> Layout:
-    """In case that a layout which was found on short simulations is a little too small."""
-    service = with_engines(layout.service, layout.service.n_engines + 1)
-    return replace(layout, service=service, cost=cost_per_hour(service, price_of), report=None, holds=None)
+    """Of the kind that is late."""
+    pool, readers = layout.service.pool, layout.service.readers
+    report = layout.longer or layout.report
+    is_reading = readers is not None and report is not None and report.late_share["ttft"] > report.late_share["tpot"]
+    n_readers = None if readers is None else readers.n_engines + is_reading
+    service = with_engines(layout.service, pool.n_engines + (not is_reading), n_readers)
+    return replace(
+        layout,
+        service=service,
+        cost=cost_per_hour(service, price_of),
+        readers_cost=_readers_cost(service, price_of),
+        report=None,
+        longer=None,
+        holds=None,
+        is_raised=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changed:
+    """What one change makes of a layout. in_pools: users that the cheapest pools hold as they are; 0 without any."""
+
+    engines_uncached: int | None
+    if_quick: Service
+    if_slow: Service | None
+    in_pools: int
 
 
 def _changed(
-    ask: Ask, base: Layout, margin: tuple[float, float], pools: list[Layout], mapped: Mapped
-) -> tuple[list[int | None], int]:
-    """Engines without a prefix cache, with shorter and with longer steps; and the users that the pools hold as they are."""
-    low, high = margin
-    each = base.users_each or 1
-    services = (uncached(base.service), paced(base.service, low), paced(base.service, high))
-    asked = [
-        Bisection(
-            service=with_engines(service, 1), ask=ask, guess=guess, n_requests=SHORT, close=ROUGH, most=ask.n_users
-        )
-        for service, guess in zip(services, (each / 2, each / low, each / high), strict=True)
-    ]
-    asked += [
-        Bisection(service=one.service, ask=ask, guess=ask.n_users, n_requests=LONG, close=FINE, most=3 * ask.n_users)
-        for one in pools
-    ]
-    *users, in_pools = [*mapped(bisect_one, asked), 0][:4]
-    return [engines_for(ask.n_users, one) if one * MAX_ENGINES >= ask.n_users else None for one in users], in_pools
+    ask: Ask, best: Layout, colocated: Layout, margin: tuple[float, float], pools: list[Layout], mapped: Mapped
+) -> _Changed:
+    """Engines without a prefix cache; of what to buy with shorter and with longer steps; users that pools hold."""
+
+    def held(service: Service, guess: float, most: int, n_requests: int = SHORT, close: float = ROUGH) -> Bisection:
+        return Bisection(service=service, ask=ask, guess=guess, n_requests=n_requests, close=close, most=most)
+
+    each = colocated.users_each or 1
+    asked = [held(with_engines(uncached(colocated.service), 1), each / 2, ask.n_users)]
+    for pace in margin:
+        service = paced(best.service, pace)
+        if service.readers is None:
+            asked.append(held(with_engines(service, 1), (best.users_each or 1) / pace, ask.n_users))
+        else:
+            asked.append(held(service, ask.n_users / pace, 4 * ask.n_users, n_requests=WHOLE))
+    asked += [held(one.service, ask.n_users, 3 * ask.n_users, LONG, FINE) for one in pools]
+    without, quick, slow, in_pools = [*mapped(bisect_one, asked), 0][:4]
+    if best.service.readers is None:  # one engine was bisected, of a service that holds
+        n = best.service.n_engines
+        quick, slow = n * quick, n * slow
+    n_without = engines_for(ask.n_users, without) if without * MAX_ENGINES >= ask.n_users else None
+    return _Changed(
+        engines_uncached=None if n_without is None else max(n_without, colocated.service.n_engines),
+        if_quick=_grown(best.service, min(1.0, ask.n_users / max(1, quick))),
+        if_slow=_grown(best.service, max(1.0, ask.n_users / slow)) if slow * MAX_ENGINES >= ask.n_users else None,
+        in_pools=in_pools,
+    )
+
+
+def _grown(service: Service, times: float) -> Service:
+    """So many times the engines in every pool."""
+    decoders, readers = service.pool, service.readers
+    n_readers = None if readers is None else math.ceil(readers.n_engines * times)
+    return with_engines(service, math.ceil(decoders.n_engines * times), n_readers)
 
 
 def _colocated(
@@ -276,7 +343,7 @@ def _colocated(
                 holds=None if report is None else report.good_share >= ask.good_share,
             )
         )
-    return sorted(layouts, key=lambda layout: (not layout.holds, layout.cost))
+    return layouts
 
 
 def _pools(ask: Ask, pools: Sequence[Pool], link: Link, mapped: Mapped, price_of: PriceOf) -> list[Layout]:
@@ -297,28 +364,30 @@ def _pools(ask: Ask, pools: Sequence[Pool], link: Link, mapped: Mapped, price_of
             service=service,
             ask=ask,
             n_requests=LONG,
-            price=price_of(service.pool.setup) * service.pool.setup.tp,
+            price=price_of(service.pool.setup) * service.pool.setup.n_devices,
             reader_price=_reader_price(service, price_of),
         )
         for _, service in pairs[:FINALISTS]
     ]
-    layouts = [
+    return [
         Layout(
             service=report.service,
             cost=cost_per_hour(report.service, price_of),
-            readers_cost=_reader_price(report.service, price_of)
-            * (report.service.n_engines - report.service.pool.n_engines),
+            readers_cost=_readers_cost(report.service, price_of),
             report=report,
             holds=report.good_share >= ask.good_share,
         )
         for report in mapped(fit_one, fits)
     ]
-    return sorted(layouts, key=lambda layout: (not layout.holds, layout.cost))
+
+
+def _readers_cost(service: Service, price_of: PriceOf) -> float:
+    return 0.0 if service.readers is None else _reader_price(service, price_of) * service.readers.n_engines
 
 
 def _reader_price(service: Service, price_of: PriceOf) -> float:
     assert service.readers is not None
-    return price_of(service.readers.setup) * service.readers.setup.tp
+    return price_of(service.readers.setup) * service.readers.setup.n_devices
 
 
 def _reads_in(pool: Pool, ask: Ask) -> float:
@@ -330,50 +399,42 @@ def _reads_in(pool: Pool, ask: Ask) -> float:
 
 
 def _margin(layout: Layout) -> tuple[float, float]:
-    """The 80 % interval of the step that decides: a decode step as full as it was on average."""
-    batch = 1 if layout.report is None else max(1, round(layout.report.sequences_per_step))
-    setup, ask_tokens = layout.service.pool.setup, 1024
-    if layout.report is not None:
-        ask_tokens = max(1, int(layout.report.prompt_tokens / max(1, layout.report.n_complete)))
-    cost = setup.model_of_time().predict(StepShape.decode(batch=batch, context_tokens=ask_tokens))
+    """The 80 % interval of the step that decides: of the phase that takes most time, as full as it was on average."""
+    report = layout.longer or layout.report
+    assert report is not None
+    tokens = max(1, int(report.prompt_tokens / max(1, report.n_complete)))
+    if prefill_share(report) > 0.5:
+        pool = layout.service.readers or layout.service.pool
+        new = max(1, int((report.prompt_tokens - report.cached_tokens) / max(1, report.n_complete)))
+        shape = StepShape.prefill(batch=1, new_tokens=new, cached_tokens=tokens - new)
+    else:
+        pool = layout.service.pool
+        decodes = report.pools[0]  # the pool that decodes
+        shape = StepShape.decode(batch=max(1, round(decodes.sequences_per_step)), context_tokens=tokens)
+    cost = pool.setup.model_of_time().predict(shape)
     return cost.low_s / cost.total_s, cost.high_s / cost.total_s
 
 
-def _crossover(base: Layout, pooled: Layout, in_pools: int) -> int | None:
-    """The least number of users from which two pools cost less for good, engines of each pool growing by themselves.
+def _crossover(
+    ask: Ask, colocated: list[Layout], pools: list[Layout], in_pools: int, chosen: Sequence[Pool], price_of: PriceOf
+) -> tuple[int | None, int | None]:
+    """(users, tokens of a message) from which two pools cost less; both None where not one of either kind holds.
 
-    in_pools: users that the pools hold as they are. Looked for up to a hundred times as many.
+    At the users asked for this is what the table says.
     """
-    readers, decoders = pooled.service.readers, pooled.service.pool
-    assert readers is not None
-    assert base.users_each is not None
-    found = None
-    for step in range(-40, 41):
-        users = max(1, round(in_pools * 10 ** (step / 20)))
-        one = math.ceil(users / base.users_each) * base.cost / base.service.n_engines
-        two = sum(
-            math.ceil(users * pool.n_engines / in_pools) * cost / pool.n_engines
-            for pool, cost in ((readers, pooled.readers_cost), (decoders, pooled.cost - pooled.readers_cost))
-        )
-        if two >= one:
-            found = None
-        elif found is None:
-            found = users
-    return found
+    alone = [_seen(ask, one, (one.users_each or 1) * one.service.n_engines) for one in colocated if one.holds]
+    # the cheapest was bisected; of the others no more is known than that they hold
+    paired = [_seen(ask, one, ask.n_users if place else in_pools) for place, one in enumerate(pools) if one.holds]
+    if not alone or not paired:
+        return None, None
+    excess = min(map(per_user, paired)) / min(map(per_user, alone))
+    message = crossover_message(ask, chosen, price_of, excess=excess) if excess > 1.0 else None
+    return crossover_users(alone, paired, ask.n_users), message
 
 
-def _crossover_message(ask: Ask, pools: Sequence[Pool], price_of: PriceOf) -> int | None:
-    """The shortest message, of some times the asked length, at which two pools of the fluid model cost less per user."""
-    for times in LONGER:
-        message = replace(ask.message, low=ask.message.low * times, high=ask.message.high * times)
-        longer = replace(ask, message=message)
-        one = min((_per_user(pool, fluid_users(pool, longer), price_of) for pool in pools), default=math.inf)
-        reads = min(_per_user(pool, fluid_users(pool, longer, decodes=False), price_of) for pool in pools)
-        writes = min(_per_user(pool, fluid_users(pool, longer, reads=False), price_of) for pool in pools)
-        if reads + writes < one:
-            return int(longer.message_tokens)
-    return None
-
-
-def _per_user(pool: Pool, users: float, price_of: PriceOf) -> float:
-    return price_of(pool.setup) * pool.n_devices / users if users else math.inf
+def _seen(ask: Ask, layout: Layout, held: float) -> Grown:
+    pool, readers = layout.service.pool, layout.service.readers
+    found = [Engines.seen(pool.n_engines, layout.cost - layout.readers_cost, held=held, n_users=ask.n_users)]
+    if readers is not None:
+        found.append(Engines.seen(readers.n_engines, layout.readers_cost, held=held, n_users=ask.n_users))
+    return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from diptych.metrics import Distribution
@@ -31,16 +31,16 @@ class Stream:
 
     def add(self, values: Iterable[float]) -> None:
         """Take in durations, each 0 or more."""
-        buckets, log = self._buckets, math.log
-        for value in values:
-            self.n += 1
-            self._sum += value
-            if value < self._least:
-                self._least = value
-            if value > self._greatest:
-                self._greatest = value
+        seen = values if isinstance(values, Sequence) else tuple(values)
+        if not seen:
+            return
+        self.n += len(seen)
+        self._sum += sum(seen)
+        self._least, self._greatest = min(self._least, *seen), max(self._greatest, *seen)
+        buckets, log, ceil = self._buckets, math.log, math.ceil
+        for value in seen:
             if value > 0.0:
-                key = math.ceil(log(value) * _PER_LOG)
+                key = ceil(log(value) * _PER_LOG)
                 buckets[key] = buckets.get(key, 0) + 1
             else:
                 self._zeros += 1

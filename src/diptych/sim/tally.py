@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from diptych.ground.phase import FinishReason
@@ -60,6 +61,37 @@ class Work:
         else:
             stretch.mixed_s += time_s
             self.mixed_s += time_s
+
+    def decoded(
+        self, begin_s: float, ends_s: Sequence[float], held_blocks: Iterable[int], *, of: int, n: int, waiting: int
+    ) -> None:
+        """Steps one after the other from begin_s on, each of which decoded a token of all n running sequences.
+
+        held_blocks: by each, of so many. The same as `stepped` for every one of them.
+        """
+        at, stretch, stretch_end_s = self.timeline.at, None, -math.inf
+        for end_s, held in zip(ends_s, held_blocks, strict=False):
+            time_s, begin_s = end_s - begin_s, end_s
+            if not self.from_s <= end_s <= self.until_s:
+                continue
+            kv_share = held / of
+            self.n_steps += 1
+            self.kv_share_s += kv_share * time_s
+            if kv_share > self.kv_peak:
+                self.kv_peak = kv_share
+            self.running_s += n * time_s
+            self.decode_s += time_s
+            if stretch is None or end_s >= stretch_end_s:
+                stretch = at(end_s)
+                bin_s = self.timeline.bin_s
+                stretch_end_s = (end_s // bin_s + 1.0) * bin_s
+            stretch.kv_share_s += kv_share * time_s
+            stretch.running_s += n * time_s
+            stretch.waiting_s += waiting * time_s
+            stretch.output_tokens += n
+            stretch.decode_s += time_s
+        if waiting > self.waiting_peak and stretch is not None:
+            self.waiting_peak = waiting
 
     def take(self, other: Work) -> None:
         """Add what engines elsewhere did."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration, Constants
 from diptych.cost.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
+from diptych.cost.layout import Layout
 from diptych.cost.memory import capacity_of
 from diptych.cost.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
 from diptych.cost.services import MeasuredService
@@ -43,7 +43,7 @@ class Case:
 def case_of(row: MeasuredService) -> Case:
     """ConfigError where the model does not fit the device, or cannot be split so."""
     load = row.load
-    setup = _setup(row.model, row.device, row.quant, row.kv, row.tp)
+    setup = _setup(row.model, row.device, row.quant, row.kv, row.tp, row.layout)
     longest = load.input_tokens + load.output_tokens
     pool = capacity_of(setup, context_tokens=longest, batch=1).kv_tokens
     is_short = load.streams * load.output_tokens <= LONG_TOKENS
@@ -68,13 +68,14 @@ def _lengths(tokens: int, spread: float) -> LengthRange:
 
 
 @lru_cache(maxsize=1024)
-def _setup(model: str, device: str, quant: str, kv: str, tp: int) -> Setup:
+def _setup(model: str, device: str, quant: str, kv: str, tp: int, layout: Layout) -> Setup:
     return Setup(
         model=find_model(model),
         hardware=device_spec(device),
         quant=quant_spec(quant),
         kv=kv_spec(kv),
         tp=tp,
+        layout=layout,
         calibration=Calibration(
             name="services", prefill=Constants(), decode=Constants(), prefill_residual=NO_RESIDUAL,
             decode_residual=NO_RESIDUAL, source="fit",
@@ -92,9 +93,7 @@ def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
     """What these constants say about a row, by measure."""
     calibration = replace(case.setup.calibration, prefill=constants.prefill, decode=constants.decode)
     setup = case.setup
-    predictor = CalibratedModel(
-        setup.model, setup.hardware, setup.quant, calibration=calibration, kv=setup.kv, tp=setup.tp
-    )
+    predictor = replace(setup, calibration=calibration).model_of_time()
     times = case.schedule.times(predictor.predict_s)
     return {
         "ttft": times.ttft_s + constants.request_s,
@@ -152,6 +151,7 @@ class Judged:
             "model": row.model,
             "weights": row.quant,
             "measure": self.measure,
+            "layout": row.layout.words or "tensor parallel",
             "streams": _streams(load.streams),
             "lengths": f"{load.input_tokens} in, {load.output_tokens} out",
             "pool": "requests wait for KV" if self.case.is_short_of_kv else "all fit",

@@ -8,8 +8,9 @@ import tokenizers
 
 from diptych.compute.structured import GrammarCompiler
 from diptych.engine.text.call_form import HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED
-from diptych.engine.text.forced_calls import tool_call_spec
+from diptych.engine.text.forced_calls import strict_calls_spec, tool_call_spec
 from diptych.engine.text.tokenizer import Tokenizer
+from diptych.ground.errors import GrammarError
 from text.small_tokenizers import byte_level_json
 from text.whole_calls import parse_tool_calls
 
@@ -104,3 +105,57 @@ def test_references_within_a_tools_schema_are_followed(tool_format):
         assert calls
         for call in calls:
             assert json.loads(call.arguments) == {"c": call.name * 2}
+
+
+STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS[:1]] + TOOLS[1:]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "kind"), [(HERMES, "added"), (HERMES, "special"), (MISTRAL, "special"), (MISTRAL_NAMED, "special")]
+)
+def test_strict_calls_fit_from_their_tag_on_and_text_is_free(tool_format, kind):
+    """`strict` under tool_choice auto had no effect: a model could break the schema that it was promised to keep."""
+    tokenizer = with_tags(kind)
+    own = Tokenizer(tokenizer, {}, EOS)
+    tag_ids = own.tags_in(tool_format.literals)
+    spec = strict_calls_spec(STRICT, tool_format, tag_ids=tag_ids)
+    assert spec is not None
+    compiler = GrammarCompiler(own, own.vocab_size)
+    begin = tag_ids[tool_format.trigger]
+    for seed, text in enumerate(("", "Let me look.\n", "{ [ < tool")):
+        state = compiler.compile(spec).begin()
+        ids = tokenizer.encode(text).ids
+        for token_id in ids:
+            assert state.allowed()[token_id], "text is free"
+            state.advance(token_id)
+        assert state.is_accepting, "it may end without a call"
+        assert not any(state.allowed()[i] for tag, i in tag_ids.items() if i != begin), "no tag but the one of a call"
+        rng = np.random.default_rng(seed)
+        token_id = begin
+        while token_id not in EOS:
+            ids.append(token_id)
+            state.advance(token_id)
+            if state.is_complete or len(ids) > 300:
+                break
+            token_id = int(rng.choice(np.flatnonzero(state.allowed())))
+        content, calls = parse_tool_calls(own.decode(ids), tool_format, tool_names=["weather", "time"])
+        assert content.strip() == text.strip()
+        assert calls
+        for call in calls:
+            assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    compiler.close()
+
+
+def test_strict_calls_need_a_token_that_begins_them():
+    """Where a call begins with plain text, nobody can tell a text about calls from one."""
+    assert strict_calls_spec(STRICT, LLAMA3, tag_ids={}) is None
+    assert strict_calls_spec(STRICT, HERMES, tag_ids={}) is None
+
+
+def test_a_loose_tool_beside_a_strict_one_may_have_any_schema():
+    """It was offered before with a schema that no grammar holds, and must not be refused for its neighbour."""
+    loose = {"type": "function", "function": {"name": "odd", "parameters": {"type": "array", "uniqueItems": True}}}
+    tag_ids = {"<tool_call>": 5, "</tool_call>": 6}
+    assert strict_calls_spec([STRICT[0], loose], HERMES, tag_ids=tag_ids) is not None
+    with pytest.raises(GrammarError):
+        strict_calls_spec([{**loose, "function": {**loose["function"], "strict": True}}], HERMES, tag_ids=tag_ids)

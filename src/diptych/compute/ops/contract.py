@@ -23,6 +23,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from diptych.ground.formats import KeptFormat
 from diptych.models.spec import Activation, MoeSpec, QkNorm
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
@@ -78,8 +79,26 @@ class AttentionSpec:
     norm_eps: float = 1e-6
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """A matrix [n, k] as its file quantised it, in the terms of a `KeptFormat`.
+
+    codes: uint8 [n, k], one to a byte (8 bits: 128 + level). scales [n, groups] in the format's type; offsets [n, groups]:
+    uint8 zeros, float32 minima, or None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None = None
+
+
 class WeightTensor(Protocol):
-    """One tensor of a checkpoint, checked by name and shape, read when asked. Slices are free."""
+    """One tensor of a checkpoint, checked by name and shape, read when asked. Slices are free.
+
+    kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
+    """
+
+    kept: KeptFormat | None = None
 
     name: str
     shape: tuple[int, ...]
@@ -95,6 +114,11 @@ class WeightTensor(Protocol):
     def part(self, rows: slice, n_columns: int) -> torch.Tensor:
         """`read()[rows, :n_columns]` of a matrix; a source that has to make the values makes no others."""
         return self.read()[rows, :n_columns]
+
+    def codes(self) -> Codes:
+        """The values as codes of `kept`."""
+        kept = self.kept
+        raise NotImplementedError(f"{self.name} has no codes of {kept}")
 
 
 class Split(Enum):
@@ -273,6 +297,8 @@ class OpContract:
         return self.tolerance_fp32 if dtype == torch.float32 else self.tolerance_bf16
 
 
+# Rows whose sequence has an adapter (`ForwardBatch.adapters_S`) get W + s B A in `linear`, `linear_gate` and `linear_add`: the
+# low-rank part comes of the same h, behind the bias and before activation and sum, to its own outputs (`reference.adapted`).
 # bf16 keeps 8 bits: one rounding of a value of order one is 2^-9; sums of products of order one round once more.
 OPS: dict[str, OpContract] = {
     op.name: op

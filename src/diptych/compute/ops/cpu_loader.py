@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from diptych.compute.adapters import Sites
+from diptych.compute.balance import exponents_of
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
+    Codes,
     ExpertParts,
     LinearParts,
     Loader,
@@ -24,22 +29,24 @@ from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.ground.formats import ENGINE_WEIGHTS, head_format
+from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
 from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
+Rows = tuple[tuple[int, int], ...]  # ranges of a projection's outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearHandle:
-    """A packed weight: its number in the program, the format of the rows it multiplies, its shape.
+    """A packed weight: its number in the program, its key there, the name of its format (a `KeptFormat`'s too), its shape.
 
     Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
     following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
     """
 
     index: int | None
+    key: str
     format: str
     n_inputs: int
     n_outputs: int
@@ -52,6 +59,8 @@ class LinearHandle:
     @property
     def rows_format(self) -> str:
         """The form of the rows it multiplies: int8 and int4 weights share one."""
+        if self.format.startswith("group"):
+            return f"group{KeptFormat.named(self.format).group}"
         return "bf16" if self.format == "bf16" else "int8"
 
 
@@ -92,8 +101,19 @@ class ExpertsHandle:
     down: tuple[LinearHandle, ...]
 
 
+def native_shape(weights: KeptFormat | str, n: int, k: int, *, is_gated: bool = False, has_bias: bool = False) -> Any:
+    """The kernels' description of a packed weight [n, k] in that format."""
+    common = {"n": n, "k": k, "is_gated": is_gated, "has_bias": has_bias}
+    if isinstance(weights, str):
+        return _cpu.LinearShape(format=weights, group=INT4_GROUP, **common)
+    group = weights.group or INT4_GROUP
+    return _cpu.LinearShape(format=weights.kind, group=group, scale=weights.scale, grid=weights.grid, **common)
+
+
 class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
-    """Packs a checkpoint's tensors into a native program. `formats`: weights in config.weights, the head and router as below.
+    """Packs a checkpoint's tensors into a native program: weights in config.weights, the head and router as below.
+
+    Where nothing is asked for, weights that the checkpoint holds quantised keep their values (`WeightTensor.kept`).
 
     The head is kept in bf16 for bf16 weights and in int8 for int8 and int4: every token's probabilities pass through it,
     and LAB.md has the quality that results. The router is always bf16 (it is tiny and picks experts).
@@ -120,8 +140,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.source = source
         self._heads: dict[int, tuple[AttentionSpec, OwnHeads | None]] = {}  # by layer
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
+        self.is_keeping = config.weights == "auto"
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
+        self.kept: dict[str, KeptFormat] = {}  # key -> format, of those that kept their values
+        self.n_values: Counter[str] = Counter()  # format -> weights of the layers that were packed in it
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
+        self.exponents: dict[str, torch.Tensor] = {}  # likewise, of what may be balanced: see `balance.exponents_of`
+        self.sites = Sites()
         self._ropes: dict[RopeSpec, int] = {}
 
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
@@ -144,21 +169,18 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        if self.rank.size == 1 or role is None:
-            return self._pack(parts, self.weights_format, role=role)
-        if tuple(site for site, _ in role.sites) == ("q", "k", "v") and role.layer is not None:
+        is_heads = role is not None and tuple(site for site, _ in role.sites) == ("q", "k", "v")
+        if self.rank.size > 1 and is_heads and role is not None and role.layer is not None:
             return self._heads_projection(parts, role, *self._heads[role.layer])
-        return self._pack_own(parts, self.weights_format, role)
+        handle = self._pack_own(parts, self.weights_format, role)
+        self.sites.note(parts, handle)
+        return handle
 
     def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> LinearHandle:
         """Gate and up interleaved, so that the product's epilogue can join them."""
-        if self.rank.size == 1 or role is None:
-            return self._pack(parts, self.weights_format, activation=activation, role=role)
-        ffn = parts.n_outputs // 2
-        begin, end = self.rank.share(ffn, lanes=2)
-        rows = ((begin, end), (ffn + begin, ffn + end))
-        handle = self._pack(parts, self.weights_format, activation=activation, role=role, rows=rows)
-        return replace(handle, n_outputs=ffn, column=begin, is_gathered=True)
+        handle = self._gated_own(parts, activation, role)
+        self.sites.note(parts, handle)
+        return handle
 
     def attention(
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
@@ -185,26 +207,44 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def experts(
         self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
     ) -> ExpertsHandle:
-        """Each expert packed on its own; the router in bf16. Ranks have a part of each expert, and the whole router."""
+        """Each expert packed on its own; the router in bf16. Ranks have a part of each expert, and the whole router.
+
+        Experts share their rows, so all keep their values or none.
+        """
+        keep = all(len({self._kept(getattr(expert, name)) for expert in experts}) == 1 for name in ("gate_up", "down"))
         return ExpertsHandle(
             spec=spec,
             router=self._pack(LinearParts(weights=(router,)), "bf16"),
-            gate_up=tuple(self.gated(expert.gate_up, spec.activation, role=role) for expert in experts),
-            down=tuple(self.linear(expert.down, role=role) for expert in experts),
+            gate_up=tuple(self._gated_own(expert.gate_up, spec.activation, role, keep=keep) for expert in experts),
+            down=tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts),
         )
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
         parts, weights_format = LinearParts(weights=(tensor,)), head_format(self.weights_format)
-        if self.rank.size == 1 or role is None:
-            return self._pack(parts, weights_format, role=role)
         return self._pack_own(parts, weights_format, role)
 
-    def _pack_own(self, parts: LinearParts, weights_format: str, role: Role) -> LinearHandle:
-        """The rank's outputs of a projection, to be gathered."""
+    def _pack_own(
+        self, parts: LinearParts, weights_format: str, role: Role | None, *, keep: bool = True
+    ) -> LinearHandle:
+        """The rank's outputs of a projection, to be gathered; all of it where nobody said what it is."""
+        if self.rank.size == 1 or role is None:
+            return self._pack(parts, weights_format, role=role, keep=keep)
         begin, end = self.rank.share(parts.n_outputs)
-        handle = self._pack(parts, weights_format, role=role, rows=((begin, end),))
+        handle = self._pack(parts, weights_format, role=role, rows=((begin, end),), keep=keep)
         return replace(handle, n_outputs=parts.n_outputs, column=begin, is_gathered=True)
+
+    def _gated_own(
+        self, parts: LinearParts, activation: Activation, role: Role | None, *, keep: bool = True
+    ) -> LinearHandle:
+        """The same of gate and up."""
+        if self.rank.size == 1 or role is None:
+            return self._pack(parts, self.weights_format, activation=activation, role=role, keep=keep)
+        ffn = parts.n_outputs // 2
+        begin, end = self.rank.share(ffn, lanes=2)
+        rows = ((begin, end), (ffn + begin, ffn + end))
+        handle = self._pack(parts, self.weights_format, activation=activation, role=role, rows=rows, keep=keep)
+        return replace(handle, n_outputs=ffn, column=begin, is_gathered=True)
 
     def _heads_projection(
         self, parts: LinearParts, role: Role, spec: AttentionSpec, own: OwnHeads | None
@@ -214,10 +254,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         Ranks that hold the same KV head write the same numbers to its columns then.
         """
         d, (q, k, _) = spec.head_dim, (outputs for _, outputs in role.sites)
-        is_gathered = spec.qk_norm is QkNorm.FULL
+        is_gathered, kept = spec.qk_norm is QkNorm.FULL, self._kept(parts)
         nobody = LinearHandle(
             index=None,
-            format=self.weights_format,
+            key="",
+            format=self.weights_format if kept is None else kept.name,
             n_inputs=parts.n_inputs,
             n_outputs=parts.n_outputs if is_gathered else 0,
             role=role,
@@ -243,6 +284,16 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         ]
         return replace(nobody, index=pieces[0].index, pieces=tuple(pieces))
 
+    @property
+    def main_format(self) -> str:
+        """The format of most weights of the layers."""
+        return self.n_values.most_common(1)[0][0] if self.n_values else self.weights_format
+
+    def _kept(self, parts: LinearParts) -> KeptFormat | None:
+        """What holds the stored values of all parts."""
+        formats = {part.kept for part in parts.weights} if self.is_keeping else {None}
+        return formats.pop() if len(formats) == 1 else None
+
     def _pack(
         self,
         parts: LinearParts,
@@ -250,52 +301,35 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         *,
         activation: Activation | None = None,
         role: Role | None = None,
-        rows: tuple[tuple[int, int], ...] | None = None,
+        rows: Rows | None = None,
+        keep: bool = True,
     ) -> LinearHandle:
         """`rows` of the projection, one range after the other; all of it where there is None."""
         k = parts.n_inputs
-
-        def shape_of(n: int) -> Any:
-            return _cpu.LinearShape(
-                format=weights_format,
-                n=n,
-                k=k,
-                group=INT4_GROUP,
-                is_gated=activation is not None,
-                has_bias=bool(parts.biases),
-            )
-
         n = parts.n_outputs if rows is None else sum(end - begin for begin, end in rows)
-        shape, whole = shape_of(n), shape_of(parts.n_outputs)
+        kept = self._kept(parts) if keep else None
+        form = {"is_gated": activation is not None, "has_bias": bool(parts.biases)}
+        shape, whole = (native_shape(kept or weights_format, outputs, k, **form) for outputs in (n, parts.n_outputs))
         key = "+".join(part.name for part in (*parts.weights, *parts.biases))
+        if kept is not None:
+            self.kept[key] = kept
+            weights_format = kept.name
+        if role is not None and role.layer is not None and key not in self.packed:
+            self.n_values[weights_format] += parts.n_outputs * k
         saved = self.source.find_packed(key, whole.packed_bytes)
         seed = parts.weights[0].random_seed
         if saved is not None:
             index = self._add_saved(shape, whole, rows, saved)
         elif seed is not None and not parts.biases:
-            seed, amplitude = seed & (2**63 - 1), (3.0 / k) ** 0.5
-            if rows is None:
-                index = self.program.add_random_linear(shape, seed, amplitude)
-            else:
-                index = self.program.add_random_part(shape, whole, rows, seed, amplitude)
+            index = self._add_random(shape, whole, rows, seed & (2**63 - 1))
         else:
-            rows = rows or ((0, parts.n_outputs),)
-            weights = [(part.name, part.part(own, k).detach()) for part, own in _own_rows(parts.weights, rows)]
-            if weights_format in ("int8", "int4"):  # rounding to a grid would make a number of it, and hide it
-                for name, values in weights:
-                    if not bool(torch.isfinite(values).all()):
-                        raise LoadError(
-                            f"tensor {name} has a weight that is not finite; {weights_format} cannot hold it",
-                            hint="the checkpoint is damaged; download it again",
-                        )
-            bias = None
-            if parts.biases:
-                biases = [part.read().detach().reshape(-1)[own] for part, own in _own_rows(parts.biases, rows)]
-                bias = torch.cat([values.to(torch.float32) for values in biases])
-            index = self.program.add_linear(shape, [values for _, values in weights], bias)
+            index = self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept)
         self.packed[key] = index
+        if weights_format != "bf16":
+            self._note_exponents(key, parts, is_packed=saved is not None)
         return LinearHandle(
             index=index,
+            key=key,
             format=weights_format,
             n_inputs=k,
             n_outputs=n if activation is None else n // 2,
@@ -303,7 +337,25 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             role=role,
         )
 
-    def _add_saved(self, shape: Any, whole: Any, rows: tuple[tuple[int, int], ...] | None, saved: Any) -> int:
+    def _add_read(
+        self, shape: Any, parts: LinearParts, rows: Rows, weights_format: str, kept: KeptFormat | None
+    ) -> int:
+        """Rows of the tensors, packed."""
+        bias = None
+        if parts.biases:
+            biases = [part.read().detach().reshape(-1)[own] for part, own in _own_rows(parts.biases, rows)]
+            bias = torch.cat([values.to(torch.float32) for values in biases])
+        if kept is not None:
+            return int(self.program.add_coded_linear(shape, _native_codes(parts.weights, rows), bias))
+        return int(self.program.add_linear(shape, _finite_weights(parts, rows, weights_format), bias))
+
+    def _add_random(self, shape: Any, whole: Any, rows: Rows | None, seed: int) -> int:
+        amplitude = (3.0 / shape.k) ** 0.5
+        if rows is None:
+            return int(self.program.add_random_linear(shape, seed, amplitude))
+        return int(self.program.add_random_part(shape, whole, rows, seed, amplitude))
+
+    def _add_saved(self, shape: Any, whole: Any, rows: Rows | None, saved: Any) -> int:
         if rows is None:
             return int(self.program.add_packed_linear(shape, saved))
         try:
@@ -314,10 +366,22 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
                 hint="load the original checkpoint, or ask for another number of ranks",
             ) from error
 
+    def _note_exponents(self, key: str, parts: LinearParts, *, is_packed: bool) -> None:
+        """What the weight was multiplied by before it was packed: now, or when it was saved."""
+        if not is_packed:
+            self.exponents[key] = exponents_of(parts)
+            return
+        saved = self.source.find_packed(exponents_key(key), 4 * (parts.n_outputs + parts.n_inputs))
+        if saved is not None:
+            self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
 
-def _own_rows(
-    tensors: tuple[WeightTensor, ...], rows: tuple[tuple[int, int], ...]
-) -> Iterator[tuple[WeightTensor, slice]]:
+
+def exponents_key(key: str) -> str:
+    """Under which the exponents of a packed weight are saved."""
+    return f"{key}|exponents"
+
+
+def _own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[WeightTensor, slice]]:
     """Which rows of which of the stacked tensors `rows` of the stack are, in their order."""
     for begin, end in rows:
         first = 0
@@ -326,3 +390,34 @@ def _own_rows(
             if low < high:
                 yield tensor, slice(low - first, high - first)
             first += tensor.shape[0]
+
+
+def _native_codes(tensors: tuple[WeightTensor, ...], rows: Rows) -> list[tuple[Any, ...]]:
+    """Codes, scales and offsets of rows of the stack: each row has its own."""
+    read: dict[str, Codes] = {}
+    native = []
+    for part, own in _own_rows(tensors, rows):
+        if part.name not in read:
+            read[part.name] = part.codes()
+        codes = read[part.name]
+        if not bool(torch.isfinite(codes.scales[own].to(torch.float32)).all()):
+            raise LoadError(
+                f"tensor {part.name} has a scale that is not finite",
+                hint="the checkpoint is damaged; download it again",
+            )
+        offsets = None if codes.offsets is None else codes.offsets[own].contiguous()
+        native.append((codes.codes[own].contiguous(), codes.scales[own].contiguous(), offsets))
+    return native
+
+
+def _finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list[torch.Tensor]:
+    """The rows' values; rounding one that is not finite to a grid would make a number of it, and hide it."""
+    weights = [(part.name, part.part(own, parts.n_inputs).detach()) for part, own in _own_rows(parts.weights, rows)]
+    if weights_format in ("int8", "int4"):
+        for name, values in weights:
+            if not bool(torch.isfinite(values).all()):
+                raise LoadError(
+                    f"tensor {name} has a weight that is not finite; {weights_format} cannot hold it",
+                    hint="the checkpoint is damaged; download it again",
+                )
+    return [values for _, values in weights]

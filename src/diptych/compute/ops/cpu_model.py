@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from diptych.compute.adapters import Adapter, LowRank, Site, by_linear
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
@@ -25,7 +26,7 @@ from diptych.compute.ops.cpu_recorder import CpuOps
 from diptych.compute.ops.shares import Rank
 from diptych.compute.sampler import Weighed
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, ExecutorError
+from diptych.ground.errors import ConfigError, ExecutorError, LoadError
 
 logger = logging.getLogger("diptych.compute")
 
@@ -71,7 +72,9 @@ class CpuModel(Model):
             on_packed(loader)
         blueprint.forward(CpuOps(loader), weights)
         self.program: Any = loader.program
-        self.weights_format = loader.weights_format
+        self._sites, self._exponents = loader.sites, loader.exponents
+        self.weights_format = loader.main_format
+        self.formats = dict(loader.n_values)
         self.kv_format = loader.kv_format
         self.head_format = weights.head.format
         self.weight_bytes = int(self.program.weight_bytes)
@@ -80,7 +83,7 @@ class CpuModel(Model):
         self.threads = int(self.program.threads)
         self.placement = loader.placement
         self.revision = blueprint.revision(
-            self.backend_name, self.instruction_set, self.weights_format, self.head_format, self.kv_format
+            self.backend_name, self.instruction_set, *sorted(self.formats), self.head_format, self.kv_format
         )
         self._cache = {
             "n_layers": self.spec.n_layers,
@@ -129,15 +132,15 @@ class CpuModel(Model):
             batch.logits_rows_R,
         )
         ends: tuple[object, ...] = ()
-        if given is not None or taps is not None:
-            ends = (given, None if taps is None else self._tapped(taps, batch.n_tokens))
+        if given is not None or taps is not None or batch.adapters_S is not None:
+            ends = (given, None if taps is None else self._tapped(taps, batch.n_tokens), batch.adapters_S)
         try:
             if want is Want.BEST:
                 best: Best = self.program.run_best(*arrays, native, *ends)
                 return best
             if want is Want.HIDDEN:
                 hidden_RD = torch.empty((len(batch.logits_rows_R), self.program.hidden_width), dtype=torch.float32)
-                self.program.run_hidden(*arrays, native, hidden_RD.numpy())
+                self.program.run_hidden(*arrays, native, hidden_RD.numpy(), batch.adapters_S)
                 return hidden_RD
             logits_RV = self._logits(len(batch.logits_rows_R))
             # as numpy: the binding asks a tensor in Python for its memory, and loses a Ctrl-C that arrives meanwhile
@@ -174,10 +177,41 @@ class CpuModel(Model):
         )
         return [Weighed(*one) for one in zip(*drawn, strict=True)]
 
+    def add_adapter(self, adapter: Adapter) -> int:
+        """In bf16, packed as the projections are."""
+        fitted = by_linear(self._sites.fit(adapter), lambda linear: linear.index)
+        sites = [
+            (index, [(site.begin, site.end, *self._scaled(site, low_rank, adapter)) for site, low_rank in several])
+            for index, several in fitted.items()
+        ]
+        return int(self.program.add_adapter(sites))
+
+    def _scaled(self, site: Site, low_rank: LowRank, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
+        """A and B for a projection whose inputs and outputs may have been balanced. LoadError where nobody knows how."""
+        if site.linear.format == "bf16":
+            return low_rank.a.numpy(), low_rank.b.numpy()
+        exponents = self._exponents.get(site.linear.key)
+        if exponents is None:
+            raise LoadError(
+                f"adapter {adapter.path} needs to know how the weights were balanced, and the checkpoint was packed by a "
+                "version that did not say",
+                hint="write it again with `diptych quantize`",
+            )
+        outputs, inputs = exponents[: -site.n_inputs].exp2(), exponents[-site.n_inputs :].exp2()
+        return (low_rank.a * inputs).numpy(), (low_rank.b * outputs[site.begin : site.end, None]).numpy()
+
+    def drop_adapter(self, number: int) -> None:
+        """Its pages go back to the system."""
+        self.program.drop_adapter(number)
+
+    def adapter_bytes(self, number: int) -> int:
+        """Of A and B, packed."""
+        return int(self.program.adapter_bytes(number))
+
     def nanoseconds(self) -> dict[str, int]:
         """Time of the last step by kind of operation, in ns."""
         return dict(self.program.nanoseconds())
 
     def close(self) -> None:
         """Drop the program with its packed weights."""
-        del self.program
+        del self.program, self._sites

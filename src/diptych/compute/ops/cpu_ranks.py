@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from diptych.compute.adapters import Adapter
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVHeader, KVPayload, KVStore
 from diptych.compute.model import Blueprint, Want
@@ -27,7 +28,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb
 from diptych.compute.ops.shares import Rank, together
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import EngineError, UnsupportedModel
+from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel
 
 
 def cache_of(model: CpuModel, rank: Rank) -> tuple[int, int]:
@@ -255,6 +256,13 @@ class RankedModel(CpuModel):
         if n_rows == 0:
             return torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
         return torch.from_numpy(outputs_view(self.ranks.team, (n_rows, self.spec.vocab_size), np.float32))
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Refused: its products would have to be divided as the projections are."""
+        raise ConfigError(
+            f"adapter {adapter.path} cannot be loaded: tp is {self.ranks.size}, and adapters are computed in one process only",
+            hint="start without tp, or merge the adapter into the weights and load those",
+        )
 
     def on_loss(self, tell: Callable[[EngineError], object]) -> Callable[[], object]:
         """See Model."""

@@ -81,6 +81,13 @@ def linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return y if bias is None else y + bias.float()
 
 
+def adapted(y: torch.Tensor, h: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, begin: int) -> torch.Tensor:
+    """Y [T, N] with what an adapter adds to outputs [begin, begin + n): (h A^T) B^T, fp32. a [r, K], b [n, r], scaled."""
+    y = y.float().clone()
+    y[:, begin : begin + len(b)] += linear(linear(h, a), b)
+    return y
+
+
 def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """act(gate) * up for gate_up [T, 2F] with gate first, fp32."""
     half = gate_up.shape[-1] // 2

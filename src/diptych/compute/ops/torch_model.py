@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from diptych.compute.adapters import Adapter, LowRank, by_linear
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.ops.torch_ops import TorchLoader, TorchOps
+from diptych.compute.ops.torch_ops import TorchAdapter, TorchLoader, TorchOps
 from diptych.compute.sampler import PlainDrawing, Weighed
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import ConfigError, ExecutorError
 
 logger = logging.getLogger("diptych.compute")
 
@@ -73,10 +74,13 @@ class TorchModel(Model):
         if self.weights_format == "auto":
             self.weights_format = _auto_format(blueprint)
         self.head_format = self.weights_format
+        self.formats = {self.weights_format: 1}
         self._dtype = DTYPES[self.weights_format]
         self.kv_format = _choose("kv", config.kv, self.weights_format)
         loader = TorchLoader(device, self._dtype)
         self._weights = blueprint.load(loader)
+        self._sites = loader.sites
+        self._adapters: dict[int, TorchAdapter] = {}
         self.weight_bytes = loader.weight_bytes
         self.n_parameters = blueprint.source.n_parameters
         self.instruction_set = _instruction_set(device)
@@ -121,9 +125,12 @@ class TorchModel(Model):
         assert isinstance(kv, TorchKVStore), type(kv)
         with torch.no_grad():
             wants_hidden = want is Want.HIDDEN
+            if batch.adapters_S is not None and not self._adapters.keys() >= set(batch.adapters_S.tolist()) - {-1}:
+                raise ExecutorError("the step was refused: it names an adapter that is not there")
             ops = TorchOps(
-                batch, kv, device=self.device, dtype=self._dtype, wants_hidden=wants_hidden, given=given, taps=taps
-            )
+                batch, kv, device=self.device, dtype=self._dtype, wants_hidden=wants_hidden, given=given, taps=taps,
+                adapters=self._adapters,
+            )  # fmt: skip
             rows: torch.Tensor = self._blueprint.forward(ops, self._weights)
             if taps is not None:
                 taps.states = torch.stack([ops.tapped[number] for number in taps.numbers])
@@ -142,9 +149,32 @@ class TorchModel(Model):
         """With numpy."""
         return self._drawing.weigh(logits_RV, rows, temperatures, quantiles)
 
+    def add_adapter(self, adapter: Adapter) -> int:
+        """On the device in the compute dtype."""
+        fitted = by_linear(self._sites.fit(adapter), id)
+        number = next(i for i in range(len(self._adapters) + 1) if i not in self._adapters)
+        self._adapters[number] = {
+            linear: [(site, LowRank(a=self._placed(one.a), b=self._placed(one.b))) for site, one in several]
+            for linear, several in fitted.items()
+        }
+        return number
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self.device, dtype=self._dtype)
+
+    def drop_adapter(self, number: int) -> None:
+        """Its tensors go."""
+        del self._adapters[number]
+
+    def adapter_bytes(self, number: int) -> int:
+        """Of A and B in the compute dtype."""
+        several = self._adapters[number].values()
+        return sum(one.a.nbytes + one.b.nbytes for sites in several for _, one in sites)
+
     def close(self) -> None:
         """Drop the weights."""
-        del self._weights
+        del self._weights, self._sites
+        self._adapters = {}
 
 
 def _instruction_set(device: torch.device) -> str:

@@ -6,13 +6,15 @@ per block, M block table width, R logits rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from diptych.compute.adapters import LowRank, Site, Sites
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import (
@@ -29,6 +31,9 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.models.spec import MoeSpec
+
+# what an adapter adds, by id of the projection's handle; A and B on the device in the compute dtype
+TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
@@ -72,6 +77,7 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
         self._device = device
         self._dtype = dtype
         self.weight_bytes = 0
+        self.sites = Sites()
 
     def table(self, tensor: WeightTensor, *, head: TorchLinear | None) -> torch.Tensor:
         """[V, D] in the compute dtype: the head's own matrix where tied."""
@@ -85,13 +91,15 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> TorchLinear:
         """The parts stacked into one matrix."""
-        weight = self._stack(parts.weights)
-        return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None, role=role)
+        linear = self._stacked(parts, role=role)
+        self.sites.note(parts, linear)
+        return linear
 
     def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> TorchLinear:
         """Gate rows first, then up rows."""
-        linear = self.linear(parts)
-        return TorchLinear(linear.weight, linear.bias, activation, role)
+        linear = self._stacked(parts, activation, role=role)
+        self.sites.note(parts, linear)
+        return linear
 
     def attention(
         self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
@@ -110,13 +118,19 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
         return TorchExperts(
             spec,
             self._place(router.read()),
-            tuple(self.gated(expert.gate_up, spec.activation, role=role) for expert in experts),
-            tuple(self.linear(expert.down, role=role) for expert in experts),
+            tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts),
+            tuple(self._stacked(expert.down, role=role) for expert in experts),
         )
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> TorchLinear:
         """[V, D] in the compute dtype."""
         return TorchLinear(self._place(tensor.read()), None, role=role)
+
+    def _stacked(
+        self, parts: LinearParts, activation: Activation | None = None, *, role: Role | None = None
+    ) -> TorchLinear:
+        weight = self._stack(parts.weights)
+        return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None, activation, role)
 
     def _stack(self, tensors: tuple[WeightTensor, ...]) -> torch.Tensor:
         if len(tensors) == 1:
@@ -161,6 +175,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         wants_hidden: bool = False,
         given: torch.Tensor | None = None,
         taps: Taps | None = None,
+        adapters: Mapping[int, TorchAdapter] | None = None,
     ) -> None:
         self._wants_hidden = wants_hidden
         self._given = given
@@ -177,6 +192,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         self._table = self._on_device(batch.block_table_SM)
         self._rotations: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
         self._queries: dict[int | None, list[_Queries]] = {}
+        self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
 
     def embed(self, table: torch.Tensor, *, scale: float) -> torch.Tensor:
         """x [T, D]. The scale is rounded to the compute dtype first, as the models were trained."""
@@ -204,18 +220,22 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
 
     def linear(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, N]."""
-        return F.linear(h, weight.weight, weight.bias)
+        y = F.linear(h, weight.weight, weight.bias)
+        for rows, adapter in self._adapted:
+            for site, low_rank in adapter.get(id(weight), ()):
+                y[rows, site.begin : site.end] += F.linear(F.linear(h[rows], low_rank.a), low_rank.b)
+        return y
 
     def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, F]."""
-        gate, up = F.linear(h, weight.weight, weight.bias).chunk(2, dim=-1)
+        gate, up = self.linear(h, weight).chunk(2, dim=-1)
         if weight.activation is Activation.SILU:
             return F.silu(gate) * up
         return F.gelu(gate, approximate="tanh") * up
 
     def linear_add(self, h: torch.Tensor, weight: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         """x + h W^T + b [T, D]."""
-        return x + F.linear(h, weight.weight, weight.bias)
+        return x + self.linear(h, weight)
 
     def linear_sum(self, h: torch.Tensor, weight: TorchLinear, y: torch.Tensor) -> torch.Tensor:
         """y + h W^T + b [T, N]."""
@@ -288,6 +308,14 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
 
     def _on_device(self, array: object) -> torch.Tensor:
         return torch.as_tensor(array).to(device=self._device, dtype=torch.long)
+
+    def _rows_of_adapters(
+        self, adapters_S: np.ndarray, adapters: Mapping[int, TorchAdapter]
+    ) -> list[tuple[torch.Tensor, TorchAdapter]]:
+        """The rows of the step that have an adapter, adapter by adapter."""
+        adapters_T = np.repeat(adapters_S, np.diff(self._batch.query_start_S1))
+        numbers = [int(number) for number in np.unique(adapters_S) if number >= 0]
+        return [(self._on_device(np.flatnonzero(adapters_T == number)), adapters[number]) for number in numbers]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
         assert weight is not None, "a spec with q/k norm is loaded with its weights"

@@ -67,6 +67,49 @@ def _until_stop(form: CallForm, stops: frozenset[str], *, is_several: bool) -> C
     return replace(form, close=close, end=re.split(pattern, form.end)[0] if close == form.close else "")
 
 
+def strict_calls_spec(
+    tools: Sequence[Mapping[str, Any]],
+    form: CallForm,
+    *,
+    is_parallel: bool = True,
+    tag_ids: Mapping[str, int],
+    stops: frozenset[str] = frozenset(),
+) -> StructuredSpec | None:
+    """The grammar for tool_choice "auto" where a tool is `strict`: text as the model likes, and calls that fit from the tag
+    on that begins them. None where no token of its own begins a call, so that text cannot be told from one.
+
+    A tool that is not strict, and whose schema no grammar holds, is held to JSON alone.
+    """
+    if form.trigger not in tag_ids:
+        return None
+    forced = tool_call_spec(
+        [tool if _is_strict(tool) else _loosened(tool) for tool in tools],
+        form,
+        is_parallel=is_parallel,
+        tag_ids=tag_ids,
+        stops=stops,
+    )
+    start, rest = forced.source.split("\n", 1)
+    calls = start.removeprefix("start: LEAD ")
+    # text spells no tag: the token that begins a call is where the grammar of calls begins
+    source = f"start: TEXT ({calls})?\n{rest}\nTEXT: /(?s:.*)/"
+    return StructuredSpec(kind="grammar", source=source)
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    function = tool.get("function", tool)
+    return isinstance(function, Mapping) and function.get("strict") is True
+
+
+def _loosened(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function", tool)
+    try:
+        _holdable_parameters(function)
+    except GrammarError:
+        return {"type": "function", "function": {**function, "parameters": {"additionalProperties": True}}}
+    return tool
+
+
 @dataclass(slots=True)
 class _Grammar:
     """The rules of one form, as they are needed."""

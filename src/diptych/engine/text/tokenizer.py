@@ -105,6 +105,19 @@ class Tokenizer:
         """The text of the begin-of-text token, or None."""
         return token_text(self._config.get("bos_token"))
 
+    @cached_property
+    def missing_end(self) -> int | None:
+        """The id that should end every text to be embedded and that tokenizer.json does not put there; None: none.
+
+        Of these classes `transformers` makes the post-processor anew, by the flag beside it (e5-mistral's files).
+        """
+        has_own = str(self._config.get("tokenizer_class")).startswith(("Llama", "Gemma"))
+        text = token_text(self._config.get("eos_token"))
+        if not has_own or self._config.get("add_eos_token") is not True or text is None:
+            return None
+        end = self._backend.token_to_id(text)
+        return None if self.encode("a")[-1:] == [end] else end
+
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Named special tokens (bos_token, eos_token, ...) as chat templates see them."""
@@ -130,6 +143,11 @@ class Tokenizer:
         Raises RequestError when the text holds a lone surrogate (it is no Unicode text).
         """
         return self._encode(text, add_special_tokens).ids
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts as one input, with what tokenizer.json puts around and between them."""
+        self.encode(first), self.encode(second)  # what is wrong with one of them is said as of any text
+        return self._backend.encode(first, second).ids
 
     def encode_with_offsets(
         self, text: str, add_special_tokens: bool = True

@@ -213,7 +213,7 @@ def _cold_start(stage: Stage) -> Outcome:
     )
     warm = LLM(stage.loaded, one_at_a_time)
     command = [sys.executable, "-m", "diptych", "generate", COLD_PROMPT, "--model", directory, "--max-tokens", "1"]
-    command += ["--backend", stage.model.backend_name, "--weights", stage.model.weights_format]
+    command += ["--backend", stage.model.backend_name, "--weights", stage.loaded.compute.weights]
 
     def process_s() -> float:
         begin_s = clock.now_s()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import sqrt
 
 from diptych.control.speculation import EveryGuess
-from diptych.cost.speculation import chances_at, expected_tokens
+from diptych.cost.acceptance import chances_at, expected_tokens
 from diptych.engine.drafters import shipped
 from diptych.engine.llm import LLM
 from diptych.ground.config import EngineConfig
@@ -187,7 +187,7 @@ def _drafted(stage: Stage, config: EngineConfig, drafter: str, prompts: Sequence
     params = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True, max_draft_tokens=POSITIONS)
     for prompt in prompts:
         llm = LLM(stage.loaded, config, speculate="off" if drafter == "prediction" else drafter)
-        llm.engine.core._scheduler.depths = EveryGuess(rows=64)
+        llm.engine.core._scheduler.drafts.depths = EveryGuess(rows=64)
         asked = params
         if drafter == "prediction":
             (known,) = llm.generate([prompt], replace(params, max_draft_tokens=0))

@@ -88,13 +88,12 @@ class MessagesAnswer(TurnShape):
 
     def __init__(self, generation: Generation, body: MessagesBody, *, arrival_s: float) -> None:
         constraint = "output_config.format" if body.output_config and body.output_config.format else "tools"
-        super().__init__(generation, asked(body, prefix="msg_", arrival_s=arrival_s, constraint=constraint))
+        super().__init__(generation, asked(generation, body, prefix="msg_", arrival_s=arrival_s, constraint=constraint))
         self._body = body
         self._blocks = Blocks()
 
     async def start(self) -> None:
         """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
-        self._generation.check_model(self._body.model)
         await self._begin(turn_request(self._generation, self._body))
 
     async def answer(self) -> dict[str, Any]:
@@ -133,8 +132,8 @@ class MessagesAnswer(TurnShape):
             "id": self._asked.response_id,
             "type": "message",
             "role": "assistant",
-            "model": self._generation.model.name,
-            "system_fingerprint": self._generation.model.fingerprint,
+            "model": self._asked.served.name,
+            "system_fingerprint": self._asked.served.fingerprint,
             "content": content,
         }
 

@@ -33,7 +33,7 @@ def add_messages(app: FastAPI, state: ServerState) -> None:
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of a message has; nothing is generated."""
         body = await state.bodies.read(request, MessagesCountBody)
-        state.generation.check_model(body.model)
+        state.generation.served(body.model)
         variables = settings(state.generation, body)
         rendered = await state.reader.render(lambda: conversation(body, variables), limit_tokens=state.counted_tokens)
         count = to_json({"input_tokens": len(rendered.token_ids)})

@@ -77,7 +77,9 @@ class ResponsesAnswer(TurnShape):
 
     def __init__(self, generation: Generation, shared: Responses, body: ResponsesBody, *, arrival_s: float) -> None:
         constraint = "text.format" if structured(body) else "tools"
-        super().__init__(generation, asked(body, prefix="resp_", arrival_s=arrival_s, constraint=constraint))
+        super().__init__(
+            generation, asked(generation, body, prefix="resp_", arrival_s=arrival_s, constraint=constraint)
+        )
         self._shared = shared
         self._body = body
         self._created = int(wall_time_s())
@@ -97,8 +99,7 @@ class ResponsesAnswer(TurnShape):
 
     async def start(self) -> None:
         """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
-        body, generation = self._body, self._generation
-        generation.check_model(body.model)
+        body = self._body
         if body.request_id is not None and await self._shared.store.get(self.id) is not None:
             raise ApiError(400, f"request_id is {body.request_id!r}; a stored response has it", param="request_id")
         before, self._given = await self._shared.items_before(body.previous_response_id, given_items(body))
@@ -280,8 +281,8 @@ class ResponsesAnswer(TurnShape):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": self._generation.model.name,
-            "system_fingerprint": self._generation.model.fingerprint,
+            "model": self._asked.served.name,
+            "system_fingerprint": self._asked.served.fingerprint,
             "output": list(output),
             "usage": None,
             "store": self._is_stored,

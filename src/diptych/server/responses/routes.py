@@ -54,7 +54,7 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
     async def response_input_tokens(request: Request) -> Response:
         """How many tokens the prompt of a response has; nothing is generated."""
         body = await state.bodies.read(request, ResponsesCountBody)
-        state.generation.check_model(body.model)
+        state.generation.served(body.model)
         before, given = await shared.items_before(body.previous_response_id, given_items(body))
         variables = settings(body, state.reader.template.source)
         rendered = await state.reader.render(
@@ -62,6 +62,17 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
         )
         count = to_json({"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)})
         return JsonAnswer(count, headers=ignored_header(body.ignored_fields))
+
+    @app.post("/v1/responses/compact", responses=responses(400))
+    async def compact_response() -> Response:
+        """Refused: what stands for a conversation afterwards is a summary in an encrypted item, which its own service reads."""
+        raise ApiError(
+            400,
+            "conversations are not compacted here: that is a summary, which a model would have to write\n"
+            'hint: send truncation "auto", which drops the first items of a prompt that is too long, or ask the model for a '
+            "summary and begin with it",
+            code="unsupported",
+        )
 
 
 def _add_stored(app: FastAPI, shared: Responses) -> None:

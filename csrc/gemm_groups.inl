@@ -1,0 +1,81 @@
+// Weights in groups (group4, group8), in portable C++ for every set: included inside the anonymous namespace of its file after
+// lanes.inl and its int8 tiles. Whole sums of a group come from the set's own int8 tile, over strips expanded to its form.
+
+// a * b + c, rounded once, in every lane.
+inline Lanes fused(const Lanes& a, const Lanes& b, const Lanes& c) {
+  Lanes sum;
+  for (int lane = 0; lane < kStripLanes; ++lane) sum[lane] = std::fma(a[lane], b[lane], c[lane]);
+  return sum;
+}
+
+template <LoadInputs kLoad>
+void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
+  const int8_t* levels = levels_of(shape);
+  const int64_t n_steps = shape.group / inputs_per_step(shape.format);
+  for (int64_t g = first; g < first + count; ++g, scales += kStripLanes) {
+    const GroupPlace place = place_of_group(shape, g);
+    kLoad(strip + place.scales, shape.grid.scale, 0, kStripLanes, scales);
+    if (shape.grid.offset == Offset::minima) {
+      std::memcpy(minima, strip + place.offsets, sizeof(float) * kStripLanes);
+      minima += kStripLanes;
+    }
+    const uint8_t* from = strip + place.steps;
+    if (shape.format == Format::group8) {
+      std::memcpy(steps, from, static_cast<size_t>(n_steps * kStepBytes));
+      steps += n_steps * kStepBytes;
+      continue;
+    }
+    uint8_t table[kStripLanes][16];  // u8 of a code, by lane
+    for (int64_t lane = 0; lane < kStripLanes; ++lane) {
+      const int zero = shape.grid.offset == Offset::zeros ? strip[place.offsets + lane] : 0;
+      for (int code = 0; code < 16; ++code) table[lane][code] = static_cast<uint8_t>(levels[code] - zero + 128);
+    }
+    for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += 2 * kStepBytes)
+      for (int64_t byte = 0; byte < kStepBytes; ++byte) {
+        steps[byte] = table[byte / 4][from[byte] & 15];
+        steps[kStepBytes + byte] = table[byte / 4][from[byte] >> 4];
+      }
+  }
+}
+
+// The tile over expanded strips: kRows rows, one strip, sums by the set's int8 tile of that height.
+template <int kRows, TileKernel kTile>
+void tile_groups(const GroupArgs& args) {
+  alignas(64) int32_t sums[kRows * kPanelLanes];
+  TileArgs tile{};
+  tile.acc = sums;
+  tile.units = args.shape->group / 4;
+  tile.strip_bytes = args.steps_bytes;
+  if (!args.resume)
+    for (int row = 0; row < kRows; ++row) std::memset(args.acc + row * kPanelLanes, 0, sizeof(float) * kStripLanes);
+  for (int64_t g = 0; g < args.groups; ++g) {
+    tile.strip = args.steps + g * tile.units * kStepBytes;
+    for (int row = 0; row < kRows; ++row) tile.x[row] = args.x[row] + g * args.shape->group;
+    kTile(tile);
+    const Lanes scale = reinterpret_cast<const Lanes*>(args.scales)[g];
+    for (int row = 0; row < kRows; ++row) {
+      Lanes* acc = reinterpret_cast<Lanes*>(args.acc + row * kPanelLanes);
+      const float x_scale = args.x_scales[row][g];
+      const int32_t x_sum = args.x_sums[row][g];
+      const Whole sum = *reinterpret_cast<const Whole*>(sums + row * kPanelLanes) - 128 * x_sum;
+      *acc = fused(__builtin_convertvector(sum, Lanes) * x_scale, scale, *acc);
+      if (args.minima != nullptr) *acc = fused(fill(x_scale * static_cast<float>(x_sum)), reinterpret_cast<const Lanes*>(args.minima)[g], *acc);
+    }
+  }
+}
+
+template <LoadInputs kLoad, AbsMax kMost, QuantizeInt8 kQuantize>
+void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, float* scales, int32_t* sums) {
+  float values[kMaxGroup];
+  for (int64_t begin = 0; begin < round_up(count, kMaxGroup); begin += group, out += group) {
+    const int64_t left = count - begin, present = left < 0 ? 0 : left < group ? left : group;
+    if (present > 0) kLoad(x, source, begin, present, values);
+    std::memset(values + present, 0, sizeof(float) * static_cast<size_t>(group - present));
+    const float highest = kMost(values, group);
+    kQuantize(values, group, highest > 0.0f ? 127.0f / highest : 0.0f, out);
+    int32_t sum = 0;
+    for (int64_t i = 0; i < group; ++i) sum += out[i];
+    *scales++ = highest / 127.0f;
+    *sums++ = sum;
+  }
+}

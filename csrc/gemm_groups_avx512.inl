@@ -1,0 +1,190 @@
+// AVX-512 (VNNI) tiles of weights in groups. Included inside the anonymous namespace of gemm_avx512.inl.
+
+constexpr int64_t kGroupAheadBytes = 4096;  // strips and panels follow one another, so reading ahead never asks where it is
+
+// How a packed step becomes operands: nibbles as they are, nibbles by a table of levels, or bytes.
+enum class Codes { linear, table, bytes };
+
+inline __m512 load_scales(const uint8_t* scales, Source source) {
+  if (source == Source::f32) return _mm512_load_ps(scales);
+  const __m256i bits = _mm256_load_si256(reinterpret_cast<const __m256i*>(scales));
+  return source == Source::f16 ? _mm512_cvtph_ps(bits) : widen_bf16(bits);
+}
+
+// The 16 levels + 128 in every part of a register.
+inline __m512i load_levels(const LinearShape& shape) {
+  const __m128i levels = _mm_loadu_si128(reinterpret_cast<const __m128i*>(levels_of(shape)));
+  return _mm512_broadcast_i32x4(_mm_xor_si128(levels, _mm_set1_epi8(static_cast<char>(0x80))));
+}
+
+// Few rows meet one strip as it is packed. sum (code - zero) q = sum code q - zero sum q, whole numbers.
+template <Codes kCodes, int kRows>
+void tile_direct(const GroupArgs& args) {
+  const LinearShape& shape = *args.shape;
+  const int64_t words = shape.group / 4, head_bytes = bytes_of_group_head(shape), scale_bytes = kStripLanes * bytes_of_scale(shape);
+  const int64_t offset_bytes = kStripLanes * bytes_of_offset(shape);
+  const __m512i levels = kCodes == Codes::table ? load_levels(shape) : _mm512_setzero_si512();
+  const int32_t middle = kCodes != Codes::linear ? 128 : shape.grid.levels == Table4::signed4 ? 8 : 0;
+  const uint8_t *x[kRows], *w = args.strip, *head = w;
+  __m512 sums[kRows];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) x[row] = args.x[row], sums[row] = _mm512_setzero_ps();
+  int64_t at = 0;
+  for (int64_t group = 0; group < args.groups; ++group) {
+    if (group % kHeadGroups == 0) {
+      head = w;
+      w += head_bytes;
+      for (int64_t line = 0; line < head_bytes; line += kCacheLine) _mm_prefetch(reinterpret_cast<const char*>(head + kGroupAheadBytes + line), _MM_HINT_T0);
+    }
+    __m512i low_sums[kRows], high_sums[kRows];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(-middle * args.x_sums[row][group]), high_sums[row] = _mm512_setzero_si512();
+    for (const int64_t end = at + words; at < end;) {
+#pragma GCC unroll 4
+      for (int step = 0; step < 4; ++step, at += kCodes == Codes::bytes ? 1 : 2, w += kStepBytes) {
+        _mm_prefetch(reinterpret_cast<const char*>(w + kGroupAheadBytes), _MM_HINT_T0);
+        const __m512i packed = _mm512_load_si512(w);
+        auto word = [&](int row, int64_t i) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
+        if constexpr (kCodes == Codes::bytes) {
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) add_dot_int8(step % 2 == 0 ? low_sums[row] : high_sums[row], packed, word(row, at));
+        } else {
+          __m512i low = _mm512_and_si512(packed, _mm512_set1_epi8(15)), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
+          if constexpr (kCodes == Codes::table) low = _mm512_shuffle_epi8(levels, low), high = _mm512_shuffle_epi8(levels, high);
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], low, word(row, at));
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) add_dot_int8(high_sums[row], high, word(row, at + 1));
+        }
+      }
+    }
+    const int64_t within = group % kHeadGroups;
+    const uint8_t* offsets = head + kHeadGroups * scale_bytes + within * offset_bytes;
+    const __m512 scale = load_scales(head + within * scale_bytes, shape.grid.scale);
+    const bool has_zeros = kCodes == Codes::linear && shape.grid.offset == Offset::zeros;
+    const __m512i zero = has_zeros ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(offsets))) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const int32_t x_sum = args.x_sums[row][group];
+      const float x_scale = args.x_scales[row][group];
+      __m512i whole = _mm512_add_epi32(low_sums[row], high_sums[row]);
+      if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(x_sum)));
+      sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(x_scale)), scale, sums[row]);
+      if (shape.grid.offset == Offset::minima)
+        sums[row] = _mm512_fmadd_ps(_mm512_set1_ps(x_scale * static_cast<float>(x_sum)), _mm512_load_ps(offsets), sums[row]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) _mm512_store_ps(args.acc + row * kPanelLanes, sums[row]);
+}
+
+#define DIPTYCH_DIRECT(codes) \
+  {tile_direct<codes, 1>, tile_direct<codes, 2>, tile_direct<codes, 3>, tile_direct<codes, 4>, tile_direct<codes, 5>, tile_direct<codes, 6>}
+
+// Expanded strips. The registers hold a group's whole sums, which begin with what the levels' offset of 128 adds too much; sums over
+// the groups lie in L1 meanwhile.
+template <int kRows, int kStrips>
+void tile_expanded(const GroupArgs& args) {
+  const int64_t words = args.shape->group / 4;
+  const uint8_t* w = args.steps;
+  if (!args.resume)
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kStrips; ++v) _mm512_store_ps(args.acc + row * kPanelLanes + v * kStripLanes, _mm512_setzero_ps());
+  int64_t at = 0;
+  for (int64_t group = 0; group < args.groups; ++group) {
+    __m512i whole[kRows][kStrips];
+#pragma GCC unroll 24
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+      for (int v = 0; v < kStrips; ++v) whole[row][v] = _mm512_set1_epi32(-128 * args.x_sums[row][group]);
+    const uint8_t* x[kRows];
+#pragma GCC unroll 24
+    for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
+    for (const int64_t end = at + words; at < end; at += 4) {
+#pragma GCC unroll 4
+      for (int step = 0; step < 4; ++step, w += kStepBytes) {
+        __m512i lanes[kStrips];
+#pragma GCC unroll 4
+        for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * args.steps_bytes);
+#pragma GCC unroll 24
+        for (int row = 0; row < kRows; ++row) {
+          const __m512i word = _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + (at + step) * 4));
+#pragma GCC unroll 4
+          for (int v = 0; v < kStrips; ++v) add_dot_int8(whole[row][v], lanes[v], word);
+        }
+      }
+    }
+    const float* scales = args.scales + group * kStripLanes;
+#pragma GCC unroll 24
+    for (int row = 0; row < kRows; ++row) {
+      const __m512 x_scale = _mm512_set1_ps(args.x_scales[row][group]);
+      float* acc = args.acc + row * kPanelLanes;
+#pragma GCC unroll 4
+      for (int v = 0; v < kStrips; ++v, acc += kStripLanes) {
+        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(whole[row][v]), x_scale);
+        _mm512_store_ps(acc, _mm512_fmadd_ps(scaled, _mm512_load_ps(scales + v * args.scales_stride), _mm512_load_ps(acc)));
+      }
+    }
+    if (args.minima == nullptr) continue;
+    const float* minima = args.minima + group * kStripLanes;
+    for (int row = 0; row < kRows; ++row) {
+      const __m512 x_sum = _mm512_set1_ps(args.x_scales[row][group] * static_cast<float>(args.x_sums[row][group]));
+      float* acc = args.acc + row * kPanelLanes;
+      for (int v = 0; v < kStrips; ++v, acc += kStripLanes)
+        _mm512_store_ps(acc, _mm512_fmadd_ps(x_sum, _mm512_load_ps(minima + v * args.scales_stride), _mm512_load_ps(acc)));
+    }
+  }
+}
+
+void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {
+  const __m512i levels = load_levels(shape);
+  const int64_t n_steps = shape.group / inputs_per_step(shape.format);
+  for (int64_t g = first; g < first + count; ++g) {
+    const GroupPlace place = place_of_group(shape, g);
+    _mm512_store_ps(scales + (g - first) * kStripLanes, load_scales(strip + place.scales, shape.grid.scale));
+    if (shape.grid.offset == Offset::minima) _mm512_store_ps(minima + (g - first) * kStripLanes, _mm512_load_ps(strip + place.offsets));
+    const uint8_t* from = strip + place.steps;
+    if (shape.format == Format::group8) {
+      for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += kStepBytes) _mm512_store_si512(steps, _mm512_load_si512(from));
+      continue;
+    }
+    __m512i zero = _mm512_setzero_si512();  // of each lane, in all its bytes
+    if (shape.grid.offset == Offset::zeros) {
+      const __m512i zeros = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(strip + place.offsets)));
+      zero = _mm512_mullo_epi32(zeros, _mm512_set1_epi32(0x01010101));
+    }
+    for (int64_t step = 0; step < n_steps; ++step, from += kStepBytes, steps += 2 * kStepBytes) {
+      const __m512i packed = _mm512_load_si512(from), mask = _mm512_set1_epi8(15);
+      const __m512i low = _mm512_and_si512(packed, mask), high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+      _mm512_store_si512(steps, _mm512_sub_epi8(_mm512_shuffle_epi8(levels, low), zero));
+      _mm512_store_si512(steps + kStepBytes, _mm512_sub_epi8(_mm512_shuffle_epi8(levels, high), zero));
+    }
+  }
+}
+
+template <typename Value>
+inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int8_t* out, float* scales, int32_t* sums) {
+  const int64_t vectors = group / 16;
+  for (int64_t begin = 0; begin < round_up(count, kMaxGroup); begin += group) {
+    __m512 values[kMaxGroup / 16], most = _mm512_setzero_ps();
+    for (int64_t v = 0; v < vectors; ++v) {
+      values[v] = load_some(x + begin + 16 * v, head(count - begin - 16 * v));
+      most = _mm512_max_ps(most, _mm512_abs_ps(values[v]));
+    }
+    const float highest = _mm512_reduce_max_ps(most);
+    const __m512 inverse = _mm512_set1_ps(highest > 0.0f ? 127.0f / highest : 0.0f);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t v = 0; v < vectors; ++v) {
+      const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(values[v], inverse));
+      sum = _mm512_add_epi32(sum, level);
+      _mm_store_si128(reinterpret_cast<__m128i*>(out + begin + 16 * v), _mm512_cvtsepi32_epi8(level));
+    }
+    *scales++ = highest / 127.0f;
+    *sums++ = _mm512_reduce_add_epi32(sum);
+  }
+}
+
+void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, float* scales, int32_t* sums) {
+  if (source == Source::bf16) return quantize_groups_of(static_cast<const uint16_t*>(x), count, group, out, scales, sums);
+  quantize_groups_of(static_cast<const float*>(x), count, group, out, scales, sums);
+}

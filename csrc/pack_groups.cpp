@@ -1,0 +1,151 @@
+// Packing of weights that are quantised already: codes, scales and offsets -> panels of 64 lanes (layout in gemm_kernels.h).
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "kernel_sets.h"
+#include "pack.h"
+
+namespace diptych {
+namespace {
+
+// Where a row's values begin; null: padding.
+struct CodeRow {
+  const uint8_t* codes = nullptr;
+  const uint8_t* scales = nullptr;
+  const uint8_t* offsets = nullptr;
+};
+
+int64_t count_groups(const LinearShape& shape) {
+  return is_grouped(shape.format) ? padded_inputs(shape) / shape.group : 1;
+}
+
+CodeRow find_row(const LinearShape& shape, const CodePart* parts, int64_t n_parts, int64_t lane) {
+  CodeRow found;
+  int64_t row = row_of_lane(shape, lane);
+  if (row < 0) return found;
+  const int64_t groups = count_groups(shape);
+  for (int64_t part = 0; part < n_parts; row -= parts[part++].rows) {
+    if (row >= parts[part].rows) continue;
+    found.codes = parts[part].codes + row * shape.k;
+    found.scales = static_cast<const uint8_t*>(parts[part].scales) + row * groups * bytes_of_scale(shape);
+    if (parts[part].offsets != nullptr) found.offsets = static_cast<const uint8_t*>(parts[part].offsets) + row * groups * bytes_of_offset(shape);
+    return found;
+  }
+  return found;
+}
+
+// Words of inputs [begin, begin + group) of one row, zero past k.
+void load_words(const LinearShape& shape, const CodeRow& row, int64_t begin, uint32_t* words) {
+  uint8_t codes[kMaxGroup] = {};
+  const int64_t present = row.codes == nullptr ? 0 : std::clamp<int64_t>(shape.k - begin, 0, shape.group);
+  if (present > 0) std::memcpy(codes, row.codes + begin, static_cast<size_t>(present));
+  if (shape.format == Format::group8) {
+    std::memcpy(words, codes, static_cast<size_t>(shape.group));
+    return;
+  }
+  for (int64_t i = 0; i < shape.group; i += 8, ++words) {
+    uint32_t low, high;
+    std::memcpy(&low, codes + i, 4);
+    std::memcpy(&high, codes + i + 4, 4);
+    *words = (low & 0x0f0f0f0fu) | (high & 0x0f0f0f0fu) << 4;
+  }
+}
+
+void pack_strip(const LinearKernels& kernels, const LinearShape& shape, const CodeRow* rows, uint8_t* out) {
+  constexpr int64_t kStride = kMaxGroup / 4;
+  alignas(64) uint32_t words[kStripLanes * kStride];
+  const int64_t groups = count_groups(shape), scale = bytes_of_scale(shape), offset = bytes_of_offset(shape);
+  const int64_t last_head = (groups - 1) / kHeadGroups * kHeadGroups;
+  std::memset(out + place_of_group(shape, last_head).scales, 0, static_cast<size_t>(bytes_of_group_head(shape)));
+  for (int64_t g = 0; g < groups; ++g) {
+    const GroupPlace place = place_of_group(shape, g);
+    for (int64_t lane = 0; lane < kStripLanes; ++lane) {
+      const CodeRow& row = rows[lane];
+      uint8_t* scale_at = out + place.scales + lane * scale;
+      uint8_t* offset_at = out + place.offsets + lane * offset;
+      std::memset(scale_at, 0, static_cast<size_t>(scale)), std::memset(offset_at, 0, static_cast<size_t>(offset));
+      if (row.codes != nullptr) std::memcpy(scale_at, row.scales + g * scale, static_cast<size_t>(scale));
+      if (row.offsets != nullptr) std::memcpy(offset_at, row.offsets + g * offset, static_cast<size_t>(offset));
+      load_words(shape, row, g * shape.group, words + lane * kStride);
+    }
+    kernels.transpose_words(words, kStride, shape.group / inputs_per_step(shape.format), out + place.steps);
+  }
+}
+
+// int8 whose levels and lane scales are given.
+void pack_lanes(const LinearKernels& kernels, const LinearShape& shape, const CodeRow* rows, uint8_t* panel, float* scales) {
+  const int64_t k = padded_inputs(shape);
+  std::vector<uint32_t> words(kStripLanes * k / 4);
+  for (int64_t strip = 0; strip < kPanelStrips; ++strip) {
+    for (int64_t lane = 0; lane < kStripLanes; ++lane) {
+      const CodeRow& row = rows[strip * kStripLanes + lane];
+      uint8_t* codes = reinterpret_cast<uint8_t*>(words.data() + lane * k / 4);
+      std::memset(codes, 128, static_cast<size_t>(k));
+      scales[strip * kStripLanes + lane] = 0.0f;
+      if (row.codes == nullptr) continue;
+      std::memcpy(codes, row.codes, static_cast<size_t>(shape.k));
+      kernels.load_inputs(row.scales, shape.grid.scale, 0, 1, scales + strip * kStripLanes + lane);
+    }
+    kernels.transpose_words(words.data(), k / 4, k / 4, panel + strip * bytes_of_strip(shape));
+  }
+}
+
+}  // namespace
+
+void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* parts, int64_t n_parts, const float* bias, void* blob,
+                int thread, int threads) {
+  const Blob out = lay_out(shape, blob);
+  const Range mine = share(packed_lanes(shape) / kPanelLanes, thread, threads);
+  CodeRow rows[kPanelLanes];
+  for (int64_t panel = mine.begin; panel < mine.end; ++panel) {
+    for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
+      const int64_t at = panel * kPanelLanes + lane, row = row_of_lane(shape, at);
+      rows[lane] = find_row(shape, parts, n_parts, at);
+      if (out.bias != nullptr) out.bias[at] = row < 0 ? 0.0f : bias[row];
+    }
+    uint8_t* at = out.panels + panel * bytes_of_panel(shape);
+    if (shape.format == Format::int8) {
+      pack_lanes(*set.linear, shape, rows, at, out.scales + panel * kPanelLanes);
+      continue;
+    }
+    for (int64_t strip = 0; strip < kPanelStrips; ++strip)
+      pack_strip(*set.linear, shape, rows + strip * kStripLanes, at + strip * bytes_of_strip(shape));
+  }
+}
+
+void pack_random_codes(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads) {
+  const int64_t groups = count_groups(shape);
+  std::vector<uint8_t> codes(shape.n * shape.k), zeros(shape.n * groups, 8);
+  std::vector<float> scales(shape.n * groups, amplitude / (shape.format == Format::group8 ? 128.0f : 8.0f)), minima(shape.n * groups);
+  std::vector<uint16_t> halves(shape.n * groups, shape.grid.scale == Source::bf16 ? 0x3c00 : 0x2000);  // 2^-7
+  for (size_t i = 0; i < codes.size(); ++i) {
+    seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+    codes[i] = static_cast<uint8_t>(seed >> (shape.format == Format::group8 ? 56 : 60));
+  }
+  const void* offsets = shape.grid.offset == Offset::none ? nullptr : shape.grid.offset == Offset::zeros ? static_cast<const void*>(zeros.data()) : minima.data();
+  const CodePart part{codes.data(), shape.grid.scale == Source::f32 ? static_cast<const void*>(scales.data()) : halves.data(), offsets, shape.n};
+  const std::vector<float> bias(shape.n);
+  pack_codes(set, shape, &part, 1, bias.data(), blob, thread, threads);
+}
+
+float group_weight_at(const PackedLinear& w, int64_t lane, int64_t k) {
+  const LinearShape& shape = w.shape;
+  const uint8_t* strip = w.panels + lane / kStripLanes * (w.panel_bytes / kPanelStrips);
+  const int64_t within = lane % kStripLanes, inside = k % shape.group;
+  const GroupPlace place = place_of_group(shape, k / shape.group);
+  float scale, minimum = 0.0f;
+  scalar::kLinear.load_inputs(strip + place.scales, shape.grid.scale, within, 1, &scale);
+  int level;
+  if (shape.format == Format::group8) {
+    level = strip[place.steps + inside / 4 * kStepBytes + within * 4 + inside % 4] - 128;
+  } else {
+    const uint8_t pair = strip[place.steps + inside / 8 * kStepBytes + within * 4 + inside % 4];
+    level = levels_of(shape)[inside % 8 < 4 ? pair & 15 : pair >> 4];
+  }
+  if (shape.grid.offset == Offset::zeros) level -= strip[place.offsets + within];
+  if (shape.grid.offset == Offset::minima) std::memcpy(&minimum, strip + place.offsets + within * 4, 4);
+  return scale * static_cast<float>(level) + minimum;
+}
+
+}  // namespace diptych

@@ -1,0 +1,276 @@
+"""LoRA adapters as `peft` writes them: read, refused by name where they are more, and fitted to a model's projections.
+
+An adapter adds s * B (A x) to what a projection gives (arXiv 2106.09685): A [r, K], B [N, r], s = alpha / r, or alpha / sqrt(r)
+with rslora. What it holds beyond that (DoRA, biases, saved modules, embeddings, experts) changes answers, so it is refused.
+
+    adapter = read_adapter(Path("my-adapter"), max_rank=64)
+    number = model.add_adapter(adapter)     # LoadError where it does not fit, by the module's name and shape
+    model.drop_adapter(number)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from diptych.compute.ops.contract import LinearParts
+from diptych.compute.weights import FLOAT_DTYPES
+from diptych.ground.bounds import shown, whole
+from diptych.ground.errors import CapacityError, LoadError
+from diptych.models.config import read_json
+
+logger = logging.getLogger("diptych.compute")
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+MOST_REPEATS = 2  # of a pattern for names: more could take for ever
+
+# What changes the mathematics or the base, and the values that ask for nothing. Source: peft's LoraConfig, 0.21.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": (None, "CAUSAL_LM"),
+    "bias": ("none",),
+    "fan_in_fan_out": (False, None),
+    # others take a part of the base weights away at the start of a training, and the checkpoint here still has it
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "use_bdlora": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+}
+_READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+# of the training, of its library, or said again by the tensors
+_WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "lora_ga_config",
+    "megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "target_modules",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """What an adapter adds to one module: b (a x), a [r, K] and b [N, r] in fp32, the scale in b."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter in memory. revision: a digest of its numbers and its modules; rank: the highest of any module."""
+
+    path: Path
+    modules: Mapping[str, LowRank]
+    rank: int
+    revision: str
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all A and B."""
+        return sum(one.a.numel() + one.b.numel() for one in self.modules.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where an adapter may be attached: outputs [begin, end) of a projection, a module of its own in the checkpoint.
+
+    linear: the backend's handle of the projection.
+    """
+
+    linear: Any
+    begin: int
+    end: int
+    n_inputs: int
+
+
+class Sites:
+    """The sites of a model by their modules' names, noted by a loader as it takes the projections."""
+
+    def __init__(self) -> None:
+        self._by_module: dict[str, Site] = {}
+
+    def note(self, parts: LinearParts, linear: object) -> None:
+        """The tensors of a projection are its modules, stacked along the outputs."""
+        begin = 0
+        for tensor in parts.weights:
+            end = begin + tensor.shape[0]
+            module = tensor.name.removesuffix(".weight")
+            self._by_module[module] = Site(linear=linear, begin=begin, end=end, n_inputs=tensor.shape[1])
+            begin = end
+
+    def fit(self, adapter: Adapter) -> list[tuple[Site, LowRank]]:
+        """Each module of the adapter at its site. LoadError, by name and shape, where one has none or another shape."""
+        tails = {_tail(module): module for module in self._by_module}
+        prefixes = {"", "model."} | {module.removesuffix(_tail(module)) for module in self._by_module}
+        fitted: dict[str, tuple[Site, LowRank]] = {}
+        for module, low_rank in adapter.modules.items():
+            tail = _tail(module)
+            name = tails.get(tail)
+            if name is None or name in fitted or module.removesuffix(tail) not in prefixes:
+                self._refuse(adapter, module)
+            site = self._by_module[name]
+            n_outputs = site.end - site.begin
+            if low_rank.b.shape[0] != n_outputs or low_rank.a.shape[1] != site.n_inputs:
+                raise LoadError(
+                    f"adapter {adapter.path} has lora_A {list(low_rank.a.shape)} and lora_B {list(low_rank.b.shape)} for "
+                    f"{module}; the model's weight there is [{n_outputs}, {site.n_inputs}]",
+                    hint="the adapter was trained on another model",
+                )
+            fitted[name] = site, low_rank
+        return list(fitted.values())
+
+    def _refuse(self, adapter: Adapter, module: str) -> NoReturn:
+        kinds = sorted({one.rpartition(".")[2] for one in self._by_module})
+        raise LoadError(
+            f"adapter {adapter.path} adapts {module}, which this model does not have, cannot adapt, or has been given already",
+            hint=f"what can be adapted in its {len(self._by_module)} modules: {', '.join(kinds)}",
+        )
+
+
+def _tail(module: str) -> str:
+    """A module's name from its layers on, which a wrapper around the language model does not change."""
+    found = re.search(r"(?:^|\.)(layers\..+)", module)
+    return module if found is None else found[1]
+
+
+def read_adapter(directory: Path, *, max_rank: int) -> Adapter:
+    """The adapter in a folder. LoadError for what is none, or more than LoRA; CapacityError for a higher rank."""
+    if not directory.is_dir():
+        raise LoadError(f"no such folder: {directory}", hint=f"an adapter is a folder with {CONFIG_FILE}")
+    if not (directory / WEIGHTS_FILE).is_file():
+        raise LoadError(
+            f"{directory} has no {WEIGHTS_FILE}",
+            hint="pickled adapters (adapter_model.bin) are not read; save it with safe_serialization",
+        )
+    config = read_json(directory / CONFIG_FILE)
+    _check_config(config, directory)
+    digest = hashlib.sha256(b"lora 1\n")
+    modules: dict[str, LowRank] = {}
+    for module, sides in sorted(_read_sides(directory / WEIGHTS_FILE, max_rank).items()):
+        if set(sides) != {"A", "B"}:
+            raise LoadError(f"{directory} has lora_{next(iter(sides))} of {module} alone; A and B belong together")
+        a, b = sides["A"], sides["B"]
+        rank, scale = _scale(config, module, directory)
+        if len(a) != rank or b.shape[1] != rank:
+            raise LoadError(
+                f"{module} in {directory} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; its config says rank {rank}"
+            )
+        digest.update(f"{module} {list(a.shape)} {list(b.shape)} {scale!r}\n".encode())
+        for tensor in (a, b):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        modules[module] = LowRank(a=a.float().contiguous(), b=(b.float() * scale).contiguous())
+        _check_finite(modules[module], module, directory)
+    if not modules:
+        raise LoadError(f"{directory / WEIGHTS_FILE} holds no tensors")
+    rank = max(len(one.a) for one in modules.values())
+    return Adapter(path=directory, modules=modules, rank=rank, revision=digest.hexdigest())
+
+
+def _check_config(config: Mapping[str, Any], directory: Path) -> None:
+    for name, harmless in _FIXED.items():
+        value = config.get(name, harmless[0])
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless):
+            raise LoadError(
+                f"{directory / CONFIG_FILE} has {name} {shown(value)}, which is not supported; it may be "
+                + " or ".join(shown(one) for one in harmless),
+                hint="plain LoRA is; merge_and_unload in peft makes any adapter part of the weights",
+            )
+    known = {*_FIXED, *_READ, *_WITHOUT_EFFECT}
+    unknown = sorted(name for name, value in config.items() if name not in known and value)
+    if unknown:
+        logger.warning("adapter %s has settings that nobody here knows: %s", directory, ", ".join(unknown))
+
+
+def _read_sides(path: Path, max_rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """A and B by module. LoadError for other tensors and for files that cannot be read, CapacityError for a higher rank."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                match = _TENSOR.fullmatch(name)
+                if match is None or "lora_" in match["module"]:
+                    raise LoadError(
+                        f"{path} holds {name}, which is no lora_A or lora_B of a projection",
+                        hint="DoRA, biases, embeddings and saved modules are not supported",
+                    )
+                view = file.get_slice(name)
+                shape, dtype = view.get_shape(), view.get_dtype()
+                if dtype not in FLOAT_DTYPES or len(shape) != 2:
+                    raise LoadError(
+                        f"{name} in {path} is {dtype} {list(shape)}; matrices of {', '.join(FLOAT_DTYPES)} can be read"
+                    )
+                rank = shape["AB".index(match["side"])]
+                if rank > max_rank:  # before it is read: it may be of any size
+                    raise CapacityError(
+                        f"{match['module']} in {path} has rank {rank}; at most {max_rank} is taken",
+                        hint="raise max_lora_rank (--max-lora-rank)",
+                    )
+                # a copy: the file is mapped, and an adapter's file may be written anew while it is served
+                found.setdefault(match["module"], {})[match["side"]] = file.get_tensor(name).clone()
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{path} is damaged or cut short: {error}", hint="copy the adapter again") from error
+    return found
+
+
+def _scale(config: Mapping[str, Any], module: str, directory: Path) -> tuple[int, float]:
+    """(rank, scale) of a module, by the rules of peft's patterns."""
+
+    def of(name: str, pattern: str, default: object) -> object:
+        patterns = config.get(pattern) or {}
+        if not isinstance(patterns, dict):
+            raise LoadError(f"{directory / CONFIG_FILE} has {pattern} {shown(patterns)}; it must be an object")
+        key = next((key for key in patterns if _matches(key, module, directory)), None)
+        return config.get(name, default) if key is None else patterns[key]
+
+    rank, alpha = whole(of("r", "rank_pattern", 8)), of("lora_alpha", "alpha_pattern", 8)
+    if rank is None or rank < 1:
+        raise LoadError(f"{directory / CONFIG_FILE} has no rank for {module}: r must be a whole number from 1 on")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise LoadError(f"{directory / CONFIG_FILE} has lora_alpha {shown(alpha)} for {module}; it must be a number")
+    return rank, float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _matches(pattern: str, module: str, directory: Path) -> bool:
+    if len(re.findall(r"[*+{]", pattern)) > MOST_REPEATS:
+        raise LoadError(
+            f"{directory / CONFIG_FILE} has the pattern {shown(pattern)}, with more than {MOST_REPEATS} repetitions"
+        )
+    try:
+        return re.match(rf"(.*\.)?({pattern})$", module) is not None
+    except re.error as error:
+        raise LoadError(f"{directory / CONFIG_FILE} has the pattern {shown(pattern)}: {error}") from error
+
+
+def _check_finite(low_rank: LowRank, module: str, directory: Path) -> None:
+    if not (bool(torch.isfinite(low_rank.a).all()) and bool(torch.isfinite(low_rank.b).all())):
+        raise LoadError(f"{module} in {directory} has a weight that is not finite", hint="the adapter is damaged")
+
+
+def by_linear(
+    fitted: Iterable[tuple[Site, LowRank]], number: Callable[[Any], int]
+) -> dict[int, list[tuple[Site, LowRank]]]:
+    """The fitted modules of each projection in the order of their outputs, by a number of its handle."""
+    found: dict[int, list[tuple[Site, LowRank]]] = {}
+    for site, low_rank in fitted:
+        found.setdefault(number(site.linear), []).append((site, low_rank))
+    for several in found.values():
+        several.sort(key=lambda one: one[0].begin)
+    return found

@@ -1,0 +1,153 @@
+"""Safetensors that another program quantised, as a `Source` of weights: values are kept where a kernel holds them.
+
+A matrix is one under the name of a plain checkpoint (`model.layers.0.mlp.up_proj.weight`), whatever tensors it lies in. It is
+handed out as codes (`WeightTensor.kept`) or dequantised; everything else is as in a plain checkpoint. Everything that can be
+wrong with it is a LoadError before anything is loaded of it.
+
+    checkpoint = CodedCheckpoint(directory, quantisation_of(config), dtype=torch.bfloat16)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from diptych.compute.coded_layouts import Matrix, companions, open_matrix
+from diptych.compute.ops.contract import Codes, WeightTensor
+from diptych.compute.weights import Checkpoint, FileTensor
+from diptych.ground.errors import LoadError
+from diptych.ground.formats import mean_bytes
+from diptych.models.quantised import Quantisation
+
+logger = logging.getLogger("diptych.compute")
+
+PIECE_VALUES = 2**22  # dequantised at one time
+
+
+class CodedTensor(WeightTensor):
+    """A quantised matrix. dtype: of what `read` gives."""
+
+    random_seed: int | None = None
+
+    def __init__(self, name: str, shape: tuple[int, int], dtype: torch.dtype, matrix: Matrix) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self.matrix = matrix
+        self.kept = matrix.kept
+
+    def read(self) -> torch.Tensor:
+        """Dequantised plainly in fp32, then rounded to dtype; new."""
+        return self.matrix.values(slice(None)).to(self.dtype)
+
+    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
+        """Some rows and the first columns."""
+        return self.matrix.values(rows)[:, :n_columns].to(self.dtype)
+
+    def codes(self) -> Codes:
+        """As `kept` says."""
+        return self.matrix.codes()
+
+
+class CodedCheckpoint(Checkpoint):
+    """The quantised and the plain tensors of one folder. dtype: of dequantised values."""
+
+    is_keeping = True
+
+    def __init__(self, directory: Path, how: Quantisation, *, dtype: torch.dtype) -> None:
+        super().__init__(directory)
+        self.how = how
+        self._dtype = dtype
+        self._matrices: dict[str, CodedTensor] = {}
+
+    def holds(self, name: str) -> bool:
+        """Whether the files hold a tensor of that very name."""
+        return super().has(name)
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, dtype) of a tensor of the files."""
+        view = self._files[self._file_of[name]].get_slice(name)
+        return tuple(view.get_shape()), str(view.get_dtype())
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The values of a tensor of the files."""
+        return self.read(name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor, plain or quantised, that a plain checkpoint would call so."""
+        return self.holds(name) or any(
+            self.holds(name.removesuffix("weight") + suffix) for suffix in ("qweight", "weight_packed")
+        )
+
+    def tensor(self, name: str, *shape: int) -> FileTensor | CodedTensor:  # type: ignore[override]
+        """The tensor of that name, checked against the shape the config gives. Raises LoadError."""
+        matrix = None
+        if name.endswith(".weight") and len(shape) == 2:
+            prefix = name.removesuffix(".weight")
+            matrix = open_matrix(self, prefix, (shape[0], shape[1]), self.how)
+        if matrix is None:
+            return super().tensor(name, *shape)
+        self._used |= dict.fromkeys(companions(self, prefix), 0)
+        if name not in self._matrices:
+            self._matrices[name] = CodedTensor(name, (shape[0], shape[1]), self._dtype, matrix)
+        return self._matrices[name]
+
+    def differ(self, name: str, other: str) -> bool:
+        """Whether both are there and hold different numbers; a quantised one beside a plain one does."""
+        if not (self.has(name) and self.has(other)):
+            return False
+        return not (self.holds(name) and self.holds(other)) or super().differ(name, other)
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """As of a plain checkpoint; LoadError also where no matrix was quantised."""
+        if not self._matrices:
+            raise LoadError(
+                f"config.json in {self.directory} says that weights are quantised ({self.how.method}), and none of them is",
+                hint="remove quantization_config, or download the files that belong to it",
+            )
+        super().finish(is_ignored)
+
+    @property
+    def n_parameters(self) -> int:
+        """Elements of all tensors asked for, each matrix by its shape."""
+        coded = {part for name in self._matrices for part in companions(self, name.removesuffix(".weight"))}
+        plain = sum(math.prod(self._shape(name)) for name in self._used if name not in coded)
+        return plain + sum(math.prod(matrix.shape) for matrix in self._matrices.values())
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """That of dequantised values."""
+        return self._dtype
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor as a plain checkpoint would have it."""
+        return self._matrices[name].shape if name in self._matrices else super().shape_of(name)
+
+    def log_formats(self, formats: Mapping[str, int]) -> None:
+        """Say how the matrices lie in the files, as what they are kept, and why. formats: weights by the model's formats."""
+        stored: Counter[str] = Counter()
+        why: Counter[str] = Counter()
+        stored_bytes = 0
+        for tensor in self._matrices.values():
+            stored[tensor.matrix.label] += math.prod(tensor.shape)
+            stored_bytes += tensor.matrix.stored_bytes
+            if tensor.kept is None:
+                why[tensor.matrix.why] += 1
+        if not stored:  # all of it came from an earlier start's packed weights
+            return
+        total = sum(formats.values())
+        reasons = [f"{reason} ({n} matrices)" for reason, n in why.most_common()]
+        logger.info(
+            "weights stored=%s at %.2f bits per weight, kept=%s at %.2f, because %s%s",
+            " ".join(f"{label}:{n / stored.total():.1%}" for label, n in stored.most_common()),
+            8 * stored_bytes / stored.total(),
+            " ".join(f"{name}:{n / total:.1%}" for name, n in Counter(formats).most_common()),
+            8 * mean_bytes(formats),
+            "; ".join(reasons) or "the kernels hold the file's values",
+            f"; {self.how.note}" if self.how.note else "",
+        )

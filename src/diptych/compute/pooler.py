@@ -1,0 +1,148 @@
+"""States of a prompt instead of tokens: the final norm, and what becomes of the rows of a prompt that comes in chunks.
+
+A model's program ends in its head. What is pooled leaves it one step earlier: the residual stream behind the last layer is
+tapped (`Ops.tap`), and the final norm is taken here, in fp32 and by the checkpoint's own weight, also where the program's
+norm is balanced for an int8 head. A state depends on its row alone, and a mean adds row after row in the order of the
+tokens, so neither chunks nor neighbours change a bit of it.
+
+    pooler = Pooler(read_tail(folder, spec))
+    pooler.begin(seq_id, Pooling(pool=Pool.MEAN), n_tokens=700)
+    pooler.feed(seq_id, rows_TD, start=0)        # None: there is more of the prompt to come
+    pooler.feed(seq_id, rows_TD, start=512)      # [D] fp32, as bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from diptych.compute.decoder import head_name, prefix_of
+from diptych.compute.gguf import GgufCheckpoint
+from diptych.compute.quant import stored_weights
+from diptych.compute.weights import Checkpoint, Source
+from diptych.ground.errors import EngineError, SequenceError, UnsupportedModel
+from diptych.ground.request import Pool, Pooling
+from diptych.models.config import read_json
+from diptych.models.gguf_file import open_gguf
+from diptych.models.spec import ModelSpec
+
+SUMMED_ROWS = 64  # at one time, in fp64: 2 MB at a width of 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """What stands behind a model's last layer. norm_D: fp32, the family's offset added."""
+
+    norm_D: np.ndarray
+    eps: float
+
+    def normed(self, rows_RD: np.ndarray) -> np.ndarray:
+        """x / sqrt(mean(x^2) + eps) * norm of each row of the residual stream, fp32."""
+        mean_R1 = np.square(rows_RD, dtype=np.float64).mean(axis=1, keepdims=True)
+        normed: np.ndarray = (rows_RD / np.sqrt(mean_R1 + self.eps) * self.norm_D).astype(np.float32)
+        return normed
+
+
+def read_tail(directory: Path, spec: ModelSpec) -> Tail:
+    """The final norm of a checkpoint folder or GGUF file. Raises LoadError, UnsupportedModel."""
+    source = _open(directory)
+    weight = source.tensor(f"{prefix_of(source, spec)}norm.weight", spec.hidden)
+    return Tail(norm_D=_numbers(weight.read()) + np.float32(spec.norm_offset), eps=spec.norm_eps)
+
+
+def read_classes(directory: Path, spec: ModelSpec, n_labels: int) -> np.ndarray:
+    """[n_labels, D] fp32: what a sequence-classification head multiplies a state with."""
+    return _numbers(_open(directory).tensor("score.weight", n_labels, spec.hidden).read())
+
+
+def read_head_rows(directory: Path, spec: ModelSpec, token_ids: Sequence[int]) -> np.ndarray:
+    """[len(token_ids), D] fp32: the rows of the output projection that make the logits of these tokens."""
+    source = _open(directory)
+    prefix = prefix_of(source, spec)
+    name = f"{prefix}embed_tokens.weight" if spec.is_tied else head_name(source, prefix)
+    head = source.tensor(name, spec.vocab_size, spec.hidden)
+    return np.concatenate([_numbers(head.part(slice(i, i + 1), spec.hidden)) for i in token_ids])
+
+
+def _open(directory: Path) -> Source:
+    if not directory.is_dir():
+        return GgufCheckpoint(open_gguf(directory), dtype=torch.float32, table_dtype=torch.float32)
+    if stored_weights(read_json(directory / "config.json")) is not None:
+        raise UnsupportedModel(
+            f"{directory} was written by `diptych quantize`, which balances the final norm; states cannot be told from it",
+            hint="load the original checkpoint, with --weights int8 or int4",
+        )
+    return Checkpoint(directory)
+
+
+def _numbers(tensor: torch.Tensor) -> np.ndarray:
+    numbers: np.ndarray = tensor.detach().to(torch.float32).numpy().copy()  # the file is closed
+    return numbers
+
+
+class _Prompt:
+    """A prompt on its way. end: how far its states have come."""
+
+    __slots__ = ("end", "n_tokens", "pooling", "sum_D")
+
+    def __init__(self, pooling: Pooling, n_tokens: int) -> None:
+        self.pooling = pooling
+        self.n_tokens = n_tokens
+        self.end = 0
+        self.sum_D: np.ndarray | None = None
+
+
+class Pooler:
+    """Holds what prompts have added up to so far. Owned by the executor, on whose thread it is used."""
+
+    def __init__(self, tail: Tail) -> None:
+        self._tail = tail
+        self._prompts: dict[int, _Prompt] = {}
+
+    def begin(self, seq_id: int, pooling: Pooling, *, n_tokens: int) -> None:
+        """A prompt of so many tokens will come."""
+        self._prompts[seq_id] = _Prompt(pooling, n_tokens)
+
+    def end(self, seq_id: int) -> None:
+        """Forget a prompt; unknown ids are fine."""
+        self._prompts.pop(seq_id, None)
+
+    def has(self, seq_id: int) -> bool:
+        """Whether states of this sequence are wanted."""
+        return seq_id in self._prompts
+
+    def feed(self, seq_id: int, rows_TD: np.ndarray, *, start: int) -> bytes | EngineError | None:
+        """The residual stream of tokens [start, start + T); the pooled state with the last of them, or why there is none.
+
+        A chunk that starts where the mean begins, or before, starts it anew (the sequence was preempted).
+        """
+        prompt = self._prompts[seq_id]
+        end = start + len(rows_TD)
+        if prompt.pooling.pool is Pool.LAST:
+            return None if end < prompt.n_tokens else _checked(self._tail.normed(rows_TD[-1:])[0])
+        first = prompt.pooling.first
+        if start <= first:
+            prompt.sum_D, prompt.end = np.zeros(rows_TD.shape[1]), first
+        assert prompt.sum_D is not None
+        assert prompt.end == max(start, first), (prompt.end, start)
+        prompt.sum_D = _added(prompt.sum_D, self._tail.normed(rows_TD[max(0, first - start) :]))
+        prompt.end = max(end, first)
+        return None if end < prompt.n_tokens else _checked(prompt.sum_D / max(1, end - first))
+
+
+def _added(sum_D: np.ndarray, rows_TD: np.ndarray) -> np.ndarray:
+    """sum + rows[0] + rows[1] + ..., in that order whatever the number of rows; a plain sum would add in pairs."""
+    for begin in range(0, len(rows_TD), SUMMED_ROWS):
+        part = rows_TD[begin : begin + SUMMED_ROWS]
+        sum_D = np.add.accumulate(np.concatenate([sum_D[None], part], dtype=np.float64), axis=0)[-1]
+    return sum_D
+
+
+def _checked(state_D: np.ndarray) -> bytes | EngineError:
+    if not np.isfinite(state_D).all():
+        return SequenceError("the state of the prompt holds no finite numbers; nothing can be made of it")
+    return state_D.astype(np.float32).tobytes()

@@ -1,0 +1,128 @@
+"""Drafts in a plan: which guesses a step verifies, and how many the executor is asked for behind it.
+
+The scheduler plans decode and prefill; what they leave of rows and blocks is here given to guesses. Blocks of drafts are
+private to their sequence and go back after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from diptych.control.blocks import BlockPool
+from diptych.control.sequence import Sequence
+from diptych.control.speculation import NO_GUESS, Depths, Guesser, Priced
+from diptych.control.step_draft import StepDraft
+from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
+from diptych.ground.shape import StepShape
+
+
+class DraftPlanner:
+    """See the module. Only `Scheduler` calls it."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, *, depths: Depths, guesser: Guesser) -> None:
+        self.depths = depths
+        self.guesser = guesser
+        self._config = config
+        self._pool = pool
+
+    def begin(self, seq: Sequence) -> None:
+        """Give a sequence its drafters, where it has not got them."""
+        if seq.speculation is None:
+            seq.speculation = self.guesser.begin(seq.request, self.depths)
+
+    def add(self, draft: StepDraft, planned: Mapping[int, Sequence], *, promised_blocks: int) -> None:
+        """Lengthen decode chunks by guesses, out of what everybody else has left, and ask the executor for the next ones.
+
+        promised_blocks: of the pool's free blocks, those that others wait for.
+        """
+        plain = draft.shape
+        self._send(draft, planned, promised_blocks)
+        if self.guesser.executor_drafter is not None:
+            self._ask(draft, planned, plain)
+
+    def wanted_behind(self, seq: Sequence, end: int) -> int | None:
+        """How many drafts to ask of the executor behind a prefill chunk that ends there; None: its drafter does not read it."""
+        if self.guesser.executor_drafter is None:
+            return None
+        self.begin(seq)
+        if seq.speculation is None:
+            return None
+        left = seq.max_output_tokens - seq.output_tokens - 2 if end == seq.known_tokens else 0
+        return seq.speculation.wanted_behind(end, max(0, left))
+
+    def take_back(self, seq: Sequence) -> None:
+        """After a step with drafts: blocks behind what is computed go back, as if they had never been taken."""
+        n_kept = self._pool.blocks_for(seq.computed_tokens)
+        while len(seq.block_ids) > n_kept:
+            self._pool.drop(seq.block_ids.pop())
+        seq.table_sent = min(seq.table_sent, n_kept)
+
+    def _send(self, draft: StepDraft, planned: Mapping[int, Sequence], promised_blocks: int) -> None:
+        n_decodes = len(draft.decode_request_ids)
+        is_due = self.depths.is_due(n_decodes)
+        n_free = max(0, self._pool.available_blocks - promised_blocks)
+        guesses: dict[int, list[int]] = {}
+        priced: list[Priced] = [NO_GUESS] * n_decodes
+        if self.guesser.memory is not None:
+            self.guesser.memory.read()
+        for i, speculation in draft.speculations:
+            if not is_due and not speculation.has_drafts_at_hand:
+                continue  # the price said no of late, and guesses cost time
+            chunk = draft.chunks[i]
+            seq = planned[chunk.seq_id]
+            guess = speculation.propose(seq.token_ids)
+            room = (len(seq.block_ids) + n_free) * self._pool.block_tokens - chunk.end_pos
+            n = min(1 + MOST_DRAFT_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
+            if n > 0:
+                guesses[i], priced[i] = guess, speculation.priced(n)
+        if not guesses:
+            return
+        depths = self.depths.choose(
+            priced,
+            shape=draft.shape,
+            most_rows=min(draft.left_tokens, MOST_DRAFT_ROWS),
+            limit_s=self._config.stall_budget_s,
+        )
+        if not any(depths):
+            return
+        for i, depth in enumerate(depths):
+            if depth:
+                seq = planned[draft.chunks[i].seq_id]
+                depths[i] = self._lengthen(draft, i, seq, guesses[i][:depth], promised_blocks)
+        draft.shape = draft.shape.with_drafts(depths)
+        draft.left_tokens -= sum(depths)
+
+    def _lengthen(self, draft: StepDraft, i: int, seq: Sequence, guess: list[int], promised_blocks: int) -> int:
+        """Put a guess behind chunk `i`, as far as blocks go; answers its length. Others' drafts may have taken blocks."""
+        chunk = draft.chunks[i]
+        n_free = max(0, self._pool.available_blocks - promised_blocks)
+        del guess[max(0, (len(seq.block_ids) + n_free) * self._pool.block_tokens - chunk.end_pos) :]
+        n_new = self._pool.blocks_for(chunk.end_pos + len(guess)) - len(seq.block_ids)
+        if n_new > 0:
+            seq.block_ids.extend(self._pool.take(n_new))
+            seq.table_sent = len(seq.block_ids)
+        draft.chunks[i] = chunk._replace(
+            token_ids=(*chunk.token_ids, *guess), new_block_ids=tuple(seq.block_ids[chunk.first_new_block :])
+        )
+        return len(guess)
+
+    def _ask(self, draft: StepDraft, planned: Mapping[int, Sequence], plain: StepShape) -> None:
+        """Say how many drafts the executor is to make behind each decode chunk: as many as would pay in a step like this.
+
+        plain: the step without drafts. A chunk behind which none is wanted is not read by the executor's drafter at all.
+        """
+        n_decodes = len(draft.decode_request_ids)
+        priced: list[Priced] = [NO_GUESS] * n_decodes
+        for i, speculation in draft.speculations:
+            seq = planned[draft.chunks[i].seq_id]
+            left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
+            priced[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
+        wanted = self.depths.ask(
+            priced,
+            shape=StepShape(plain.shapes[:n_decodes]),
+            most_rows=min(self._config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
+            limit_s=self._config.stall_budget_s,
+        )
+        for i, n_wanted in enumerate(wanted):
+            if n_wanted:
+                draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=n_wanted)

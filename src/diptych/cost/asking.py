@@ -1,0 +1,132 @@
+"""The executor's drafter, which costs time before it guesses: whom it is asked about, and the purse that all of it comes from.
+
+A sequence is given up where the price of drafts says no: nothing is asked, read or kept up with. It is tried again rarely,
+and more rarely each time. A new sequence begins with what others of its kind have taught.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from diptych.cost.acceptance import Acceptance
+
+_FIRST_DEPTH = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
+_WAIT = (8, 512)  # steps until a sequence that was given up is tried again, at first and at most
+_LONGEST_TRIAL = 6  # right guesses in a row lift a chance that was 0.1 to 0.66
+
+
+class Asking(Enum):
+    """Whether the executor's drafter is asked about a sequence."""
+
+    PAYS = "the price says that it does"
+    TRIED = "it says no, and a draft of one token is asked for, to see"
+    GIVEN_UP = "nothing is asked, read or kept up with"
+
+
+class Purse:
+    """Seconds that the executor's drafter may still cost. One per engine.
+
+    It earns EARNED of the time that decode would take without drafts, and for every draft that held the time of a token. It
+    pays for all of the drafter's time, the rows of its drafts, and what a step takes longer because it is read. Nothing is
+    asked of the drafter while it is empty, and it never holds more than MOST_STEPS steps. So with the drafter decode takes
+
+        T <= (1 + EARNED) T_off + MOST_STEPS step_s + (what one step may cost)
+
+    however wrong chances and predictions are; T_off is what the same tokens take without.
+    """
+
+    EARNED = 0.01
+    FIRST_STEPS = 4.0  # in it at the beginning
+    MOST_STEPS = 8.0
+
+    __slots__ = ("_is_open", "_n_steps", "_token_s", "balance_s")
+
+    def __init__(self) -> None:
+        self.balance_s = 0.0
+        self._is_open = False
+        self._n_steps = 0  # since it was filled
+        self._token_s = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing may be asked."""
+        return self._is_open and self.balance_s <= 0.0
+
+    def pass_step(self) -> None:
+        """A step decodes."""
+        self._n_steps += 1
+
+    def fill(self, plain_s: float, n_sequences: int) -> None:
+        """Earn for the steps that passed; one of so many sequences takes plain_s without drafts."""
+        if not self._is_open:
+            self._is_open = True
+            self.balance_s += self.FIRST_STEPS * plain_s
+        earned_s = self.EARNED * self._n_steps * plain_s
+        self.balance_s = min(self.balance_s + earned_s, self.MOST_STEPS * plain_s)
+        self._n_steps = 0
+        self._token_s = plain_s / n_sequences
+
+    def pay(self, seconds: float) -> None:
+        """Something took so long."""
+        self.balance_s -= seconds
+
+    def gain(self, n_tokens: int) -> None:
+        """So many drafts held."""
+        self.balance_s += n_tokens * self._token_s
+
+
+class Asked(Acceptance):
+    """Of the executor's drafter in one sequence, or in all of one kind (a pool): its chances, and whether it is asked.
+
+    A pool knows when a sequence that was given up may be tried again: after `wait` steps, which double with every trial that
+    fails and halve with every one that succeeds.
+    """
+
+    __slots__ = ("depth", "n_judged", "pool", "purse", "read_tokens", "rest", "state", "wait")
+
+    def __init__(self, purse: Purse, pool: Asked | None = None) -> None:
+        super().__init__(pool)
+        self.purse = purse
+        self.pool = pool
+        self.state = Asking.PAYS
+        self.n_judged = 0  # of a trial
+        self.read_tokens = 0  # how far the drafter has read
+        self.depth = _FIRST_DEPTH  # of a pool: what paid last
+        self.wait = self.rest = _WAIT[0]
+
+    def learn(self, n_right: int, n_judged: int, confidence: int = 0) -> None:
+        """A trial ends with the first wrong guess, or after so many right ones that the price refused all the same."""
+        super().learn(n_right, n_judged, confidence)
+        if self.state is not Asking.TRIED:
+            return
+        self.n_judged += 1
+        if n_right == 0 or self.n_judged >= _LONGEST_TRIAL:
+            self.state = Asking.GIVEN_UP
+            if self.pool is not None:
+                self.pool.rest = self.pool.wait
+                self.pool.wait = min(2 * self.pool.wait, _WAIT[1])
+
+    def kept(self, n_kept: int) -> None:
+        """See Acceptance."""
+        self.purse.gain(n_kept)
+
+    def price(self, depth: int) -> None:
+        """The price says that so many drafts pay; 0 for none."""
+        if depth == 0:
+            if self.state is Asking.PAYS:
+                self.begin_trial()
+            return
+        if self.pool is not None:
+            self.pool.depth = depth
+            if self.state is Asking.TRIED:
+                self.pool.wait = max(self.pool.wait // 2, _WAIT[0])
+        self.state = Asking.PAYS
+
+    @property
+    def first_depth(self) -> int:
+        """Drafts to begin with: as many as paid last."""
+        return self.depth if self.pool is None else self.pool.depth
+
+    def begin_trial(self) -> None:
+        """Ask for drafts that the price refuses."""
+        self.state, self.n_judged = Asking.TRIED, 0

@@ -1,0 +1,205 @@
+"""What a checkpoint's files say about embeddings and scores: the layout of sentence-transformers, read without it.
+
+`modules.json` names a pipeline, of which the transformer, a pooling (last token or mean), a normalisation and the score of two
+logits are known here. `config_sentence_transformers.json` has the prompts, `sentence_bert_config.json` how texts are read.
+What would change a vector and is not known is refused by name: other modules and poolings, attention both ways.
+
+>>> read_pooling(Path("Qwen3-Embedding-0.6B"), HfConfig(config))  # doctest: +SKIP
+EmbeddingSpec(pool=<Pool.LAST: 'last'>, is_normalised=True, ...)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.ground.request import Pool
+from diptych.models.config import MAX_JSON_BYTES, HfConfig, read_json
+
+MODULES, PROMPTS, READING = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+POOLS = {"lasttoken": Pool.LAST, "mean": Pool.MEAN}
+# the flags that said it before sentence-transformers 5.4, and the word that says it now
+OLD_POOLS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+ACTIVATIONS = {"Sigmoid": True, "Identity": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How texts become prompts. prompts: instructions by name, put before a text.
+
+    is_chat: texts go through the chat template, as messages of the roles user (or query and document) with the instruction
+    as system; template_variables: what the template gets besides. max_tokens: the longest prompt, where the files say one.
+    """
+
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    is_chat: bool = False
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSpec:
+    """How a prompt's states become its vector. includes_prompt: whether a mean is also over the instruction.
+
+    dimensions: the lengths that a vector may be cut to; empty: any.
+    """
+
+    pool: Pool = Pool.LAST
+    is_normalised: bool = True
+    includes_prompt: bool = True
+    reading: Reading = Reading()
+    dimensions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringSpec:
+    """How the last state of a query with a document becomes their score.
+
+    token_ids: of "yes" and "no", the difference of whose logits it is (one: its logit); None: by the classification head.
+    is_sigmoid: whether it then becomes a probability.
+    """
+
+    token_ids: tuple[int, ...] | None
+    is_sigmoid: bool = True
+    reading: Reading = Reading()
+
+
+def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSpec | None:
+    """What the files of a checkpoint folder call for; None where it is a model that writes. LoadError, UnsupportedModel."""
+    modules = _modules(directory)
+    named = config.raw.get("architectures")
+    is_classifier = isinstance(named, list) and bool(named) and str(named[0]).endswith("ForSequenceClassification")
+    if not modules and not is_classifier:
+        return None
+    refuse_both_ways(config)
+    others = [kind for kind in modules if kind not in ("Transformer", "Pooling", "Normalize", "LogitScore")]
+    if others:
+        raise UnsupportedModel(f"{MODULES} in {directory} has the module {others[0]}, which is not supported")
+    reading = _reading(directory)
+    if is_classifier:
+        return ScoringSpec(token_ids=None, is_sigmoid=_is_sigmoid(directory, config), reading=reading)
+    if "LogitScore" in modules:
+        path = directory / modules["LogitScore"] / "config.json"
+        return ScoringSpec(token_ids=_true_and_false(path), is_sigmoid=_is_sigmoid(directory, config), reading=reading)
+    if "Pooling" not in modules:
+        raise UnsupportedModel(f"{MODULES} in {directory} names no pooling; one vector per text cannot be made")
+    pool, includes_prompt = _pooling(directory / modules["Pooling"] / "config.json")
+    return EmbeddingSpec(
+        pool=pool,
+        is_normalised="Normalize" in modules,
+        includes_prompt=includes_prompt,
+        reading=reading,
+        dimensions=tuple(config.integers("matryoshka_dimensions") or ()),
+    )
+
+
+def refuse_both_ways(config: HfConfig) -> None:
+    """UnsupportedModel for a checkpoint whose tokens attend to those behind them, or that brings code which may do so."""
+    raw = config.raw
+    both_ways = {"is_causal": raw.get("is_causal") is False}
+    both_ways |= {key: bool(raw.get(key)) for key in ("use_bidirectional_attention", "bidirectional")}
+    for key, is_set in both_ways.items():
+        if is_set:
+            raise UnsupportedModel(
+                f"{key} in {config.path} is {raw[key]!r}: tokens attend to those behind them; only causal attention is run",
+                hint="choose an embedding model with causal attention (Qwen3-Embedding, e5-mistral)",
+            )
+    code = raw.get("auto_map")
+    if code:
+        where = next(iter(code.values()), "") if isinstance(code, dict) else code
+        raise UnsupportedModel(
+            f"{config.path} brings code of its own ({str(where)[:80]}), which is never run; embedding models that do "
+            "(GritLM, gte-Qwen2, NV-Embed) attend both ways, and only causal attention is run",
+            hint="remove auto_map from the config if the model is a plain causal one",
+        )
+
+
+def _modules(directory: Path) -> dict[str, str]:
+    """Kinds of the pipeline's modules, each with its folder; empty where no pipeline is named."""
+    path = directory / MODULES
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise LoadError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read")
+        listed = json.loads(path.read_text(encoding="utf-8"))
+        found = {str(one["type"]).rpartition(".")[2]: str(one.get("path", "")) for one in listed}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise LoadError(f"{path} cannot be read: {error}", hint="download the file again") from error
+    if any(Path(place).is_absolute() or ".." in Path(place).parts for place in found.values()):
+        raise LoadError(f"{path} names a folder outside its own")
+    return found
+
+
+def _pooling(path: Path) -> tuple[Pool, bool]:
+    """Which pooling, and whether a mean includes the instruction."""
+    config = read_json(path)
+    mode = config.get("pooling_mode")
+    if mode is None:
+        chosen = [word for flag, word in OLD_POOLS.items() if config.get(flag)]
+        mode = chosen[0] if len(chosen) == 1 else chosen or "mean"
+    if isinstance(mode, list) and len(mode) == 1:
+        mode = mode[0]
+    if not isinstance(mode, str) or mode not in POOLS:
+        raise UnsupportedModel(f"the pooling of {path} is {mode!r}; {' and '.join(POOLS)} are supported")
+    return POOLS[mode], config.get("include_prompt") is not False
+
+
+def _reading(directory: Path) -> Reading:
+    saved, read = (_json_if_any(directory / name) for name in (PROMPTS, READING))
+    if read.get("do_lower_case"):
+        raise UnsupportedModel(f"do_lower_case in {directory / READING} is true; texts are read as they are")
+    prompts = saved.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise LoadError(f"prompts in {directory / PROMPTS} must map names to texts")
+    default = saved.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise LoadError(f"default_prompt_name in {directory / PROMPTS} is {default!r}, and there is no such prompt")
+    longest = read.get("max_seq_length")
+    variables = (read.get("processing_kwargs") or {}).get("chat_template") or {}
+    return Reading(
+        prompts=prompts,
+        default_prompt=default,
+        is_chat="message" in (read.get("modality_config") or {}),
+        template_variables={key: value for key, value in variables.items() if key != "restore_suffix"},
+        max_tokens=longest if isinstance(longest, int) and longest > 0 else None,
+    )
+
+
+def _true_and_false(path: Path) -> tuple[int, ...]:
+    config = read_json(path)
+    ids = [config.get("true_token_id"), config.get("false_token_id")]
+    found = tuple(one for one in ids if one is not None)
+    if not found or ids[0] is None or not all(type(one) is int and one >= 0 for one in found):
+        raise LoadError(f"true_token_id and false_token_id in {path} are {ids}; they must be token ids")
+    return found
+
+
+def _is_sigmoid(directory: Path, config: HfConfig) -> bool:
+    """By the activation that the files name; a probability where they name none."""
+    named = _json_if_any(directory / PROMPTS).get("activation_fn")
+    inner = config.raw.get("sentence_transformers")
+    named = named or (inner.get("activation_fn") if isinstance(inner, dict) else None)
+    named = named or config.raw.get("sbert_ce_default_activation_function")
+    if named is None:
+        return True
+    word = str(named).rpartition(".")[2]
+    if word not in ACTIVATIONS:
+        raise UnsupportedModel(f"the activation of scores is {named!r}; {' and '.join(ACTIVATIONS)} are supported")
+    return ACTIVATIONS[word]
+
+
+def _json_if_any(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

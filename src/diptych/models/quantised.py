@@ -1,0 +1,163 @@
+"""`quantization_config` of a config.json: which program quantised a checkpoint's weights, and how its numbers are read.
+
+What each matrix holds is seen from its tensors (`compute.coded`); here stands what they cannot say, and the refusal, by name,
+of everything that would be read wrongly: methods, bits, layouts, caches and sparsity that are not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diptych.ground.errors import LoadError
+from diptych.ground.formats import KeptFormat, group_held
+from diptych.models.config import HfConfig
+
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+HINT = "use the unquantised checkpoint and choose the weight format with --weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """How a checkpoint was quantised.
+
+    bits, group: of all matrices (awq, gptq; group None: a whole row); of compressed-tensors of most, and the tensors say it.
+    block: rows and inputs that share a scale (fp8), None without. zero_added: to every zero point as it is stored (gptq's first
+    layout: 1). kept: the kernels' format that will hold most matrices, as far as the config says.
+    note: what is read otherwise than its publisher runs it, for the log.
+    """
+
+    method: str
+    kept: KeptFormat | None = None
+    bits: int | None = None
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    zero_added: int = 0
+    note: str = ""
+
+
+def quantisation_of(config: HfConfig) -> Quantisation | None:
+    """What the config says; None for a checkpoint of plain floats. LoadError for what is not read."""
+    raw = config.raw.get("quantization_config", config.raw.get("compression_config"))
+    if not raw:
+        return None
+    if not isinstance(raw, Mapping):
+        raise LoadError(f"quantization_config in {config.path} is a {type(raw).__name__}; it must be an object")
+    section = HfConfig(raw, path=f"quantization_config of {config.path}")
+    method = raw.get("quant_method")
+    read = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}.get(str(method))
+    if read is None:
+        raise LoadError(
+            f"{config.path} says the weights are quantised with {method!r}; of quantised files {', '.join(METHODS)}, GGUF and "
+            "those of `diptych quantize` are read",
+            hint=HINT,
+        )
+    return read(section)
+
+
+def _kept(bits: int, group: int | None, scale: str, *, is_symmetric: bool) -> KeptFormat | None:
+    held = 128 if group is None else group_held(group)
+    grid = "signed" if is_symmetric else "zeros" if bits == 4 else "minima"
+    return None if held is None else KeptFormat(kind=f"group{bits}", group=held, scale=scale, grid=grid)
+
+
+def _refuse(section: HfConfig, name: str, allowed: str, *, default: Any = None) -> None:
+    raise LoadError(f"{name} in {section.path} is {section.raw.get(name, default)!r}; {allowed}", hint=HINT)
+
+
+def _one_of(section: HfConfig, name: str, allowed: tuple[Any, ...], default: Any) -> Any:
+    """A field of which some values are read. A bool is no number here."""
+    value = section.raw.get(name, default)
+    if isinstance(value, str):
+        value = value.lower()
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        _refuse(section, name, f"{' or '.join(map(repr, allowed))} can be read", default=default)
+    return value
+
+
+def _group(section: HfConfig, name: str) -> int | None:
+    value = section.raw.get(name, 128)
+    if value in (-1, None):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        _refuse(section, name, "it must be -1 (a whole row) or a whole number of inputs")
+    return int(value)
+
+
+def _awq(section: HfConfig) -> Quantisation:
+    bits, group = ("bits", "group_size") if "bits" in section.raw else ("w_bit", "q_group_size")  # the older names
+    _one_of(section, "version", ("gemm",), "gemm")
+    inputs, is_symmetric = _group(section, group), not section.flag("zero_point", True)
+    return Quantisation(
+        method="awq",
+        bits=_one_of(section, bits, (4,), 4),
+        group=inputs,
+        kept=_kept(4, inputs, "f16", is_symmetric=is_symmetric),
+    )
+
+
+def _gptq(section: HfConfig) -> Quantisation:
+    bits = _one_of(section, "bits", (4, 8), None)
+    _one_of(section, "pack_dtype", ("int32",), "int32")
+    layout = _one_of(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    group, is_ordered = _group(section, "group_size"), not section.flag("desc_act")
+    return Quantisation(
+        method="gptq",
+        bits=bits,
+        group=group,
+        zero_added=1 if layout == "gptq" else 0,
+        kept=_kept(bits, group, "f16", is_symmetric=section.flag("sym", True)) if is_ordered else None,
+    )
+
+
+def _compressed_tensors(section: HfConfig) -> Quantisation:
+    _one_of(section, "format", CT_FORMATS, "dense")
+    if section.raw.get("kv_cache_scheme") is not None:
+        _refuse(
+            section, "kv_cache_scheme", "quantised caches of a checkpoint are not read; --kv int8 is this engine's own"
+        )
+    sparsity = section.section("sparsity_config")
+    _one_of(sparsity, "format", ("dense",), "dense")
+    if section.raw.get("transform_config"):
+        _refuse(section, "transform_config", "rotations of activations are not run")
+    groups = section.section("config_groups")
+    note, block, bits, kept = "", None, None, None
+    for name, group in groups.raw.items():
+        scheme = HfConfig(group if isinstance(group, Mapping) else {}, path=f"{name} of {groups.path}")
+        _one_of(scheme, "format", (None, *CT_FORMATS), None)
+        if scheme.raw.get("output_activations") is not None:
+            _refuse(scheme, "output_activations", "outputs are not quantised here")
+        weights, inputs = scheme.section("weights"), scheme.section("input_activations")
+        kind = _one_of(weights, "type", ("int", "float"), "int")
+        _one_of(weights, "num_bits", (4, 8) if kind == "int" else (8,), 8)
+        _one_of(weights, "strategy", ("tensor", "channel", "group", "block", None), None)
+        if kind == "int":
+            bits = weights.integer("num_bits", 8)
+            group = weights.optional_integer("group_size") if weights.raw.get("strategy") == "group" else None
+            kept = _kept(bits, group, "bf16", is_symmetric=weights.flag("symmetric", True))
+            if bits == 8 and group is None and inputs.raw and weights.flag("symmetric", True):
+                kept = KeptFormat(kind="int8")
+        block = _block(weights, "block_structure") or block
+        if inputs.raw and not inputs.raw.get("dynamic", False):
+            note = "scales of activations in the file are not used: they are found for each row"
+    return Quantisation(method="compressed-tensors", bits=bits, block=block, kept=kept, note=note)
+
+
+def _block(section: HfConfig, name: str) -> tuple[int, int] | None:
+    block = section.integers(name)
+    if block is not None and (len(block) != 2 or min(block) < 1):
+        _refuse(section, name, "it must be two whole numbers, rows and inputs")
+    return None if block is None else (block[0], block[1])
+
+
+def _fp8(section: HfConfig) -> Quantisation:
+    _one_of(section, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    _one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
+    static = section.raw.get("activation_scheme") == "static"
+    return Quantisation(
+        method="fp8",
+        block=_block(section, "weight_block_size"),
+        note="scales of activations in the file are not used" if static else "",
+    )

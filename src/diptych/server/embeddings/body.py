@@ -1,0 +1,191 @@
+"""What clients may send for embeddings, rerankings and scores, with the bounds of the other routes.
+
+Fields that other servers know and this one does not honour are refused by name (`REFUSED`), or have no effect (`NO_EFFECT`);
+`docs/serving.md` shows all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from diptych.server.fields import FieldRefused, Refusal, check_extra
+from diptych.server.schema import (
+    REQUEST_ID_PATTERN,
+    Body,
+    CacheSalt,
+    Name,
+    Prompt,
+    StopAtFirst,
+    User,
+    Whole,
+    conflict,
+)
+
+MAX_INPUTS = 2048  # OpenAI's
+MAX_DIMENSIONS = 2**20
+MAX_INSTRUCTION_CHARS = 65536
+
+_NEVER_CUT = "a text is never cut; shorten it, or cut it into parts"
+_SPECIAL = "texts are read as the model was trained to read them; send token ids to say otherwise"
+REFUSED: Mapping[str, Refusal] = {
+    "additional_data": Refusal("poolers have no data of their own here"),
+    "add_special_tokens": Refusal(_SPECIAL, (True,)),
+    "chat_template": Refusal("the model's own template is used where its files ask for one"),
+    "embed_dtype": Refusal("numbers are fp32: float or base64", ("float32",)),
+    "embedding_types": Refusal("numbers are fp32: encoding_format is float or base64", (["float"],)),
+    "endianness": Refusal("base64 holds little-endian fp32", ("little", "native")),
+    "images": Refusal("this server reads texts only"),
+    "input_type": Refusal("name the model's own instruction with prompt_name, or write one with instruction"),
+    "late_chunking": Refusal("every text is read by itself", (False,)),
+    "max_chunks_per_doc": Refusal(_NEVER_CUT),
+    "max_tokens_per_doc": Refusal(_NEVER_CUT),
+    "messages": Refusal("send texts as input"),
+    "mm_processor_kwargs": Refusal("this server reads texts only"),
+    "rank_fields": Refusal("documents are texts, or objects with a text"),
+    "return_multivector": Refusal("a text has one vector", (False,)),
+    "softmax": Refusal("scores are as the model's files say", (True,)),
+    "activation": Refusal("scores are as the model's files say", (True,)),
+    "task": Refusal("name the model's own instruction with prompt_name, or write one with instruction"),
+    "truncate": Refusal(_NEVER_CUT, (False, "NONE")),
+    "truncate_prompt_tokens": Refusal(_NEVER_CUT),
+    "use_activation": Refusal("scores are as the model's files say; vectors have normalize", (True,)),
+}
+NO_EFFECT: Mapping[str, str] = {
+    "truncation_side": "a text is never cut",
+    "client_name": "labels the caller; caches are kept apart by cache_salt",
+}
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31
+
+
+def _check_inputs(value: object) -> list[Prompt]:
+    """A text, texts, token ids or lists of them, always as a list of inputs; none of them empty, as nothing has no vector."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, a list of strings, token ids, or a list of lists of token ids")
+    if _are_ids(value):
+        return [value]
+    if len(value) > MAX_INPUTS:
+        raise ValueError(f"has {len(value)} entries; it must have at most {MAX_INPUTS} (or be token ids only)")
+    for number, item in enumerate(value):
+        is_text = isinstance(item, str) and item
+        if not is_text and not (isinstance(item, list) and item and _are_ids(item)):
+            raise ValueError(f"entry {number} must be a non-empty string or a non-empty list of token ids")
+    return value
+
+
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1}
+_TEXT_SCHEMA = {"type": "string", "minLength": 1}
+Inputs = Annotated[
+    list[Prompt],
+    PlainValidator(_check_inputs),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT_SCHEMA,
+                {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
+                _IDS_SCHEMA,
+                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": MAX_INPUTS},
+            ]
+        }
+    ),
+]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], StopAtFirst(), Field(min_length=1, max_length=MAX_INPUTS)]
+Instruction = Annotated[str | None, Field(max_length=MAX_INSTRUCTION_CHARS)]
+
+
+class PooledBody(Body):
+    """Fields of every route that reads and does not write."""
+
+    model_config = ConfigDict(extra="allow")  # kept as far as `fields` has looked at them
+
+    model: Name | None = None
+    instruction: Instruction = None
+    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
+    cache_salt: CacheSalt = None
+    user: User
+    _ignored: tuple[str, ...] = PrivateAttr(())
+    _refused: ClassVar[Mapping[str, Refusal]] = REFUSED
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Fields that nobody here knows."""
+        return self._ignored
+
+    @model_validator(mode="after")
+    def _only_known(self) -> Self:
+        try:
+            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}, self._refused, NO_EFFECT))
+        except FieldRefused as error:
+            raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
+        self.__pydantic_extra__ = {}
+        return self
+
+
+class EmbeddingBody(PooledBody):
+    """`POST /v1/embeddings`. prompt_name: an instruction that the model knows; instruction: one in words. normalize: to unit
+    length, whatever the model's files say.
+    """
+
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Whole | None = Field(None, ge=1, le=MAX_DIMENSIONS)
+    prompt_name: str | None = Field(None, max_length=256)
+    normalize: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_instruction(self) -> Self:
+        if self.prompt_name is not None and self.instruction is not None:
+            raise conflict("instruction", "prompt_name and instruction are both set; give one of them")
+        return self
+
+
+class DocumentText(Body):
+    """A document as an object, as Jina and Cohere take it."""
+
+    text: Text
+
+
+class RerankBody(PooledBody):
+    """`POST /v1/rerank`: documents in the order in which they fit the query."""
+
+    query: Text
+    documents: Annotated[list[Text | DocumentText], StopAtFirst(), Field(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Whole | None = Field(None, ge=1, le=2**31 - 1)
+    return_documents: bool | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class ScoreBody(PooledBody):
+    """`POST /v1/score`, vLLM's: one text with one or many, or as many with as many."""
+
+    text_1: Annotated[Text | Texts, Field(validation_alias=AliasChoices("text_1", "queries"))]
+    text_2: Annotated[Text | Texts, Field(validation_alias=AliasChoices("text_2", "documents"))]
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Pair by pair."""
+        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Self:
+        first = 1 if isinstance(self.text_1, str) else len(self.text_1)
+        second = 1 if isinstance(self.text_2, str) else len(self.text_2)
+        if first not in (1, second):
+            raise conflict("text_1", f"text_1 has {first} entries and text_2 has {second}; give one, or as many")
+        return self

@@ -1,0 +1,119 @@
+"""`serve --record FILE`: a journal of what the engine did (`sim.journal`), written beside it.
+
+The engine's thread only hands over references; a thread of the journal's own makes lines of them. It writes until the file
+has as many bytes as it may have, and says so once; where it cannot keep up, what waits is bounded and the rest is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from queue import Empty, Full, Queue
+from threading import Thread
+
+from diptych.engine.engine import Engine, OpenRequest
+from diptych.ground.errors import ConfigError
+from diptych.ground.events import Event, FinishEvent
+from diptych.metrics import StepRecord
+from diptych.server.config import ServerConfig
+from diptych.sim.counterfactual import Past, past_of
+from diptych.sim.journal import BlockNames, head_line, request_line, step_line
+
+logger = logging.getLogger("diptych.server")
+
+MAX_QUEUED = 10_000  # steps and requests that wait to be written
+FLUSH_S = 1.0
+
+
+class Journal:
+    """Owns the file. Fed on the engine's thread; `close` waits for what was handed over."""
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        assert config.record is not None
+        self._engine = engine
+        self._path, self._max_bytes = config.record, config.max_record_bytes
+        self._open: dict[str, tuple[OpenRequest, float]] = {}
+        self._queue: Queue[StepRecord | Past | None] = Queue(MAX_QUEUED)
+        self._n_lost = 0
+        self._n_bytes = 0
+        self._is_full = False
+        core = engine.core
+        self._names = BlockNames(secrets.token_bytes(32), core.block_config.block_tokens)
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(f"cannot record to {self._path}: {error.strerror}") from None
+        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._write(head_line(core.config, core.block_config))
+        self._thread = Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+        engine.on_submit.append(self._on_submit)
+        engine.book.on_step.append(self._put)
+        self._unlisten = engine.listen(self._on_events)
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        self._unlisten()
+        self._queue.put(None)
+        self._thread.join()
+        if self._n_lost:
+            logger.warning("the recording lacks lines that came too fast path=%s lines=%d", self._path, self._n_lost)
+
+    def _on_submit(self, opened: OpenRequest) -> None:
+        if not self._is_full:
+            self._open[opened.request.request_id] = (opened, self._engine.clock.now_s())
+
+    def _on_events(self, events: list[Event]) -> None:
+        if not self._open:
+            return
+        for event in events:
+            if type(event) is not FinishEvent or event.request_id not in self._open:
+                continue
+            opened, came_s = self._open[event.request_id]
+            if opened.record is None or not opened.record.is_over:
+                continue
+            del self._open[event.request_id]
+            outputs = [choice.token_ids for choice in opened.choices]
+            self._put(past_of(opened.request, outputs, opened.record, came_s=came_s))
+
+    def _put(self, thing: StepRecord | Past) -> None:
+        if self._is_full:
+            return
+        try:
+            self._queue.put_nowait(thing)
+        except Full:
+            self._n_lost += 1
+
+    def _run(self) -> None:
+        """On the journal's thread."""
+        with self._file:
+            while True:
+                try:
+                    thing = self._queue.get(timeout=FLUSH_S)
+                except Empty:
+                    self._file.flush()
+                    continue
+                if thing is None:
+                    return
+                if self._is_full:
+                    continue
+                try:
+                    self._write(self._line(thing))
+                except OSError as error:
+                    self._is_full = True
+                    logger.error("recording ends, it cannot be written path=%s error=%s", self._path, error.strerror)
+
+    def _line(self, thing: StepRecord | Past) -> str:
+        if isinstance(thing, Past):
+            return request_line(thing, self._names)
+        return step_line(thing.begin_s, thing.end_s, thing.shape)
+
+    def _write(self, line: str) -> None:
+        self._n_bytes += len(line) + 1
+        if self._n_bytes > self._max_bytes:
+            self._is_full = True
+            self._open.clear()
+            logger.warning("recording ends: it is full path=%s max_bytes=%d", self._path, self._max_bytes)
+            return
+        self._file.write(line + "\n")

@@ -1,0 +1,232 @@
+"""A journal: what a running server did, without a word of what was said, as JSON lines that simulations read.
+
+Written by `server.journal` step by step and request by request; read here as a load (`journal_load`) and as the minutes
+around one request (`journal_minutes`). Three kinds of line:
+
+    {"diptych_journal": 1, "config": ..., "blocks": ...}           the engine, first
+    {"step": [begin_s, end_s, decoding, context, [[new, start, samples], ...]]}
+    {"request": {...}}                                             when it is over, so in the order of ends
+
+Tokens do not stand in it. A full block of prompt and answer is a number made with a key that is drawn at the start and never
+written: two blocks have one number where they and all before them are equal, which is what a prefix cache sees; nobody can
+try texts against it. A request's id is a digest, found by who knows the id.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from diptych.control.recording import decode, encode
+from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import ConfigError, EngineError
+from diptych.ground.phase import Phase
+from diptych.ground.request import Request, SamplingParams
+from diptych.ground.shape import ChunkShape, StepShape
+from diptych.sim.counterfactual import Machine, Minutes, Past, Seen, times_of
+from diptych.sim.load import OpenLoad
+from diptych.workload import WorkloadItem
+
+_KEY = "diptych_journal"
+_ID_BYTES, _BLOCK_BYTES = 8, 6
+_OWN_BASE = 1 << 56  # of tokens that no other request shares; block numbers are below 1 << 48
+AROUND_S = 120.0  # of a journal, before and after a request that is asked about
+
+
+class BlockNames:
+    """Numbers of full blocks. key: drawn anew for every journal."""
+
+    def __init__(self, key: bytes, block_tokens: int) -> None:
+        self._key = key
+        self._block_tokens = block_tokens
+
+    def of(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
+        """Of the full blocks of a sequence."""
+        size, found = self._block_tokens, []
+        digest = b"" if salt is None else salt.encode()
+        for start in range(0, len(token_ids) - size + 1, size):
+            tokens = array("q", token_ids[start : start + size]).tobytes()
+            digest = blake2b(digest + tokens, key=self._key, digest_size=_BLOCK_BYTES).digest()
+            found.append(int.from_bytes(digest, "big"))
+        return found
+
+
+def id_digest(request_id: str) -> str:
+    """What stands for a request's id."""
+    return blake2b(request_id.encode(), digest_size=_ID_BYTES).hexdigest()
+
+
+def head_line(config: SchedulerConfig, blocks: BlockConfig) -> str:
+    """The first line."""
+    return json.dumps({_KEY: 1, "config": encode(config), "blocks": encode(blocks)})
+
+
+def step_line(begin_s: float, end_s: float, shape: StepShape) -> str:
+    """One step. Decoding sequences as their number and the sum of their contexts; rows of drafts as prefill's are."""
+    plain = [one for one in shape.shapes if one.phase is Phase.DECODE and one.new_tokens == 1]
+    others = [one for one in shape.shapes if one.phase is not Phase.DECODE or one.new_tokens != 1]
+    context = sum(one.count * one.end_pos for one in plain)
+    chunks = [[one.new_tokens, one.start_pos, int(one.samples), int(one.phase is Phase.DECODE)] for one in others]
+    return json.dumps({"step": [round(begin_s, 6), round(end_s, 6), sum(one.count for one in plain), context, chunks]})
+
+
+def request_line(past: Past, names: BlockNames) -> str:
+    """One request that is over. Of several choices the first one's blocks are told."""
+    request, seen = past.request, past.seen
+    tokens = (*request.prompt_token_ids, *(past.outputs[0] if past.outputs else ()))
+    return json.dumps(
+        {
+            "request": {
+                "id": id_digest(request.request_id),
+                "arrival_s": request.arrival_s,
+                "came_s": past.came_s,
+                "end_s": past.end_s,
+                "prompt_tokens": len(request.prompt_token_ids),
+                "cached_tokens": past.cached_tokens,
+                "output_tokens": [len(one) for one in past.outputs],
+                "max_tokens": request.sampling.max_tokens,
+                "priority": request.priority,
+                "blocks": names.of(tokens, request.cache_salt),
+                "seen": asdict(seen),
+            }
+        }
+    )
+
+
+def is_journal(path: Path) -> bool:
+    """Whether this file begins as one does. ConfigError when it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(64).lstrip().startswith(b'{"' + _KEY.encode() + b'"')
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+
+
+def journal_load(path: Path, *, limit: int | None = None, speed: float = 1.0) -> OpenLoad:
+    """Its requests as a load, the first at 0 s; each writes as many tokens as it did, several choices as several requests.
+
+    ConfigError for a damaged journal, and for one without requests.
+    """
+    blocks = BlockConfig(n_blocks=1)
+    found: list[tuple[float, int, int, tuple[int, ...]]] = []
+    for kind, entry in _lines(path):
+        if kind == "head":
+            blocks = entry["blocks"]
+        elif kind == "request":
+            numbers = tuple(entry["blocks"][: -(-entry["prompt_tokens"] // blocks.block_tokens)])
+            found += [(entry["arrival_s"], entry["prompt_tokens"], max(1, n), numbers) for n in entry["output_tokens"]]
+    if not found:
+        raise ConfigError(f"{path.name} has 0 requests; a trace needs at least 1")
+    found.sort(key=lambda one: one[0])
+    items = tuple(
+        WorkloadItem(
+            index=index,
+            at_s=arrival_s - found[0][0],
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            prefix_ids=numbers,
+            prefix_block_tokens=blocks.block_tokens,
+        )
+        for index, (arrival_s, prompt_tokens, output_tokens, numbers) in enumerate(found[:limit])
+    )
+    return OpenLoad(items, shares_prefixes=True, speed=speed)
+
+
+def journal_minutes(path: Path, request_id: str, *, machine: Machine | None = None) -> tuple[Minutes, str]:
+    """The minutes around one request, and its name in them. ConfigError where it is not in the journal."""
+    names = {id_digest(request_id), id_digest(f"{request_id}-0")}
+    target: dict[str, Any] | None = None
+    config, blocks = SchedulerConfig(), BlockConfig(n_blocks=1)
+    for kind, entry in _lines(path):
+        if kind == "head":
+            config, blocks = entry["config"], entry["blocks"]
+        elif kind == "request" and entry["id"] in names:
+            target = entry
+    if target is None:
+        raise ConfigError(
+            f"no request {request_id[:100]!r} in {path.name}", hint="it may have been open when the recording ended"
+        )
+    begin_s, end_s = target["arrival_s"] - AROUND_S, (target["end_s"] or target["arrival_s"]) + AROUND_S
+    pasts: list[Past] = []
+    steps: list[tuple[float, float, StepShape]] = []
+    for number, (kind, entry) in enumerate(_lines(path)):
+        if kind == "step" and begin_s <= entry[0] <= end_s:
+            steps.append((entry[0], entry[1], _shape(entry)))
+        elif kind == "request" and entry["arrival_s"] <= end_s and (entry["end_s"] or end_s) >= begin_s:
+            pasts.append(_past(entry, number, blocks.block_tokens))
+    minutes = Minutes(
+        config=config,
+        blocks=blocks,
+        requests=tuple(sorted(pasts, key=lambda past: past.request.arrival_s)),
+        steps=times_of(steps),
+        machine=machine,
+    )
+    return minutes, str(target["id"])
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(head | step | request, content) of each line. A last line that was cut short is left out, as a crash leaves one."""
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                if not line.endswith("\n"):
+                    return
+                entry = json.loads(line)
+                if _KEY in entry:
+                    if entry[_KEY] != 1:
+                        raise ValueError(f"its format is {entry[_KEY]}; this version reads 1")
+                    yield "head", {"config": decode(entry["config"]), "blocks": decode(entry["blocks"])}
+                else:
+                    ((kind, content),) = entry.items()
+                    yield kind, content
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, LookupError, AttributeError, EngineError) as error:
+        raise ConfigError(f"{path.name} line {number} cannot be read: {error!r}") from None
+
+
+def _shape(entry: Sequence[Any]) -> StepShape:
+    _, _, decoding, context, chunks = entry
+    shapes = []
+    if decoding:
+        mean, left = divmod(context, decoding)
+        for end, count in ((mean + 1, left), (mean, decoding - left)):
+            if count:
+                shapes.append(ChunkShape(Phase.DECODE, 1, max(end - 1, 0), True, count))
+    for new, start, samples, is_decode in chunks:
+        shapes.append(ChunkShape(Phase.DECODE if is_decode else Phase.PREFILL, new, start, bool(samples)))
+    return StepShape(shapes)
+
+
+def _past(entry: dict[str, Any], number: int, block_tokens: int) -> Past:
+    prompt, outputs = entry["prompt_tokens"], entry["output_tokens"]
+    longest = max((prompt, *(prompt + n for n in outputs)))
+    tokens = tuple(_tokens(entry["blocks"], block_tokens, longest, number))
+    request = Request(
+        request_id=entry["id"],
+        prompt_token_ids=tokens[:prompt],
+        sampling=SamplingParams(max_tokens=entry["max_tokens"], n=max(1, len(outputs)), ignore_eos=True),
+        arrival_s=entry["arrival_s"],
+        priority=entry["priority"],
+    )
+    return Past(
+        request=request,
+        came_s=entry["came_s"],
+        outputs=tuple(tokens[prompt : prompt + n] for n in outputs),
+        cached_tokens=entry["cached_tokens"],
+        end_s=entry["end_s"],
+        seen=Seen(**entry["seen"]),
+    )
+
+
+def _tokens(blocks: Iterable[int], block_tokens: int, n: int, number: int) -> list[int]:
+    """Ids that are equal where blocks are; what stands behind the last full one is this request's own."""
+    found = [block for block in blocks for _ in range(block_tokens)][:n]
+    return found + [_OWN_BASE + number] * (n - len(found))

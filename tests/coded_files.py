@@ -1,0 +1,183 @@
+"""Checkpoints as other programs quantise them, made from a plain one: compressed-tensors and fp8 by the library's own code and
+torch's own casts, AWQ and GPTQ by the packing loops of AutoAWQ 0.2.9 (`awq/modules/linear/gemm.py`) and AutoGPTQ
+(`nn_modules/qlinear`), written out here. Beside each a plain checkpoint in fp32 of the very values.
+
+    coded, plain = quantised_checkpoints(original, tmp_path, "awq")
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """quantization_config, and how a matrix becomes (tensors by suffix, the values that they stand for in fp32)."""
+
+    config: dict[str, Any]
+    write: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+
+
+def rounded(
+    w: torch.Tensor, bits: int, group: int, *, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [n,k], scales fp16 [n,G], zeros [n,G]) by rounding to nearest."""
+    n, k = w.shape
+    by_group = w.reshape(n, k // group, group)
+    low, high = by_group.amin(-1), by_group.amax(-1)
+    middle = 1 << (bits - 1)
+    if symmetric:
+        scales = (torch.maximum(high, -low) / (middle - 1)).half()
+        zeros = torch.full_like(scales, middle, dtype=torch.int64)
+    else:
+        scales = ((high - low) / (2 * middle - 1)).half()
+        zeros = (-low / scales.float()).round().clamp(1, 2 * middle - 1).long()
+    codes = (by_group / scales.float()[..., None]).round().long() + zeros[..., None]
+    return codes.clamp(0, 2 * middle - 1).reshape(n, k), scales, zeros
+
+
+def valued(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """fp32."""
+    return scales.float()[:, index] * (codes - zeros[:, index]).float()
+
+
+def awq(group: int, *, zero_point: bool = True) -> Layout:
+    """AutoAWQ's `gemm` version."""
+
+    def packed(values: torch.Tensor) -> torch.Tensor:  # [rows, n] -> [rows, n / 8]
+        words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int64)
+        for column in range(words.shape[1]):
+            for i in range(8):
+                words[:, column] |= values[:, column * 8 + AWQ_ORDER[i]] << (i * 4)
+        return words.to(torch.int32)
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        of = w.shape[1] if group == -1 else group
+        codes, scales, zeros = rounded(w, 4, of, symmetric=not zero_point)
+        tensors = {"qweight": packed(codes.T), "scales": scales.T.contiguous()}
+        if zero_point:
+            tensors["qzeros"] = packed(zeros.T)
+        return tensors, valued(codes, scales, zeros, torch.arange(w.shape[1]) // of)
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": zero_point, "version": "gemm"}
+    return Layout(config, write)
+
+
+def gptq(bits: int, group: int, *, symmetric: bool, act_order: bool = False, version: int = 1) -> Layout:
+    """AutoGPTQ's layout: version 1 stores zero points less one."""
+    per_word = 32 // bits
+
+    def packed(values: torch.Tensor) -> torch.Tensor:  # along the first axis
+        words = torch.zeros(values.shape[0] // per_word, values.shape[1], dtype=torch.int64)
+        for i in range(per_word):
+            words |= values[i::per_word] << (i * bits)
+        return words.to(torch.int32)
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        k = w.shape[1]
+        of = k if group == -1 else group
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if act_order else torch.arange(k)
+        index = torch.empty(k, dtype=torch.int64)
+        index[order] = torch.arange(k) // of
+        codes, scales, zeros = rounded(w[:, order], bits, of, symmetric=symmetric)
+        codes = codes[:, torch.argsort(order)]
+        mask = (1 << bits) - 1
+        stored = (zeros - (1 if version == 1 else 0)) & mask
+        tensors = {
+            "qweight": packed(codes.T), "qzeros": packed(stored).T.contiguous(), "scales": scales.T.contiguous(),
+            "g_idx": index.to(torch.int32),
+        }  # fmt: skip
+        return tensors, valued(codes, scales, zeros, index)
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order,
+              "checkpoint_format": "gptq" if version == 1 else "gptq_v2"}  # fmt: skip
+    return Layout(config, write)
+
+
+def compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) -> Layout:
+    """By compressed-tensors' own compressor and its own dequantisation."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(**weights)
+    activations = None if inputs is None else QuantizationArgs(**inputs)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=activations)
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        w = w.to(torch.bfloat16)
+        if args.strategy == "block":
+            rows, columns = args.block_structure
+            blocks = w.view(n // rows, rows, k // columns, columns).transpose(1, 2)
+            low, high = blocks.amin((-2, -1)), blocks.amax((-2, -1))
+        else:
+            group = args.group_size if args.strategy == "group" else k
+            by_group = w.reshape(n, k // group, group)
+            low, high = by_group.amin(-1), by_group.amax(-1)
+        scale, zero_point = calculate_qparams(low, high, args)
+        state = {"weight": w, "weight_scale": scale, "weight_zero_point": zero_point}
+        coded = compressor.compress(state, scheme)
+        return coded, compressor.decompress({**coded, "weight_scale": scale.float()}, scheme)["weight"].float()
+
+    section = scheme.model_dump(mode="json", exclude_none=True)
+    return Layout(
+        {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": section}, "ignore": ["lm_head"],
+         "kv_cache_scheme": None, "sparsity_config": {}}, write,
+    )  # fmt: skip
+
+
+def block_fp8(rows: int = 128, inputs: int = 128) -> Layout:
+    """As DeepSeek-V3 and Qwen3 publish it: E4M3 with `weight_scale_inv` for each block (inference/kernel.py of DeepSeek-V3)."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        padded = torch.zeros(math.ceil(n / rows) * rows, math.ceil(k / inputs) * inputs)
+        padded[:n, :k] = w
+        blocks = padded.view(-1, rows, padded.shape[1] // inputs, inputs)
+        scales = blocks.abs().amax((1, 3)) / 448.0
+        wide = scales.repeat_interleave(rows, 0).repeat_interleave(inputs, 1)[:n, :k]
+        quantised = (w / wide).to(torch.float8_e4m3fn)
+        return {"weight": quantised, "weight_scale_inv": scales}, quantised.float() * wide
+
+    config = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [rows, inputs]}
+    return Layout(config, write)
+
+
+def quantised_checkpoints(original: Path, folder: Path, layout: Layout) -> tuple[Path, Path]:
+    """(as the layout has it, plain fp32 of the same values). Matrices of the layers but for routers are quantised."""
+    config = json.loads((original / "config.json").read_text())
+    coded: Tensors = {}
+    plain: Tensors = {}
+    for name, tensor in load_file(original / "model.safetensors").items():
+        coded[name] = plain[name] = tensor
+        is_matrix = (".layers." in name and tensor.ndim == 2 and name.endswith("proj.weight")) or ".experts." in name
+        if not is_matrix:
+            continue
+        del coded[name]
+        parts, values = layout.write(tensor.float())
+        coded |= {f"{name.removesuffix('weight')}{suffix}": part.contiguous() for suffix, part in parts.items()}
+        plain[name] = values.contiguous()
+    for path, tensors, more in (
+        (folder / "coded", coded, {"quantization_config": layout.config}),
+        (folder / "plain", plain, {}),
+    ):
+        path.mkdir(parents=True)
+        for file in original.glob("*.json"):
+            shutil.copyfile(file, path / file.name)
+        (path / "config.json").write_text(json.dumps({**config, **more}))
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return folder / "coded", folder / "plain"

@@ -1,0 +1,203 @@
+"""Adapters against peft, and what is refused. The cpu backend's bits: tests/kernels/test_adapter_bits.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import VOCAB, make_checkpoint
+from diptych.compute.adapters import Adapter, read_adapter
+from diptych.compute.ops import reference
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import CapacityError, EngineError, LoadError
+from lora import ALL, peft_model, write_adapter
+from stepping import Stepper
+
+FP32 = ComputeConfig(backend="torch", device="cpu", weights="fp32")
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+# family -> fields of peft's config: every projection, other ranks and alphas for some, rslora, attention alone
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"r": 5, "lora_alpha": 11, "target_modules": list(ALL), "rank_pattern": {"o_proj": 3},
+              "alpha_pattern": {"layers.1.mlp.down_proj": 7}},
+    "gemma2": {"r": 4, "lora_alpha": 6, "target_modules": list(ALL), "use_rslora": True},
+    "phi3": {"r": 6, "lora_alpha": 12, "target_modules": list(FUSED)},
+    "qwen3_moe": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj", "v_proj"]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
+def prompt(n_tokens: int = 29) -> list[int]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, VOCAB, (n_tokens,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_logits_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    """Oracle: transformers with peft. Beside it in one step, the model as it is, and the same adapter once more."""
+    path = make_checkpoint(family, tmp_path / "base")
+    oracle = peft_model(family, tmp_path / "adapter", **CASES[family])
+    ids = torch.tensor([prompt()])
+    with torch.no_grad():
+        adapted = oracle(ids, use_cache=False).logits[0]
+        with oracle.disable_adapter():
+            plain = oracle(ids, use_cache=False).logits[0]
+    assert (adapted - plain).abs().max() > 0.5, "the adapter does next to nothing; the test would see nothing"
+    model = load_model(path, FP32)
+    number = model.add_adapter(read_adapter(tmp_path / "adapter", max_rank=8))
+    stepper = Stepper(model)
+    stepper.adapters = {"first": number, "second": number}
+    found = stepper.step({"first": prompt(), "plain": prompt(), "second": prompt()})
+    assert (found["first"] - adapted).abs().max() < 2e-4
+    assert (found["second"] - adapted).abs().max() < 2e-4
+    assert (found["plain"] - plain).abs().max() < 1e-4
+
+
+def test_the_reference_op_is_what_merged_weights_give() -> None:
+    """(W + B A) x, to its own outputs alone."""
+    generator = torch.Generator().manual_seed(0)
+    h, w = torch.randn(3, 8, generator=generator), torch.randn(10, 8, generator=generator)
+    a, b = torch.randn(2, 8, generator=generator), torch.randn(4, 2, generator=generator)
+    merged = w.clone()
+    merged[5:9] += b @ a
+    found = reference.adapted(reference.linear(h, w), h, a, b, begin=5)
+    assert torch.allclose(found, reference.linear(h, merged), atol=1e-5)
+
+
+def copied(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter, not of its mapped file: that is to be written anew."""
+    return {name: one.clone() for name, one in load_file(folder / "adapter_model.safetensors").items()}
+
+
+def refusal(folder: Path, base: Path, *, max_rank: int = 64) -> str:
+    """What reading the adapter or fitting it to the model says."""
+    with pytest.raises(EngineError) as caught:
+        load_model(base, FP32).add_adapter(read_adapter(folder, max_rank=max_rank))
+    assert isinstance(caught.value, LoadError | CapacityError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("peft_type", "LOHA"), ("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]), ("lora_bias", True),
+        ("init_lora_weights", "pissa"), ("fan_in_fan_out", True), ("layer_replication", [[0, 1]]), ("task_type", "SEQ_CLS"),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]), ("alora_invocation_tokens", [1, 2]),
+        ("trainable_token_indices", [3]), ("rank_pattern", {"(a+)+(b+)+": 3}), ("r", 0), ("lora_alpha", "much"),
+    ],
+)  # fmt: skip
+def test_what_changes_the_mathematics_is_refused_by_name(base: Path, tmp_path: Path, field: str, value: object) -> None:
+    """An adapter whose DoRA part is left out answers wrongly without a word."""
+    more = {"rank_pattern": {}, "alpha_pattern": {}} if field in ("r", "lora_alpha") else {}
+    folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3}, **(more | {field: value}))
+    assert field in refusal(folder, base) or "pattern" in refusal(folder, base)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+        "base_model.model.model.embed_tokens.lora_embedding_A",
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias",
+    ],
+)
+def test_tensors_beside_a_and_b_are_refused_by_name(base: Path, tmp_path: Path, name: str) -> None:
+    """The config may say nothing of them."""
+    folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3})
+    tensors = copied(folder)
+    save_file({**tensors, name: torch.zeros(3, 4)}, folder / "adapter_model.safetensors")
+    assert name in refusal(folder, base)
+
+
+def rename(folder: Path, before: str, after: str) -> None:
+    """Another name for a module's tensors."""
+    tensors = copied(folder)
+    save_file({name.replace(before, after): one for name, one in tensors.items()}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "after", ["lm_head", "model.layers.0.mlp.experts.3.gate_proj", "model.layers.77.self_attn.q_proj",
+              "model.vision.layers.0.self_attn.q_proj"],
+)  # fmt: skip
+def test_modules_that_the_model_does_not_adapt_are_refused_by_name(base: Path, tmp_path: Path, after: str) -> None:
+    """The head, experts, and what belongs to another model."""
+    folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3})
+    rename(folder, "model.layers.0.self_attn.q_proj", after)
+    assert after in refusal(folder, base)
+
+
+def test_a_module_that_comes_twice_is_refused(base: Path, tmp_path: Path) -> None:
+    """By two names that mean the same: one of them would be left out."""
+    folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3})
+    tensors = copied(folder)
+    again = {
+        name.replace("model.model.model.layers.1", "model.model.layers.1"): one.clone()
+        for name, one in tensors.items()
+        if "layers.1" in name
+    }
+    save_file({**tensors, **again}, folder / "adapter_model.safetensors")
+    assert "given already" in refusal(folder, base)
+
+
+def test_shapes_of_another_model_are_refused_with_both_shapes(base: Path, tmp_path: Path) -> None:
+    """Broadcasting would hide some of them."""
+    other = make_checkpoint("qwen2", tmp_path / "other", hidden_size=32)
+    folder = write_adapter(tmp_path / "adapter", other, {"o_proj": 3})
+    said = refusal(folder, base)
+    assert "model.layers.0.self_attn.o_proj" in said
+    assert "[3, 32]" in said
+    assert "[64, 64]" in said
+
+
+def test_a_rank_beyond_the_bound_is_refused_with_both_numbers(base: Path, tmp_path: Path) -> None:
+    """Memory is bounded by it."""
+    folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 9})
+    said = refusal(folder, base, max_rank=8)
+    assert "rank 9" in said
+    assert "at most 8" in said
+
+
+def test_files_that_are_no_adapter_are_refused(base: Path, tmp_path: Path) -> None:
+    """A folder that is not there, one without weights, damaged ones, half an adapter, numbers that are none."""
+    assert "no such folder" in refusal(tmp_path / "nowhere", base)
+    folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3})
+    weights = folder / "adapter_model.safetensors"
+    whole = weights.read_bytes()
+    tensors = copied(folder)
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert "damaged" in refusal(folder, base)
+    name = next(name for name in tensors if "lora_B" in name)
+    save_file({key: one for key, one in tensors.items() if key != name}, weights)
+    assert "belong together" in refusal(folder, base)
+    save_file({**tensors, name: tensors[name] * torch.nan}, weights)
+    assert "not finite" in refusal(folder, base)
+    weights.unlink()
+    assert "adapter_model.safetensors" in refusal(folder, base)
+    weights.write_bytes(whole)
+    (folder / "adapter_config.json").write_text("{")
+    assert "adapter_config.json" in refusal(folder, base)
+
+
+def test_the_revision_tells_numbers_and_scales_apart(base: Path, tmp_path: Path) -> None:
+    """Cached prefixes hang on it: equal for a copy elsewhere, other for another alpha or one other number."""
+
+    def read(name: str, *, seed: int = 0, **config: Any) -> Adapter:
+        return read_adapter(write_adapter(tmp_path / name, base, {"q_proj": 3}, seed=seed, **config), max_rank=8)
+
+    first = read("one")
+    assert first.revision == read("copy").revision
+    assert first.revision != read("seed", seed=1).revision
+    assert first.revision != read("alpha", alpha_pattern={"q_proj": 5}).revision
+    config = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
+    assert first.revision != read("rslora", **{**config, "use_rslora": True}).revision
+    assert (first.rank, first.n_parameters) == (3, 3 * 3 * (64 + 64))

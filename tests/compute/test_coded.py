@@ -1,0 +1,234 @@
+"""Checkpoints that other programs quantised: each layout gives the values of its formula, kept where a kernel holds them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import make_checkpoint
+from coded_files import awq, block_fp8, compressed, gptq, quantised_checkpoints
+from diptych.compute.coded import CodedCheckpoint
+from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import LoadError
+from diptych.models.config import HfConfig, read_json
+from diptych.models.quantised import quantisation_of
+from stepping import Stepper
+
+native = [
+    pytest.mark.native,
+    pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
+]
+TOKENS = [5, 9, 33, 120, 7, 7, 81, 40, 12, 99, 3, 64]
+CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
+DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+# layout -> how it is made, and what holds it
+LAYOUTS: dict[str, tuple[Any, str | None]] = {
+    "awq": (lambda: awq(32), "group4-g32-f16-zeros"),
+    "awq rows": (lambda: awq(-1), "group4-g128-f16-zeros"),
+    "awq symmetric": (lambda: awq(32, zero_point=False), "group4-g32-f16"),
+    "gptq": (lambda: gptq(4, 32, symmetric=True), "group4-g32-f16"),
+    "gptq asymmetric": (lambda: gptq(4, 32, symmetric=False), "group4-g32-f16-zeros"),
+    "gptq v2": (lambda: gptq(4, 32, symmetric=False, version=2), "group4-g32-f16-zeros"),
+    "gptq 8": (lambda: gptq(8, 32, symmetric=True), "group8-g32-f16"),
+    "gptq 8 asymmetric": (lambda: gptq(8, 32, symmetric=False), "group8-g32-f16-minima"),
+    "gptq 8 rows": (lambda: gptq(8, -1, symmetric=True), "group8-g128-f16"),
+    "gptq act-order": (lambda: gptq(4, 32, symmetric=True, act_order=True), None),
+    "w4a16": (
+        lambda: compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
+        "group4-g32-bf16",
+    ),
+    "w4a16 asymmetric": (
+        lambda: compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False),
+        "group4-g32-bf16-zeros",
+    ),
+    "w8a16 rows": (lambda: compressed("pack-quantized", **CHANNEL), "group8-g128-bf16"),
+    "w8a8": (lambda: compressed("int-quantized", DYNAMIC, **CHANNEL), "int8"),
+    "fp8 rows": (
+        lambda: compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        None,
+    ),
+    "fp8 rows and blocks": (
+        lambda: compressed(
+            "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32], dynamic=False
+        ),
+        None,
+    ),
+    "fp8 blocks": (lambda: block_fp8(), None),
+    "fp8 small blocks": (lambda: block_fp8(32, 16), None),
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("plain"), dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def original_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts one by one, as checkpoints are published."""
+    folder = make_checkpoint("mixtral", tmp_path_factory.mktemp("experts"), dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    assert any(".experts.0.w1" in name for name in tensors)
+    return folder
+
+
+def made(layout: str, original: Path, folder: Path) -> tuple[Path, Path]:
+    if layout.startswith(("w", "fp8 rows")):
+        pytest.importorskip("compressed_tensors")
+    return quantised_checkpoints(original, folder, LAYOUTS[layout][0]())
+
+
+def logits_of(path: Path, **config: Any) -> torch.Tensor:
+    model = load_model(path, ComputeConfig(threads=1, **config))
+    try:
+        return Stepper(model).prefill("it", TOKENS).clone()
+    finally:
+        model.close()
+
+
+def opened(path: Path, dtype: torch.dtype = torch.float32) -> CodedCheckpoint:
+    how = quantisation_of(HfConfig(read_json(path / "config.json")))
+    assert how is not None
+    return CodedCheckpoint(path, how, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original: Path, tmp_path: Path) -> None:
+    """A nibble in the wrong place, a zero point off by one (GPTQ's first layout), a neighbour's scale: another model."""
+    coded, plain = made(layout, original, tmp_path)
+    checkpoint, expected = opened(coded), load_file(plain / "model.safetensors")
+    for name, values in expected.items():
+        tensor = checkpoint.tensor(name, *values.shape)
+        assert torch.equal(tensor.read().float(), values.float()), name
+        if name.endswith("down_proj.weight"):
+            assert (None if tensor.kept is None else tensor.kept.name) == LAYOUTS[layout][1]
+            assert torch.equal(tensor.part(slice(3, 20, 4), 40).float(), values[3:20:4, :40].float())
+    checkpoint.finish(lambda name: False)
+    assert checkpoint.n_parameters == sum(values.numel() for values in expected.values())
+    assert torch.equal(
+        logits_of(coded, backend="torch", weights="fp32"), logits_of(plain, backend="torch", weights="fp32")
+    )
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "layout", ["awq", "awq rows", "gptq 8 asymmetric", "gptq 8 rows", "gptq act-order", "w8a8", "fp8 blocks"]
+)
+def test_kept_weights_answer_as_their_values_do(
+    layout: str, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the cpu backend, within what rows of 8 bits cost; and the log says what is kept and what is not."""
+    if not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    coded, plain = made(layout, original, tmp_path)
+    with caplog.at_level(logging.INFO, logger="diptych.compute"):
+        got = logits_of(coded, backend="cpu")
+    exact = logits_of(plain, backend="torch", weights="fp32")
+    assert (got - exact).abs().max() < 0.06 * exact.abs().max()
+    said = next(record.getMessage() for record in caplog.records if "weights stored=" in record.getMessage())
+    kept = LAYOUTS[layout][1]
+    assert f"kept={kept or 'bf16'}:100.0%" in said
+    assert kept is not None or "no kernel" in said or "act-order" in said
+    assert re.search(r"at \d+\.\d\d bits per weight", said)
+
+
+@pytest.mark.native
+def test_experts_keep_their_values(original_experts: Path, tmp_path: Path) -> None:
+    """Gathered rows, rows of the gate's output and a router of 16 bits beside them."""
+    if not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    coded, plain = quantised_checkpoints(original_experts, tmp_path, awq(32))
+    got, exact = logits_of(coded, backend="cpu"), logits_of(plain, backend="torch", weights="fp32")
+    assert (got - exact).abs().mean() < 0.02 * exact.abs().max()
+
+
+@pytest.mark.native
+def test_another_format_may_be_asked_for(original: Path, tmp_path: Path) -> None:
+    """--weights is honoured: the values are taken out of their codes and packed anew."""
+    if not instruction_sets():
+        pytest.skip("the native kernels are not installed")
+    coded, plain = quantised_checkpoints(original, tmp_path, gptq(4, 32, symmetric=False))
+    for weights in ("bf16", "int8"):
+        assert torch.equal(
+            logits_of(coded, backend="cpu", weights=weights), logits_of(plain, backend="cpu", weights=weights)
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quantised with 'aqlm'"),
+        ({"quant_method": "awq", "bits": 3}, "bits .* is 3; 4 can be read"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "version .* is 'gemv_fast'"),
+        ({"quant_method": "gptq", "bits": 3}, "bits .* is 3; 4 or 8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format .* is 'marlin'"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format .* is 'marlin-24'"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt .* is 'e5m2'"),
+        ("awq", "is a str"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name(changed: Any, message: str) -> None:
+    """An unknown method read by the rules of a known one gives noise, not an error."""
+    with pytest.raises(LoadError, match=message):
+        quantisation_of(HfConfig({"quantization_config": changed}))
+
+
+def damaged(path: Path, change: Any) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+DOWN = "model.layers.0.mlp.down_proj."
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update({f"{DOWN}scales": t[f"{DOWN}scales"] * float("nan")}), "scale that is not finite"),
+        (lambda t: t.update({f"{DOWN}g_idx": t[f"{DOWN}g_idx"] * 9}), "groups from 0 to 18; 0 to 2 are there"),
+        (lambda t: t.update({f"{DOWN}qzeros": t[f"{DOWN}qzeros"][:2].clone()}), r"qzeros is I32 \[2, 8\]"),
+        (lambda t: t.update({f"{DOWN}qweight": t[f"{DOWN}qweight"][:-1].clone()}), r"qweight is I32 \[11, 64\]"),
+        (lambda t: t.pop(f"{DOWN}scales"), "scales is missing"),
+        (lambda t: t.update({f"{DOWN}scales": t[f"{DOWN}scales"].to(torch.int32)}), "scales is I32"),
+        (lambda t: t.update({f"{DOWN}other": torch.zeros(2)}), "other"),
+    ],
+)
+def test_a_damaged_file_is_refused(original: Path, tmp_path: Path, change: Any, message: str) -> None:
+    """What, the number and the limit, before a model of it stands."""
+    coded, _ = quantised_checkpoints(original, tmp_path, gptq(4, 32, symmetric=False))
+    damaged(coded, change)
+    with pytest.raises(LoadError, match=message):
+        logits_of(coded, backend="torch", weights="fp32")
+
+
+def test_a_group_that_does_not_divide_the_inputs_is_refused(original: Path, tmp_path: Path) -> None:
+    """AWQ has no ragged groups."""
+    coded, _ = quantised_checkpoints(original, tmp_path, awq(32))
+    config = json.loads((coded / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 40
+    (coded / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match="64 inputs, which groups of 40 do not divide"):
+        logits_of(coded, backend="torch")
+
+
+def test_a_config_that_promises_codes_beside_plain_weights_is_refused(original: Path, tmp_path: Path) -> None:
+    """Somebody copied config.json from another folder; silence would hide which weights run."""
+    coded, plain = quantised_checkpoints(original, tmp_path, awq(32))
+    (plain / "config.json").write_bytes((coded / "config.json").read_bytes())
+    with pytest.raises(LoadError, match="none of them is"):
+        logits_of(plain, backend="torch")

@@ -1,0 +1,46 @@
+"""Blocks of GGUF taken apart stand for the very values of the `gguf` package."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from diptych.compute.gguf_codes import codes_of
+from diptych.ground.formats import GGUF_KEPT as KEPT
+
+LEVELS = {
+    "signed": np.arange(-8, 8),
+    "minima": np.arange(16),
+    "iq4_nl": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]),
+    "e2m1": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]),
+}
+HALVES = {"Q4_0": 1, "Q4_1": 2, "Q5_0": 1, "Q5_1": 2, "Q8_0": 1, "IQ4_NL": 1, "MXFP4": 0, "Q4_K": 2, "Q5_K": 2}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_codes_are_the_values_of_the_gguf_package(kind: str) -> None:
+    """Random blocks: every bit of a block decides some value. A half of a block in the other's place looks like noise."""
+    number = GGMLQuantizationType[kind]
+    elements, nbytes = GGML_QUANT_SIZES[number]
+    random = np.random.default_rng(len(kind))
+    blocks = random.integers(0, 256, (6, 4, nbytes), dtype=np.uint8)
+    for half in range(HALVES[kind]):
+        scales = random.uniform(-2, 2, (6, 4)).astype(np.float16)
+        blocks[..., 2 * half : 2 * half + 2] = scales[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[0, :, 0] = (0, 1, 2, 250)  # the smallest have no exponent left in bf16
+    raw = blocks.reshape(6, -1)
+    expected = dequantize(raw, number)
+    kept, codes = KEPT[kind], codes_of(torch.from_numpy(raw), kind)
+    assert codes.codes.shape == (6, 4 * elements)
+    assert codes.scales.dtype == {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[kept.scale]
+    stored = codes.codes.numpy()
+    levels = stored.astype(np.int64) - 128 if kept.kind == "group8" else LEVELS[kept.grid][stored]
+    values = codes.scales.float().numpy().repeat(kept.group, 1) * levels.astype(np.float32)
+    if kept.grid == "minima":
+        assert codes.offsets is not None
+        values = values + codes.offsets.numpy().repeat(kept.group, 1)
+    assert np.array_equal(values, expected)

@@ -1,0 +1,87 @@
+"""Layouts beyond tensor parallel: what must hold of any formula for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from diptych.cost.layout import Layout
+from diptych.cost.memory import capacity_of
+from diptych.cost.setup import setup_of
+from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
+
+DECODE = StepShape.decode(batch=64, context_tokens=2048)
+PREFILL = StepShape.prefill(batch=16, new_tokens=2048)
+
+
+def setup(model="deepseek-v3", *, tp=1, device="h200-141gb-sxm", weights="fp8", **layout):
+    return setup_of(model, device, weights=weights, tp=tp, layout=Layout(**layout))
+
+
+def seconds(one, work=DECODE):
+    return one.model_of_time().predict_s(work)
+
+
+def test_attention_data_parallel_keeps_each_latent_once():
+    """Tensor parallel copies MLA's latents to all eight devices; eight groups hold eight times as many sequences."""
+    split, groups = setup(tp=8), setup(dp=8, ep=8)
+    assert split.n_devices == groups.n_devices == 8
+    tokens = [capacity_of(one, context_tokens=4096, batch=1).kv_tokens for one in (split, groups)]
+    weights = [capacity_of(one, context_tokens=4096, batch=1).weight_bytes for one in (split, groups)]
+    assert weights[0] < weights[1] < 1.5 * weights[0], "attention whole on each device, experts shared"
+    assert tokens[1] > 4 * tokens[0]
+    long = StepShape.decode(batch=64, context_tokens=60_000)
+    assert seconds(groups, long) < seconds(split, long), "and each reads the latents of its own sequences alone"
+
+
+def test_a_pipeline_answers_more_and_none_sooner():
+    """One sequence gains nothing from more stages, many do; the weights of a device are a stage's."""
+    one, two = setup("llama-3.1-70b", tp=4, weights="bf16"), setup("llama-3.1-70b", tp=4, weights="bf16", pp=2)
+    single = StepShape.decode(batch=1, context_tokens=2048)
+    assert seconds(two, single) > seconds(one, single)
+    assert 0.45 < seconds(two, PREFILL) / seconds(one, PREFILL) < 0.65
+    alone = StepShape.prefill(batch=1, new_tokens=2048)
+    assert seconds(two, alone) > seconds(one, alone)
+    assert seconds(setup(dp=8, ep=8), alone) > seconds(setup(tp=8), alone), (
+        "one group reads a prompt, all cards split it"
+    )
+    halves = [capacity_of(each, context_tokens=4096, batch=1) for each in (one, two)]
+    assert halves[1].weight_bytes == pytest.approx(halves[0].weight_bytes / 2)
+    assert halves[1].kv_tokens > 2 * halves[0].kv_tokens
+
+
+def test_the_busiest_experts_decide():
+    """Few tokens fall unevenly on the groups, many evenly; never worse than all on one."""
+    whole, model = Layout(ep=8), setup(tp=8).model
+    assert Layout().crowding(model, 64) == 1.0
+    assert 8.0 >= whole.crowding(model, 1) > whole.crowding(model, 64) > whole.crowding(model, 4096) > 1.0
+    assert whole.crowding(model, 1e9) == pytest.approx(1.0, abs=1e-3)
+    assert seconds(setup(tp=8, ep=8), PREFILL) >= seconds(setup(tp=8), PREFILL)
+
+
+def test_what_no_row_was_fitted_to_is_less_sure():
+    """The interval widens, and the gap says why."""
+    for layout in ({"ep": 8}, {"dp": 2, "ep": 4}, {"pp": 2}):
+        tp = 8 if layout.get("dp", 1) == 1 else 4
+        plain, other = (one.model_of_time() for one in (setup(tp=tp), setup(tp=tp, **layout)))
+        widths = [cost.high_s / cost.low_s for cost in (plain.predict(DECODE), other.predict(DECODE))]
+        assert widths[1] > widths[0]
+        assert "layout" in {gap.axis for gap in other.gaps(DECODE)}
+        assert other.predict(DECODE).total_s == pytest.approx(other.predict_s(DECODE))
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "layout", "words"),
+    [
+        ("llama-3.1-8b", 1, {"ep": 2}, "no experts to be parallel"),
+        ("llama-3.1-8b", 1, {"dp": 2}, "attention-data parallel 2 of it is as many copies"),
+        ("deepseek-v3", 8, {"ep": 3}, "expert parallel is 3; it must divide the 8 devices"),
+        ("deepseek-v3", 8, {"pp": 99}, "has 61 layers; they cannot stand on 99 stages"),
+        ("deepseek-v3", 8, {"pp": 0}, "pipeline parallel degree is 0"),
+        ("deepseek-v3", 8, {"dp": 4}, "at most 8"),
+    ],
+)
+def test_impossible_layouts_are_refused(model, tp, layout, words):
+    """What, the number, the limit."""
+    with pytest.raises(ConfigError, match=words):
+        setup(model, tp=tp, **layout)

@@ -1,0 +1,185 @@
+"""Adapters on the native backend: right within the formats' rounding, and not one bit depends on how the work was cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from worlds import KERNEL_SETS, Answer, prompt, read_cache
+
+from checkpoints import make_checkpoint
+from diptych.compute.adapters import read_adapter
+from diptych.compute.model import Model, Want
+from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.quant import save_quantised
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ExecutorError
+from lora import ALL, peft_model, write_adapter
+from stepping import Stepper
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
+]
+
+CONFIG = ComputeConfig(backend="cpu", threads=1)
+TOKENS = prompt(37)
+# ranks that are no multiple of a tile, one site of three, and one projection alone
+RANKS: tuple[dict[str, int], ...] = (
+    {**ALL, "q_proj": 5, "v_proj": 3, "down_proj": 17},
+    {"v_proj": 8, "up_proj": 2},
+    {"o_proj": 1},
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 24 lanes: a strip of 16 holds rows of k and of v."""
+    folder = tmp_path_factory.mktemp("llama")
+    return make_checkpoint("llama", folder, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [write_adapter(folder / str(i), base, ranks, seed=i) for i, ranks in enumerate(RANKS)]
+
+
+def loaded(base: Path, adapters: list[Path], config: ComputeConfig) -> tuple[Model, list[int]]:
+    model = load_model(base, config)
+    return model, [model.add_adapter(read_adapter(path, max_rank=64)) for path in adapters]
+
+
+def alone(model: Model, number: int | None, chunk: int | None = None) -> Answer:
+    """The prompt by itself with one adapter, or none."""
+    stepper = Stepper(model)
+    if number is not None:
+        stepper.adapters = {"it": number}
+    logits = stepper.prefill("it", TOKENS, chunk=chunk)
+    return Answer(logits, read_cache(model, stepper, "it"))
+
+
+def together(model: Model, numbers: list[int], n_each: int, seed: int) -> dict[str, Answer]:
+    """The prompt with every adapter and with none, n_each times, in steps of random chunks in random order."""
+    random = np.random.default_rng(seed)
+    stepper = Stepper(model, n_blocks=16 * n_each * (len(numbers) + 1))
+    names = [f"{number} {i}" for number in (*numbers, None) for i in range(n_each)]
+    stepper.adapters = {name: int(name.split()[0]) for name in names if not name.startswith("None")}
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    while left := [name for name in names if stepper.lengths.get(name, 0) < len(TOKENS)]:
+        random.shuffle(left)
+        begun = {name: stepper.lengths.get(name, 0) for name in left}
+        takes = {name: int(random.choice([1, 1, 2, 9])) for name in left}
+        for name, logits in stepper.step({n: TOKENS[begun[n] : begun[n] + takes[n]] for n in left}).items():
+            rows[name].append(logits)
+    return {name: Answer(torch.cat(rows[name]), read_cache(model, stepper, name)) for name in names}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3"])
+def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
+    """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""
+    path = make_checkpoint(family, tmp_path / "base")
+    targets = list(ALL) if family != "phi3" else ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    oracle = peft_model(family, tmp_path / "adapter", r=4, lora_alpha=8, target_modules=targets, size=0.3)
+    ids = torch.tensor([TOKENS])
+    with torch.no_grad():
+        adapted = oracle(ids, use_cache=False).logits[0]
+        with oracle.disable_adapter():
+            plain = oracle(ids, use_cache=False).logits[0]
+    effect = (adapted - plain).abs().mean()
+    for weights in ("bf16", "int8", "int4"):
+        model, (number,) = loaded(path, [tmp_path / "adapter"], replace(CONFIG, weights=weights))
+        usual = (alone(model, None).logits - plain).abs().mean()
+        error = (alone(model, number).logits - adapted).abs().mean()
+        assert error < 2 * usual, (weights, float(error), float(usual))
+        # int4 alone is off by more than this adapter adds; what the adapter adds is still what it should be
+        shift = (alone(model, number).logits - alone(model, None).logits).flatten()
+        wanted = (adapted - plain).flatten()
+        likeness = float(torch.nn.functional.cosine_similarity(shift, wanted, dim=0))
+        assert likeness > {"bf16": 0.999, "int8": 0.99, "int4": 0.8}[weights], (weights, likeness, float(effect))
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_neighbours_and_chunks_change_no_bit(base: Path, adapters: list[Path], kernels: str, weights: str) -> None:
+    """Rows of several adapters and of none share a step; each has the bits that it has alone, in every kernel set."""
+    if kernels not in instruction_sets():
+        pytest.skip(f"this machine has no {kernels}")
+    model, numbers = loaded(base, adapters, replace(CONFIG, weights=weights, instruction_set=kernels))
+    wanted = {str(number): alone(model, number) for number in (*numbers, None)}
+    assert all(torch.isfinite(answer.logits).all() for answer in wanted.values())
+    texts = {answer.logits.argmax(1).numpy().tobytes() for answer in wanted.values()}
+    assert len(texts) == len(wanted), "two adapters say the same; the test would see nothing"
+    for name, answer in together(model, numbers, n_each=3, seed=1).items():
+        assert not answer.differs_from(wanted[name.split()[0]]), name
+    for chunk in (1, 5, 16):
+        assert not alone(model, numbers[0], chunk).differs_from(wanted[str(numbers[0])]), chunk
+
+
+def test_threads_change_no_bit(base: Path, adapters: list[Path]) -> None:
+    """A is divided among threads, and a row's sums are not."""
+    for weights in ("bf16", "int8"):
+        one, numbers = loaded(base, adapters, replace(CONFIG, weights=weights))
+        three, same = loaded(base, adapters, replace(CONFIG, weights=weights, threads=3, numa="off"))
+        assert numbers == same
+        for number in numbers:
+            assert not alone(one, number).differs_from(alone(three, number))
+
+
+def test_a_model_that_held_adapters_has_the_bits_of_one_that_did_not(base: Path, adapters: list[Path]) -> None:
+    """And so has the greedy way without logits, and a number that is given again."""
+    fresh = load_model(base, CONFIG)
+    model, numbers = loaded(base, adapters, CONFIG)
+    assert not alone(fresh, None).differs_from(alone(model, None))
+    before = alone(model, numbers[1])
+    model.drop_adapter(numbers[0])
+    assert not alone(model, numbers[1]).differs_from(before)
+    assert model.add_adapter(read_adapter(adapters[2], max_rank=64)) == numbers[0]
+    assert not alone(model, numbers[0]).differs_from(alone(model, numbers[2]))
+    stepper = Stepper(model)
+    stepper.adapters = {"a": numbers[1]}
+    batch = stepper.batch({"a": TOKENS, "b": TOKENS}, logits_rows=[len(TOKENS) - 1, 2 * len(TOKENS) - 1])
+    ids, _ = model.forward(batch, stepper.kv, Want.BEST)
+    assert ids == [int(before.logits[-1].argmax()), int(alone(model, None).logits[-1].argmax())]
+    hidden = model.forward(batch, stepper.kv, Want.HIDDEN)
+    assert not torch.equal(hidden[0], hidden[1])
+
+
+def test_a_number_that_is_not_there_is_refused(base: Path, adapters: list[Path]) -> None:
+    """Memory that was given back must never be read."""
+    model, numbers = loaded(base, adapters, CONFIG)
+    model.drop_adapter(numbers[2])
+    for number in (numbers[2], 99, -2):
+        stepper = Stepper(model)
+        stepper.adapters = {"a": number}
+        with pytest.raises(ExecutorError, match="adapter"):
+            stepper.step({"a": TOKENS})
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_an_adapter_fits_weights_that_were_packed_before(
+    base: Path, adapters: list[Path], tmp_path: Path, weights: str
+) -> None:
+    """Weights are balanced before they are packed: without the factors an adapter would add to other channels' scale."""
+    save_quantised(base, tmp_path / "packed", weights=weights)
+    now, numbers = loaded(base, adapters, replace(CONFIG, weights=weights))
+    before, same = loaded(tmp_path / "packed", adapters, CONFIG)
+    for number, other in zip(numbers, same, strict=True):
+        assert not alone(now, number).differs_from(alone(before, other))
+
+
+def test_memory_is_what_the_ranks_call_for(base: Path, tmp_path: Path) -> None:
+    """Bounded memory: twice the rank, twice the bytes; all of it in bf16."""
+    model = load_model(base, CONFIG)
+
+    def taken(rank: int) -> int:
+        folder = write_adapter(tmp_path / str(rank), base, {"down_proj": rank})
+        return model.adapter_bytes(model.add_adapter(read_adapter(folder, max_rank=64)))
+
+    k_padded, n, n_layers = 128, 64, 2
+    assert taken(16) == n_layers * 16 * (k_padded + n) * 2
+    assert taken(32) == 2 * taken(16)

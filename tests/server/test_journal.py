@@ -1,0 +1,105 @@
+"""A real server writes down what it did; simulations read it, and nobody reads in it what was said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diptych.cli.explain import app as explain
+from diptych.cli.simulate import app as simulate
+from diptych.ground.errors import ConfigError
+from diptych.server.config import ServerConfig
+from diptych.sim.journal import id_digest, journal_load, journal_minutes
+from server_process import ServerProcess
+
+TEXT = "A long story about a lighthouse and the people who kept its lamp. " * 12
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The file, and the ids of two equal prompts and a chat of two choices."""
+    path = tmp_path_factory.mktemp("record") / "afternoon.jsonl"
+    with ServerProcess("--record", str(path), "--kv-memory-bytes", "33554432", key="top-secret-key") as server:
+        http = server.client()
+        body = {"prompt": TEXT, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
+        names = [str(http.post("/v1/completions", json=body).raise_for_status().json()["id"]) for _ in range(2)]
+        chat = {"messages": [{"role": "user", "content": "Who kept it?"}], "max_tokens": 12, "n": 2}
+        names.append(str(http.post("/v1/chat/completions", json=chat).raise_for_status().json()["id"]))
+        assert server.stop()[0] == 0
+    return path, names
+
+
+def test_nothing_said_and_no_key_stands_in_it(recorded: tuple[Path, list[str]]) -> None:
+    """Times, lengths and numbers of blocks; nor can texts be tried against the numbers, as their key is gone."""
+    path, names = recorded
+    text = path.read_text("utf-8")
+    for word in ("lighthouse", "kept", "top-secret", "user", *names):
+        assert word not in text
+    requests = [line["request"] for line in map(json.loads, text.splitlines()) if "request" in line]
+    assert [one["id"] for one in requests] == [id_digest(name) for name in names]
+    assert [len(one["output_tokens"]) for one in requests] == [1, 1, 2]
+    first, second, _ = requests
+    assert first["blocks"] == second["blocks"], "equal prompts and greedy answers have equal blocks"
+    assert second["cached_tokens"] > 0 == first["cached_tokens"]
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_simulation_takes_it(recorded: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    """The worked example of docs/capacity.md: the same requests, their shared prefix found again."""
+    path, _ = recorded
+    assert journal_load(path).n_requests == 4  # two choices are two requests
+    simulate(["llama-3.1-8b", "--hardware", "l40s", "--trace", str(path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["n_complete"] == 4
+    assert found["prefix_hit_tokens"] > 0
+
+
+def test_what_if_takes_it(recorded: tuple[Path, list[str]]) -> None:
+    path, names = recorded
+    told = CliRunner().invoke(
+        explain, ["--request", names[1], "--recording", str(path), "--model", "llama-3.1-8b", "--json"]
+    )
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.output)
+    again = found["outcomes"][0]
+    assert again["cached_tokens"] == found["measured"]["cached_tokens"] > 0
+    with pytest.raises(ConfigError, match=r"no request 'nobody' in afternoon\.jsonl"):
+        journal_minutes(path, "nobody")
+
+
+def test_a_full_recording_ends_with_a_word_and_the_server_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "small.jsonl"
+    with ServerProcess(
+        "--record", str(path), "--max-record-bytes", "65536", "--kv-memory-bytes", "33554432", "--log-level", "warning"
+    ) as server:
+        http = server.client()
+        body = {"prompt": "Once", "max_tokens": 480, "ignore_eos": True, "temperature": 0}
+        for _ in range(4):
+            http.post("/v1/completions", json=body).raise_for_status()
+        code, log = server.stop()
+    assert code == 0
+    assert path.stat().st_size <= 65536
+    assert "recording ends: it is full" in log
+    assert journal_load(path).n_requests >= 1
+
+
+def test_another_file_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "there.jsonl"
+    path.write_text("mine")
+    with pytest.raises(ConfigError, match="is not written over another file"):
+        ServerConfig(record=path)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        ServerConfig(record=tmp_path / "no" / "x.jsonl")
+
+
+def test_a_damaged_journal_names_its_line(tmp_path: Path, recorded: tuple[Path, list[str]]) -> None:
+    lines = recorded[0].read_text("utf-8").splitlines(keepends=True)
+    path = tmp_path / "bad.jsonl"
+    path.write_text("".join([*lines[:2], "{]\n", *lines[2:]]))
+    with pytest.raises(ConfigError, match=r"bad.jsonl line 3 cannot be read"):
+        journal_load(path)
+    path.write_text("".join(lines)[:-5])  # as a crash leaves it
+    assert journal_load(path).n_requests <= 4
