@@ -100,10 +100,11 @@ def stage_of(options: argparse.Namespace, n_tokens: int) -> Stage:
     )
 
 
-def race_of(stage: Stage, batch: int) -> Race:
+def race_of(stage: Stage, batch: int, options: argparse.Namespace) -> Race:
     """Over a KV pool of its own."""
-    engines = stage.engines(context_tokens=PROMPT + ANSWER, n_tokens=batch * (PROMPT + ANSWER))
-    return Race(engines, batch=batch, prompt_tokens=PROMPT, new_tokens=ANSWER)
+    n_tokens = options.prompt + options.answer
+    engines = stage.engines(context_tokens=n_tokens, n_tokens=batch * n_tokens)
+    return Race(engines, batch=batch, prompt_tokens=options.prompt, new_tokens=options.answer)
 
 
 def grid(options: argparse.Namespace) -> None:
@@ -112,14 +113,14 @@ def grid(options: argparse.Namespace) -> None:
     --head: drafts come from one random layer of the model's width with its own output head, run by the executor behind every
     draw. That is what an EAGLE head computes, save its fusion and the states that it reads.
     """
-    stage = stage_of(options, PROMPT + ANSWER)
+    stage = stage_of(options, options.prompt + options.answer)
     print(f"{stage.name}, {stage.model.weights_format}: speed with as many drafts as pay over off; acceptance scripted")
     opened = one_layer(stage, options) if options.head else None
     if opened is not None:
         print(f"  drafted by one random layer of {opened.model.n_parameters / 1e6:.0f} M parameters, its time included")
     worst = 9.9
     for batch in options.batches:
-        race = race_of(stage, batch)
+        race = race_of(stage, batch, options)
         lanes = [
             race.lane(acceptance=acceptance) if opened is None else race.drafting_lane(opened, acceptance=acceptance)
             for acceptance in options.acceptances
@@ -147,8 +148,8 @@ def one_layer(stage: Stage, options: argparse.Namespace) -> OpenDrafter:
 def quoting(options: argparse.Namespace) -> None:
     """Batch 1, answers that quote their prompt: scripted for a shape, lookup's own guesses for the bundled model."""
     if options.shape is not None:
-        stage = stage_of(options, PROMPT + ANSWER)
-        race = race_of(stage, 1)
+        stage = stage_of(options, options.prompt + options.answer)
+        race = race_of(stage, 1, options)
         lane = race.lane(acceptance=QUOTING)
         rounds = stage.measure([race.plain.token_s, lane.token_s])
         gain = rounds.of(lambda t: t[0] / t[1])
@@ -171,7 +172,7 @@ def versus_off(options: argparse.Namespace, ways: dict[str, dict[str, str]], *, 
     """Decode time of the same answers, each way in turn."""
     loaded = load(str(bundled_dir()), engine_config(weights=options.weights))
     config = replace(EngineConfig(), max_context_tokens=1024, kv_memory_bytes=1 << 28)
-    params = SamplingParams(max_tokens=ANSWER, temperature=temperature, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=options.answer, temperature=temperature, seed=1, ignore_eos=True)
     runs: list[Callable[[], float]] = []
     told: list[tuple[int, int, int]] = []
     wanted = None
@@ -210,6 +211,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds to go on until medians are settled")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument(
+        "--prompt", type=int, default=PROMPT, help="tokens of each prompt; fewer make large batches quicker"
+    )
+    parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of each answer")
     parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
     options = parser.parse_args()
     if options.case == "proposer":

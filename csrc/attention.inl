@@ -375,9 +375,10 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     uint16_t* wide_keys = scratch.wide_keys + g * 16 * d;
     uint16_t* wide_values = scratch.wide_values + g * 16 * dv;
     for (int64_t i = 0; i < 16 * d; i += 32) widen_i8(keys + i, wide_keys + i);
-    for (int64_t i = 0; i < 16 * dv; i += 32) widen_i8(values + i, wide_values + i);
+    if (kv.has_values)
+      for (int64_t i = 0; i < 16 * dv; i += 32) widen_i8(values + i, wide_values + i);
     std::memcpy(scratch.key_scales + g * 16, head.key_scales + offset, 64);
-    std::memcpy(scratch.value_scales + g * 16, head.value_scales + offset, 64);
+    std::memcpy(scratch.value_scales + g * 16, (kv.has_values ? head.value_scales : head.key_scales) + offset, 64);
     tile.keys[g] = wide_keys;
     tile.values[g] = wide_values;
     tile.next_keys[g] = reinterpret_cast<const char*>(wide_values);
@@ -385,6 +386,8 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     if (g + 1 < tile.span.end) walk.step();
   }
 }
+
+#include "attention_latent.inl"
 
 // state = state joined with partial, for n <= 16 rows; gives the factors for the values. An empty partial (-inf, 0) changes
 // exactly nothing: what it keeps is multiplied by 1, what it takes by 0.
@@ -399,9 +402,19 @@ DIPTYCH_INLINE void join(float* state_max, float* state_sum, const float* most, 
   to_array(taken, takes);
 }
 
-DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t head, const float* values, float sum) {
+// A head's sink is a key of score `sinks[head]` and no value: it joins the finished state as one more term of the denominator.
+DIPTYCH_INLINE float share_of(const AttentionCall& call, int64_t head, float most, float sum) {
+  if (call.shape.sinks == nullptr) return sum > 0.0f ? 1.0f / sum : 0.0f;
+  const F32 sink = set1(call.shape.sinks[head] * kLog2e), joined = max(set1(most), sink);
+  const F32 kept = exp2_lanes(sub(set1(most), joined));
+  alignas(64) float shares[16];
+  to_array(div(kept, fma(set1(sum), kept, exp2_lanes(sub(sink, joined)))), shares);
+  return shares[0];
+}
+
+DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t head, const float* values, float most, float sum) {
   const int64_t d = call.shape.head_dim;
-  const F32 inverse = set1(sum > 0.0f ? 1.0f / sum : 0.0f);
+  const F32 inverse = set1(share_of(call, head, most, sum));
   for (int64_t i = 0; i < d; i += 16) {
     const int64_t lanes = d - i < 16 ? d - i : 16;
     F32 y = fma(load(values + i), inverse, zero());
@@ -513,6 +526,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
         find_groups(view, tile, nullptr, 0);
       }
     }
+    if (!call.kv.shape.has_values) values_of_keys(view, scratch, tile);
     float* partial = nullptr;
     if (task.is_split) partial = call.partials + task.partial_begin + (t - task.first_tile) * rows.n * (dv + 2);
     run_tile(call, rows, tile, scratch, partial);
@@ -521,7 +535,8 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
   if (task.is_split) return;
   for (int64_t r = 0, token = rows.token; r < rows.n; ++token)
     for (int64_t g = 0; g < rows.group; ++g, ++r)
-      write_row(call, token, rows.head + g, scratch.state_values + r * dv, scratch.state_sum[r]);
+      write_row(call, token, rows.head + g, scratch.state_values + r * dv, scratch.state_max[r],
+                scratch.state_sum[r]);
 }
 
 static void attention_combine(const AttentionCall& call, const AttentionTask& task, int64_t row_begin, int64_t row_end,
@@ -548,7 +563,7 @@ static void attention_combine(const AttentionCall& call, const AttentionTask& ta
     }
     for (int64_t r = 0; r < n; ++r)
       write_row(call, rows.token + (r0 + r) / rows.group, rows.head + (r0 + r) % rows.group, scratch.state_values + r * dv,
-                state_sum[r]);
+                state_max[r], state_sum[r]);
   }
 }
 

@@ -16,6 +16,9 @@ namespace diptych {
 // out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i]; x, weight and out [n] fp32; out may be x.
 using RmsNormRow = void (*)(const float* x, const float* weight, int64_t n, float eps, float* out);
 
+// out[i] = (x[i] - mean(x)) / sqrt(variance(x) + eps) * weight[i] + bias[i]; bias null: none; out may be x.
+using LayerNormRow = void (*)(const float* x, const float* weight, const float* bias, int64_t n, float eps, float* out);
+
 // ---- rotary position and cache write ----------------------------------------------------------------------------------
 
 struct RotateShape {
@@ -45,6 +48,25 @@ struct RotateCall {
 using RotateToken = void (*)(const RotateCall& call, int64_t token, int64_t kv_head, float* scratch);
 inline int64_t rotate_scratch_floats(int64_t head_dim) { return 2 * (head_dim + 32); }
 
+// ---- latent attention ------------------------------------------------------------------------------------------------
+
+struct LatentCall {
+  KvLayer kv;                               // one head without values, of rank + rotary dimensions
+  int64_t rank = 0;
+  const float* rows = nullptr;              // [T, rank + rotary]: the latent, the rotary part of the key
+  const float* norm = nullptr;              // [rank]
+  float norm_eps = 0.0f;
+  const float* cos_table = nullptr;         // [positions, rotary / 2]
+  const float* sin_table = nullptr;
+  const int32_t* positions = nullptr;       // [T]
+  const int32_t* slots = nullptr;           // [T]
+};
+
+// One token's row into the cache: latent normed, the rest turned. scratch: rank + rotary + 16 fp32.
+using CacheLatent = void (*)(const LatentCall& call, int64_t token, float* scratch);
+// out [rotary_dim] bf16 = x turned. scratch: rotary_dim + 16 fp32.
+using RotateQuery = void (*)(const float* x, int64_t rotary_dim, const float* cos_row, const float* sin_row, float* scratch, uint16_t* out);
+
 // ---- attention --------------------------------------------------------------------------------------------------------
 
 constexpr int64_t kTileTokens = 256;  // keys per softmax tile, at absolute positions: [256 i, 256 i + 256)
@@ -56,6 +78,7 @@ struct AttentionShape {
   int64_t window = INT64_MAX;  // a query sees the last `window` positions up to its own
   float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
   bool has_softcap = false;
+  const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
 };
 
 // Query tokens [token_begin, token_end) of one sequence against tiles [tile_begin, tile_end) of one kv head.
@@ -93,6 +116,10 @@ using SoftcapRow = void (*)(float* x, int64_t n, float softcap);                
 using EmbedRow = void (*)(const void* row, Source source, int64_t n, float scale, float* out);
 // exp(x - max) / sum in place, [n]
 using SoftmaxRow = void (*)(float* x, int64_t n);
+// 1 / (1 + exp(-x)) in place, [n]
+using SigmoidRow = void (*)(float* x, int64_t n);
+// out [n] = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up within +-limit; x = gate [n], up [n]; out may be x.
+using ClampedGateRow = void (*)(const float* x, int64_t n, float alpha, float limit, float* out);
 // The largest of some numbers and the first place that holds it; NaN is no number.
 struct Best {
   float value = 0.0f;
@@ -137,11 +164,16 @@ struct AttentionKernels {
 
 struct StepKernels {
   RmsNormRow rms_norm_row;
+  LayerNormRow layer_norm_row;
   RotateToken rotate_token;
+  CacheLatent cache_latent;
+  RotateQuery rotate_query;
   AddRow add_row;
   SoftcapRow softcap_row;
   EmbedRow embed_row;
   SoftmaxRow softmax_row;
+  SigmoidRow sigmoid_row;
+  ClampedGateRow clamped_gate_row;
   FindBest find_best;
   DrawRow draw_row;
   WidenRow widen_row;

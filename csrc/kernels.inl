@@ -5,14 +5,16 @@
 #include "norm.inl"
 #include "draw.inl"
 #include "rope.inl"
+#include "latent.inl"
 #include "attention.inl"
 #include "lora.inl"
 
 namespace diptych {
 namespace DIPTYCH_ISA {
 
-extern const StepKernels kStep = {rms_norm_row, rotate_token, add_row, softcap_row, embed_row, softmax_row, find_best, draw_row,
-                                 widen_row,    shrink_rows,  expand_rows};
+extern const StepKernels kStep = {rms_norm_row, layer_norm_row, rotate_token,     cache_latent, rotate_query, add_row,
+                                  softcap_row,  embed_row,      softmax_row,      sigmoid_row,  clamped_gate_row, find_best,
+                                  draw_row,     widen_row,      shrink_rows,      expand_rows};
 
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

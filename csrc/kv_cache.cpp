@@ -37,7 +37,7 @@ int8_t to_int8(float x, float scale) {
 }
 
 void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const float* k, const float* v) {
-  const int64_t d = shape.head_dim, dv = shape.value_dim();
+  const int64_t d = shape.head_dim, dv = shape.has_values ? shape.value_dim() : 0;
   if (shape.format == KvFormat::bf16) {
     uint16_t* keys = reinterpret_cast<uint16_t*>(head.keys);
     uint16_t* values = reinterpret_cast<uint16_t*>(head.values);
@@ -51,8 +51,8 @@ void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const
   int8_t* keys = reinterpret_cast<int8_t*>(head.keys);
   int8_t* values = reinterpret_cast<int8_t*>(head.values);
   head.key_scales[offset] = scale_of(k, d);
-  head.value_scales[offset] = scale_of(v, d);
-  if (offset % 2 == 0) head.value_scales[offset + 1] = 0.0f;
+  if (dv != 0) head.value_scales[offset] = scale_of(v, d);
+  if (dv != 0 && offset % 2 == 0) head.value_scales[offset + 1] = 0.0f;
   for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_int8(k[i], head.key_scales[offset]);
   for (int64_t i = 0; i < dv; ++i) {
     values[value_index(dv, offset, i)] = i < d ? to_int8(v[i], head.value_scales[offset]) : int8_t{0};
@@ -66,10 +66,10 @@ void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float*
     const int64_t at_k = key_index(d, offset, i), at_v = value_index(dv, offset, i);
     if (shape.format == KvFormat::bf16) {
       k[i] = from_bf16(reinterpret_cast<const uint16_t*>(head.keys)[at_k]);
-      v[i] = from_bf16(reinterpret_cast<const uint16_t*>(head.values)[at_v]);
+      v[i] = !shape.has_values ? k[i] : from_bf16(reinterpret_cast<const uint16_t*>(head.values)[at_v]);
     } else {
       k[i] = reinterpret_cast<const int8_t*>(head.keys)[at_k] * head.key_scales[offset];
-      v[i] = reinterpret_cast<const int8_t*>(head.values)[at_v] * head.value_scales[offset];
+      v[i] = !shape.has_values ? k[i] : reinterpret_cast<const int8_t*>(head.values)[at_v] * head.value_scales[offset];
     }
   }
 }
@@ -79,8 +79,10 @@ void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float*
 KvCache::KvCache(const KvShape& shape) : shape_(shape) {
   if (shape.block_tokens < 16 || shape.block_tokens % 16 != 0)
     throw std::invalid_argument("block_tokens is " + std::to_string(shape.block_tokens) + "; it must be a multiple of 16");
-  if (shape.head_dim < 2 || shape.head_dim % 2 != 0 || shape.head_dim > 512)
-    throw std::invalid_argument("head_dim is " + std::to_string(shape.head_dim) + "; it must be even and at most 512");
+  const int64_t most = shape.has_values ? 512 : kMostLatentDim;
+  if (shape.head_dim < 2 || shape.head_dim % 2 != 0 || shape.head_dim > most)
+    throw std::invalid_argument("head_dim is " + std::to_string(shape.head_dim) + "; it must be even and at most " + std::to_string(most));
+  if (!shape.has_values && shape.n_kv_heads != 1) throw std::invalid_argument("a cache of latents has one head");
   if (shape.n_layers < 1 || shape.n_blocks < 1 || shape.n_kv_heads < 0)  // a rank may have none of the heads
     throw std::invalid_argument("a KV cache needs at least one layer and block");
   buffer_ = PageBuffer(shape.n_layers * shape.layer_bytes());

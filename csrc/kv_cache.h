@@ -3,6 +3,8 @@
 //   K  [P/16][d/2][16][2]   a group of 16 tokens is contiguous; one load gives the same two dimensions of 16 tokens
 //   V  [P/2][dv][2]         one load gives two tokens of the same 16 dimensions; dv is d rounded up to 16
 //
+// Latent attention keeps no V: K's vectors are both.
+//
 // bf16: both in bf16. int8: both in int8 with one fp32 scale per token for K and one for V behind them ([P], [P]).
 // A token written to an even slot zeroes the V of its odd neighbour unless that is written in the same step, so that the
 // kernel may multiply a masked neighbour by zero whatever an earlier owner of the block left there.
@@ -20,15 +22,17 @@ namespace diptych {
 enum class KvFormat : int32_t { bf16 = 0, int8 = 1 };
 
 constexpr int64_t kGroupTokens = 16;
+constexpr int64_t kMostLatentDim = 1024;  // of a head without values; 512 with them
 
 struct KvShape {
   int64_t n_layers = 0, n_blocks = 0, block_tokens = 0, n_kv_heads = 0, head_dim = 0;
   KvFormat format = KvFormat::bf16;
+  bool has_values = true;
 
   DIPTYCH_FORCED int64_t value_dim() const { return (head_dim + 15) / 16 * 16; }
   DIPTYCH_FORCED int64_t element_bytes() const { return format == KvFormat::bf16 ? 2 : 1; }
   DIPTYCH_FORCED int64_t key_bytes() const { return block_tokens * head_dim * element_bytes(); }
-  DIPTYCH_FORCED int64_t value_bytes() const { return block_tokens * value_dim() * element_bytes(); }
+  DIPTYCH_FORCED int64_t value_bytes() const { return has_values ? block_tokens * value_dim() * element_bytes() : 0; }
   DIPTYCH_FORCED int64_t scale_bytes() const { return format == KvFormat::bf16 ? 0 : 2 * block_tokens * 4; }
   DIPTYCH_FORCED int64_t head_bytes() const { return (key_bytes() + value_bytes() + scale_bytes() + 63) / 64 * 64; }
   DIPTYCH_FORCED int64_t block_bytes() const { return n_kv_heads * head_bytes(); }  // of one layer

@@ -1,7 +1,6 @@
 // Python bindings: diptych.compute.ops._cpu. Every array is checked for dtype, shape and contiguity here, then the GIL is
 // released; the kernels below see raw pointers.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -21,18 +20,6 @@
 namespace diptych {
 namespace {
 
-using AnyArray = nb::ndarray<nb::ro, nb::device::cpu>;
-using I32 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using I32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using F32Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using F64Vector = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using F32Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using F32Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using F32Cube = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using BytesTable = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using BytesOut = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
 Source source_of(const AnyArray& array) {
   const nb::dlpack::dtype dtype = array.dtype();
   const bool is_float = dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float) && dtype.lanes == 1;
@@ -46,13 +33,6 @@ Source source_of(const AnyArray& array) {
 void require_matrix(const AnyArray& array) {
   if (array.ndim() != 2) throw std::invalid_argument("a weight must have two axes");
   if (array.stride(1) != 1) throw std::invalid_argument("a weight's rows must be contiguous");
-}
-
-template <typename Kind>
-Kind named(const char* what, const std::string& name, std::initializer_list<std::pair<const char*, Kind>> kinds) {
-  for (const auto& [known, kind] : kinds)
-    if (name == known) return kind;
-  throw std::invalid_argument("unknown " + std::string(what) + " " + name);
 }
 
 Format format_of(const std::string& name) {
@@ -79,10 +59,6 @@ RowsKind rows_kind_of(const std::string& name) {
 
 Store store_of(const std::string& name) {
   return named<Store>("store kind", name, {{"f32", Store::f32}, {"bf16", Store::bf16}, {"add_f32", Store::add_f32}});
-}
-
-KvFormat kv_format_of(const std::string& name) {
-  return named<KvFormat>("KV format", name, {{"bf16", KvFormat::bf16}, {"int8", KvFormat::int8}});
 }
 
 Activation activation_of(const std::string& name) {
@@ -208,7 +184,6 @@ Step step_of(const I32& token_ids, const I32& query_start, const I32& context_to
           static_cast<int64_t>(logits_rows.shape(0))};
 }
 
-using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Input = std::optional<F32Matrix>;
 using Tapped = std::optional<std::pair<I32, F32CubeOut>>;  // numbers of taps, and [taps, T, width] to write them to
 
@@ -332,82 +307,10 @@ nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_blob(Program& program,
   return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(program.blob_at(index), {bytes}, nb::find(program));
 }
 
-void check_blocks(const KvCache& kv, const I32& block_ids, int64_t n_tokens) {
-  if (static_cast<int64_t>(block_ids.shape(0)) * kv.shape().block_tokens < n_tokens) throw std::invalid_argument("too few blocks for n_tokens");
-  for (size_t i = 0; i < block_ids.shape(0); ++i)
-    if (block_ids(i) < 0 || block_ids(i) >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
-}
-
-void check_layer(const KvCache& kv, int64_t layer) {
-  if (layer < 0 || layer >= kv.shape().n_layers) throw std::invalid_argument("no such layer");
-}
-
-void copy_blocks(KvCache& kv, const std::vector<std::array<int64_t, 2>>& pairs) {
-  for (const auto& pair : pairs)
-    for (int64_t block : pair)
-      if (block < 0 || block >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
-  nb::gil_scoped_release release;
-  for (const auto& pair : pairs) kv.copy_block(pair[0], pair[1]);
-}
-
-void check_raw(const KvCache& kv, const I32& block_ids, size_t rows, size_t bytes) {
-  check_blocks(kv, block_ids, 0);
-  const int64_t wanted = kv.shape().n_layers * kv.shape().block_bytes();
-  if (rows != block_ids.shape(0) || static_cast<int64_t>(bytes) != wanted) throw std::invalid_argument("raw blocks must be [blocks, bytes of a block]");
-}
-
-void export_blocks(const KvCache& kv, I32 block_ids, BytesOut out) {
-  check_raw(kv, block_ids, out.shape(0), out.shape(1));
-  nb::gil_scoped_release release;
-  for (size_t i = 0; i < block_ids.shape(0); ++i) kv.export_block(block_ids(i), out.data() + i * out.shape(1));
-}
-
-void import_blocks(KvCache& kv, I32 block_ids, BytesTable data) {
-  check_raw(kv, block_ids, data.shape(0), data.shape(1));
-  nb::gil_scoped_release release;
-  for (size_t i = 0; i < block_ids.shape(0); ++i) kv.import_block(block_ids(i), data.data() + i * data.shape(1));
-}
-
-template <class Cube>
-void check_cube(const KvCache& kv, const Cube& cube, int64_t n_tokens) {
-  const KvShape& shape = kv.shape();
-  if (static_cast<int64_t>(cube.shape(0)) != shape.n_kv_heads || static_cast<int64_t>(cube.shape(1)) != n_tokens ||
-      static_cast<int64_t>(cube.shape(2)) != shape.head_dim)
-    throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
-}
-
-void read_kv(const KvCache& kv, int64_t layer, I32 block_ids, F32CubeOut k, F32CubeOut v) {
-  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
-  check_layer(kv, layer);
-  check_blocks(kv, block_ids, n_tokens);
-  check_cube(kv, k, n_tokens);
-  check_cube(kv, v, n_tokens);
-  nb::gil_scoped_release release;
-  kv.read(layer, block_ids.data(), n_tokens, k.data(), v.data());
-}
-
-void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
-  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
-  check_layer(kv, layer);
-  check_blocks(kv, block_ids, n_tokens);
-  check_cube(kv, k, n_tokens);
-  check_cube(kv, v, n_tokens);
-  nb::gil_scoped_release release;
-  kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
-}
-
-KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
-  KvShape shape;
-  shape.n_layers = n_layers, shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
-  shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim;
-  shape.format = kv_format_of(format);
-  return shape;
-}
-
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
                                std::optional<float> softcap) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
-  if (head_dim < 2 || head_dim % 2 != 0 || head_dim > 512) throw std::invalid_argument("head_dim must be even and at most 512");
+  if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
   AttentionShape shape;
   shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.scale = scale;
   if (window) shape.window = *window;
@@ -433,36 +336,17 @@ void bind_shapes(nb::module_& m) {
          nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none());
 }
 
-void bind_kv(nb::module_& m) {
-  nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
-        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format));
-      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"))
-      .def_prop_ro("nbytes", &KvCache::bytes)
-      .def_rw("number", &KvCache::number)
-      .def("interleave", &KvCache::interleave, nb::arg("nodes"))
-      .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("block_bytes", [](const KvCache& kv) { return kv.shape().n_layers * kv.shape().block_bytes(); })
-      .def("copy_blocks", &copy_blocks)
-      .def("export_blocks", &export_blocks, nb::arg("block_ids"), nb::arg("out"))
-      .def("import_blocks", &import_blocks, nb::arg("block_ids"), nb::arg("data"))
-      .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
-      .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format) {
-    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format);
-    return n_layers * shape.block_bytes();
-  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"));
-}
-
 void bind_operations(nb::class_<Program>& program) {
   program
       .def("embed", [](Program& p, int table, int x, float scale) { p.record(Category::embed, EmbedOp{table, x, scale}); })
       .def("embed_tied", [](Program& p, int head, int x, float scale, int64_t first, std::optional<int64_t> vocab) {
         p.record(Category::embed, TiedEmbedOp{head, x, scale, first, vocab.value_or(p.linear_at(head).shape.n)});
       }, nb::arg("head"), nb::arg("x"), nb::arg("scale"), nb::arg("first") = 0, nb::arg("vocab").none() = nb::none())
-      .def("norm", [](Program& p, int x, int weight, float eps, int out) { p.record(Category::norm, NormOp{x, weight, eps, out}); })
+      .def("norm", [](Program& p, int x, int weight, float eps, int out, int bias, bool is_centred) {
+        p.record(Category::norm, NormOp{x, weight, eps, out, bias, is_centred});
+      }, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("bias") = -1, nb::arg("is_centred") = false)
       .def("add_norm", [](Program& p, int y, int weight, float eps, int x) { p.record(Category::norm, AddNormOp{y, weight, eps, x}); })
-      .def("add", [](Program& p, int y, int x) { p.record(Category::norm, AddOp{y, x}); })
+      .def("add", [](Program& p, int y, int x, int gate) { p.record(Category::norm, AddOp{y, x, gate}); }, nb::arg("y"), nb::arg("x"), nb::arg("gate") = -1)
       .def("prepare", [](Program& p, int x, int rows) { p.record(Category::norm, PrepareOp{x, rows}); })
       .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation,
                         int64_t column) {
@@ -483,13 +367,23 @@ void bind_operations(nb::class_<Program>& program) {
         p.record(Category::rope, op);
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none())
-      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int64_t column) {
-        p.record(Category::attention, AttentionOp{q, out, layer, shape, column});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("column") = 0)
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
+        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)
       .def("meet", [](Program& p) { p.record(Category::attention, MeetOp{}); })
+      .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store) {
+        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store)});
+      }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"))
+      .def("cache_latents", [](Program& p, int kv, int layer, int norm, float norm_eps, int rope, int64_t rank) {
+        p.record(Category::rope, CacheLatentsOp{kv, layer, norm, rope, rank, norm_eps});
+      }, nb::kw_only(), nb::arg("kv"), nb::arg("layer"), nb::arg("norm"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("rank"))
+      .def("rotate_queries", [](Program& p, int q, int out, int rope, int64_t n_heads) {
+        p.record(Category::rope, RotateQueriesOp{q, out, rope, n_heads});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("rope"), nb::arg("n_heads"))
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
-                     int64_t hidden_column, int64_t column) {
+                     bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
+                     std::array<float, 2> clamp, int64_t hidden_column, int64_t column) {
         MoeOp op{};
         op.hidden_column = hidden_column, op.column = column;
         op.router = router, op.router_rows = router_rows, op.scores = scores;
@@ -497,19 +391,26 @@ void bind_operations(nb::class_<Program>& program) {
         if (hidden) op.has_hidden = true, op.hidden = *hidden;
         op.hidden_rows = hidden_rows, op.expanded = expanded, op.out = out;
         op.top_k = top_k, op.renormalises = renormalises, op.activation = activation_of(activation);
+        op.scores_by_sigmoid = scores_by_sigmoid, op.choice_bias = choice_bias, op.routed_scale = routed_scale;
+        op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
+        if (wide) op.is_clamped = true, op.wide = *wide, op.alpha = clamp[0], op.limit = clamp[1];
+        const int64_t experts = static_cast<int64_t>(op.down.size());
+        if (op.n_groups < 1 || experts % op.n_groups != 0 || op.groups_per_token < 1 || op.groups_per_token > op.n_groups || op.group_best < 1 || op.group_best > kMostGroupBest || op.group_best > experts / op.n_groups ||
+            top_k > experts / op.n_groups * op.groups_per_token) throw std::invalid_argument("the groups of experts are wrong");
         if (op.gate_up.size() != op.down.size() || top_k < 1 || top_k > static_cast<int64_t>(op.down.size())) throw std::invalid_argument("top_k or the experts are wrong");
         p.record(Category::moe, std::move(op));
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
-         nb::arg("hidden_column") = 0, nb::arg("column") = 0)
+         nb::arg("scores_by_sigmoid") = false, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
+         nb::arg("wide").none() = nb::none(), nb::arg("clamp") = std::array<float, 2>{0.0f, 0.0f}, nb::arg("hidden_column") = 0, nb::arg("column") = 0)
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
-      .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap,
-                       int64_t first, std::optional<int64_t> vocab) {
-        p.record(Category::head, HeadOp{x, norm.value_or(0), eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value(), norm.has_value(),
-                                        first, vocab.value_or(p.linear_at(weight).n_outputs)});
+      .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,
+                      bool is_centred, int64_t first, std::optional<int64_t> vocab) {
+        p.record(Category::head, HeadOp{x, norm.value_or(0), eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value(), norm.has_value(), bias,
+                                        is_centred, first, vocab.value_or(p.linear_at(weight).n_outputs)});
       }, nb::kw_only(), nb::arg("x"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none(),
-         nb::arg("first") = 0, nb::arg("vocab").none() = nb::none());
+         nb::arg("bias") = -1, nb::arg("is_centred") = false, nb::arg("first") = 0, nb::arg("vocab").none() = nb::none());
 }
 
 void bind_program(nb::module_& m) {

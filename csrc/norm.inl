@@ -31,6 +31,23 @@ static void rms_norm_row(const float* x, const float* weight, int64_t n, float e
   scale_by_weight(x, weight, n, factor, out);
 }
 
+// The mean first, then the squares around it: one pass would lose what a large mean hides.
+static void layer_norm_row(const float* x, const float* weight, const float* bias, int64_t n, float eps, float* out) {
+  F32 sum = zero();
+  for (int64_t i = 0; i < n; i += 16) sum = add(sum, load_n(x + i, n - i < 16 ? n - i : 16));
+  const F32 mean = set1(horizontal_sum(sum) / static_cast<float>(n));
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    store_n(out + i, sub(load_n(x + i, lanes), mean), lanes);
+  }
+  rms_norm_row(out, weight, n, eps, out);
+  if (bias == nullptr) return;
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    store_n(out + i, add(load_n(out + i, lanes), load_n(bias + i, lanes)), lanes);
+  }
+}
+
 static void add_row(const float* y, int64_t n, float scale, float* x) {
   F32 s = set1(scale);
   int64_t i = 0;
@@ -93,6 +110,23 @@ static void softmax_row(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) {
     int64_t lanes = n - i < 16 ? n - i : 16;
     store_n(x + i, mul(load_n(x + i, lanes), inverse), lanes);
+  }
+}
+
+static void sigmoid_row(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    store_n(x + i, div(set1(1.0f), add(set1(1.0f), exp_lanes(sub(zero(), load_n(x + i, lanes))))), lanes);
+  }
+}
+
+static void clamped_gate_row(const float* x, int64_t n, float alpha, float limit, float* out) {
+  const F32 most = set1(limit), least = set1(-limit), steepness = set1(alpha);
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t lanes = n - i < 16 ? n - i : 16;
+    const F32 gate = min(load_n(x + i, lanes), most), up = max(min(load_n(x + n + i, lanes), most), least);
+    const F32 slope = add(set1(1.0f), exp_lanes(sub(zero(), mul(steepness, gate))));
+    store_n(out + i, mul(div(gate, slope), add(up, set1(1.0f))), lanes);
   }
 }
 

@@ -186,12 +186,18 @@ struct Names {
   void buffers(std::initializer_list<int> numbers) const { require_below(numbers, has.buffers, "buffer"); }
   void weights(std::initializer_list<int> numbers) const { require_below(numbers, has.weights, "weight"); }
   void vectors(std::initializer_list<int> numbers) const { require_below(numbers, has.vectors, "vector"); }
+  void optional_vector(int number) const {
+    if (number != -1) vectors({number});
+  }
 
   void operator()(const EmbedOp& op) const { require_below({op.table}, has.tables, "table"), buffers({op.x}); }
   void operator()(const TiedEmbedOp& op) const { weights({op.head}), buffers({op.x}); }
-  void operator()(const NormOp& op) const { buffers({op.x, op.out}), vectors({op.weight}); }
+  void operator()(const NormOp& op) const { buffers({op.x, op.out}), vectors({op.weight}), optional_vector(op.bias); }
   void operator()(const AddNormOp& op) const { buffers({op.x, op.y}), vectors({op.weight}); }
-  void operator()(const AddOp& op) const { buffers({op.x, op.y}); }
+  void operator()(const AddOp& op) const {
+    buffers({op.x, op.y});
+    if (op.gate != -1) buffers({op.gate});
+  }
   void operator()(const PrepareOp& op) const { buffers({op.x, op.rows}); }
   void operator()(const LinearOp& op) const { buffers({op.rows, op.out}), weights({op.weight}); }
   void operator()(const RotateOp& op) const {
@@ -200,16 +206,24 @@ struct Names {
     if (op.has_q_norm) vectors({op.q_norm});
     if (op.has_k_norm) vectors({op.k_norm});
   }
-  void operator()(const AttentionOp& op) const { buffers({op.q, op.out}); }
+  void operator()(const AttentionOp& op) const { buffers({op.q, op.out}), optional_vector(op.sinks); }
   void operator()(const MoeOp& op) const {
     buffers({op.router_rows, op.scores, op.rows, op.hidden_rows, op.expanded, op.out}), weights({op.router});
     if (op.has_hidden) buffers({op.hidden});
+    if (op.is_clamped) buffers({op.wide});
+    optional_vector(op.choice_bias);
     for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
   }
   void operator()(const HeadOp& op) const {
     buffers({op.x, op.rows}), weights({op.weight});
-    if (op.has_norm) vectors({op.norm});
+    if (op.has_norm) vectors({op.norm}), optional_vector(op.bias);
   }
+  void operator()(const HeadsOp& op) const {
+    buffers({op.x, op.rows, op.out});
+    for (const int weight : op.weights) weights({weight});
+  }
+  void operator()(const CacheLatentsOp& op) const { buffers({op.kv}), vectors({op.norm}), require_below({op.rope}, has.ropes, "rotary table"); }
+  void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }
   void operator()(const MeetOp&) const {}
@@ -223,7 +237,10 @@ struct Uses {
   void operator()(const TiedEmbedOp& op) { writes = {op.x}; }
   void operator()(const NormOp& op) { reads = {op.x}, writes = {op.out}; }
   void operator()(const AddNormOp& op) { reads = {op.y}, writes = {op.x}; }
-  void operator()(const AddOp& op) { reads = {op.y}, writes = {op.x}; }
+  void operator()(const AddOp& op) {
+    reads = {op.y}, writes = {op.x};
+    if (op.gate != -1) reads.push_back(op.gate);
+  }
   void operator()(const PrepareOp& op) { reads = {op.x}, writes = {op.rows}; }
   void operator()(const LinearOp& op) { reads = {op.rows}, writes = {op.out}; }
   void operator()(const RotateOp& op) { reads = {op.qkv}, writes = {op.q}; }
@@ -231,8 +248,12 @@ struct Uses {
   void operator()(const MoeOp& op) {
     reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};
     if (op.has_hidden) writes.push_back(op.hidden);
+    if (op.is_clamped) writes.push_back(op.wide);
   }
   void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
+  void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
+  void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
+  void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
   void operator()(const InputOp& op) { writes = {op.x}; }
   void operator()(const TapOp& op) { reads = {op.x}; }
   void operator()(const MeetOp&) {}
@@ -282,6 +303,7 @@ void Program::record(Category category, OpBody body) {
     attention_plans_.resize(attention_shapes_.size());
     n_layers_ = std::max<int64_t>(n_layers_, op->layer + 1);
   }
+  if (std::holds_alternative<CacheLatentsOp>(body)) has_latents_ = true;
   if (const auto* op = std::get_if<EmbedOp>(&body)) table_rows_ = std::min(table_rows_, tables_.at(op->table).rows);
   if (const auto* op = std::get_if<TiedEmbedOp>(&body)) {
     const LinearShape& shape = linears_.at(op->head).shape;
@@ -360,6 +382,11 @@ void Program::reserve(int64_t tokens) {
       if (const auto* norm = std::get_if<AddNormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* norm = std::get_if<NormOp>(&op.body)) bytes = std::max(bytes, buffers_[norm->x].width * 4 + 64);
       if (const auto* prepare = std::get_if<PrepareOp>(&op.body)) bytes = std::max(bytes, buffers_[prepare->x].width * 4 + 64);
+      if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
+      if (const auto* moe = std::get_if<MoeOp>(&op.body)) {
+        bytes = std::max(bytes, static_cast<int64_t>(moe->down.size()) * 4 + moe->n_groups * 4 + 128);
+        if (moe->is_clamped) bytes = std::max(bytes, buffers_[moe->wide].width * 2 + 64);
+      }
       if (const auto* head = std::get_if<HeadOp>(&op.body)) bytes = std::max(bytes, buffers_[head->x].width * 4 + 64);
     }
     constexpr int64_t kPage = 4096;
@@ -436,7 +463,7 @@ void Program::check(const Step& step, const KvCache& kv) const {
   require(input_width_ == 0 || step.input != nullptr, "the program takes an input, and the step has none");
   for (const Op& op : ops_)
     if (const auto* attention = std::get_if<AttentionOp>(&op.body)) {
-      require(attention->shape.head_dim == kv.shape().head_dim && attention->shape.n_kv_heads == kv.shape().n_kv_heads,
+      require(has_latents_ != kv.shape().has_values && attention->shape.head_dim == kv.shape().head_dim && attention->shape.n_kv_heads == kv.shape().n_kv_heads,
               "the KV cache has another shape of heads");
       break;
     }

@@ -87,13 +87,14 @@ struct TiedEmbedOp {                                          // rows of a packe
   float scale;
   int64_t first, vocab;
 };
-struct NormOp { int x, weight; float eps; int out; };         // out: rows or f32
+struct NormOp { int x, weight; float eps; int out; int bias = -1; bool is_centred = false; };  // out: rows or f32; bias -1: none
 struct AddNormOp { int y, weight; float eps; int x; };        // x += norm(y)
-struct AddOp { int y, x; };                                   // x += y
+struct AddOp { int y, x; int gate = -1; };                    // x += y, or sigmoid(gate) y where gate [T, 1] is not -1
 struct PrepareOp { int x, rows; };                            // x: f32 or bf16
 struct LinearOp { int weight, rows, out; Store store; Activation activation; int64_t column; };  // outputs go to columns from there on
 struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
-struct AttentionOp { int q, out, layer; AttentionShape shape; int64_t column; };
+struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; int64_t column = 0; };  // sinks: a vector [H], or -1
+constexpr int64_t kMostGroupBest = 4;
 struct MoeOp {
   int router, router_rows, scores;           // router weight, its input, [T, E] fp32
   std::vector<int> gate_up, down;            // one packed weight per expert
@@ -105,7 +106,14 @@ struct MoeOp {
   int64_t top_k;
   bool renormalises;
   Activation activation;
-  int64_t hidden_column, column;             // where the outputs of gate_up and down begin
+  bool scores_by_sigmoid = false;            // or by a softmax over all experts
+  int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
+  int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
+  float routed_scale = 1.0f;
+  bool is_clamped = false;                   // gate_up is plain, [T * k, 2F] in `wide`, and a clamped gate joins its halves
+  int wide = -1;
+  float alpha = 0.0f, limit = 0.0f;
+  int64_t hidden_column = 0, column = 0;     // where the outputs of gate_up and down begin
 };
 struct HeadOp {
   int x, norm;
@@ -113,14 +121,26 @@ struct HeadOp {
   int rows, weight;
   float scale, softcap;
   bool has_softcap, has_norm;
-  int64_t first, vocab;                      // the weight's first token, and how many there are in all
+  int bias = -1;
+  bool is_centred = false;
+  int64_t first = 0, vocab = 0;              // the weight's first token, and how many there are in all
 };
+struct HeadsOp {                             // for each head a product of its own: x [T, H * head_stride], the first K of each
+  std::vector<int> weights;                  // one for each head
+  int x;                                     // f32
+  int64_t head_stride;
+  int rows, out;                             // rows: H for each token, of width K; out: f32 or bf16
+  int64_t out_head_stride;
+  Store store;
+};
+struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
+struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct InputOp { int x; };                                    // x: the caller's rows
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
 struct MeetOp {};                                             // nothing: other ranks write what this one has no part of
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, MeetOp>;
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp>;
 
 struct Op {
   Category category;
@@ -198,7 +218,7 @@ class Program {
   const uint8_t* blob_at(int index) const { return linears_.at(index).panels; }  // it begins with its panels
 
  private:
-  struct Run;  // one step in flight, program_run.cpp
+  struct Run;  // one step in flight, program_run.h
   friend struct Run;
 
   static int first_weight(const OpBody& body);  // that an operation reads, or -1
@@ -218,6 +238,7 @@ class Program {
   uint8_t* reserve_weights(int64_t bytes);
   void reserve(int64_t tokens);
   void reserve_routing(const MoeOp& op, int64_t tokens);
+  void number_head_rows(int64_t heads, int64_t tokens);
   void place_tokens(const Step& step, int64_t block_tokens);
   void plan_attention(const Step& step);
 
@@ -244,10 +265,12 @@ class Program {
   std::unique_ptr<SharedPages> shared_arena_;
   PageBuffer arena_, scratch_, partials_;
   int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, input_width_ = 0, n_layers_ = 0;
+  bool has_latents_ = false;                      // then the cache is one of latents
   int64_t table_rows_ = INT64_MAX;                // of the shortest table that token ids look into
   Routing routing_;
   std::vector<int32_t> positions_, slots_;        // [T] of the step: where a token stands, block * P + offset where its KV goes
   std::vector<int32_t> row_numbers_;              // 0, 1, 2, ...
+  std::vector<int32_t> head_rows_;                // [H, T] t * H + h, of HeadsOps (all of one H)
   std::vector<std::atomic<int32_t>> counters_;    // by op: next attention task
   std::array<int64_t, kCategories> nanoseconds_{};
   struct alignas(64) Waiting { ReadAhead ahead; };

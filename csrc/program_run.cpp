@@ -5,7 +5,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "program.h"
+#include "program_run.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -41,76 +41,7 @@ class FlushDenormals {
 #endif
 };
 
-// Steps up to here take each weight from memory in one pass.
-constexpr int64_t kFewTokens = 24;
-
 }  // namespace
-
-struct Program::Run {
-  Program& program;
-  const Step& step;
-  KvCache& kv;
-  float* logits;  // [R, vocab], or null and
-  Best* best;     // [threads, R], or null and
-  float* hidden;  // [R, D]
-  const KernelSet& set;
-  const StepKernels& kernels;
-  std::vector<std::atomic<int32_t>>& counters;
-  std::atomic<bool>& is_left;  // set in a meeting alone, so that all threads see it at the same operation
-
-  uint8_t* scratch(int thread) const { return program.scratch_.data() + thread * program.scratch_stride_; }
-  const Buffer& buffer(int index) const { return program.buffers_[index]; }
-  const float* vector(int index) const { return program.vectors_[index].data(); }
-  // A thread that waits brings in its first weights of the next linear layer: memory has nothing else to do.
-  void barrier(int thread) const {
-    ReadAhead& ahead = program.waiting_[thread].ahead;
-    program.pool_.barrier([&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); });
-  }
-  // All threads of all ranks: those of one, and the last of them for it. Once the team is broken nothing that is computed counts.
-  void meet(int thread) const {
-    if (program.team_ == nullptr) return barrier(thread);
-    ReadAhead& ahead = program.waiting_[thread].ahead;
-    auto idle = [&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); };
-    program.pool_.barrier(idle, [&] { is_left.store(is_left.load() || !program.team_->meet(idle)); });
-  }
-  // The thread's part of the rows of a buffer: of all of them, or of the rank's where ranks share it.
-  Range part_of_rows(const Buffer& out, int64_t rows, int thread, int threads) const {
-    if (!out.shared) return share(rows, thread, threads);
-    const Range own = share(rows, program.team_->rank(), program.team_->size());
-    const Range part = share(own.end - own.begin, thread, threads);
-    return {own.begin + part.begin, own.begin + part.end};
-  }
-  void look_ahead(size_t op, int thread, int threads) const {
-    const int weight = program.next_weight_[op];
-    const bool is_small = step.n_tokens <= kFewTokens && weight >= 0;
-    program.waiting_[thread].ahead = is_small ? first_weights(program.linears_[weight], thread, threads) : ReadAhead{};
-  }
-
-  void run(const EmbedOp& op, size_t, int thread, int threads) const;
-  void run(const TiedEmbedOp& op, size_t, int thread, int threads) const;
-  void run(const NormOp& op, size_t, int thread, int threads) const;
-  void run(const AddNormOp& op, size_t, int thread, int threads) const;
-  void run(const AddOp& op, size_t, int thread, int threads) const;
-  void run(const PrepareOp& op, size_t, int thread, int threads) const;
-  void run(const LinearOp& op, size_t, int thread, int threads) const;
-  void run(const RotateOp& op, size_t, int thread, int threads) const;
-  void run(const AttentionOp& op, size_t index, int thread, int threads) const;
-  void run(const MoeOp& op, size_t, int thread, int threads) const;
-  void run(const HeadOp& op, size_t, int thread, int threads) const;
-  void run(const InputOp& op, size_t, int thread, int threads) const;
-  void run(const TapOp& op, size_t, int thread, int threads) const;
-  void run(const MeetOp&, size_t, int, int) const {}
-  bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
-    const auto* tap = std::get_if<TapOp>(&op);
-    return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;
-  }
-
-  Epilogue epilogue_to(int out, Store store, Activation activation, int64_t column) const;
-  void route_token(const MoeOp& op, int64_t token) const;
-  void group_by_expert(const MoeOp& op) const;
-  void run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
-                   int thread, int threads) const;
-};
 
 void Program::Run::run(const EmbedOp& op, size_t, int thread, int threads) const {
   const Table& table = program.tables_[op.table];
@@ -140,7 +71,7 @@ void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const 
   const Range part = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
-    kernels.rms_norm_row(x.f32() + t * x.width, vector(op.weight), x.width, op.eps, target);
+    norm(x.f32() + t * x.width, op.weight, op.bias, op.is_centred, x.width, op.eps, target);
     if (out.kind == BufferKind::rows) prepare_row(set, out.rows, t, row);
   }
 }
@@ -158,7 +89,14 @@ void Program::Run::run(const AddNormOp& op, size_t, int thread, int threads) con
 void Program::Run::run(const AddOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &y = buffer(op.y);
   const Range part = part_of_rows(x, step.n_tokens, thread, threads);
-  for (int64_t t = part.begin; t < part.end; ++t) kernels.add_row(y.f32() + t * y.width, x.width, 1.0f, x.f32() + t * x.width);
+  for (int64_t t = part.begin; t < part.end; ++t) {
+    float scale = 1.0f;
+    if (op.gate != -1) {
+      scale = buffer(op.gate).f32()[t];
+      kernels.sigmoid_row(&scale, 1);
+    }
+    kernels.add_row(y.f32() + t * y.width, x.width, scale, x.f32() + t * x.width);
+  }
 }
 
 void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) const {
@@ -228,6 +166,7 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   const Buffer& out = buffer(op.out);
   AttentionCall call;
   call.shape = op.shape;
+  if (op.sinks != -1) call.shape.sinks = vector(op.sinks);
   call.kv = kv.layer(op.layer);
   call.q = reinterpret_cast<const uint16_t*>(buffer(op.q).data);
   call.positions = program.positions_.data();
@@ -256,93 +195,47 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   }
 }
 
-// ---- mixture of experts ----
+// ---- latent attention ----
 
-// Softmax over all experts, the k largest (lowest index first among equals), kept in ascending order of expert.
-void Program::Run::route_token(const MoeOp& op, int64_t token) const {
-  const int64_t n_experts = static_cast<int64_t>(op.down.size()), top_k = op.top_k;
-  float* scores = buffer(op.scores).f32() + token * n_experts;
-  kernels.softmax_row(scores, n_experts);
-  int32_t* ids = program.routing_.expert_ids.data() + token * top_k;
-  float* weights = program.routing_.expert_weights.data() + token * top_k;
-  float total = 0.0f;
-  for (int64_t j = 0; j < top_k; ++j) {
-    Best most;
-    kernels.find_best(scores, n_experts, 0, &most);
-    const int32_t best = most.index;
-    const float weight = scores[best];
-    scores[best] = -1.0f;
-    total += weight;
-    int64_t at = j;
-    for (; at > 0 && ids[at - 1] > best; --at) ids[at] = ids[at - 1], weights[at] = weights[at - 1];
-    ids[at] = best, weights[at] = weight;
-  }
-  if (!op.renormalises) return;
-  for (int64_t j = 0; j < top_k; ++j) weights[j] /= total;
+void Program::Run::run(const CacheLatentsOp& op, size_t, int thread, int threads) const {
+  const RopeTable& rope = program.ropes_[op.rope];
+  LatentCall call;
+  call.kv = kv.layer(op.layer);
+  call.rank = op.rank;
+  call.rows = buffer(op.kv).f32();
+  call.norm = vector(op.norm), call.norm_eps = op.norm_eps;
+  call.cos_table = rope.cosine.data(), call.sin_table = rope.sine.data();
+  call.positions = program.positions_.data(), call.slots = program.slots_.data();
+  const Range part = share(step.n_tokens, thread, threads);
+  for (int64_t t = part.begin; t < part.end; ++t) kernels.cache_latent(call, t, reinterpret_cast<float*>(scratch(thread)));
 }
 
-void Program::Run::group_by_expert(const MoeOp& op) const {
-  Routing& routing = program.routing_;
-  const int64_t n_experts = static_cast<int64_t>(op.down.size()), choices = step.n_tokens * op.top_k;
-  int32_t* begin = routing.expert_begin.data();
-  std::memset(begin, 0, static_cast<size_t>(n_experts + 1) * 4);
-  for (int64_t i = 0; i < choices; ++i) ++begin[routing.expert_ids[i] + 1];
-  for (int64_t e = 0; e < n_experts; ++e) begin[e + 1] += begin[e];
-  for (int64_t i = 0; i < choices; ++i) {  // begin[e] walks to the end of expert e, then all move back by one
-    const int32_t row = begin[routing.expert_ids[i]]++;
-    routing.source_rows[row] = static_cast<int32_t>(i / op.top_k);
-    routing.expanded_rows[i] = row;
-  }
-  for (int64_t e = n_experts; e > 0; --e) begin[e] = begin[e - 1];
-  begin[0] = 0;
-}
-
-// Every expert's rows through its weight; the expert rows of the output are consecutive.
-void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered,
-                               const Epilogue& epilogue, int thread, int threads) const {
-  const Routing& routing = program.routing_;
-  (void)op;
-  for (size_t e = 0; e < weights.size(); ++e) {
-    const int64_t begin = routing.expert_begin[e], n = routing.expert_begin[e + 1] - begin;
-    if (n == 0) continue;
-    Epilogue target = epilogue;
-    const int64_t element = epilogue.store == Store::bf16 ? 2 : 4;
-    target.out = static_cast<uint8_t*>(epilogue.out) + begin * epilogue.out_stride * element;
-    const int32_t* row_ids = is_gathered ? routing.source_rows.data() + begin : program.row_numbers_.data() + begin;
-    linear(set, program.linears_[weights[e]], rows, row_ids, n, target, thread, threads);
+void Program::Run::run(const RotateQueriesOp& op, size_t, int thread, int threads) const {
+  const RopeTable& rope = program.ropes_[op.rope];
+  const Buffer &q = buffer(op.q), &out = buffer(op.out);
+  const int64_t half = static_cast<int64_t>(rope.inverse_frequency.size()), from = q.width / op.n_heads, to = out.width / op.n_heads;
+  const Range part = share(step.n_tokens * op.n_heads, thread, threads);
+  for (int64_t i = part.begin; i < part.end; ++i) {
+    const int64_t at = program.positions_[i / op.n_heads] * half;
+    kernels.rotate_query(q.f32() + (i + 1) * from - 2 * half, 2 * half, rope.cosine.data() + at, rope.sine.data() + at,
+                         reinterpret_cast<float*>(scratch(thread)), reinterpret_cast<uint16_t*>(out.data) + (i + 1) * to - 2 * half);
   }
 }
 
-void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
-  const Range tokens = share(step.n_tokens, thread, threads);
-  const int64_t choices = step.n_tokens * op.top_k;
-  linear(set, program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
-         epilogue_to(op.scores, Store::f32, Activation::silu, 0), thread, threads);
+void Program::Run::run(const HeadsOp& op, size_t, int thread, int threads) const {
+  const Buffer &x = buffer(op.x), &out = buffer(op.out);
+  const Rows& rows = buffer(op.rows).rows;
+  const int64_t heads = static_cast<int64_t>(op.weights.size());
+  const Range part = share(step.n_tokens * heads, thread, threads);
+  for (int64_t i = part.begin; i < part.end; ++i) prepare_row(set, rows, i, x.f32() + i / heads * x.width + i % heads * op.head_stride);
   barrier(thread);
-  for (int64_t t = tokens.begin; t < tokens.end; ++t) route_token(op, t);
-  barrier(thread);
-  if (thread == 0) group_by_expert(op);
-  barrier(thread);
-  const int hidden = op.has_hidden ? op.hidden : op.hidden_rows;
-  run_experts(op, op.gate_up, buffer(op.rows).rows, true,
-              epilogue_to(hidden, op.has_hidden ? Store::f32 : Store::bf16, op.activation, op.hidden_column), thread, threads);
-  meet(thread);  // their rows are whole
-  const Rows& hidden_rows = buffer(op.hidden_rows).rows;
-  if (op.has_hidden) {
-    const Range part = share(choices, thread, threads);
-    prepare_rows(set, hidden_rows, buffer(op.hidden).f32(), buffer(op.hidden).width, part.begin, part.end);
-    barrier(thread);
-  }
-  run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation, op.column), thread, threads);
-  meet(thread);  // likewise
-  const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
-  const Range summed = part_of_rows(out, step.n_tokens, thread, threads);
-  for (int64_t t = summed.begin; t < summed.end; ++t) {
-    float* y = out.f32() + t * out.width;
-    std::memset(y, 0, static_cast<size_t>(out.width) * 4);
-    for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j)
-      kernels.add_row(expanded.f32() + program.routing_.expanded_rows[j] * out.width, out.width,
-                      program.routing_.expert_weights[j], y);
+  for (int64_t head = 0; head < heads; ++head) {
+    Epilogue epilogue;
+    epilogue.store = op.store;
+    epilogue.out = out.data + head * op.out_head_stride * (op.store == Store::bf16 ? 2 : 4);
+    epilogue.out_stride = out.width;
+    linear(set, program.linears_[op.weights[head]], rows, program.head_rows_.data() + head * step.n_tokens, step.n_tokens, epilogue, thread,
+           threads);
   }
 }
 
@@ -398,7 +291,7 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
     float* target = hidden != nullptr ? hidden + r * x.width : row;
     const float* source = x.f32() + step.logits_rows[r] * x.width;
     if (op.has_norm)
-      kernels.rms_norm_row(source, vector(op.norm), x.width, op.eps, target);
+      norm(source, op.norm, op.bias, op.is_centred, x.width, op.eps, target);
     else
       std::memcpy(target, source, static_cast<size_t>(x.width) * 4);
     if (hidden != nullptr) continue;
@@ -486,8 +379,10 @@ void Program::compute(const Step& step, KvCache& kv, const Results& results) {
   int64_t positions = 0;
   for (int64_t s = 0; s < step.n_sequences; ++s) positions = positions < step.context_tokens[s] ? step.context_tokens[s] : positions;
   for (RopeTable& rope : ropes_) rope.grow(positions);
-  for (const Op& op : ops_)
+  for (const Op& op : ops_) {
     if (const auto* moe = std::get_if<MoeOp>(&op.body)) reserve_routing(*moe, step.n_tokens);
+    if (const auto* heads = std::get_if<HeadsOp>(&op.body)) number_head_rows(static_cast<int64_t>(heads->weights.size()), step.n_tokens);
+  }
   if (counters_.size() != ops_.size()) counters_ = std::vector<std::atomic<int32_t>>(ops_.size());
   for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
   nanoseconds_.fill(0);
@@ -513,10 +408,10 @@ void Program::compute(const Step& step, KvCache& kv, const Results& results) {
   if (is_left) throw TeamBroken("a rank is gone");
 }
 
-void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
-  routing_.resize(tokens, op.top_k, static_cast<int64_t>(op.down.size()));
-  for (int64_t i = static_cast<int64_t>(row_numbers_.size()); i < tokens * op.top_k; ++i)
-    row_numbers_.push_back(static_cast<int32_t>(i));
+void Program::number_head_rows(int64_t heads, int64_t tokens) {
+  if (static_cast<int64_t>(head_rows_.size()) == heads * tokens) return;
+  head_rows_.resize(heads * tokens);
+  for (int64_t i = 0; i < heads * tokens; ++i) head_rows_[i] = static_cast<int32_t>(i % tokens * heads + i / tokens);
 }
 
 void Program::argmax(const float* logits, int64_t rows, int64_t vocab, int64_t* ids) {

@@ -64,13 +64,81 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = tuple(CLASSES)
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+          "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+          "first_k_dense_replace": 1}  # fmt: skip
+# what other families have beside that: their tests look at one cut of the work, as the walk is the same
+MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", {"head_dim": 24}),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.5},
+    ),
+    "glm": ("GlmConfig", "GlmForCausalLM", {"head_dim": 24}),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM", {"head_dim": 24}),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "logit_scale": 0.5}),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"use_qkv_bias": True}),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72,
+         "mlp_only_layers": [1]},
+    ),
+    "olmoe": (
+        "OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40}),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        "GraniteMoeForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "embedding_multiplier": 3.0,
+         "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.5},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        "Glm4MoeForCausalLM",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+         "routed_scaling_factor": 1.5, "head_dim": 24, "use_qk_norm": True, "rope_parameters": {
+             "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    # the shape of V2-Lite: queries directly, greedy choice; V2's groups are a variant
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, "mscale": 0.7,
+            "mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 64, "head_dim": 16,
+         "sliding_window": 16, "rope_parameters": {
+             "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+             "original_max_position_embeddings": 32, "rope_theta": 1e4}},
+    ),
+}  # fmt: skip
+MORE_FAMILIES: tuple[str, ...] = tuple(MORE)
 
 
 def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """The transformers model of a family, fp32, on the CPU, in eval mode, with lively random weights."""
     import transformers
 
-    config_name, model_name, fields = CLASSES[family]
+    config_name, model_name, fields = {**CLASSES, **MORE}[family]
     config = getattr(transformers, config_name)(**{**COMMON, **fields, **overrides})
     config._attn_implementation = "eager"
     model = getattr(transformers, model_name)(config).eval().float()
@@ -84,13 +152,16 @@ def enliven(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim >= 2:
+        if parameter.ndim >= 2 and not name.endswith("bias"):
             is_embedding = "embed_tokens" in name
             parameter.copy_(noise * (0.5 if is_embedding else 1.5 / parameter.shape[-1] ** 0.5))
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             parameter.copy_(0.3 * noise)
         else:
             parameter.add_(0.2 * noise)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):  # no parameter of some classes, but stored
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     tie = getattr(model, "tie_weights", None)
     if tie is not None:
         tie()

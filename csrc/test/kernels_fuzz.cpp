@@ -20,7 +20,7 @@ namespace {
 
 struct Model {
   int64_t hidden, ffn, n_heads, n_kv_heads, head_dim, layers, vocab, block_tokens, n_experts, top_k;
-  int64_t window;
+  int64_t window, group;
   Format weights;
   KvFormat kv;
   Activation activation;
@@ -45,7 +45,7 @@ class World {
     m.n_experts = pick(0, 3) == 0 ? pick(2, 6) : 0;
     m.top_k = m.n_experts ? pick(1, m.n_experts) : 0;
     m.window = pick(0, 1) ? pick(1, 300) : INT64_MAX;
-    m.weights = static_cast<Format>(pick(0, 2)), m.kv = static_cast<KvFormat>(pick(0, 1));
+    m.weights = static_cast<Format>(pick(0, 4)), m.group = 32 << pick(0, 2), m.kv = static_cast<KvFormat>(pick(0, 1));
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);
@@ -63,9 +63,9 @@ class World {
   std::mt19937_64 random_;
 };
 
-int rows_buffer(Program& program, Format format, int64_t width, int64_t rows_per_token = 1) {
+int rows_buffer(Program& program, const Model& m, int64_t width, int64_t rows_per_token = 1) {
   Buffer buffer;
-  buffer.kind = BufferKind::rows, buffer.width = width, buffer.rows_kind = rows_kind(format), buffer.rows_per_token = rows_per_token;
+  buffer.kind = BufferKind::rows, buffer.width = width, buffer.rows_kind = rows_kind(m.weights, m.group), buffer.rows_per_token = rows_per_token;
   return program.add_buffer(buffer);
 }
 
@@ -87,14 +87,14 @@ class Recorder {
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
     const AttentionShape shape{m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
     const int64_t q_width = m.n_heads * m.head_dim, kv_width = m.n_kv_heads * m.head_dim;
-    const int rows = rows_buffer(p_, m.weights, m.hidden), router_rows = rows_buffer(p_, Format::bf16, m.hidden);
+    const int rows = rows_buffer(p_, m, m.hidden), router_rows = rows_buffer(p_, m, m.hidden);
     const int qkv = plain_buffer(p_, BufferKind::f32, q_width + 2 * kv_width), q = plain_buffer(p_, BufferKind::bf16, q_width);
-    const int heads_out = plain_buffer(p_, BufferKind::f32, q_width), heads_rows = rows_buffer(p_, m.weights, q_width);
-    const int hidden = plain_buffer(p_, BufferKind::f32, m.ffn), hidden_rows = rows_buffer(p_, m.weights, m.ffn);
+    const int heads_out = plain_buffer(p_, BufferKind::f32, q_width), heads_rows = rows_buffer(p_, m, q_width);
+    const int hidden = plain_buffer(p_, BufferKind::f32, m.ffn), hidden_rows = rows_buffer(p_, m, m.ffn);
     const int y = plain_buffer(p_, BufferKind::f32, m.hidden);
     const int rope = p_.add_rope(std::vector<double>(std::min<int64_t>(m.head_dim / 2, 20), 0.01), 1.0);
     for (int layer = 0; layer < m.layers; ++layer) {
-      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows});
+      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       p_.record(Category::qkv, LinearOp{linear(q_width + 2 * kv_width, m.hidden), rows, qkv, Store::f32, Activation::silu});
       RotateOp rotate{};
       rotate.qkv = qkv, rotate.q = q, rotate.layer = layer, rotate.rope = rope, rotate.has_rope = w_.pick(0, 3) != 0;
@@ -104,12 +104,12 @@ class Recorder {
       rotate.shape.has_full_width_norm = m.has_full_norm, rotate.shape.norm_eps = 1e-5f;
       p_.record(Category::rope, rotate);
       const bool is_direct = m.weights == Format::bf16;
-      p_.record(Category::attention, AttentionOp{q, is_direct ? heads_rows : heads_out, layer, shape});
+      p_.record(Category::attention, AttentionOp{q, is_direct ? heads_rows : heads_out, layer, shape, some(m.n_heads)});
       if (!is_direct) p_.record(Category::norm, PrepareOp{heads_out, heads_rows});
       p_.record(Category::o, LinearOp{linear(m.hidden, q_width), heads_rows, x_, Store::add_f32, Activation::silu});
-      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows});
+      p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       if (m.n_experts) {
-        p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, router_rows});
+        p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, router_rows, some(m.hidden), w_.pick(0, 1) == 1});
         experts(rows, router_rows, y);
         p_.record(Category::norm, AddNormOp{y, norm(m.hidden), 1e-5f, x_});
         p_.record(Category::norm, AddOp{y, x_});
@@ -120,7 +120,7 @@ class Recorder {
       if (!is_direct) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
       p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
     }
-    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m.weights, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true});
+    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true});
     for (int64_t i = 0; i < m.n_adapters; ++i) add_adapter();
   }
 
@@ -145,11 +145,20 @@ class Recorder {
     p_.add_adapter(sites);
   }
 
+  int some(int64_t n) { return w_.pick(0, 1) ? norm(n) : -1; }  // a vector or none
   int norm(int64_t n) { return p_.add_vector(w_.floats(n, 0.5f, 1.5f)); }
 
   int linear(int64_t n, int64_t k, bool is_gated = false) {
-    LinearShape shape{m_.weights, n, k, 32, is_gated, w_.pick(0, 1) == 1};
+    LinearShape shape{m_.weights, n, k, m_.group, is_gated, w_.pick(0, 1) == 1, {}};
     const float bound = 1.7f / std::max(1.0f, __builtin_sqrtf(static_cast<float>(k)));
+    if (is_grouped(shape.format)) {
+      const bool is_bytes = shape.format == Format::group8;
+      shape.grid.scale = static_cast<Source>(w_.pick(0, 2));
+      const int64_t kind = w_.pick(0, is_bytes ? 1 : 4);
+      shape.grid.offset = kind == 1 ? Offset::minima : kind == 2 ? Offset::zeros : Offset::none;
+      if (!is_bytes) shape.grid.levels = kind == 1 || kind == 2 ? Table4::unsigned4 : kind == 3 ? Table4::iq4_nl : kind == 4 ? Table4::e2m1 : Table4::signed4;
+      return p_.add_random_linear(shape, static_cast<uint64_t>(w_.pick(0, 1 << 30)), bound);
+    }
     const std::vector<float> values = w_.floats(n * k, -bound, bound), bias = w_.floats(n, -0.5f, 0.5f);
     const int weight = p_.add_linear(shape, {{values.data(), Source::f32, n, k}}, shape.has_bias ? bias.data() : nullptr);
     dense_.push_back(weight);
@@ -161,9 +170,13 @@ class Recorder {
     op.router = linear(m_.n_experts, m_.hidden);
     op.router_rows = m_.weights == Format::bf16 ? router_rows : rows;
     op.scores = plain_buffer(p_, BufferKind::f32, m_.n_experts);
-    for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, true)), op.down.push_back(linear(m_.hidden, m_.ffn));
-    op.rows = rows, op.has_hidden = m_.weights != Format::bf16;
-    op.hidden = plain_buffer(p_, BufferKind::f32, m_.ffn, m_.top_k), op.hidden_rows = rows_buffer(p_, m_.weights, m_.ffn, m_.top_k);
+    op.is_clamped = w_.pick(0, 3) == 0, op.alpha = 1.7f, op.limit = 7.0f;
+    if (op.is_clamped) op.wide = plain_buffer(p_, BufferKind::f32, 2 * m_.ffn, m_.top_k);
+    op.scores_by_sigmoid = w_.pick(0, 1), op.choice_bias = some(m_.n_experts), op.routed_scale = 0.5f;
+    if (m_.n_experts % 2 == 0 && m_.top_k <= m_.n_experts / 2) op.n_groups = 2, op.group_best = std::min<int64_t>(2, m_.n_experts / 2);
+    for (int64_t e = 0; e < m_.n_experts; ++e) op.gate_up.push_back(linear(2 * m_.ffn, m_.hidden, !op.is_clamped)), op.down.push_back(linear(m_.hidden, m_.ffn));
+    op.rows = rows, op.has_hidden = m_.weights != Format::bf16 && !op.is_clamped;
+    op.hidden = plain_buffer(p_, BufferKind::f32, m_.ffn, m_.top_k), op.hidden_rows = rows_buffer(p_, m_, m_.ffn, m_.top_k);
     op.expanded = plain_buffer(p_, BufferKind::f32, m_.hidden, m_.top_k), op.out = y;
     op.top_k = m_.top_k, op.renormalises = w_.pick(0, 1), op.activation = m_.activation;
     p_.record(Category::moe, op);

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from golden import PROMPT_TOKENS, Golden, check_golden, make_golden
 
-from checkpoints import FAMILIES
+from checkpoints import FAMILIES, MORE_FAMILIES
 from diptych.compute.model import Model
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -29,6 +31,13 @@ def model(golden: Golden) -> Model:
 def test_family_matches_transformers(model: Model, golden: Golden, chunk: int | None) -> None:
     """The whole point of a model file: the same numbers as the code the weights were trained with."""
     check_golden(model, golden, chunk=chunk)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_other_families_match_transformers(family: str, tmp_path: Path) -> None:
+    """The same of the families whose layers have something of their own."""
+    golden = make_golden(family, tmp_path, new_tokens=8)
+    check_golden(load_model(golden.path, REFERENCE), golden, chunk=9)
 
 
 @pytest.mark.gpu

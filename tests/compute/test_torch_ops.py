@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,12 @@ from diptych.compute.ops.contract import (
     EdgeShape,
     ExpertParts,
     LinearParts,
+    NormParts,
     QkNorm,
     RopeSpec,
 )
-from diptych.compute.ops.torch_ops import TorchAttention, TorchLoader, TorchOps
-from diptych.models.spec import MoeSpec
+from diptych.compute.ops.torch_ops import TorchAttention, TorchLoader, TorchNorm, TorchOps
+from diptych.models.spec import MlaSpec, MoeSpec, Scores
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -115,8 +117,9 @@ def test_attention(shape: EdgeShape, variant: dict, dtype: torch.dtype) -> None:
     ops, batch, kv = make_ops(shape, dtype)
     spec = attention_spec(shape, **variant)
     q = noise(batch.n_tokens, shape.n_heads, shape.head_dim, seed=2).to(dtype)
-    expected = reference.attention_paged(q, kv.layers[0][0], kv.layers[0][1], batch, spec)
-    check("attention", ops.attention(q, TorchAttention(spec, None, None)), expected.flatten(1), dtype)
+    for sinks in (None, noise(shape.n_heads, seed=3, scale=3.0)):
+        expected = reference.attention_paged(q, kv.layers[0][0], kv.layers[0][1], batch, spec, sinks)
+        check("attention", ops.attention(q, TorchAttention(spec, None, None, sinks)), expected.flatten(1), dtype)
 
 
 @pytest.mark.parametrize("window", [None, 700], ids=["full", "window"])
@@ -154,7 +157,8 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dt
     q_norm, k_norm = (None, None) if widths is None else (noise(w, seed=w) + 1.0 for w in widths)
     qkv = noise(batch.n_tokens, (n_heads + 2 * n_kv) * d, seed=5).to(dtype)
     before = kv.layers[0].clone()
-    got = ops.rotate_and_cache(qkv, TorchAttention(spec, q_norm, k_norm))
+    norms = [None if weight is None else TorchNorm(weight) for weight in (q_norm, k_norm)]
+    got = ops.rotate_and_cache(qkv, TorchAttention(spec, *norms))
 
     positions = torch.from_numpy(batch.positions_T)
     expected = []
@@ -202,36 +206,54 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
     gated = reference.gate(expected, activation)
     scale = max(1.0, gated.abs().max().item())
     check("linear_gate", ops.linear_gate(h, loader.gated(parts, activation)) / scale, gated / scale, dtype)
-    norm = loader.vector(Memory("n", noise(width, seed=11).to(dtype)), offset=1.0)
+    norm = loader.norm(NormParts(weight=Memory("n", noise(width, seed=11).to(dtype))), offset=1.0)
+    centred = NormParts(
+        weight=Memory("n", noise(width, seed=12)), bias=Memory("b", noise(width, seed=13)), is_centred=True
+    )
+    expected = reference.layer_norm(h, centred.weight.read(), centred.bias.read(), eps=1e-5)
+    check("norm", ops.norm(h, loader.norm(centred), eps=1e-5), expected, dtype)
+    gate = noise(n_tokens, 1, seed=14).to(dtype)
+    expected = h.float() + h.float() * torch.sigmoid(gate.float())
+    check("add_gated", ops.add_gated(h.clone(), h, gate), expected, dtype)
     normed = reference.rms_norm(h, noise(width, seed=11).to(dtype).float() + 1.0, eps=1e-5)
-    check("rms_norm", ops.rms_norm(h, norm, eps=1e-5), normed, dtype)
+    check("norm", ops.norm(h, norm, eps=1e-5), normed, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("renormalises", [False, True])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        {},
+        {"renormalises": True},
+        {"n_groups": 3, "groups_per_token": 2, "routed_scale": 2.0},
+        {"n_groups": 3, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "has_choice_bias": True},
+        {"activation": Activation.CLAMPED},
+    ],
+    ids=["plain", "renormalised", "groups", "V3", "clamped"],
+)
 @pytest.mark.parametrize("n_tokens", [1, 9])
-def test_experts(n_tokens: int, renormalises: bool, dtype: torch.dtype) -> None:
+def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> None:
     """A token sent to the wrong expert, or weighted twice, changes text without any error."""
     ops, _, _ = make_ops(EdgeShape(name="any", sequences=((0, n_tokens),)), dtype)
-    spec = MoeSpec(
-        n_experts=5, experts_per_token=2, expert_ffn=12, renormalises=renormalises, activation=Activation.SILU
-    )
-    router = noise(5, 16, seed=20).to(dtype)
-    gate_up = [noise(24, 16, seed=30 + e, scale=0.25).to(dtype) for e in range(5)]
-    down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(5)]
+    spec = MoeSpec(**{"n_experts": 6, "experts_per_token": 2, "expert_ffn": 12, **routing})
+    router = noise(6, 16, seed=20).to(dtype)
+    gate_up = [noise(24, 16, seed=30 + e, scale=0.25).to(dtype) for e in range(6)]
+    down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(6)]
+    bias = noise(6, seed=45) if spec.has_choice_bias else None
     handle = TorchLoader(CPU, dtype).experts(
         spec,
-        router=Memory("r", router),
+        router=LinearParts(weights=(Memory("r", router),)),
+        choice_bias=None if bias is None else Memory("bias", bias),
         experts=tuple(
             ExpertParts(
                 gate_up=LinearParts(weights=(Memory("a", gate_up[e][:12]), Memory("b", gate_up[e][12:]))),
                 down=LinearParts(weights=(Memory("c", down[e]),)),
             )
-            for e in range(5)
+            for e in range(6)
         ),
     )
     h, x = noise(n_tokens, 16, seed=50).to(dtype), noise(n_tokens, 16, seed=51).to(dtype)
-    expected = x.float() + reference.experts(h, router, gate_up, down, spec)
+    expected = x.float() + reference.experts(h, router, gate_up, down, spec, bias)
     check("experts_add", ops.experts_add(h, handle, x.clone()), expected, dtype)
 
 
@@ -252,9 +274,45 @@ def test_embed_and_head(rows: list[int], softcap: float | None, dtype: torch.dty
     x = ops.embed(table, scale=2.0)
     check("embed", x, tensor.tensor[batch.token_ids_T] * 2.0, dtype)
     norm = Memory("norm", noise(16, seed=61) + 1.0)
-    logits = ops.head(x, loader.vector(norm), head, eps=1e-6, softcap=softcap)
+    logits = ops.head(x, loader.norm(NormParts(weight=norm)), head, eps=1e-6, softcap=softcap)
     expected = reference.head(x, norm.tensor, tensor.tensor, rows=rows, eps=1e-6, softcap=softcap)
     assert logits.dtype == torch.float32
     scale = max(1.0, expected.abs().max().item()) if rows else 1.0
     check("head", logits / scale, expected / scale, dtype)
     assert loader.table(tensor, head=head).data_ptr() == head.weight.data_ptr(), "a tied table is not a second copy"
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_latents_are_attended_to_as_their_expansion_would_be(dtype: torch.dtype) -> None:
+    """Latent attention absorbed, over a paged cache of one vector a token, against every head's own keys and values."""
+    shape = EdgeShape(name="any", sequences=((0, 21),), n_heads=3)
+    batch, n_blocks = world(shape)
+    mla = MlaSpec(q_rank=None, kv_rank=12, nope_dim=6, rope_dim=4, v_dim=5)
+    kv = TorchKVStore(
+        n_layers=1, n_blocks=n_blocks, block_tokens=16, n_kv_heads=1, head_dim=16, dtype=dtype, device=CPU,
+        has_values=False,
+    )  # fmt: skip
+    ops, loader = TorchOps(batch, kv, device=CPU, dtype=dtype), TorchLoader(CPU, dtype)
+    rope = RopeSpec(inv_freq=(1.0, 0.3))
+    spec = AttentionSpec(layer=0, n_heads=3, n_kv_heads=1, head_dim=16, scale=0.3, rope=rope, mla=mla)
+    norm = Memory("n", noise(12, seed=1) + 1.0)
+    keys, values = noise(3, 12, 6, seed=2, scale=0.3).to(dtype), noise(3, 5, 12, seed=3, scale=0.3).to(dtype)
+    heads = loader.latent_attention(
+        spec,
+        norm=NormParts(weight=norm),
+        keys=tuple(LinearParts(weights=(Memory("k", one),)) for one in keys),
+        values=tuple(LinearParts(weights=(Memory("v", one),)) for one in values),
+    )
+    rows, q = noise(21, 16, seed=4).to(dtype), noise(21, 3 * 10, seed=5).to(dtype)
+    ops.cache_latents(rows, heads)
+    got = ops.expand(ops.attention(ops.absorb(q, heads), heads), heads)
+
+    positions = torch.from_numpy(batch.positions_T)
+    q_parts = q.float().unflatten(1, (3, 10))
+    q_parts = torch.cat([q_parts[..., :6], reference.rotate(q_parts[..., 6:], positions, rope)], dim=-1)
+    latent = reference.rms_norm(rows[:, :12], norm.tensor, eps=spec.norm_eps)
+    turned = reference.rotate(rows[:, None, 12:], positions, rope)[:, 0]
+    expected = reference.latent_attention(q_parts, torch.cat([latent, turned], dim=-1), keys, values, scale=0.3)
+    scale = max(1.0, expected.abs().max().item())
+    check("attention", got / scale, expected / scale, dtype)
+    assert torch.equal(*kv.read(0, batch.block_table_SM[0], 21)), "a key is its own value"

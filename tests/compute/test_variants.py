@@ -55,6 +55,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
     "OLMo 2 with biases": ("olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
     "NoPE by list": ("smollm3", {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 9}),
+    "Phi-4 mini": ("phi3", {"original_max_position_embeddings": 512, "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": SHORT[:6],
+        "long_factor": LONG[:6]}}),
+    "SmolLM 2, Falcon 3": ("llama", {"attention_bias": False, "mlp_bias": False, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000042.0}}),
+    "StableLM in parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
+    "Cohere with biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
+    "ERNIE with experts on some layers": ("ernie4_5_moe", {"num_hidden_layers": 4, "moe_layer_interval": 2,
+                                                           "moe_layer_end_index": 2}),
+    "GLM-4.5 Air": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
+    "gpt-oss without windows": ("gpt_oss", {"layer_types": ["full_attention"] * 3}),
+    "DeepSeek V2": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4,
+                                    "topk_group": 2, "routed_scaling_factor": 4.0}),
+    "Kimi": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "attention_bias": True, "rope_interleave": False}),
     "experts not renormalised": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
     "experts on every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
 }  # fmt: skip

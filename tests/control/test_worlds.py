@@ -232,7 +232,7 @@ class Referee:
 
     def priced_shape(self, plan) -> StepShape:
         """What the budget counts: `EveryGuess` prices nothing, so its drafts come on top."""
-        if isinstance(self.core._depths, EveryGuess):
+        if isinstance(self.core._scheduler.drafts.depths, EveryGuess):
             return plan.shape.with_drafts([-len(chunk.draft_token_ids) for chunk in plan.chunks])
         return plan.shape
 

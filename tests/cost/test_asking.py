@@ -222,9 +222,22 @@ def test_a_prompt_is_read_by_the_drafter_only_where_it_pays():
     assert fresh.read(own, 500, 0) == 0
     shape = StepShape.decode(batch=1, context_tokens=100)
     fresh.ask([(own, 4, 0)], shape=shape, most_rows=64, limit_s=None)
-    fresh.observe_drafting(shape, [0], 100.0, n_read=500)
-    assert fresh.purse.is_empty
+    prompt = StepShape.prefill(batch=1, new_tokens=500)
+    fresh.observe_drafting(prompt, [], 20.0, n_read=500)
+    assert not fresh.purse.is_empty, "what a prompt costs keeps no draft from paying for it"
     assert fresh.read(fresh.begin_asked("draft"), 500, 4) is None
+    for _ in range(20):
+        own.kept(4)
+        fresh.ask([(own, 4, 0)], shape=shape, most_rows=64, limit_s=None)
+    assert fresh.read(fresh.begin_asked("draft"), 500, 4) == 4, "paid for by drafts that held, as deep as paid last"
+
+
+def test_prompts_are_read_in_one_step_before_anything_was_decoded():
+    """A burst of prompts was read whole before the purse knew what a step takes."""
+    prices = DraftPrices(flat, draft_s=lambda shape, depths: 0.1 * max(depths))
+    assert prices.read(prices.begin_asked("draft"), 500, 0) == 0
+    prices.observe_drafting(StepShape.prefill(batch=1, new_tokens=500), [], 20.0, n_read=500)
+    assert prices.read(prices.begin_asked("draft"), 500, 0) is None
 
 
 def test_what_was_missed_is_paid_for_before_it_is_read():
@@ -247,15 +260,15 @@ def test_what_was_missed_is_paid_for_before_it_is_read():
 
 
 def test_an_empty_purse_stops_even_what_should_pay():
-    """Prices may be wrong; what was spent is not. It earns a hundredth of a step with every step."""
+    """Prices may be wrong; what was spent is not. Half of a hundredth of each step is earned for drafts."""
     world = World(acceptance=0.95, draft_s=0.1).steps(50)
     assert world.asked[-1] > 1
     world.prices.purse.pay(world.prices.purse.balance_s + 0.5)
     world.places[0].at_hand = 0
     n = len(world.asked)
-    world.steps(100)
-    assert not any(world.asked[n : n + 45])
-    assert any(world.asked[n + 45 :])
+    world.steps(200)
+    assert not any(world.asked[n : n + 90])
+    assert any(world.asked[n + 90 :])
 
 
 def test_waiting_for_money_costs_nothing():
@@ -275,8 +288,8 @@ def test_waiting_for_money_costs_nothing():
     world.steps(50)
     assert not any(world.asked[-50:])
     assert n_priced <= 3 * 50
-    world.steps(60)
-    assert any(world.asked[-60:])
+    world.steps(180)
+    assert any(world.asked[-180:])
 
 
 def test_full_purses_do_not_grow():
@@ -290,7 +303,7 @@ def test_full_purses_do_not_grow():
     assert purse.balance_s == Purse.MOST_STEPS
     purse.pay(9.0)
     assert purse.is_empty
-    for _ in range(101):
+    for _ in range(201):
         purse.pass_step()
     purse.fill(1.0, 2)
     assert not purse.is_empty

@@ -38,7 +38,7 @@ class ToyStore:
 class ToyModel:
     """The toy behind the interface of a model."""
 
-    spec = SimpleNamespace(max_context_tokens=10**6)
+    spec = SimpleNamespace(max_context_tokens=10**6, vocab_size=2**31)
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> ToyStore:
         return ToyStore(n_blocks, block_tokens)

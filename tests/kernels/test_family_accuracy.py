@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from worlds import KERNEL_SETS
 
-from checkpoints import FAMILIES, make_checkpoint, make_reference
+from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint, make_reference
 from compute.golden import ask_reference, make_golden
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.runner import load_model
@@ -27,12 +27,16 @@ pytestmark = [
 # 1 to 2 % of the choices here, with the router's product in bf16 or in fp32 alike, and in transformers' bf16 too (up to 0.18).
 DENSE_TOLERANCE = 0.04
 MIXTURE_TOLERANCE = 0.2
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = (
+    "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe", "ernie4_5_moe", "glm4_moe", "gpt_oss",
+    "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
 TIED = ("qwen3", "gemma2", "gemma3", "smollm3")
+ALL = (*FAMILIES, *MORE_FAMILIES)
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [*((f, torch.float32) for f in FAMILIES), *((f, torch.bfloat16) for f in TIED)], ids=str
+    ("family", "dtype"), [*((f, torch.float32) for f in ALL), *((f, torch.bfloat16) for f in TIED)], ids=str
 )
 def test_family_agrees_with_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """bf16 weights and activations: logits close everywhere, and the same greedy token wherever fp32 is clear about it.

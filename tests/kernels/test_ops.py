@@ -14,7 +14,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import EDGE_SHAPES, OPS, Activation, AttentionSpec, EdgeShape, RopeSpec
-from diptych.models.spec import MoeSpec
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
 
 pytestmark = [
     pytest.mark.native,
@@ -31,7 +31,8 @@ WIDE_SHAPES = (
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "window 1": {"window": 1}, "window 17": {"window": 17}, "window 260": {"window": 260},
-    "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9},
+    "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9}, "sinks": {"has_sinks": True},
+    "sinks, window": {"has_sinks": True, "window": 17},
 }  # fmt: skip
 
 BEST = next(iter(cpu.instruction_sets()), "")
@@ -130,6 +131,8 @@ def native_cache(shape: EdgeShape, n_blocks: int, kv_format: str) -> tuple[Any, 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str, Any], kv_format: str) -> None:
     """Paging, raggedness, windows and groups meet at the edges of blocks, tiles and vectors."""
+    variant = dict(variant)
+    has_sinks = variant.pop("has_sinks", False)
     shapes = (*EDGE_SHAPES, *WIDE_SHAPES) if "avx512" in isa or "amx" in isa else (*EDGE_SHAPES[-3:], *WIDE_SHAPES[:3])
     for shape in shapes:
         batch, n_blocks = make_batch(shape)
@@ -147,7 +150,9 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
             qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
             has_full_width_norm=False, norm_eps=1e-6,
         )  # fmt: skip
-        bench.program.attention(q=q, out=out, layer=0, shape=native)
+        sinks = noise(shape.n_heads, seed=4, scale=3.0) if has_sinks else None
+        number = -1 if sinks is None else bench.program.add_vector(sinks)
+        bench.program.attention(q=q, out=out, layer=0, shape=native, sinks=number)
         got = bench.run(out, shape.n_heads * shape.head_dim, batch, kv)
 
         parts = qkv.view(batch.n_tokens, heads, shape.head_dim)
@@ -159,7 +164,7 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
         values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
         spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes, **variant)
         few = list(range(batch.n_tokens)) if batch.n_tokens < 64 else [0, 1, 2, 255, 256, 257, batch.n_tokens - 1]
-        expected = attention_rows(parts[:, : shape.n_heads], keys, values, batch, spec, few)
+        expected = attention_rows(parts[:, : shape.n_heads], keys, values, batch, spec, few, sinks)
         check("attention", got[few], expected)
 
 
@@ -169,7 +174,13 @@ def quantised(x: torch.Tensor) -> torch.Tensor:
 
 
 def attention_rows(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, spec: AttentionSpec, rows: list[int]
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: ForwardBatch,
+    spec: AttentionSpec,
+    rows: list[int],
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """reference.attention_paged, for the rows asked for only."""
     picked = []
@@ -180,7 +191,7 @@ def attention_rows(
             context_tokens_S=batch.positions_T[row : row + 1] + 1, block_table_SM=batch.block_table_SM[s : s + 1],
             logits_rows_R=batch.logits_rows_R,
         )  # fmt: skip
-        picked.append(reference.attention_paged(q[row : row + 1], keys, values, one, spec).flatten(1))
+        picked.append(reference.attention_paged(q[row : row + 1], keys, values, one, spec, sinks).flatten(1))
     return torch.cat(picked)
 
 
@@ -245,6 +256,75 @@ def test_norm_and_sums_of_rows(isa: str, width: int) -> None:
     bench.program.read_buffer(out, normed)
     torch.testing.assert_close(normed, y, atol=1e-5, rtol=0)
     torch.testing.assert_close(total, x + reference.rms_norm(y, weight, eps=1e-5) + y, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["bias-free", "bias"])
+@pytest.mark.parametrize("width", [1, 15, 17, 64, 100])
+def test_centred_norm_of_rows(isa: str, width: int, has_bias: bool) -> None:
+    """Rows far from zero: squares about zero would lose the variance."""
+    x = noise(5, width, seed=1) + torch.tensor([0.0, 1.0, -30.0, 200.0, 0.0])[:, None]
+    weight, bias = noise(width, seed=2), noise(width, seed=3)
+    bench = Bench(isa, x)
+    program = bench.program
+    out = program.add_f32(width)
+    number = program.add_vector(bias) if has_bias else -1
+    program.norm(bench.x, program.add_vector(weight), 1e-5, out, number, True)
+    expected = reference.layer_norm(x.double(), weight, bias if has_bias else None, eps=1e-5)
+    torch.testing.assert_close(bench.run(out, width), expected, atol=1e-4, rtol=0)
+
+
+def test_gated_sum_of_rows(isa: str) -> None:
+    """Qwen2-MoE's shared experts come by a sigmoid of each token's own."""
+    x = noise(5, 37, seed=1)
+    bench = Bench(isa, x)
+    program = bench.program
+    gate, y = program.add_f32(1), program.add_f32(37)
+    gates = noise(5, 1, seed=2, scale=4.0)
+    program.embed(program.add_table(gates), gate, 1.0)
+    program.embed(program.add_table(x), y, 2.0)
+    program.add(y, bench.x, gate)
+    torch.testing.assert_close(bench.run(bench.x, 37), x + torch.sigmoid(gates) * 2 * x, atol=1e-5, rtol=0)
+
+
+ROUTINGS: dict[str, dict[str, Any]] = {
+    "V2": {"n_groups": 4, "groups_per_token": 2, "routed_scale": 3.0},
+    "V3": {"n_groups": 4, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "renormalises": True},
+    "ERNIE": {"renormalises": True, "has_choice_bias": True},
+    "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: dict[str, Any]) -> None:
+    """DeepSeek's groups, scores and bias for the choice; gpt-oss's clamped gate in place of the usual one, biases in all."""
+    spec = MoeSpec(n_experts=8, experts_per_token=3, expert_ffn=48, activation=Activation.CLAMPED, **routing)
+    n, ffn, hidden, top_k = spec.n_experts, spec.expert_ffn, 64, spec.experts_per_token
+    x = rounded(noise(9, hidden, seed=1))
+    router = rounded(noise(n, hidden, seed=2, scale=2 * hidden**-0.5))
+    gate_up = [rounded(noise(2 * ffn, hidden, seed=3 + e, scale=4 * hidden**-0.5)) for e in range(n)]
+    down = [rounded(noise(hidden, ffn, seed=30 + e, scale=0.02 * ffn**-0.5)) for e in range(n)]
+    bias = noise(n, seed=50, scale=0.5) if spec.has_choice_bias else None
+    bench = Bench(isa, x)
+    program = bench.program
+
+    def pack(w: torch.Tensor, kind: str) -> int:
+        return program.add_linear(cpu._cpu.LinearShape(format=kind, n=len(w), k=w.shape[1]), [w])
+
+    rows, router_rows = program.add_rows(weights, hidden), program.add_rows("bf16", hidden)
+    program.prepare(bench.x, rows)
+    program.prepare(bench.x, router_rows)
+    out = program.add_f32(hidden)
+    program.moe(
+        router=pack(router, "bf16"), router_rows=router_rows, scores=program.add_f32(n),
+        gate_up=[pack(w, weights) for w in gate_up], down=[pack(w, weights) for w in down], rows=rows, hidden=None,
+        hidden_rows=program.add_rows(weights, ffn, rows_per_token=top_k), expanded=program.add_f32(hidden, top_k),
+        out=out, top_k=top_k, renormalises=spec.renormalises, activation="silu",
+        scores_by_sigmoid=spec.scores is Scores.SIGMOID, choice_bias=-1 if bias is None else program.add_vector(bias),
+        groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
+        wide=program.add_f32(2 * ffn, top_k), clamp=(CLAMPED_ALPHA, CLAMPED_LIMIT),
+    )  # fmt: skip
+    check("experts_add", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])

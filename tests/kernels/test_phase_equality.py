@@ -9,7 +9,7 @@ import pytest
 import torch
 from worlds import KERNEL_SETS, after_fork, after_prefix_hit, alone, beside, in_dirty_blocks, prompt
 
-from checkpoints import FAMILIES, make_checkpoint
+from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
 from diptych.compute.model import Model
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
@@ -62,6 +62,22 @@ def test_cut_of_the_work_changes_no_bit(directories: dict[str, Path], family: st
     answers["prefix hit"] = after_prefix_hit(model, tokens, hit_blocks=2)
     answers["fork"] = after_fork(model, tokens, at=41)
     answers["dirty blocks"] = in_dirty_blocks(model, tokens)
+    differing = {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
+    assert not differing, differing
+
+
+@pytest.mark.parametrize(("weights", "kv"), [("bf16", "bf16"), ("int4", "int8")], ids=["bf16-bf16", "int4-int8"])
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_cut_changes_no_bit_of_other_families(family: str, weights: str, kv: str, tmp_path: Path) -> None:
+    """What these have of their own is a sum, too: centred norms, groups of experts, sinks, latents."""
+    path = make_checkpoint(family, tmp_path, num_hidden_layers=3, dtype=torch.bfloat16)
+    model = load_model(path, replace(CONFIG, weights=weights, kv=kv))
+    tokens = prompt(43)
+    whole = alone(model, tokens, None)
+    assert torch.isfinite(whole.logits).all()
+    assert whole.logits.std() > 0.1, "the model says nearly the same everywhere; the test would see nothing"
+    answers = {"token by token": alone(model, tokens, 1), "neighbours": beside(model, tokens, 3, seed=1)}
+    answers["prefix hit"] = after_prefix_hit(model, tokens, hit_blocks=1)
     differing = {name: what for name, answer in answers.items() if (what := answer.differs_from(whole))}
     assert not differing, differing
 

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from worlds import after_fork, alone, beside, prompt
 
-from checkpoints import FAMILIES, make_checkpoint
+from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
+from coded_files import Layout, awq, compressed, gptq, quantised_checkpoints
 from diptych.compute.model import Model, Want
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.ops.cpus import Cpu
@@ -21,7 +22,7 @@ from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.cost.exchange import gathered
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, ExecutorError, LoadError
+from diptych.ground.errors import ConfigError, ExecutorError, LoadError, UnsupportedModel
 from gguf_files import gguf_reference, write_gguf
 from stepping import Stepper
 from thread_ranks import load_over_threads
@@ -90,6 +91,59 @@ def test_ranks_change_no_bit(tmp_path: Path, family: str) -> None:
     path = checkpoint(family, tmp_path)
     weights, kv = FORMATS[FAMILIES.index(family) % len(FORMATS)]
     assert not (found := differences(path, replace(CONFIG, weights=weights, kv=kv))), found
+
+
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", sorted({*MORE_FAMILIES} - {*LATENT_FAMILIES}))
+def test_ranks_change_no_bit_of_what_other_families_have(tmp_path: Path, family: str) -> None:
+    """Sinks, shared experts, clamped gates, centred norms, a parallel residual: on ranks that divide nothing evenly."""
+    path = checkpoint(family, tmp_path)
+    config = replace(CONFIG, weights=FORMATS[MORE_FAMILIES.index(family) % 2][0])
+    one, tokens = load_model(path, config), prompt(23)
+    whole = alone(one, tokens, None)
+    assert whole.logits.std() > 0.05
+    model = over(path, config, 3)
+    for chunk in (None, 5):
+        assert not (found := alone(model, tokens, chunk).differs_from(whole)), found
+    assert model.program.n_meetings == gathered(model.spec, tp=3, weights=model.weights_format).meetings  # type: ignore[attr-defined]
+    model.close()
+
+
+@pytest.mark.parametrize("family", LATENT_FAMILIES)
+def test_latent_attention_is_refused_on_ranks(tmp_path: Path, family: str) -> None:
+    """Its one latent serves all heads; before, nobody asked."""
+    with pytest.raises(UnsupportedModel, match=r"tp is 2, and .* latent attention"):
+        over(checkpoint(family, tmp_path), CONFIG, 2)
+
+
+BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+LAYOUTS: dict[str, tuple[str, Layout, dict[str, int]]] = {
+    "zeros": ("llama", awq(32), {}),
+    "one head": ("llama", awq(32), {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}),
+    "bytes": ("gemma2", gptq(8, -1, symmetric=False), {}),
+    "experts": ("mixtral", gptq(4, 32, symmetric=True), {}),
+    "full norms": ("olmo2", awq(32), {}),
+    "rows": ("qwen2", compressed("int-quantized", BY_TOKEN, num_bits=8, type="int", strategy="channel"), {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_that_keep_their_values_are_divided(tmp_path: Path, layout: str) -> None:
+    """A row's codes, scales and zero points go with the row, whichever rank has it."""
+    family, form, fields = LAYOUTS[layout]
+    original = checkpoint(family, tmp_path / "original", intermediate_size=160, **fields)
+    path = quantised_checkpoints(original, tmp_path, form)[0]
+    one = load_model(path, CONFIG)
+    assert set(one.formats) != {"bf16"}  # type: ignore[attr-defined]
+    whole = alone(one, prompt(40), None)
+    for ranks in (2, 3):
+        model = over(path, CONFIG, ranks)
+        assert model.revision == one.revision
+        for chunk in (None, 7):
+            assert not (found := alone(model, prompt(40), chunk).differs_from(whole)), found
+        model.close()
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from diptych.compute.decoder import load_decoder
 from diptych.compute.weights import RandomSource
 from diptych.cost.parameters import active_parameter_count, parameter_count
 from diptych.models.config import HfConfig
-from diptych.models.families import BY_MODEL_TYPE, FAMILIES, HARMLESS, HARMLESS_ENDINGS, Family
+from diptych.models.families import BY_MODEL_TYPE, FAMILIES
+from diptych.models.family import Family
+from diptych.models.keys import HARMLESS, HARMLESS_ENDINGS
 from diptych.models.read import read_model
 from diptych.models.rope import ROPE_KEYS
 from diptych.models.spec import ModelSpec
@@ -33,6 +35,11 @@ MORE: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 2},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2},
+    "stablelm": {"use_qkv_bias": True},
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "gpt_oss": {"num_local_experts": 4},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": {"n_shared_experts": 2, **LATENT},

@@ -10,6 +10,7 @@ from diptych.cost.setup import setup_of
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import Event, FinishEvent
+from diptych.ground.shape import StepShape
 from diptych.metrics import RequestRecord
 from diptych.sim.closed import BLOCK_TOKENS, ClosedLoop, schedule_of
 from diptych.sim.engine import SimulatedEngine
@@ -99,3 +100,22 @@ def test_a_pool_that_holds_no_request_is_refused() -> None:
                 kv_tokens=640,
             )
         )
+
+
+def test_separate_steps_cost_what_their_phases_cost() -> None:
+    """SGLang reads prompts in steps of their own; where there is nothing to mix that is the same."""
+
+    def predict_s(shape: StepShape) -> float:
+        return 1.0 + 0.01 * shape.n_tokens
+
+    lengths = LengthRange(low=40, high=60)
+    mixed = schedule_of(ClosedLoop(streams=4, input=lengths, output=lengths, n_requests=12))
+    together, apart = (mixed.times(predict_s, is_separate=apart) for apart in (False, True))
+    n_mixed = sum(
+        n for shape, n in zip(mixed.kinds, mixed.in_all, strict=True) if 0 < shape.decode_tokens < shape.n_tokens
+    )
+    assert n_mixed
+    seconds = [mixed.output_tokens / one.output_tokens_per_s for one in (together, apart)]
+    assert seconds[1] - seconds[0] == pytest.approx(n_mixed)  # the second step of each begins anew
+    alone = schedule_of(ClosedLoop(streams=1, input=lengths, output=lengths, n_requests=4))
+    assert alone.times(predict_s) == alone.times(predict_s, is_separate=True)

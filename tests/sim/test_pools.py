@@ -13,15 +13,15 @@ from diptych.cost.setup import setup_of
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request, SamplingParams
-from diptych.ground.shape import StepShape
 from diptych.metrics import Limits
 from diptych.sim.cluster import Cluster, Group, Wire
 from diptych.sim.link import Link, parse_link
-from diptych.sim.load import OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.load import OpenLoad, UsersLoad
 from diptych.sim.pools import Pool, Service
 from diptych.sim.service import Report, simulate
 from diptych.sim.tally import Tally
 from diptych.workload import LengthRange, WorkloadItem, WorkloadSpec, items_of
+from simulated import USERS, seconds
 
 H100 = setup_of("llama-3.1-8b", "h100-80gb-sxm")
 L40S = setup_of("llama-3.1-8b", "l40s")
@@ -29,21 +29,6 @@ WIDE = Link(bytes_per_s=float("inf"))
 SPEC = WorkloadSpec(
     n_requests=120, prompt=LengthRange(low=50, high=5000), output=LengthRange(low=1, high=80), rate_per_s=8.0, seed=4
 )
-USERS = UsersSpec(
-    n_users=12,
-    n_requests=80,
-    think_s=2.0,
-    turns=4,
-    message=LengthRange(low=50, high=300),
-    output=LengthRange(low=20, high=90),
-    system_tokens=200,
-    seed=2,
-)
-
-
-def seconds(shape: StepShape) -> float:
-    """10 ms a step and 0.1 ms a row."""
-    return 0.01 + 1e-4 * shape.n_tokens
 
 
 def pools(link: Link, *, local_prefill_s: float = 0.0, decoders: int = 2, **settings: int) -> Service:

@@ -9,39 +9,24 @@ import pytest
 from diptych.cost.setup import setup_of
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
-from diptych.ground.shape import StepShape
 from diptych.metrics import Limits, summarize
 from diptych.sim.cluster import Cluster, Group
 from diptych.sim.engine import SimulatedEngine
-from diptych.sim.load import OpenLoad, UsersLoad, UsersSpec, request_of
+from diptych.sim.load import OpenLoad, UsersLoad, request_of
 from diptych.sim.service import Report, Service, simulate
 from diptych.sim.tally import Tally
 from diptych.workload import LengthRange, WorkloadSpec, items_of
+from simulated import USERS, seconds
 
 H100 = setup_of("llama-3.1-8b", "h100-80gb-sxm")
 SPEC = WorkloadSpec(
     n_requests=120, prompt=LengthRange(low=50, high=900), output=LengthRange(low=5, high=80), rate_per_s=20.0, seed=4
-)
-USERS = UsersSpec(
-    n_users=12,
-    n_requests=80,
-    think_s=2.0,
-    turns=4,
-    message=LengthRange(low=50, high=300),
-    output=LengthRange(low=20, high=90),
-    system_tokens=200,
-    seed=2,
 )
 
 
 def open_load(spec: WorkloadSpec = SPEC, *, speed: float = 1.0) -> OpenLoad:
     shares = spec.shared_prefix_tokens > 0
     return OpenLoad(spec, shares_prefixes=shares, speed=speed)
-
-
-def seconds(shape: StepShape) -> float:
-    """10 ms a step and 0.1 ms a row."""
-    return 0.01 + 1e-4 * shape.n_tokens
 
 
 def cluster_of(n_engines: int, **settings: object) -> tuple[Cluster, Tally]:

@@ -231,18 +231,20 @@ def simulated(
         raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")
     found = []
     table = Table(box=None)
-    for name in ("load", "decisions", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"):
+    for name in ("load", "decisions", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "holds"):
         table.add_column(name, justify="left" if name == "load" else "right")
     with console.status("running and simulating nine loads"):
         for one in compare(loaded.model, predictor.predict_s, n_requests=requests, rounds=rounds):
             found.append(one)
             cells = [f"{one.error(name):+.1%} (spread {one.spread(name):.0%})" for name in MEASURES]
-            table.add_row(one.situation.name, "differ" if one.differences else "same", *cells)
+            decisions, verdict = "differ" if one.differences else "same", "yes" if one.holds else "no"
+            table.add_row(one.situation.name, decisions, *cells, verdict)
     if as_json:
         print(json.dumps([one.as_json() for one in found], indent=1))
         return
     console.print(table)
     print("errors are simulated / measured - 1; the spread is that of the measured rounds")
     print(
-        f"{sum(one.holds for one in found)} of {len(found)} within {MEDIAN_LIMIT:.0%} at p50 and {P99_LIMIT:.0%} at p99"
+        f"{sum(one.holds for one in found)} of {len(found)} hold: the same decisions, within {MEDIAN_LIMIT:.0%} at p50 and "
+        f"{P99_LIMIT:.0%} at p99"
     )

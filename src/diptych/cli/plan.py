@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -272,7 +273,7 @@ def _accuracy(rows_file: Path | None, refit_file: Path | None, as_json: bool, *,
 def _services(options: argparse.Namespace, given: dict[str, str]) -> None:
     refuse_unread("accuracy --services", given, {"rows", "services", "as_json"})
     shown = _module("plan_services")
-    found = shown.services(options.rows)
+    found = shown.services(options.rows, processes=min(8, os.cpu_count() or 1))
     if options.as_json:
         print(_module("plan_json").dump(found))
     else:

@@ -13,14 +13,15 @@ from diptych.cost.rows import read_service_rows
 from diptych.cost.services import MeasuredService, is_deployments, of_published, read_deployments
 from diptych.cost.tables import data_text
 from diptych.ground.errors import ConfigError
-from diptych.sim.truth import Case, Judged, case_of, judge, summarise_services
+from diptych.sim.truth import Case, Judged, cases_of, judge, summarise_services
+from diptych.sim.workers import Mapped, workers
 
 GROUPS = ("measure", "software", "device", "model", "weights", "layout", "streams", "lengths", "pool")
 SHIPPED = "service_rows.csv"
 
 
-def services(rows_file: Path | None) -> dict[str, Any]:
-    """Judge the rows of a file (or the built-in ones); built-in rows help to fit."""
+def services(rows_file: Path | None, *, processes: int = 1) -> dict[str, Any]:
+    """Judge the rows of a file (or the built-in ones); built-in rows help to fit. processes: they change no number."""
     left_out: Counter[str] = Counter()
     shipped = [
         *read_deployments(data_text(SHIPPED))[0],
@@ -31,10 +32,14 @@ def services(rows_file: Path | None) -> dict[str, Any]:
         rows += of_published(read_service_rows(data_text("published_rows.csv")))
     else:
         rows, left_out = _of_file(rows_file)
-    targets = _cases(rows, left_out)
     known = set(rows)
-    others = _cases([row for row in shipped if row not in known], Counter())
-    judged = {held_out: judge(targets, others, held_out=held_out, told=_tell) for held_out in ("model", "device")}
+    with workers(processes) as mapped:
+        targets = _cases(rows, left_out, mapped)
+        others = _cases([row for row in shipped if row not in known], Counter(), mapped)
+        judged = {
+            held_out: judge(targets, others, held_out=held_out, told=_tell, mapped=mapped)
+            for held_out in ("model", "device")
+        }
     _tell("")
     seen = {id(one.case) for one in judged["model"]}
     left_out["software without a form, or with one model"] += sum(id(case) not in seen for case in targets)
@@ -55,15 +60,10 @@ def _of_file(path: Path) -> tuple[list[MeasuredService], Counter[str]]:
     return of_published(read_service_rows(text)), Counter()
 
 
-def _cases(rows: Sequence[MeasuredService], left_out: Counter[str]) -> list[Case]:
-    found: list[Case] = []
-    for number, row in enumerate(rows):
-        if number % 50 == 0:
-            _tell(f"the scheduler under {len(rows)} loads: {number}")
-        try:
-            found.append(case_of(row))
-        except ConfigError:
-            left_out["a split or a pool that the device does not have"] += 1
+def _cases(rows: Sequence[MeasuredService], left_out: Counter[str], mapped: Mapped) -> list[Case]:
+    cases = cases_of(rows, mapped=mapped, told=lambda n: _tell(f"the scheduler under {len(rows)} loads: {n}"))
+    found = [case for case in cases if case is not None]
+    left_out["a split or a pool that the device does not have"] += len(rows) - len(found)
     return found
 
 

@@ -292,12 +292,12 @@ def _trace(options: argparse.Namespace) -> tuple[Load, str]:
     if options.limit is not None:
         _count("--limit", options.limit, MAX_REQUESTS)
     faster = "" if options.speed == 1.0 else f", {options.speed:g} times as fast"
-    if is_journal(path):
-        journal = journal_load(path, limit=options.limit, speed=options.speed)
-        return journal, f"recording {path.name}{faster}"
     if is_recording(path):
         load = recorded_load(path, limit=options.limit, speed=options.speed)
         return load, f"recording {path.name}{faster}"
+    if is_journal(path):
+        journal = journal_load(path, limit=options.limit, speed=options.speed)
+        return journal, f"recording {path.name}{faster}"
     trace = open_trace(path, limit=options.limit)
     _count("requests of the trace", trace.n_requests, MAX_REQUESTS)
     shares = trace.shares_prefixes

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from diptych.compute.ops.contract import LinearParts, WeightTensor
+from diptych.compute.ops.contract import LinearParts, NormParts, WeightTensor
 from diptych.models.spec import AttentionLayer
 
 # What of a channel's size stays in the weights; the rest goes to the activations. LAB.md, quality of the number formats.
@@ -91,14 +91,15 @@ def exponents_of(parts: LinearParts) -> torch.Tensor:
 
 
 def balance_norm(
-    norm: WeightTensor, readers: Sequence[LinearParts], *, offset: float, share: float
-) -> tuple[WeightTensor, tuple[LinearParts, ...]]:
+    norm: NormParts, readers: Sequence[LinearParts], *, offset: float, share: float
+) -> tuple[NormParts, tuple[LinearParts, ...]]:
     """A norm and all projections that read it."""
-    weight = norm.read().detach().float() + offset
+    weight = norm.weight.read().detach().float() + offset
     sizes = _mean_log2([part for reader in readers for part in reader.weights], axis=0)
     shifts = _shifts(torch.where(weight == 0, torch.nan, weight.abs().log2()), sizes, share)
     scaled = tuple(_scaled(reader, columns=shifts) for reader in readers)
-    return ScaledTensor(norm, rows=-shifts, offset=offset), scaled
+    bias = None if norm.bias is None else ScaledTensor(norm.bias, rows=-shifts)
+    return replace(norm, weight=ScaledTensor(norm.weight, rows=-shifts, offset=offset), bias=bias), scaled
 
 
 def balance_gated(gate_up: LinearParts, down: LinearParts) -> tuple[LinearParts, LinearParts]:

@@ -74,7 +74,7 @@ class CodedCheckpoint(Checkpoint):
         view = self._files[self._file_of[name]].get_slice(name)
         return tuple(view.get_shape()), str(view.get_dtype())
 
-    def raw(self, name: str) -> torch.Tensor:
+    def stored(self, name: str) -> torch.Tensor:
         """The values of a tensor of the files."""
         return self.read(name)
 

@@ -38,7 +38,7 @@ class RawTensors(Protocol):
         """(shape, dtype as safetensors names it)."""
         ...
 
-    def raw(self, name: str) -> torch.Tensor:
+    def stored(self, name: str) -> torch.Tensor:
         """The values as they are stored."""
         ...
 
@@ -179,12 +179,12 @@ class ScaledMatrix:
 
     def values(self, rows: slice) -> torch.Tensor:
         """fp32; LoadError for a scale that is not finite."""
-        scales = self._raw.raw(self._scale).float()
+        scales = self._raw.stored(self._scale).float()
         if not bool(torch.isfinite(scales).all()):
             raise LoadError(
                 f"{self._scale} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
             )
-        values = self._raw.raw(self._name)[rows].float()
+        values = self._raw.stored(self._name)[rows].float()
         scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
         by_row = torch.arange(self._raw.header(self._name)[0][0])[rows] // self._block[0]
         by_input = torch.arange(values.shape[1]) // self._block[1]
@@ -225,11 +225,11 @@ def _awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     order = torch.argsort(torch.tensor(AWQ_ORDER))
 
     def unpacked(name: str) -> torch.Tensor:
-        return unpack_words(raw.raw(f"{prefix}.{name}"), 4)[..., order].flatten(1).T.contiguous()
+        return unpack_words(raw.stored(f"{prefix}.{name}"), 4)[..., order].flatten(1).T.contiguous()
 
     def parts() -> CodedParts:
         return CodedParts(
-            scales=raw.raw(f"{prefix}.scales").T.contiguous(),
+            scales=raw.stored(f"{prefix}.scales").T.contiguous(),
             zeros=unpacked("qzeros") if has_zeros else None,
             group=group,
         )
@@ -254,13 +254,13 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
         _require(raw, f"{prefix}.g_idx", (k,), "I32", "I64")
 
     def codes() -> torch.Tensor:
-        return unpack_words(raw.raw(f"{prefix}.qweight"), bits).permute(1, 0, 2).reshape(n, k)
+        return unpack_words(raw.stored(f"{prefix}.qweight"), bits).permute(1, 0, 2).reshape(n, k)
 
     def parts() -> CodedParts:
-        zeros = unpack_words(raw.raw(f"{prefix}.qzeros"), bits).flatten(1).T.to(torch.int32) + how.zero_added
+        zeros = unpack_words(raw.stored(f"{prefix}.qzeros"), bits).flatten(1).T.to(torch.int32) + how.zero_added
         index = _index(raw, f"{prefix}.g_idx", group, groups)
         return CodedParts(
-            scales=raw.raw(f"{prefix}.scales").T.contiguous(), zeros=zeros.contiguous(), group=group, index=index
+            scales=raw.stored(f"{prefix}.scales").T.contiguous(), zeros=zeros.contiguous(), group=group, index=index
         )
 
     return CodedMatrix(prefix, shape, bits, f"gptq-{bits}", codes, parts, _all_bytes(raw, prefix))
@@ -283,11 +283,13 @@ def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix
         _require(raw, zero_name, (-(-n // per_word), k // group), "I32")
 
     def codes() -> torch.Tensor:
-        return unpack_words(raw.raw(f"{prefix}.weight_packed"), bits).flatten(1)[:, :k]
+        return unpack_words(raw.stored(f"{prefix}.weight_packed"), bits).flatten(1)[:, :k]
 
     def parts() -> CodedParts:
         zeros = (
-            unpack_words(raw.raw(zero_name), bits).permute(0, 2, 1).reshape(-1, k // group)[:n] if has_zeros else None
+            unpack_words(raw.stored(zero_name), bits).permute(0, 2, 1).reshape(-1, k // group)[:n]
+            if has_zeros
+            else None
         )
         index = _index(raw, f"{prefix}.weight_g_idx", group, k // group)
         return CodedParts(scales=scales(), zeros=zeros, group=group, index=index)
@@ -304,11 +306,11 @@ def _int8(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
     def parts() -> CodedParts:
         zeros = None
         if raw.holds(zero_name):
-            zeros = (raw.raw(zero_name).to(torch.int32) + 128).reshape(-1, shape[1] // group).expand(shape[0], -1)
+            zeros = (raw.stored(zero_name).to(torch.int32) + 128).reshape(-1, shape[1] // group).expand(shape[0], -1)
         return CodedParts(scales=scales(), zeros=zeros, group=group)
 
     def codes() -> torch.Tensor:
-        return raw.raw(f"{prefix}.weight").view(torch.uint8) ^ 128
+        return raw.stored(f"{prefix}.weight").view(torch.uint8) ^ 128
 
     return CodedMatrix(prefix, shape, 8, "int-quantized-8", codes, parts, _all_bytes(raw, prefix), meets_int8_rows=True)
 
@@ -363,14 +365,14 @@ def _row_scales(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> tuple[C
             hint=_CONTRADICTION,
         )
     _require(raw, name, found, *_FLOATS)
-    return lambda: raw.raw(name).reshape(-1, groups).expand(n, groups).contiguous(), k // groups
+    return lambda: raw.stored(name).reshape(-1, groups).expand(n, groups).contiguous(), k // groups
 
 
 def _index(raw: RawTensors, name: str, group: int, groups: int) -> torch.Tensor | None:
     """The group of each input; None where they lie in order. LoadError for one that is not there."""
     if not raw.holds(name):
         return None
-    index = raw.raw(name).to(torch.int64)
+    index = raw.stored(name).to(torch.int64)
     if bool((index == torch.arange(len(index)) // group).all()) or bool((index == -1).all()):
         return None
     low, high = int(index.min()), int(index.max())

@@ -133,7 +133,10 @@ class PagedDrafter(Drafter):
         most_rows: int,
         clock: Clock,
         observe: Observe = lambda shape, seconds: None,
+        vocab_size: int | None = None,
     ) -> None:
+        """vocab_size: of the target; None: as the drafter's. Tables of one tokenizer may be padded to other sizes."""
+        self._vocab_size: int = model.spec.vocab_size if vocab_size is None else vocab_size
         self._model = model
         self._store = store
         self._sampler = sampler
@@ -287,33 +290,16 @@ class DraftModel(PagedDrafter):
     somebody does.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        store: DraftStore,
-        sampler: Sampler,
-        *,
-        most_rows: int,
-        clock: Clock,
-        observe: Observe = lambda shape, seconds: None,
-        vocab_size: int | None = None,
-    ) -> None:
-        """vocab_size: of the target; None: as the drafter's. Tables of one tokenizer may be padded to other sizes."""
-        super().__init__(model, store, sampler, most_rows=most_rows, clock=clock, observe=observe)
-        self._vocab_size = vocab_size
-
     def reads(self, chunk: Chunk) -> bool:
         """See Drafter. A chunk of decode without a guess behind it can be read later."""
         return chunk.wanted_drafts is not None and (chunk.wanted_drafts > 0 or chunk.phase is Phase.PREFILL)
 
     def _forward(self, jobs: Sequence[Job], batch: ForwardBatch, want: Want) -> Any:
-        if self._vocab_size is None:
-            return self._model.forward(batch, self._store.kv, want)  # type: ignore[call-overload]
         own = self._model.spec.vocab_size
         if own < self._vocab_size:  # no word has such an id
             batch = replace(batch, token_ids_T=np.where(batch.token_ids_T < own, batch.token_ids_T, 0))
         out = self._model.forward(batch, self._store.kv, want)  # type: ignore[call-overload]
-        if want is Want.BEST:
+        if want is Want.BEST or own == self._vocab_size:
             return out
         return F.pad(out, (0, self._vocab_size - own), value=-torch.inf)  # a negative width cuts
 

@@ -187,6 +187,10 @@ class GgufCheckpoint:
         n_heads = n_heads if isinstance(n_heads, int) else n_heads.values()[0]
         return torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
 
+    def raw(self, name: str, *shape: int, n_values: int) -> GgufTensorView:
+        """Never: a GGUF file's blocks have types of their own."""
+        raise LoadError(f"{self.file.path} has no tensor of bytes {name}")
+
     def differ(self, name: str, other: str) -> bool:
         """Never: a file with an output projection of its own says that it is not tied."""
         return False

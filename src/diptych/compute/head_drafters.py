@@ -50,12 +50,11 @@ class EagleDrafter(PagedDrafter):
         clock: Clock,
         observe: Observe = lambda shape, seconds: None,
     ) -> None:
-        super().__init__(model, store, sampler, most_rows=2**31, clock=clock, observe=observe)
+        super().__init__(model, store, sampler, most_rows=2**31, clock=clock, observe=observe, vocab_size=vocab_size)
         self.taps = taps
         self._fuse = fuse
         self._again = again  # its own states as what it reads next
         self._tokens_of = tokens_of
-        self._vocab_size = vocab_size
 
     def reads(self, chunk: Chunk) -> bool:
         """See Drafter."""

@@ -15,7 +15,7 @@ import torch
 
 from diptych.compute.decoder import LayerLoader, LayerWeights, head_name, prefix_of, run_layer
 from diptych.compute.model import Blueprint
-from diptych.compute.ops.contract import LinearParts, Loader, Ops, WeightTensor
+from diptych.compute.ops.contract import LinearParts, Loader, NormParts, Ops, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor
 from diptych.ground.errors import LoadError
 from diptych.models.heads import EagleSpec, MedusaSpec
@@ -260,7 +260,7 @@ class EagleBlueprint(Blueprint):
         fc = LinearParts(weights=(source.tensor("fc.weight", width, 2 * width),), biases=bias)
         halves = _split(fc, (width, width))
         norms = {
-            field: layer.norm(source.tensor(f"{name}.weight", width))
+            field: layer.norm(NormParts(weight=source.tensor(f"{name}.weight", width)))
             for field, name in (("input_norm", "embedding_norm"), ("norm", "head_norm"))
             if source.has(f"{name}.weight")
         }
@@ -285,7 +285,7 @@ class EagleBlueprint(Blueprint):
             source.tensor(name, *source.shape_of(source._name(name) or name))  # FusionBlueprint reads it
         norms = {
             "input_norm": layer.norm(layer.norm_tensor("input_layernorm")),
-            "norm": layer.norm(source.tensor("norm.weight", width)),
+            "norm": layer.norm(NormParts(weight=source.tensor("norm.weight", width))),
         }
         if self.eagle.norms_residual:  # the drafter norms what it gives
             source.tensor("layers.0.hidden_norm.weight", width)
@@ -299,7 +299,7 @@ class EagleBlueprint(Blueprint):
         spec = self.spec
         e = ops.embed(weights.embedding, scale=spec.embed_scale)
         x = ops.input(spec.hidden)
-        words = e if weights.input_norm is None else ops.rms_norm(e, weights.input_norm, eps=spec.norm_eps)
+        words = e if weights.input_norm is None else ops.norm(e, weights.input_norm, eps=spec.norm_eps)
         if self.eagle.version == 1:
             x = ops.linear_add(words, weights.fuse[0], ops.start(x, weights.fuse[1]))
             x = run_layer(ops, x, weights.layer, eps=spec.norm_eps)
@@ -312,11 +312,11 @@ class EagleBlueprint(Blueprint):
         """EAGLE-3's: attention over both, the residual stream is the state."""
         layer, eps = weights.layer, self.spec.norm_eps
         qkv = ops.linear(words, weights.fuse[0])
-        state = x if weights.state_norm is None else ops.rms_norm(x, weights.state_norm, eps=eps)
+        state = x if weights.state_norm is None else ops.norm(x, weights.state_norm, eps=eps)
         qkv = ops.linear_sum(state, weights.fuse[1], qkv)
         heads = ops.attention(ops.rotate_and_cache(qkv, layer.attention), layer.attention)
         x = ops.linear_add(heads, layer.o, x)
-        h = ops.rms_norm(x, layer.pre_mlp_norm, eps=eps)
+        h = ops.norm(x, layer.pre_mlp_norm, eps=eps)
         assert layer.dense is not None
         gate_up, down = layer.dense
         return ops.linear_add(ops.linear_gate(h, gate_up), down, x)

@@ -117,7 +117,9 @@ class KVStore(Protocol):
 
 
 class TorchKVStore:
-    """One tensor per layer, [2, N, P, K, d], on the model's device. Zeroed, so that masked slots hold no NaN."""
+    """One tensor per layer, [2, N, P, K, d], on the model's device; [1, ...] where keys serve as values. Zeroed, so that masked
+    slots hold no NaN.
+    """
 
     def __init__(
         self,
@@ -130,18 +132,20 @@ class TorchKVStore:
         dtype: torch.dtype,
         device: torch.device,
         revision: str = "",
+        has_values: bool = True,
     ) -> None:
+        n_planes = 2 if has_values else 1
         self.header = KVHeader(
             revision=revision,
-            layout=f"torch [2, {block_tokens}, {n_kv_heads}, {head_dim}]",
+            layout=f"torch [{n_planes}, {block_tokens}, {n_kv_heads}, {head_dim}]",
             dtype=str(dtype).removeprefix("torch."),
             n_layers=n_layers,
             block_tokens=block_tokens,
-            block_bytes=2 * n_layers * block_tokens * n_kv_heads * head_dim * dtype.itemsize,
+            block_bytes=n_planes * n_layers * block_tokens * n_kv_heads * head_dim * dtype.itemsize,
         )
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
-        shape = (2, n_blocks, block_tokens, n_kv_heads, head_dim)
+        shape = (n_planes, n_blocks, block_tokens, n_kv_heads, head_dim)
         try:
             self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(n_layers)]
         except (RuntimeError, torch.OutOfMemoryError) as error:
@@ -168,7 +172,7 @@ class TorchKVStore:
     def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
         """The bytes of these blocks in every layer; a copy."""
         ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
-        blocks = torch.stack([layer[:, ids].transpose(0, 1) for layer in self.layers], dim=1)  # [n, L, 2, P, K, d]
+        blocks = torch.stack([layer[:, ids].transpose(0, 1) for layer in self.layers], dim=1)  # [n, L, 2 or 1, P, K, d]
         data = blocks.contiguous().cpu().view(torch.uint8).reshape(len(block_ids), -1).numpy()
         return KVPayload.of(self.header, data)
 
@@ -178,21 +182,21 @@ class TorchKVStore:
         shape = self.layers[0].shape
         ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
         data = torch.from_numpy(payload.data_NB.copy()).view(self.layers[0].dtype)
-        blocks = data.reshape(len(block_ids), len(self.layers), 2, *shape[2:]).to(ids.device)
+        blocks = data.reshape(len(block_ids), len(self.layers), shape[0], *shape[2:]).to(ids.device)
         for index, layer in enumerate(self.layers):
             layer[:, ids] = blocks[:, index].transpose(0, 1)
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d]; copies."""
         data = self.layers[layer]
-        blocks = data[:, torch.as_tensor(block_ids, dtype=torch.long, device=data.device)]  # [2, n, P, K, d]
+        blocks = data[:, torch.as_tensor(block_ids, dtype=torch.long, device=data.device)]  # [2 or 1, n, P, K, d]
         tokens = blocks.flatten(1, 2)[:, :n_tokens].transpose(1, 2).contiguous()
-        return tokens[0], tokens[1]
+        return tokens[0], tokens[-1]
 
     def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [K, T, d] as the first T tokens of block_ids."""
         data = self.layers[layer]
         positions = torch.arange(keys.shape[1], device=data.device)
         blocks = torch.as_tensor(block_ids, dtype=torch.long, device=data.device)[positions // self.block_tokens]
-        both = torch.stack([keys, values]).to(device=data.device, dtype=data.dtype)
+        both = torch.stack([keys, values][: len(data)]).to(device=data.device, dtype=data.dtype)
         data[:, blocks, positions % self.block_tokens] = both.transpose(1, 2)

@@ -61,8 +61,11 @@ class Blueprint:
     ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
         weights = load_decoder(self.source, loader, self.spec)
-        ignored = (*family_named(self.spec).ignored, *(("lm_head.weight",) if self.spec.is_tied else ()))
-        ignored = ignored if self.spec.has_head else (*ignored, "score.weight")  # read by who scores (`pooler`)
+        # layers behind the last are there to draft
+        behind = (f".layers.{self.spec.n_layers}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
+        tied = ("lm_head.weight",) if self.spec.is_tied else ()
+        scored = () if self.spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
+        ignored = (*family_named(self.spec).ignored, *tied, *behind, *scored)
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 
@@ -99,9 +102,9 @@ def draw_blueprint(
     config = HfConfig(hf_config, path=path)
     refuse_unrun(config)
     spec = read_model(config, max_context_tokens, longrope=longrope)
-    caches = {(layer.attention.n_kv_heads, layer.attention.head_dim) for layer in spec.layers}
+    caches = {layer.attention.cache for layer in spec.layers}
     if len(caches) > 1:
-        shapes = ", ".join(f"{n_kv_heads} x {head_dim}" for n_kv_heads, head_dim in sorted(caches))
+        shapes = ", ".join(sorted(f"{cache.n_heads} x {cache.head_dim}" for cache in caches))
         raise UnsupportedModel(
             f"the layers of {path} cache key-value heads of different shapes: {shapes}; one is supported"
         )

@@ -31,7 +31,8 @@ from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_mo
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
-from diptych.models.config import read_json
+from diptych.models.config import HfConfig, read_json
+from diptych.models.read import reads_mxfp4
 
 METHOD = "diptych"
 # raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 3: balanced (compute.balance)
@@ -175,7 +176,7 @@ def save_quantised(
     source = resolve_model_dir(model)
     hf_config = read_json(source / "config.json")
     config_path = str(source / "config.json")
-    if hf_config.get("quantization_config"):
+    if hf_config.get("quantization_config") and not reads_mxfp4(HfConfig(hf_config, path=config_path)):
         raise LoadError(
             f"{config_path} says that its weights are quantised already", hint="name the unquantised checkpoint"
         )

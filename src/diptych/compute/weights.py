@@ -15,7 +15,7 @@ import hashlib
 import math
 import mmap
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,6 +82,10 @@ class Source(Protocol):
 
     def tensor(self, name: str, *shape: int) -> WeightTensor:
         """The tensor of that name; LoadError when it is missing or of another shape."""
+        ...
+
+    def raw(self, name: str, *shape: int, n_values: int) -> WeightTensor:
+        """A tensor of bytes that stand for so many values; LoadError when it is missing, of another shape or no bytes."""
         ...
 
     def differ(self, name: str, other: str) -> bool:
@@ -158,6 +162,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}  # file name -> open handle
         self._file_of: dict[str, str] = {}  # tensor name -> file name
         self._used: dict[str, int] = {}  # tensor name -> bytes
+        self._values: dict[str, int] = {}  # name of a tensor of bytes -> values
         self._read: set[str] = set()
         self._read_bytes = 0
         self._file_bytes = 0
@@ -173,6 +178,15 @@ class Checkpoint:
 
     def tensor(self, name: str, *shape: int) -> FileTensor:
         """The tensor `name`, checked against the shape the config gives. Raises LoadError."""
+        return self._checked(name, shape, FLOAT_DTYPES)
+
+    def raw(self, name: str, *shape: int, n_values: int) -> FileTensor:
+        """The bytes of `name`, checked likewise."""
+        tensor = self._checked(name, shape, {"U8": torch.uint8})
+        self._values[name] = n_values
+        return tensor
+
+    def _checked(self, name: str, shape: tuple[int, ...], dtypes: Mapping[str, torch.dtype]) -> FileTensor:
         if name not in self._file_of:
             raise LoadError(
                 f"tensor {name} is missing from {self.directory} ({len(self._file_of)} tensors); "
@@ -187,12 +201,12 @@ class Checkpoint:
                 f"tensor {name} in {file_name} has shape {list(found)}; the config expects {list(shape)}",
                 hint="config.json contradicts the weights; they must come from the same model",
             )
-        if dtype_name not in FLOAT_DTYPES:
+        if dtype_name not in dtypes:
             raise LoadError(
-                f"tensor {name} in {file_name} has dtype {dtype_name}; {', '.join(FLOAT_DTYPES)} can be read",
+                f"tensor {name} in {file_name} has dtype {dtype_name}; {', '.join(dtypes)} can be read",
                 hint="use the unquantised checkpoint and choose the weight format with --weights",
             )
-        dtype = FLOAT_DTYPES[dtype_name]
+        dtype = dtypes[dtype_name]
         self._used[name] = math.prod(shape) * dtype.itemsize
         return FileTensor(self, name, found, dtype)
 
@@ -250,8 +264,8 @@ class Checkpoint:
 
     @property
     def n_parameters(self) -> int:
-        """Elements of all tensors asked for, each counted once."""
-        return sum(math.prod(self._shape(name)) for name in self._used)
+        """Elements of all tensors asked for, each counted once; of bytes, the values that they stand for."""
+        return sum(self._values.get(name, math.prod(self._shape(name))) for name in self._used)
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -291,7 +305,10 @@ class Checkpoint:
         return tuple(self.directory / name for name in sorted(self._files))
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor in the files."""
+        """The shape of a tensor in the files; of one in blocks of MXFP4, the shape of what they hold, as gpt-oss stacks it."""
+        if name not in self._file_of and f"{name}_blocks" in self._file_of:
+            n, rows, *columns = self._shape(f"{name}_blocks")
+            return n, 2 * math.prod(columns), rows
         return tuple(self._shape(name))
 
     def _shape(self, name: str) -> Sequence[int]:
@@ -373,13 +390,17 @@ class RandomSource:
 
     def has(self, name: str) -> bool:
         """Separate projections exist; stacked experts do not, so that a family asks for one expert at a time."""
-        return not name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        return not name.endswith(("experts.gate_up_proj", "experts.gate_up_proj_blocks", "experts.down_proj"))
 
     def tensor(self, name: str, *shape: int) -> RandomTensor:
         """The random tensor of that name."""
         self._shapes[name] = shape
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         return RandomTensor(name, shape, int.from_bytes(digest[:7], "little"))
+
+    def raw(self, name: str, *shape: int, n_values: int) -> RandomTensor:
+        """Never: no bytes are here."""
+        raise LoadError(f"there are no bytes of {name}: random tensors are bf16")
 
     def differ(self, name: str, other: str) -> bool:
         """Never: a tied head is the embedding."""

@@ -42,13 +42,13 @@ class DraftPlanner:
 
     def wanted_behind(self, seq: Sequence, end: int) -> int | None:
         """How many drafts to ask of the executor behind a prefill chunk that ends there; None: its drafter does not read it."""
-        if self.guesser.executor_drafter is None:
+        left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
+        if self.guesser.executor_drafter is None or left <= 0:
             return None
         self.begin(seq)
         if seq.speculation is None:
             return None
-        left = seq.max_output_tokens - seq.output_tokens - 2 if end == seq.known_tokens else 0
-        return seq.speculation.wanted_behind(end, max(0, left))
+        return seq.speculation.wanted_behind(end, left if end == seq.known_tokens else 0)
 
     def take_back(self, seq: Sequence) -> None:
         """After a step with drafts: blocks behind what is computed go back, as if they had never been taken."""

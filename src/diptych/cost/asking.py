@@ -28,9 +28,11 @@ class Purse:
 
     It earns EARNED of the time that decode would take without drafts, and for every draft that held the time of a token. It
     pays for all of the drafter's time, the rows of its drafts, and what a step takes longer because it is read. Nothing is
-    asked of the drafter while it is empty, and it never holds more than MOST_STEPS steps. So with the drafter decode takes
+    asked of the drafter while it is empty, and it never holds more than MOST_STEPS steps. Prompts are read out of a part of
+    its own, of the same size, which gets half of what is earned and what the other part cannot hold: a long prompt does not
+    keep drafts from paying for it, and is not read where they do not. So with the drafter a load takes
 
-        T <= (1 + EARNED) T_off + MOST_STEPS step_s + (what one step may cost)
+        T <= (1 + EARNED) T_off + 2 MOST_STEPS step_s + (what one step may cost)
 
     however wrong chances and predictions are; T_off is what the same tokens take without.
     """
@@ -39,10 +41,11 @@ class Purse:
     FIRST_STEPS = 4.0  # in it at the beginning
     MOST_STEPS = 8.0
 
-    __slots__ = ("_is_open", "_n_steps", "_token_s", "balance_s")
+    __slots__ = ("_is_open", "_n_steps", "_token_s", "balance_s", "prompts_s")
 
     def __init__(self) -> None:
         self.balance_s = 0.0
+        self.prompts_s = 0.0
         self._is_open = False
         self._n_steps = 0  # since it was filled
         self._token_s = 0.0
@@ -51,6 +54,11 @@ class Purse:
     def is_empty(self) -> bool:
         """Whether nothing may be asked."""
         return self._is_open and self.balance_s <= 0.0
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether prompts may be read; before anything was decoded, those of one step."""
+        return self.prompts_s > 0.0 if self._is_open else self.prompts_s >= 0.0
 
     def pass_step(self) -> None:
         """A step decodes."""
@@ -61,14 +69,21 @@ class Purse:
         if not self._is_open:
             self._is_open = True
             self.balance_s += self.FIRST_STEPS * plain_s
-        earned_s = self.EARNED * self._n_steps * plain_s
-        self.balance_s = min(self.balance_s + earned_s, self.MOST_STEPS * plain_s)
+            self.prompts_s += self.FIRST_STEPS * plain_s
+        half_s, most_s = 0.5 * self.EARNED * self._n_steps * plain_s, self.MOST_STEPS * plain_s
+        balance_s = self.balance_s + half_s
+        self.balance_s = min(balance_s, most_s)
+        self.prompts_s = min(self.prompts_s + half_s + balance_s - self.balance_s, most_s)
         self._n_steps = 0
         self._token_s = plain_s / n_sequences
 
     def pay(self, seconds: float) -> None:
         """Something took so long."""
         self.balance_s -= seconds
+
+    def pay_for_prompts(self, seconds: float) -> None:
+        """Prompts were read for so long."""
+        self.prompts_s -= seconds
 
     def gain(self, n_tokens: int) -> None:
         """So many drafts held."""

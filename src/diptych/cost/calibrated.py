@@ -134,6 +134,7 @@ class CalibratedModel:
         self.tp = tp
         self.layout = layout
         self.calibration = calibration
+        self._units = _units_of(model, quant, self.kv, tp)  # once: hashing a model costs more than pricing a step
         self._prefill = self._terms(calibration.prefill)
         is_one = calibration.decode is calibration.prefill  # as in a fit, which builds thousands of these
         self._decode = self._prefill if is_one else self._terms(calibration.decode)
@@ -174,7 +175,7 @@ class CalibratedModel:
         cache = self.calibration.cache
         if cache is None:
             return False
-        units = _units_of(self.model, self.quant, self.kv, self.tp)
+        units = self._units
         n_experts = 0 if self.model.moe is None else self.model.moe.n_experts
         return units.dense_bytes + n_experts * units.expert_bytes + units.head_bytes <= cache.bytes
 
@@ -187,7 +188,7 @@ class CalibratedModel:
         return cls(model, hardware, quant, calibration=calibration, kv=kv)
 
     def _terms(self, c: Constants) -> _Terms:
-        units, hardware, quant = _units_of(self.model, self.quant, self.kv, self.tp), self.hardware, self.quant
+        units, hardware, quant = self._units, self.hardware, self.quant
         bandwidth = hardware.memory_bytes_per_s
         rate = peak_flops_per_s(hardware, quant.compute) * c.compute_fraction(compute_dtype(hardware, quant.compute))
         is_unpacked = compute_dtype(hardware, quant.compute) != quant.compute  # e.g. fp8 weights on an A100
@@ -236,7 +237,7 @@ class CalibratedModel:
         row_s = width / link if layout.pp > 1 else 0.0
         if layout.dp == 1 or model.moe is None:
             return row_s, 0
-        mixtures = _units_of(model, self.quant, self.kv, self.tp).moe_layers
+        mixtures = self._units.moe_layers
         away = (layout.dp - 1) / layout.dp
         return row_s + 2 * mixtures * model.moe.experts_per_token * width * away / layout.parts / link, 2 * mixtures
 

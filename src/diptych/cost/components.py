@@ -341,7 +341,7 @@ def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
     if moe.has_expert_bias:
         per_expert += (2.0 * shard + model.hidden) * 2.0
     touched = expected_experts(moe.n_experts, moe.experts_per_token, n, skew=moe.skew)
-    router_bias = moe.n_experts if moe.has_router_bias else 0
+    router_bias = moe.n_experts * (moe.has_router_bias + moe.has_choice_bias)
     router = Component(
         name="router",
         flops=2.0 * n * model.hidden * moe.n_experts,

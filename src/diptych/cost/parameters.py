@@ -98,7 +98,8 @@ def _attention_matrices(model: ModelSpec, attention: AttentionLayer) -> int:
 def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
     count = _attention_matrices(model, spec)
     if spec.mla is not None:
-        return count + spec.mla.kv_rank + (spec.mla.q_rank or 0)
+        biases = (spec.mla.q_rank or 0) + spec.mla.kv_rank + spec.mla.rope_dim + model.hidden
+        return count + spec.mla.kv_rank + (spec.mla.q_rank or 0) + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
         count += (spec.n_heads + 2 * spec.n_kv_heads) * spec.head_dim
     if spec.has_o_bias:
@@ -124,7 +125,7 @@ def _mlp(model: ModelSpec, mlp: MlpSpec) -> int:
 def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
     bias = 2 * moe.expert_ffn + model.hidden if moe.has_expert_bias else 0
     return {
-        "router": model.hidden * moe.n_experts + (moe.n_experts if moe.has_router_bias else 0),
+        "router": model.hidden * moe.n_experts + moe.n_experts * (moe.has_router_bias + moe.has_choice_bias),
         "experts": moe.n_experts * (3 * model.hidden * moe.expert_ffn + bias),
         "shared_experts": 3 * model.hidden * moe.shared_ffn + (model.hidden if moe.has_shared_gate else 0),
     }

@@ -145,7 +145,7 @@ class DraftPrices:
 
     def read(self, estimate: Asked, end: int, n: int) -> int | None:
         """How many drafts, n at most, to ask of the executor behind a prefill chunk that ends there; None: not to read it."""
-        if estimate.state is Asking.GIVEN_UP or self.purse.is_empty:
+        if estimate.state is Asking.GIVEN_UP or not self.purse.reads_prompts:
             return None
         estimate.read_tokens = end
         return min(n, estimate.first_depth)
@@ -335,7 +335,11 @@ class DraftPrices:
                 self._drafting.add(measured_s / max(drafting_s, 1e-12))
             elif self._read_s is not None:
                 expected_s += self._read_s(n_read)
-        self.purse.pay(min(measured_s, _DISTURBED * expected_s) if self._drafting.is_known else measured_s)
+        took_s = min(measured_s, _DISTURBED * expected_s) if self._drafting.is_known else measured_s
+        if shape.prefill_tokens and not any(depths):
+            self.purse.pay_for_prompts(took_s)
+        else:
+            self.purse.pay(took_s)
 
     def _price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """Seconds of the step with these depths of its decode chunks."""

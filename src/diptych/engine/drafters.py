@@ -119,7 +119,7 @@ class OpenDraftModel(OpenDrafter):
         most_rows = self.config.scheduler.max_step_tokens
         return DraftModel(
             self.model, store, sampler, most_rows=most_rows, clock=clock, observe=self.times.observe,
-            vocab_size=None if self.vocab_size == self.model.spec.vocab_size else self.vocab_size,
+            vocab_size=self.vocab_size,
         )  # fmt: skip
 
 

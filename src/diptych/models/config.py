@@ -159,3 +159,8 @@ class HfConfig:
         """LoadError when value is above limit."""
         if value > limit:
             raise LoadError(f"{name} in {self.path} is {value}; at most {limit} are there")
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether the experts lie in blocks of MXFP4."""
+        return self.section("quantization_config").raw.get("quant_method") == "mxfp4"

@@ -8,76 +8,10 @@ how its tensors are called. `read` turns a config into a `ModelSpec` by these; `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
-from diptych.models.spec import Norms, QkNorm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorNames:
-    """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
-
-    mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate.
-    """
-
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    o: str = "o_proj"
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    down: str = "down_proj"
-    mlp: tuple[str, ...] = ("mlp.",)
-    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One model family. Where a field is `bool | str`, a string names the key of the config that decides.
-
-    keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
-    renamed: this class's name of a key -> the name used here. full_every: without layer_types, every so many-th layer
-    attends to everything. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
-    longrope_names: rope types that mean longrope here. positions_offset: learned positions, and how many come first.
-    prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
-    """
-
-    name: str
-    architectures: tuple[str, ...]
-    keys: Mapping[str, Any]
-    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    more_model_types: tuple[str, ...] = ()
-    is_run: bool = True
-    norms: Norms = Norms.BEFORE
-    norm_offset: float = 0.0
-    has_norm_bias: bool = False
-    has_embedding_norm: bool = False
-    has_scaled_embedding: bool = False
-    qk_norm: QkNorm = QkNorm.NONE
-    qk_norm_key: str | None = None
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    is_gated: bool = True
-    has_sinks: bool = False
-    full_every: int | None = None
-    local_theta: str | None = None
-    longrope_names: tuple[str, ...] = ("su",)
-    positions_offset: int | None = None
-    renormalises: bool | str = "norm_topk_prob"
-    has_router_bias: bool = False
-    has_expert_bias: bool = False
-    has_shared_gate: bool = False
-    names: TensorNames = field(default_factory=TensorNames)
-    prefixes: tuple[str, ...] = ("model.",)
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-
-    @property
-    def model_types(self) -> tuple[str, ...]:
-        """What model_type may say."""
-        return (self.name, *self.more_model_types)
-
+from diptych.models.family import Family, TensorNames
+from diptych.models.spec import Activation, Norms, QkNorm, Scores
 
 # The class defaults that most classes share; an entry overrides what differs.
 USUAL: dict[str, Any] = {
@@ -109,10 +43,23 @@ LATENT = {**USUAL, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim":
           "n_group": 1, "topk_group": 1}  # fmt: skip
 NOT_IN_GPT = ("rope_theta", "num_key_value_heads", "head_dim")
 GPT: dict[str, Any] = {**{key: USUAL[key] for key in USUAL if key not in NOT_IN_GPT}, "tie_word_embeddings": True}
+GRANITE = {"attention_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+           "attention_multiplier": 1.0}  # fmt: skip
+GLM = {**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
+       "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
+       "partial_rotary_factor": 0.5, "attention_bias": True}  # fmt: skip
+COHERE = {**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
+          "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
+          "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
+LAYER_NORM_EPS = {"layer_norm_eps": "rms_norm_eps"}
 CAUSAL = {"use_bidirectional_attention": (None, False)}
 NOT_GATED: dict[str, Any] = {"is_run": False, "is_gated": False, "has_norm_bias": True}
 ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 BY_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+BY_USE_BIAS: dict[str, Any] = {"qkv_bias": "use_bias", "o_bias": "use_bias", "mlp_bias": "use_bias"}
+CHOSEN_BY_SIGMOID: dict[str, Any] = {"scores": Scores.SIGMOID, "has_choice_bias": True, "group_best": 2}
+COHERE_LAYERS: dict[str, Any] = {"norms": Norms.PARALLEL, "centres_norms": True, "is_interleaved": True,
+                                 **BY_ATTENTION_BIAS}  # fmt: skip
 
 FAMILIES: tuple[Family, ...] = (
     # Llama 2, 3, 3.1, 3.2 and what copies them: SmolLM2, TinyLlama, Falcon 3, the bundled model
@@ -218,80 +165,161 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=QkNorm.HEAD,
         **BY_ATTENTION_BIAS,
     ),
-    # ---- priced, not run -------------------------------------------------------------------------------------------
-    Family(
-        name="gemma",
-        architectures=("GemmaForCausalLM",),
-        keys={**GEMMA, "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
-              "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192},
-        fixed=CAUSAL,
-        is_run=False,
-        norm_offset=1.0,
-        has_scaled_embedding=True,
-        **BY_ATTENTION_BIAS,
-    ),
-    Family(
-        name="granite",
-        architectures=("GraniteForCausalLM",),
-        keys={**USUAL, "attention_bias": False, "mlp_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
-              "residual_multiplier": 1.0, "attention_multiplier": 1.0},
-        is_run=False,
-        mlp_bias="mlp_bias",
-        **BY_ATTENTION_BIAS,
-    ),
-    # pairs of neighbouring dimensions turn together, which no op here does
-    Family(
-        name="glm",
-        architectures=("GlmForCausalLM",),
-        keys={**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
-              "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
-              "partial_rotary_factor": 0.5, "attention_bias": True},
-        is_run=False,
-        qkv_bias="attention_bias",
-    ),
-    Family(
-        name="glm4",
-        architectures=("Glm4ForCausalLM",),
-        keys={**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
-              "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
-              "partial_rotary_factor": 0.5, "attention_bias": True},
-        is_run=False,
-        norms=Norms.AROUND,
-        qkv_bias="attention_bias",
-    ),
-    Family(
-        name="cohere",
-        architectures=("CohereForCausalLM",),
-        keys={**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
-              "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
-              "tie_word_embeddings": True, "rope_theta": 500_000.0, "layer_norm_eps": 1e-5, "attention_bias": False},
-        fixed={"use_qk_norm": (False,)},
-        is_run=False,
-        norms=Norms.PARALLEL,
-        **BY_ATTENTION_BIAS,
-    ),
-    Family(
-        name="cohere2",
-        architectures=("Cohere2ForCausalLM",),
-        keys={**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
-              "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
-              "tie_word_embeddings": True, "layer_norm_eps": 1e-5, "attention_bias": False, "sliding_window": 4096,
-              "layer_types": None, "sliding_window_pattern": 4},
-        renamed={"_sliding_window_pattern": "sliding_window_pattern"},
-        is_run=False,
-        norms=Norms.PARALLEL,
-        **BY_ATTENTION_BIAS,
-    ),
     Family(
         name="qwen2_moe",
         architectures=("Qwen2MoeForCausalLM",),
         keys={**QWEN, **QWEN_WINDOWS, **QWEN_EXPERTS, "intermediate_size": 5632, "num_attention_heads": 16,
               "num_key_value_heads": 16, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
               "num_experts_per_tok": 4, "num_experts": 60, "qkv_bias": True},
-        is_run=False,
         qkv_bias="qkv_bias",
         has_shared_gate=True,
+        names=TensorNames(shared="shared_expert"),
     ),
+    # its configs say gelu and mean the form with tanh
+    Family(
+        name="gemma",
+        architectures=("GemmaForCausalLM",),
+        keys={**GEMMA, "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
+              "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192},
+        fixed=CAUSAL,
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        gelu_means_tanh=True,
+        **BY_ATTENTION_BIAS,
+    ),
+    # Granite 3, dense and with experts: scaled at the embedding, the scores, each addition to the stream, the logits
+    Family(
+        name="granite",
+        architectures=("GraniteForCausalLM",),
+        keys={**USUAL, **GRANITE, "mlp_bias": False},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="granitemoe",
+        architectures=("GraniteMoeForCausalLM",),
+        keys={**USUAL, **GRANITE, "num_experts_per_tok": 2, "num_experts": 8},
+        renamed={"num_local_experts": "num_experts"},
+        renormalises=True,
+        names=TensorNames(mlp=("block_sparse_moe.",), router="router.layer",
+                          stacked=("input_linear.weight", "output_linear.weight")),
+        **BY_ATTENTION_BIAS,
+    ),
+    # GLM-4: neighbouring dimensions turn together, half of each head
+    Family(
+        name="glm",
+        architectures=("GlmForCausalLM",),
+        keys=GLM,
+        is_interleaved=True,
+        qkv_bias="attention_bias",
+        names=TensorNames(gate_up=("gate_up_proj",)),
+    ),
+    Family(
+        name="glm4",
+        architectures=("Glm4ForCausalLM",),
+        keys=GLM,
+        norms=Norms.AROUND,
+        is_interleaved=True,
+        qkv_bias="attention_bias",
+        names=TensorNames(gate_up=("gate_up_proj",), norms={Norms.AROUND: (
+            "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")}),
+    ),
+    Family(
+        name="glm4_moe",
+        architectures=("Glm4MoeForCausalLM",),
+        keys={**USUAL, "vocab_size": 151_552, "intermediate_size": 10_944, "num_hidden_layers": 46,
+              "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": False,
+              "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "num_experts": 128,
+              "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+              "norm_topk_prob": True, "use_qk_norm": False},
+        renamed={"n_routed_experts": "num_experts"},
+        qkv_bias="attention_bias",
+        qk_norm=QkNorm.HEAD,
+        qk_norm_key="use_qk_norm",
+        **CHOSEN_BY_SIGMOID,
+    ),
+    # Command-R and Aya; R+ norms each head of q and k by weights of its own, which no op here does
+    Family(
+        name="cohere",
+        architectures=("CohereForCausalLM",),
+        keys={**COHERE, "rope_theta": 500_000.0},
+        fixed={"use_qk_norm": (False,)},
+        renamed=LAYER_NORM_EPS,
+        **COHERE_LAYERS,
+    ),
+    # Command-R7B and A: layers that attend to everything have no positions
+    Family(
+        name="cohere2",
+        architectures=("Cohere2ForCausalLM",),
+        keys={**COHERE, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4},
+        renamed={"_sliding_window_pattern": "sliding_window_pattern", **LAYER_NORM_EPS},
+        turns_windowed_only=True,
+        **COHERE_LAYERS,
+    ),
+    # StableLM 2 1.6B and 3B; the 12B norms each head of q and k by weights of its own, which no op here does
+    Family(
+        name="stablelm",
+        architectures=("StableLmForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "intermediate_size": 6912, "hidden_size": 2560, "num_key_value_heads": 32,
+              "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
+              "use_qkv_bias": False, "use_parallel_residual": False},
+        fixed={"qk_layernorm": (False,)},
+        renamed=LAYER_NORM_EPS,
+        parallel_key="use_parallel_residual",
+        centres_norms=True,
+        has_norm_bias=True,
+        qkv_bias="use_qkv_bias",
+    ),
+    Family(
+        name="olmoe",
+        architectures=("OlmoeForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+              "num_attention_heads": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": False,
+              "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False},
+        fixed={"clip_qkv": (None,)},
+        renamed={"num_local_experts": "num_experts"},
+        qk_norm=QkNorm.FULL,
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="seed_oss",
+        architectures=("SeedOssForCausalLM",),
+        keys={**USUAL, "vocab_size": 155_136, "intermediate_size": 27_648, "num_hidden_layers": 64, "head_dim": 128,
+              "num_attention_heads": 80, "num_key_value_heads": 8, "max_position_embeddings": 524_288,
+              "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
+    Family(
+        name="ernie4_5",
+        architectures=("Ernie4_5ForCausalLM",),
+        keys={**USUAL, "vocab_size": 103_424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+              "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0, "use_bias": False},
+        is_interleaved=True,
+        **BY_USE_BIAS,
+    ),
+    Family(
+        name="ernie4_5_moe",
+        architectures=("Ernie4_5_MoeForCausalLM",),
+        keys={**USUAL, "vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28,
+              "num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0, "use_bias": False,
+              "moe_intermediate_size": 1536, "num_experts_per_tok": 6, "num_experts": 64, "n_shared_experts": 2,
+              "moe_layer_start_index": 1, "moe_layer_end_index": -1, "decoder_sparse_step": 1},
+        fixed={"moe_norm_min": (1e-12,)},
+        renamed={"moe_k": "num_experts_per_tok", "moe_num_experts": "num_experts",
+                 "moe_num_shared_experts": "n_shared_experts", "moe_layer_interval": "decoder_sparse_step"},
+        is_interleaved=True,
+        renormalises=True,
+        has_choice_bias=True,
+        names=TensorNames(choice_bias="moe_statics.e_score_correction_bias", choice_axes=(1,)),
+        ignored=("rotary_emb.inv_freq", "model.mtp_"),
+        **BY_USE_BIAS,
+    ),
+    # sinks, windows on every other layer, biases everywhere, experts published in MXFP4
     Family(
         name="gpt_oss",
         architectures=("GptOssForCausalLM",),
@@ -304,22 +332,26 @@ FAMILIES: tuple[Family, ...] = (
                                   "rope_theta": 150_000.0}},
         fixed={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
         renamed={"num_local_experts": "num_experts", "experts_per_token": "num_experts_per_tok"},
-        is_run=False,
+        activation=Activation.CLAMPED,
         has_sinks=True,
         full_every=2,
         renormalises=True,
         has_router_bias=True,
         has_expert_bias=True,
+        names=TensorNames(router="router", is_transposed=True),
+        reads_mxfp4=True,
         **BY_ATTENTION_BIAS,
     ),
+    # latent attention; experts by groups, beside shared ones
     Family(
         name="deepseek_v2",
         architectures=("DeepseekV2ForCausalLM",),
         keys={**LATENT, "vocab_size": 102_400, "moe_intermediate_size": 1407, "num_experts": 64, "n_shared_experts": 2,
-              "num_experts_per_tok": None, "first_k_dense_replace": 0, "norm_topk_prob": False},
-        fixed={"topk_method": ("greedy", "group_limited_greedy"), "scoring_func": ("softmax",), "mlp_bias": (False,)},
+              "num_experts_per_tok": None, "first_k_dense_replace": 0, "topk_method": "greedy"},
+        fixed={"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False, None)},
         renamed={"n_routed_experts": "num_experts"},
-        is_run=False,
+        is_interleaved=True,
+        o_bias="attention_bias",
     ),
     Family(
         name="deepseek_v3",
@@ -329,28 +361,14 @@ FAMILIES: tuple[Family, ...] = (
               "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
               "num_key_value_heads": 128, "num_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
               "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-              "norm_topk_prob": True, "max_position_embeddings": 4096},
-        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "rope_interleave": (True, False)},
+              "norm_topk_prob": True, "max_position_embeddings": 4096, "rope_interleave": True},
+        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
         renamed={"n_routed_experts": "num_experts", "num_local_experts": "num_experts"},
-        is_run=False,
-        has_router_bias=True,
+        is_interleaved="rope_interleave",
+        o_bias="attention_bias",
+        **CHOSEN_BY_SIGMOID,
     ),
-    Family(
-        name="glm4_moe",
-        architectures=("Glm4MoeForCausalLM",),
-        keys={**USUAL, "vocab_size": 151_552, "intermediate_size": 10_944, "num_hidden_layers": 46,
-              "num_attention_heads": 96, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
-              "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": False,
-              "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "num_experts": 128,
-              "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-              "norm_topk_prob": True, "use_qk_norm": False},
-        renamed={"n_routed_experts": "num_experts"},
-        is_run=False,
-        qkv_bias="attention_bias",
-        qk_norm=QkNorm.HEAD,
-        qk_norm_key="use_qk_norm",
-        has_router_bias=True,
-    ),
+    # ---- priced, not run -------------------------------------------------------------------------------------------
     Family(
         name="minimax_m2",
         architectures=("MiniMaxM2ForCausalLM",),
@@ -362,7 +380,8 @@ FAMILIES: tuple[Family, ...] = (
         is_run=False,
         qk_norm=QkNorm.FULL,
         renormalises=True,
-        has_router_bias=True,
+        scores=Scores.SIGMOID,
+        has_choice_bias=True,
     ),
     Family(
         name="starcoder2",
@@ -421,42 +440,3 @@ BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for na
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 SUPPORTED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if family.is_run)
 PRICED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if not family.is_run)
-
-# Keys that never change what a token's logits are: names of things, ids of special tokens, training, caches, defaults of
-# generation, and switches of files that the loader holds against the tensors itself.
-HARMLESS: frozenset[str] = frozenset((
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path",
-    "auto_map", "task_specific_params", "tokenizer_class", "finetuning_task", "problem_type", "id2label", "label2id",
-    "use_cache", "initializer_range", "init_std", "pretraining_tp", "return_dict", "output_attentions",
-    "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
-    "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "ep_size", "chunk_size_feed_forward", "layerdrop",
-    "resid_pdrop", "embd_pdrop", "attn_pdrop", "quantization_config", "cache_implementation", "_attn_implementation",
-    "attn_implementation", "_attn_implementation_autoset", "use_flash_attn", "torchscript", "use_bfloat16",
-    "gradient_checkpointing", "max_window_layers", "attention_bias", "mlp_bias", "qkv_bias", "bias",
-    "hidden_act", "hidden_activation", "vision_config", "mm_tokens_per_image", "image_token_index",
-    "boi_token_index", "eoi_token_index", "is_decoder", "max_length", "min_length", "temperature", "top_k",
-    "top_p", "do_sample", "repetition_penalty", "num_beams", "model_max_length", "neftune_noise_alpha", "unsloth_fixed",
-    "unsloth_version", "reorder_and_upcast_attn", "slow_but_exact", "qk_head_dim", "n_ctx",
-    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps",
-))  # fmt: skip
-HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
-
-# Keys of other families and of hybrids that change the mathematics: refused wherever nobody reads them.
-CHANGING: frozenset[str] = frozenset((
-    *(key for family in FAMILIES for key in (*family.keys, *family.fixed, *family.renamed)),
-    "is_encoder_decoder", "alibi", "use_alibi", "parallel_attn", "use_parallel_residual", "multi_query",
-    "new_decoder_architecture", "rope_pct", "rotary_pct", "rotary_emb_base", "rotary_dim", "qk_layernorm", "qk_norm",
-    "clip_qkv", "attn_config", "ffn_config", "ssm_cfg", "mamba_d_state", "mamba_d_conv", "mamba_expand",
-    "mamba_num_heads", "hybrid_override_pattern", "layers_block_type", "attn_layer_indices", "attn_type_list",
-    "linear_attn_config", "linear_num_key_heads", "full_attention_interval", "attention_chunk_size", "scale_emb",
-    "scale_depth", "dim_model_base", "block_configs", "num_zero_experts", "moe_num_experts", "moe_k", "residual_scale",
-    "altup_num_inputs", "hidden_size_per_layer_input", "num_kv_shared_layers", "index_topk", "attention_multiplier",
-    "interleave_moe_layer_step", "attn_temperature_tuning", "no_rope_layers", "use_qk_norm",
-))  # fmt: skip
-# values with which such a key says: as usual
-NEUTRAL: Mapping[str, Any] = MappingProxyType({
-    "partial_rotary_factor": 1.0, "rope_pct": 1.0, "rotary_pct": 1.0, "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0, "logit_scale": 1.0, "residual_multiplier": 1.0, "routed_scaling_factor": 1.0,
-    "n_group": 1, "topk_group": 1, "decoder_sparse_step": 1, "no_rope_layer_interval": None,
-})  # fmt: skip

@@ -11,23 +11,16 @@ named in a warning: the classes of transformers do not read it either.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
-from diptych.models.families import (
-    BY_ARCHITECTURE,
-    BY_MODEL_TYPE,
-    CHANGING,
-    HARMLESS,
-    HARMLESS_ENDINGS,
-    NEUTRAL,
-    PRICED,
-    SUPPORTED,
-    Family,
-)
-from diptych.models.rope import ROPE_KEYS, make_rope, position_limit, rope_section
+from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED
+from diptych.models.family import Family
+from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
+from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
 from diptych.models.spec import (
     Activation,
     AttentionLayer,
@@ -36,6 +29,7 @@ from diptych.models.spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
+    Norms,
     QkNorm,
     Rope,
 )
@@ -65,6 +59,8 @@ def read_model(
     ropes = [
         make_rope(config, one, head_dim=head_dim, max_context_tokens=context, longrope=longrope) for one in sections
     ]
+    if _decided(config, family.is_interleaved):
+        ropes = [replace(rope, is_interleaved=True) for rope in ropes]
     hidden = config.integer("hidden_size")
     word_width = config.integer("word_embed_proj_dim", hidden)
     if word_width != hidden:
@@ -88,6 +84,7 @@ def read_model(
         is_tied=config.flag("tie_word_embeddings"),
         is_run=family.is_run,
         has_head=has_head,
+        centres_norms=family.centres_norms,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
@@ -152,6 +149,11 @@ def refuse_unrun(config: HfConfig) -> None:
             f"architecture {family.architectures[0]!r} in {config.path} is priced by `diptych plan`, not run; "
             f"supported: {', '.join(SUPPORTED)}"
         )
+
+
+def reads_mxfp4(config: HfConfig) -> bool:
+    """Whether its experts lie in blocks of MXFP4, as the family is published."""
+    return config.is_mxfp4 and family_of(config).reads_mxfp4
 
 
 def _canonical(config: HfConfig, family: Family) -> HfConfig:
@@ -225,10 +227,12 @@ def _rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
 def _layers(config: HfConfig, family: Family, ropes: list[Rope], head_dim: int) -> tuple[LayerSpec, ...]:
     n_layers = config.integer("num_hidden_layers")
     windows = _windows(config, family, n_layers)
-    turns = _turns(config, n_layers)
+    turns = _turns(config, family, windows)
     mixtures = _moe_layers(config, n_layers)
     moe = _moe(config, family) if mixtures else None
     mlp = _mlp(config, family)
+    is_parallel = family.parallel_key is not None and config.flag(family.parallel_key)
+    norms = Norms.PARALLEL if is_parallel else family.norms
     # equal layers are one object
     attention = {
         key: _attention(config, family, head_dim=head_dim, window=key[0], rope=_rope_of(ropes, *key))
@@ -241,7 +245,7 @@ def _layers(config: HfConfig, family: Family, ropes: list[Rope], head_dim: int) 
         key = (id(heads), has_experts)
         if key not in made:
             assert moe is not None or not has_experts
-            made[key] = LayerSpec(attention=heads, mlp=moe if has_experts and moe else mlp, norms=family.norms)
+            made[key] = LayerSpec(attention=heads, mlp=moe if has_experts and moe else mlp, norms=norms)
         layers.append(made[key])
     return tuple(layers)
 
@@ -269,7 +273,7 @@ def _attention(
             rope_dim=head_dim,
             v_dim=config.integer("v_head_dim"),
         )
-        scale = (mla.nope_dim + mla.rope_dim) ** -0.5
+        scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * latent_stretch(config) ** 2
     if "attention_multiplier" in family.keys:
         scale = config.number("attention_multiplier")
     is_normed = family.qk_norm_key is None or config.flag(family.qk_norm_key)
@@ -308,7 +312,7 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
         first = config.integer("max_window_layers", low=0)
         windows = [window if i >= first else None for i in range(n_layers)]
     elif "no_rope_layers" in family.keys:
-        windows = [None if turns else window for turns in _turns(config, n_layers)]
+        windows = [None if turns else window for turns in _no_rope(config, n_layers)]
     else:
         windows = [window] * n_layers
     if types is not None and "layer_types" not in family.keys:
@@ -321,8 +325,15 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
     return windows
 
 
-def _turns(config: HfConfig, n_layers: int) -> list[bool]:
+def _turns(config: HfConfig, family: Family, windows: list[int | None]) -> list[bool]:
     """Whether each layer has rotary positions."""
+    if family.turns_windowed_only:
+        return [window is not None for window in windows]
+    return _no_rope(config, len(windows))
+
+
+def _no_rope(config: HfConfig, n_layers: int) -> list[bool]:
+    """What no_rope_layers says, or its interval: true for layers that turn."""
     turns = config.integers("no_rope_layers")
     if turns is None:
         interval = config.optional_integer("no_rope_layer_interval")
@@ -339,8 +350,12 @@ def _mlp(config: HfConfig, family: Family) -> MlpSpec:
 
 
 def _activation(config: HfConfig, family: Family) -> Activation:
+    if family.activation is not None:
+        return family.activation
     names = ("hidden_activation", "hidden_act") if "hidden_activation" in family.keys else ("hidden_act",)
     found = config.activation(*names)
+    if family.gelu_means_tanh and found is Activation.GELU:
+        return Activation.GELU_TANH
     if family.is_run and found not in RUN_ACTIVATIONS:
         raise LoadError(f"{names[0]} in {config.path} is {config.raw.get(names[0])!r}; no op of the engine computes it")
     return found
@@ -355,13 +370,37 @@ def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     first = config.optional_integer("first_k_dense_replace", low=0)
     if first is not None:
         return frozenset(range(first, n_layers, step))
+    if config.raw.get("moe_layer_start_index") is not None:  # first and last, -1 for the model's last
+        first, last = (config.integer(f"moe_layer_{end}_index", low=-1) for end in ("start", "end"))
+        last = n_layers - 1 if last == -1 else last
+        return frozenset(i for i in range(max(first, 0), min(last + 1, n_layers)) if (i + 1) % step == 0)
     return frozenset(i for i in range(n_layers) if i not in dense and (i + 1) % step == 0)
+
+
+def _groups(config: HfConfig, family: Family, n_experts: int, chosen: int) -> tuple[int, int]:
+    """Into how many groups the experts fall, and of how many a token may choose."""
+    method = config.raw.get("topk_method")
+    if method not in (None, "greedy", "group_limited_greedy"):
+        raise LoadError(
+            f"topk_method in {config.path} is {method!r}; of {family.name}, greedy and group_limited_greedy are supported"
+        )
+    if method == "greedy":
+        return 1, 1
+    n_groups, per_token = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if n_experts % n_groups or n_experts // n_groups < family.group_best:
+        raise LoadError(
+            f"{n_experts} experts cannot form {n_groups} equal groups of {family.group_best} or more ({config.path})"
+        )
+    config.at_most("topk_group", per_token, n_groups)
+    config.at_most("num_experts_per_tok", chosen, n_experts // n_groups * per_token)
+    return n_groups, per_token
 
 
 def _moe(config: HfConfig, family: Family) -> MoeSpec:
     n_experts, chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
     config.at_most("num_experts_per_tok", chosen, n_experts)
     ffn = config.integer("moe_intermediate_size", config.integer("intermediate_size"))
+    n_groups, per_token = _groups(config, family, n_experts, chosen)
     shared = config.optional_integer("shared_expert_intermediate_size")
     if shared is None:
         shared = ffn * (config.optional_integer("n_shared_experts", low=0) or 0)
@@ -373,9 +412,12 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         renormalises=_decided(config, family.renormalises),
         shared_ffn=shared,
         routed_scale=config.number("routed_scaling_factor", 1.0),
-        n_groups=config.integer("n_group", 1),
-        groups_per_token=config.integer("topk_group", 1),
+        n_groups=n_groups,
+        groups_per_token=per_token,
+        group_best=family.group_best,
+        scores=family.scores,
         has_router_bias=family.has_router_bias,
+        has_choice_bias=family.has_choice_bias,
         has_expert_bias=family.has_expert_bias,
         has_shared_gate=family.has_shared_gate,
     )

@@ -153,5 +153,13 @@ def _yarn_attention(rope: HfConfig, stretch: float) -> float:
     return _mscale(stretch, 1.0)
 
 
+def latent_stretch(config: HfConfig) -> float:
+    """What yarn multiplies queries and keys by where attention is latent (mscale_all_dim); cos and sin have the rest of it."""
+    rope = rope_section(config)
+    if rope.raw["rope_type"] == "default" or not rope.raw.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(rope.number("factor"), rope.number("mscale_all_dim"))
+
+
 def _mscale(stretch: float, mscale: float) -> float:
     return 1.0 if stretch <= 1 else 0.1 * mscale * math.log(stretch) + 1.0

@@ -16,12 +16,20 @@ from diptych.ground.specs import Provenance
 
 
 class Activation(Enum):
-    """act in act(gate) * up, or in act(up) where there is no gate."""
+    """act in act(gate) * up, or in act(up) where there is no gate.
+
+    CLAMPED: g * sigmoid(CLAMPED_ALPHA * g) * (u + 1) of g = min(gate, limit) and u = up within +-limit (gpt-oss).
+    """
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
     GELU = "gelu"
     RELU = "relu"
+    CLAMPED = "clamped"
+
+
+CLAMPED_ALPHA = 1.702
+CLAMPED_LIMIT = 7.0
 
 
 class QkNorm(Enum):
@@ -30,6 +38,13 @@ class QkNorm(Enum):
     NONE = "none"
     HEAD = "head"  # each head over d, weight [d]
     FULL = "full"  # the whole projection, weight [H*d] for q and [K*d] for k
+
+
+class Scores(Enum):
+    """How a router's logits become the weights of the chosen experts: over all experts, or each by itself."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
 
 
 class Norms(Enum):
@@ -52,7 +67,8 @@ class Rope:
 
     kind: default, linear, dynamic, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
     trained_tokens: original_max_position_embeddings. divisors: longrope's factors, one per pair of dimensions, of
-    `divisors_name` (short_factor or long_factor). attention_factor multiplies cos and sin.
+    `divisors_name` (short_factor or long_factor). attention_factor multiplies cos and sin. is_interleaved: neighbouring
+    dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
     """
 
     theta: float
@@ -68,6 +84,7 @@ class Rope:
     attention_factor: float = 1.0
     divisors: tuple[float, ...] = ()
     divisors_name: str | None = None
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +96,20 @@ class MlaSpec:
     nope_dim: int
     rope_dim: int
     v_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What a layer keeps of a token: a key for each head, and a value of that width unless the key serves as both."""
+
+    n_heads: int
+    head_dim: int
+    has_values: bool = True
+
+    @property
+    def elements(self) -> int:
+        """Numbers per token."""
+        return self.n_heads * self.head_dim * (2 if self.has_values else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +133,13 @@ class AttentionLayer:
     has_sinks: bool = False
     mla: MlaSpec | None = None
 
+    @property
+    def cache(self) -> CacheShape:
+        """What it keeps of a token: of latent attention the latent beside the rotary part of the key, for all heads."""
+        if self.mla is None:
+            return CacheShape(n_heads=self.n_kv_heads, head_dim=self.head_dim)
+        return CacheShape(n_heads=1, head_dim=self.mla.kv_rank + self.mla.rope_dim, has_values=False)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
@@ -118,8 +156,10 @@ class MoeSpec:
     """A mixture of gated experts. renormalises: the chosen experts' weights are scaled to sum to 1.
 
     shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum.
-    n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all). skew: of the routing,
-    0 is uniform; see `cost.components.expected_experts`.
+    n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the
+    sum of its `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only.
+    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. skew: of the routing, 0 is uniform; see
+    `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -131,7 +171,10 @@ class MoeSpec:
     routed_scale: float = 1.0
     n_groups: int = 1
     groups_per_token: int = 1
+    group_best: int = 1
+    scores: Scores = Scores.SOFTMAX
     has_router_bias: bool = False
+    has_choice_bias: bool = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
     skew: float = 0.0
@@ -151,9 +194,10 @@ class ModelSpec:
     """A model: its layers and its two ends.
 
     Layers may differ, but for their mixtures: one in all layers that have one. max_context_tokens: the longest sequence an
-    engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). residual_scale multiplies
-    what a layer adds, logit_scale the logits. is_run: whether the engine runs this family, or the planner only prices it.
-    has_head: whether there is an output projection; a model without one gives states (embeddings, scores) and no tokens.
+    engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms take the
+    mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
+    engine runs this family, or the planner only prices it. has_head: whether there is an output projection; a model without
+    one gives states (embeddings, scores) and no tokens.
     """
 
     name: str
@@ -172,6 +216,7 @@ class ModelSpec:
     is_tied: bool = False
     is_run: bool = True
     has_head: bool = True
+    centres_norms: bool = False
     has_norm_bias: bool = False
     has_embedding_norm: bool = False
     n_position_embeddings: int = 0

@@ -75,9 +75,9 @@ class Schedule:
     in_all: tuple[int, ...]
     output_tokens: int
 
-    def times(self, predict_s: Callable[[StepShape], float]) -> Times:
-        """Give every step its price."""
-        prices = [predict_s(shape) for shape in self.kinds]
+    def times(self, predict_s: Callable[[StepShape], float], *, is_separate: bool = False) -> Times:
+        """Give every step its price. is_separate: one that holds both phases is run as two, prompts first."""
+        prices = [_two_steps_s(predict_s, shape) if is_separate else predict_s(shape) for shape in self.kinds]
         return Times(
             sum(map(mul, prices, self.in_ttft)),
             sum(map(mul, prices, self.in_tpot)),
@@ -221,6 +221,15 @@ class _Run:
                 served = self._open.pop(event.request_id)
                 served.last = self._n_steps
                 self.served.append(served)
+
+
+def _two_steps_s(predict_s: Callable[[StepShape], float], shape: StepShape) -> float:
+    if not 0 < shape.decode_tokens < shape.n_tokens:
+        return predict_s(shape)
+    return sum(
+        predict_s(StepShape([one for one in shape.shapes if (one.phase is Phase.DECODE) == is_decode]))
+        for is_decode in (False, True)
+    )
 
 
 def _gist(shape: StepShape) -> tuple[int, ...]:

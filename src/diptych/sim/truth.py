@@ -17,10 +17,12 @@ from diptych.cost.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
 from diptych.cost.layout import Layout
 from diptych.cost.memory import capacity_of
 from diptych.cost.service_forms import SERVICE_FORMS, ServiceConstants, ServiceForm, put_in
-from diptych.cost.services import MeasuredService
+from diptych.cost.services import MeasuredService, ServiceLoad
 from diptych.cost.setup import Setup, find_model
 from diptych.cost.tables import device_spec, kv_spec, quant_spec
+from diptych.ground.errors import ConfigError
 from diptych.sim.closed import ClosedLoop, Schedule, schedule_of
+from diptych.sim.workers import Mapped
 from diptych.workload import LengthRange
 
 FIT_ROWS = 10  # of each model, device and format
@@ -94,7 +96,7 @@ def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
     calibration = replace(case.setup.calibration, prefill=constants.prefill, decode=constants.decode)
     setup = case.setup
     predictor = replace(setup, calibration=calibration).model_of_time()
-    times = case.schedule.times(predictor.predict_s)
+    times = case.schedule.times(predictor.predict_s, is_separate=constants.is_separate)
     return {
         "ttft": times.ttft_s + constants.request_s,
         "tpot": times.tpot_s,
@@ -163,13 +165,69 @@ def _streams(streams: int) -> str:
     return next((f"up to {bound}" for bound in bounds if streams <= bound), f"over {bounds[-1]}")
 
 
+def cases_of(
+    rows: Sequence[MeasuredService], *, mapped: Mapped = map, told: Callable[[int], object] = lambda n: None
+) -> list[Case | None]:
+    """Of every row, in their order; None where `case_of` refuses. Rows of one load are worked on together.
+
+    told: of rows that are done.
+    """
+    places: dict[ServiceLoad, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row.load, []).append(place)
+    found: list[Case | None] = [None] * len(rows)
+    n_done = 0
+    groups = mapped(_cases_of_one_load, [[rows[place] for place in alike] for alike in places.values()])
+    for alike, cases in zip(places.values(), groups, strict=True):
+        for place, case in zip(alike, cases, strict=True):
+            found[place] = case
+        n_done += len(alike)
+        told(n_done)
+    return found
+
+
+def _cases_of_one_load(rows: Sequence[MeasuredService]) -> list[Case | None]:
+    """For a map over processes: its loads' schedules are shared."""
+    found: list[Case | None] = []
+    for row in rows:
+        try:
+            found.append(case_of(row))
+        except ConfigError:
+            found.append(None)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fold:
+    """A fit to make, and the cases to judge by it."""
+
+    form: ServiceForm
+    kept: list[Case]
+    wanted: list[Case]
+
+    def run(self) -> list[dict[str, float]]:
+        """What it says about each."""
+        constants = put_in(self.form, [math.exp(log) for log in fit_services(self.form, self.kept)])
+        return [predicted_of(case, constants) for case in self.wanted]
+
+
+def _run_fold(fold: _Fold) -> list[dict[str, float]]:
+    """For a map over processes."""
+    return fold.run()
+
+
 def judge(
-    targets: Sequence[Case], others: Sequence[Case], *, held_out: str, told: Callable[[str], object] = lambda text: None
+    targets: Sequence[Case],
+    others: Sequence[Case],
+    *,
+    held_out: str,
+    told: Callable[[str], object] = lambda text: None,
+    mapped: Mapped = map,
 ) -> list[Judged]:
     """Every number of the targets by a fit that saw nothing of its model (or device), on the rows that are left of all cases.
 
-    told: of each fit before it begins. Software without a form is left out, and so is what no other model (or device) was
-    measured with.
+    told: of each fit when it is done. mapped: fits at one time; it changes no number. Software without a form is left
+    out, and so is what no other model (or device) was measured with.
     """
     found: list[Judged] = []
     everything = [*targets, *others]
@@ -179,16 +237,21 @@ def judge(
         if not wanted:
             continue
         raw: list[tuple[Case, str, float, float]] = []
-        for value in sorted({_field(case, held_out) for case in wanted}):
-            kept = [case for case in mine if _field(case, held_out) != value]
-            if not kept:
-                continue
-            told(f"{form.stack} without {value}")
-            constants = put_in(form, [math.exp(log) for log in fit_services(form, few_of(kept))])
-            for case in wanted:
-                if _field(case, held_out) == value:
-                    said = predicted_of(case, constants)
-                    raw += [(case, name, seen, said[name]) for name, seen in measured_of(case.row).items()]
+        values = sorted({_field(case, held_out) for case in wanted})
+        left = {value: [case for case in mine if _field(case, held_out) != value] for value in values}
+        folds = [
+            _Fold(
+                form=form,
+                kept=few_of(left[value]),
+                wanted=[case for case in wanted if _field(case, held_out) == value],
+            )
+            for value in values
+            if left[value]
+        ]
+        for fold, said in zip(folds, mapped(_run_fold, folds), strict=True):
+            told(f"{form.stack} without {_field(fold.wanted[0], held_out)}")
+            for case, numbers in zip(fold.wanted, said, strict=True):
+                raw += [(case, name, seen, numbers[name]) for name, seen in measured_of(case.row).items()]
         found += _with_intervals(raw, held_out)
     return found
 

@@ -6,7 +6,7 @@ backend runs the calls eagerly; the cpu backend records them once into a program
 never calls torch, and never depends on the batch.
 
     x = ops.embed(weights.embedding, scale=1.0)
-    h = ops.rms_norm(x, layer.input_norm, eps=1e-6)
+    h = ops.norm(x, layer.input_norm, eps=1e-6)
     x = ops.linear_add(h, layer.down, x)      # always use the returned handle; x may have been written in place
 
 Legend: T packed tokens of the step, R logits rows, D model dim, F ffn dim, H query heads, K kv heads, d head dim,
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from diptych.ground.formats import KeptFormat
-from diptych.models.spec import Activation, MoeSpec, QkNorm
+from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
 Stream = TypeVar("Stream")  # the residual stream x
@@ -64,7 +64,8 @@ class RopeSpec:
 class AttentionSpec:
     """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all.
 
-    softcap: scores become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer.
+    softcap: scores become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then
+    there is one kv head, of kv_rank + rope_dim, whose keys are the values too.
     """
 
     layer: int
@@ -77,6 +78,7 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     qk_norm: QkNorm = QkNorm.NONE
     norm_eps: float = 1e-6
+    mla: MlaSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +162,15 @@ class LinearParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormParts:
+    """A norm's weight [D] and bias [D]. is_centred: the mean is taken away first (LayerNorm), otherwise RMSNorm."""
+
+    weight: WeightTensor
+    bias: WeightTensor | None = None
+    is_centred: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParts:
     """One expert: gate_up [2F, D] (gate rows first), down [D, F]."""
 
@@ -180,8 +191,8 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """The embedding [V, D], for `embed`; `head` is the handle of the same tensor where the head is tied to it."""
 
     @abstractmethod
-    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> Vector:
-        """A norm weight [D] as fp32; `offset` is added to it (1 for Gemma's 1 + w)."""
+    def norm(self, parts: NormParts, *, offset: float = 0.0) -> Vector:
+        """A norm over [D], as fp32; `offset` is added to its weight (1 for Gemma's 1 + w)."""
 
     @abstractmethod
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> Linear:
@@ -193,15 +204,49 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def attention(
-        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+        self,
+        spec: AttentionSpec,
+        *,
+        q_norm: WeightTensor | None,
+        k_norm: WeightTensor | None,
+        norm_offset: float = 0.0,
+        sinks: WeightTensor | None = None,
     ) -> Heads:
-        """What `rotate_and_cache` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE."""
+        """What `rotate_and_cache` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE.
+
+        sinks [H]: the score of one more key of each head, which has no value: a term in the softmax's denominator.
+        """
+
+    @abstractmethod
+    def latent_attention(
+        self,
+        spec: AttentionSpec,
+        *,
+        norm: NormParts,
+        keys: tuple[LinearParts, ...],
+        values: tuple[LinearParts, ...],
+    ) -> Heads:
+        """What `cache_latents`, `absorb`, `attention` and `expand` need of a layer of latent attention.
+
+        norm: over the latent. keys: of each head [kv_rank, nope_dim], what takes a query to the latent; values: of each head
+        [v_dim, kv_rank], what takes a latent to the head's output.
+        """
+
+    @abstractmethod
+    def router(self, parts: LinearParts) -> Linear:
+        """A small projection whose outputs decide about others, for `linear`: kept in the finest format."""
 
     @abstractmethod
     def experts(
-        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
+        self,
+        spec: MoeSpec,
+        *,
+        router: LinearParts,
+        choice_bias: WeightTensor | None,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
     ) -> Experts:
-        """A mixture, for `experts_add`. router [E, D]."""
+        """A mixture, for `experts_add`. router [E, D], choice_bias [E] where the spec has one."""
 
     @abstractmethod
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> Linear:
@@ -242,8 +287,8 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """x [T, D] = scale * rows of the step's token ids."""
 
     @abstractmethod
-    def rms_norm(self, x: Stream | Hidden, weight: Vector, *, eps: float) -> Hidden:
-        """h [T, D] = x / sqrt(mean(x^2) + eps) * weight, computed in fp32."""
+    def norm(self, x: Stream | Hidden, weight: Vector, *, eps: float) -> Hidden:
+        """h [T, D] = x / sqrt(mean(x^2) + eps) * weight + bias in fp32, of x - mean(x) where the norm is centred."""
 
     @abstractmethod
     def linear(self, h: Stream | Hidden, weight: Linear) -> Hidden:
@@ -262,8 +307,24 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """x + y [T, D]; x may be written and is not used again by the caller."""
 
     @abstractmethod
+    def add_gated(self, x: Stream, y: Hidden, gate: Hidden) -> Stream:
+        """x + sigmoid(gate) * y [T, D], gate [T, 1]; x may be written and is not used again by the caller."""
+
+    @abstractmethod
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
         """q [T, H, d] from qkv [T, (H + 2K) d]: q/k norm, rotary embedding; writes k and v of the step's tokens."""
+
+    @abstractmethod
+    def cache_latents(self, kv: Hidden, attention: Heads) -> None:
+        """Writes the step's tokens from kv [T, kv_rank + rope_dim]: the latent normed, the rotary part of the key turned."""
+
+    @abstractmethod
+    def absorb(self, q: Hidden, attention: Heads) -> Hidden:
+        """q [T, H, kv_rank + rope_dim] from [T, H (nope_dim + rope_dim)]: first parts to the latent, the rest turned."""
+
+    @abstractmethod
+    def expand(self, a: Hidden, attention: Heads) -> Hidden:
+        """[T, H v_dim] from attention's a [T, H (kv_rank + rope_dim)], of which the latents count."""
 
     @abstractmethod
     def attention(self, q: Hidden, attention: Heads) -> Hidden:
@@ -273,12 +334,15 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
     def experts_add(self, h: Stream | Hidden, experts: Experts, x: Stream) -> Stream:
         """x + sum over the chosen experts of weight * expert(h) [T, D]; x may be written and is not used again.
 
-        softmax over n_experts, the best experts_per_token, their weights renormalised to 1 or not.
+        Each expert's score is a softmax over n_experts or a sigmoid. The best experts_per_token are chosen by score (plus
+        choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not, times routed_scale.
         """
 
     @abstractmethod
-    def head(self, x: Stream, norm: Vector | None, weight: Linear, *, eps: float, softcap: float | None) -> Hidden:
-        """Logits [R, V] fp32 of the step's logits rows: norm if there is one, projection, softcap * tanh(logits / softcap)."""
+    def head(
+        self, x: Stream, norm: Vector | None, weight: Linear, *, eps: float, softcap: float | None, scale: float = 1.0
+    ) -> Hidden:
+        """Logits [R, V] fp32 of the step's logits rows: norm if any, y = scale * projection, softcap * tanh(y / softcap)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +369,7 @@ OPS: dict[str, OpContract] = {
     for op in (
         OpContract(name="embed", inputs="table [V,D], token_ids [T] i32", output="x [T,D]", writes="",
                    tolerance_fp32=0.0, tolerance_bf16=2e-2),
-        OpContract(name="rms_norm", inputs="x [T,D], weight [D] fp32", output="h [T,D]", writes="",
+        OpContract(name="norm", inputs="x [T,D], weight [D] fp32, bias [D] fp32", output="h [T,D]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
         OpContract(name="linear", inputs="h [T,K], W [N,K], b [N]", output="y [T,N]", writes="",
                    tolerance_fp32=1e-5, tolerance_bf16=3e-2),
@@ -315,12 +379,20 @@ OPS: dict[str, OpContract] = {
                    tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="add", inputs="x [T,D], y [T,D]", output="x [T,D]", writes="x",
                    tolerance_fp32=1e-6, tolerance_bf16=2e-2),
+        OpContract(name="add_gated", inputs="x [T,D], y [T,D], gate [T,1]", output="x [T,D]", writes="x",
+                   tolerance_fp32=1e-6, tolerance_bf16=3e-2),
         OpContract(name="rotate_and_cache", inputs="qkv [T,(H+2K)d], positions [T] i32, slots [T] i32",
                    output="q [T,H,d]", writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
         OpContract(name="attention", inputs="q [T,H,d], kv paged, block_table [S,M] i32, context_tokens [S] i32",
                    output="a [T,H*d]", writes="", tolerance_fp32=1e-5, tolerance_bf16=3e-2),
-        OpContract(name="experts_add", inputs="h [T,D], router [E,D], experts, x [T,D]", output="x [T,D]", writes="x",
-                   tolerance_fp32=1e-5, tolerance_bf16=5e-2),
+        OpContract(name="cache_latents", inputs="kv [T,r+p], positions [T] i32, slots [T] i32", output="",
+                   writes="kv of slots", tolerance_fp32=1e-5, tolerance_bf16=4e-2),
+        OpContract(name="absorb", inputs="q [T,H(n+p)], keys [H,r,n], positions [T] i32", output="q [T,H,r+p]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=4e-2),
+        OpContract(name="expand", inputs="a [T,H(r+p)], values [H,v,r]", output="a [T,Hv]", writes="",
+                   tolerance_fp32=1e-5, tolerance_bf16=3e-2),
+        OpContract(name="experts_add", inputs="h [T,D], router [E,D], choice_bias [E], experts, x [T,D]", output="x [T,D]",
+                   writes="x", tolerance_fp32=1e-5, tolerance_bf16=5e-2),
         OpContract(name="head", inputs="x [T,D], norm [D], W [V,D], logits_rows [R] i32", output="logits [R,V] fp32",
                    writes="", tolerance_fp32=2e-5, tolerance_bf16=4e-2),
     )

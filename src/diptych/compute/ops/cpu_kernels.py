@@ -68,8 +68,18 @@ def choose_instruction_set(name: str) -> str:
 
 def kv_bytes_per_block(spec: ModelSpec, kv_format: str, block_tokens: int) -> int:
     """Bytes of one block in all layers of a model whose layers' caches have one shape."""
-    cache = {"n_layers": spec.n_layers, "n_kv_heads": spec.n_kv_heads, "head_dim": spec.head_dim}
-    return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, format=kv_format, **cache))
+    return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, format=kv_format, **cache_sizes(spec)))
+
+
+def cache_sizes(spec: ModelSpec) -> dict[str, int]:
+    """The cache of a model whose layers' caches have one shape, as the kernels want to know it."""
+    cache = spec.attention.cache
+    return {
+        "n_layers": spec.n_layers,
+        "n_kv_heads": cache.n_heads,
+        "head_dim": cache.head_dim,
+        "has_values": cache.has_values,
+    }
 
 
 def measure_read_bytes_per_s(n_bytes: int, placement: Placement, repeats: int) -> float:

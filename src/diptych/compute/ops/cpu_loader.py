@@ -19,6 +19,7 @@ from diptych.compute.ops.contract import (
     ExpertParts,
     LinearParts,
     Loader,
+    NormParts,
     Role,
     RopeSpec,
     WeightTensor,
@@ -66,9 +67,16 @@ class LinearHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorHandle:
-    """A norm weight's number."""
+    """The numbers of a norm's weight and bias (-1: none), and whether it takes the mean away."""
 
     index: int
+    bias: int = -1
+    is_centred: bool = False
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """What distinguishes it from an RMSNorm, as the program's operations take it."""
+        return {"bias": self.bias, "is_centred": self.is_centred}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,15 @@ class TableHandle:
 
     index: int
     width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentHandle:
+    """A norm's number, and packed weights by head: what takes queries to the latent, and latents to outputs."""
+
+    norm: int
+    keys: tuple[LinearHandle, ...]
+    values: tuple[LinearHandle, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +106,8 @@ class AttentionHandle:
     rope: int | None
     q_norm: int | None
     k_norm: int | None
+    sinks: int = -1
+    latent: LatentHandle | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +116,7 @@ class ExpertsHandle:
 
     spec: MoeSpec
     router: LinearHandle
+    choice_bias: int
     gate_up: tuple[LinearHandle, ...]
     down: tuple[LinearHandle, ...]
 
@@ -161,11 +181,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         values = values if values.is_contiguous() else values.contiguous()
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
 
-    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> VectorHandle:
-        """A norm weight as fp32 plus offset."""
+    def norm(self, parts: NormParts, *, offset: float = 0.0) -> VectorHandle:
+        """Weight plus offset, and bias, as fp32."""
+        bias = -1 if parts.bias is None else self._vector(parts.bias)
+        return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
+
+    def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
         self.plain[tensor.name] = tensor
-        values = tensor.read().detach().to(torch.float32).contiguous() + offset
-        return VectorHandle(index=self.program.add_vector(values))
+        values = tensor.read().detach().to(torch.float32).reshape(-1)[rows] + offset
+        return int(self.program.add_vector(values.contiguous()))
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
@@ -183,39 +207,85 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return handle
 
     def attention(
-        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+        self,
+        spec: AttentionSpec,
+        *,
+        q_norm: WeightTensor | None,
+        k_norm: WeightTensor | None,
+        norm_offset: float = 0.0,
+        sinks: WeightTensor | None = None,
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
         self._heads[spec.layer] = spec, own
-        shape = own and _cpu.AttentionShape(
-            n_heads=own.n_heads,
-            n_kv_heads=own.n_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
+        norms = [self._vector(norm, norm_offset) if norm is not None else None for norm in (q_norm, k_norm)]
+        mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
+        return AttentionHandle(
+            spec=spec,
+            own=own,
+            shape=own and _shape(spec, own),
+            rope=self._rope(spec.rope),
+            q_norm=norms[0],
+            k_norm=norms[1],
+            sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
         )
-        rope = None
-        if spec.rope is not None:
-            if spec.rope not in self._ropes:
-                self._ropes[spec.rope] = self.program.add_rope(list(spec.rope.inv_freq), spec.rope.attention_factor)
-            rope = self._ropes[spec.rope]
-        norms = [self.vector(norm, offset=norm_offset).index if norm is not None else None for norm in (q_norm, k_norm)]
-        return AttentionHandle(spec=spec, own=own, shape=shape, rope=rope, q_norm=norms[0], k_norm=norms[1])
+
+    def latent_attention(
+        self,
+        spec: AttentionSpec,
+        *,
+        norm: NormParts,
+        keys: tuple[LinearParts, ...],
+        values: tuple[LinearParts, ...],
+    ) -> AttentionHandle:
+        """Each head's matrices packed by themselves, in one process (`build_over_ranks` refuses more)."""
+        assert self.rank.size == 1
+        own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
+        latent = LatentHandle(
+            norm=self._vector(norm.weight),
+            keys=tuple(self.linear(parts) for parts in keys),
+            values=tuple(self.linear(parts) for parts in values),
+        )
+        return AttentionHandle(
+            spec=spec,
+            own=own,
+            shape=own and _shape(spec, own),
+            rope=self._rope(spec.rope),
+            q_norm=None,
+            k_norm=None,
+            latent=latent,
+        )
+
+    def _rope(self, rope: RopeSpec | None) -> int | None:
+        if rope is not None and rope not in self._ropes:
+            self._ropes[rope] = self.program.add_rope(list(rope.inv_freq), rope.attention_factor)
+        return None if rope is None else self._ropes[rope]
+
+    def router(self, parts: LinearParts) -> LinearHandle:
+        """In bf16 whatever the others are in."""
+        return self._pack(parts, "bf16")
 
     def experts(
-        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
+        self,
+        spec: MoeSpec,
+        *,
+        router: LinearParts,
+        choice_bias: WeightTensor | None,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
     ) -> ExpertsHandle:
         """Each expert packed on its own; the router in bf16. Ranks have a part of each expert, and the whole router.
 
         Experts share their rows, so all keep their values or none.
         """
         keep = all(len({self._kept(getattr(expert, name)) for expert in experts}) == 1 for name in ("gate_up", "down"))
+        # halves that are clamped are joined by an operation of its own
+        joined = None if spec.activation is Activation.CLAMPED else spec.activation
         return ExpertsHandle(
             spec=spec,
-            router=self._pack(LinearParts(weights=(router,)), "bf16"),
-            gate_up=tuple(self._gated_own(expert.gate_up, spec.activation, role, keep=keep) for expert in experts),
+            router=self.router(router),
+            choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
+            gate_up=tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts),
             down=tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts),
         )
 
@@ -235,9 +305,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return replace(handle, n_outputs=parts.n_outputs, column=begin, is_gathered=True)
 
     def _gated_own(
-        self, parts: LinearParts, activation: Activation, role: Role | None, *, keep: bool = True
+        self, parts: LinearParts, activation: Activation | None, role: Role | None, *, keep: bool = True
     ) -> LinearHandle:
-        """The same of gate and up."""
+        """The same of gate and up; as plain outputs where no activation joins them."""
+        if activation is None:
+            return self._pack_own(parts, self.weights_format, role, keep=keep)
         if self.rank.size == 1 or role is None:
             return self._pack(parts, self.weights_format, activation=activation, role=role, keep=keep)
         ffn = parts.n_outputs // 2
@@ -421,3 +493,14 @@ def _finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list
                     hint="the checkpoint is damaged; download it again",
                 )
     return [values for _, values in weights]
+
+
+def _shape(spec: AttentionSpec, own: OwnHeads) -> Any:
+    return _cpu.AttentionShape(
+        n_heads=own.n_heads,
+        n_kv_heads=own.n_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+    )

@@ -19,7 +19,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
-from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu_kernels import _cpu, cache_sizes
 from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_recorder import CpuOps
@@ -85,12 +85,7 @@ class CpuModel(Model):
         self.revision = blueprint.revision(
             self.backend_name, self.instruction_set, *sorted(self.formats), self.head_format, self.kv_format
         )
-        self._cache = {
-            "n_layers": self.spec.n_layers,
-            "n_kv_heads": self.spec.n_kv_heads,
-            "head_dim": self.spec.head_dim,
-            "format": loader.kv_format,
-        }
+        self._cache = {**cache_sizes(self.spec), "format": loader.kv_format}
         self._kept_logits = torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
         logger.info(
             "model loaded backend=cpu architecture=%s instructions=%s weights=%s head=%s kv=%s threads=%d cpus=%s "

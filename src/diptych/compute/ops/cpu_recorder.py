@@ -19,6 +19,7 @@ from diptych.compute.ops.cpu_loader import (
     TableHandle,
     VectorHandle,
 )
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Scores
 
 # What a projection is, by what it reads (its time is counted under this name).
 CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
@@ -47,7 +48,7 @@ class Value:
     emit_bf16: Callable[[int], None] | None = None  # where rounding before a quantisation is worth half the traffic
     is_shared: bool = False  # by ranks, each of which writes its columns
     rows: dict[str, int] = field(default_factory=dict)
-    norm: tuple[int, float] | None = None  # (vector, eps) of a norm of `buffer`
+    norm: tuple[VectorHandle, float] | None = None  # of `buffer`, and its eps
 
 
 class CpuOps(
@@ -97,23 +98,25 @@ class CpuOps(
         self.program.linear(category=CATEGORIES[h.kind], weight=weight.index, rows=self._rows(h, weight), out=x.buffer)
         return x
 
-    def rms_norm(self, x: ResidualStream | Value, weight: VectorHandle, *, eps: float) -> Value:
+    def norm(self, x: ResidualStream | Value, weight: VectorHandle, *, eps: float) -> Value:
         """Recorded by its consumer: a projection takes it as rows, `add` fuses it."""
         if isinstance(x, Value):
             buffer = self._materialised(x)
-            value = Value("norm", x.width, buffer=buffer, norm=(weight.index, eps))
+            value = Value("norm", x.width, buffer=buffer, norm=(weight, eps))
         else:
             buffer = x.buffer
-            value = Value("norm", x.width, source=x, source_version=x.version, buffer=buffer, norm=(weight.index, eps))
+            value = Value("norm", x.width, source=x, source_version=x.version, buffer=buffer, norm=(weight, eps))
         program = self.program
-        value.emit_rows = lambda rows: program.norm(buffer, weight.index, eps, rows)
+        value.emit_rows = lambda rows: program.norm(buffer, weight.index, eps, rows, **weight.kind)
         return value
 
     def linear(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
         """y in an fp32 buffer."""
         h = self._as_value(h)
         category = CATEGORIES[h.kind]
-        if weight.index is None:  # of a rank without heads
+        if weight.index is None:  # of a rank without heads; what ranks share lies at the same places in all of them
+            if weight.is_gathered:
+                self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
             for _ in weight.pieces:
                 self.program.meet()
             return Value("projection", weight.n_outputs)
@@ -162,9 +165,18 @@ class CpuOps(
         if y.kind == "norm":
             assert y.norm is not None
             assert y.source is None, "the norm of the residual stream is not added to it"
-            self.program.add_norm(y.buffer, y.norm[0], y.norm[1], x.buffer)
+            weight, eps = y.norm
+            assert weight == VectorHandle(index=weight.index), (
+                "a norm that is added to the stream has no bias and no mean"
+            )
+            self.program.add_norm(y.buffer, weight.index, eps, x.buffer)
         else:
             self.program.add(self._materialised(y), x.buffer)
+        return self._written(x)
+
+    def add_gated(self, x: ResidualStream, y: Value, gate: Value) -> ResidualStream:
+        """x += sigmoid(gate) y."""
+        self.program.add(self._materialised(y), x.buffer, self._materialised(gate))
         return self._written(x)
 
     def rotate_and_cache(self, qkv: Value, attention: AttentionHandle) -> Value:
@@ -190,6 +202,57 @@ class CpuOps(
         )
         return Value("query", width, buffer=q)
 
+    def cache_latents(self, kv: Value, attention: AttentionHandle) -> None:
+        """Straight into the cache."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        self.program.cache_latents(
+            kv=self._materialised(kv),
+            layer=spec.layer,
+            norm=latent.norm,
+            norm_eps=spec.norm_eps,
+            rope=attention.rope,
+            rank=spec.mla.kv_rank,
+        )
+
+    def absorb(self, q: Value, attention: AttentionHandle) -> Value:
+        """q in bf16 for the attention kernel, by a product for each head."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        width, n_heads = spec.n_heads * spec.head_dim, spec.n_heads
+        out = self._buffer("q", width, lambda width: self.program.add_bf16(width))
+        x = self._materialised(q)
+        self.program.heads(
+            weights=[head.index for head in latent.keys],
+            x=x,
+            head_stride=spec.mla.nope_dim + spec.mla.rope_dim,
+            rows=self._rows_buffer("absorb", spec.mla.nope_dim, latent.keys[0], n_heads),
+            out=out,
+            out_head_stride=spec.head_dim,
+            store="bf16",
+        )
+        self.program.rotate_queries(q=x, out=out, rope=attention.rope, n_heads=n_heads)
+        return Value("query", width, buffer=out)
+
+    def expand(self, a: Value, attention: AttentionHandle) -> Value:
+        """A product for each head."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        out = self._f32("heads", spec.n_heads * spec.mla.v_dim)
+        self.program.heads(
+            weights=[head.index for head in latent.values],
+            x=self._materialised(a),
+            head_stride=spec.head_dim,
+            rows=self._rows_buffer("expand", spec.mla.kv_rank, latent.values[0], spec.n_heads),
+            out=out,
+            out_head_stride=spec.mla.v_dim,
+            store="f32",
+        )
+        return Value("attention", spec.n_heads * spec.mla.v_dim, buffer=out)
+
     def attention(self, q: Value, attention: AttentionHandle) -> Value:
         """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised."""
         spec, program = attention.spec, self.program
@@ -197,8 +260,13 @@ class CpuOps(
         if attention.own is None:
             value.emit_f32 = value.emit_rows = lambda out: program.meet()
             return value
-        column = attention.own.first_head * spec.head_dim
-        settings = {"q": q.buffer, "layer": spec.layer, "shape": attention.shape, "column": column}
+        settings = {
+            "q": q.buffer,
+            "layer": spec.layer,
+            "shape": attention.shape,
+            "sinks": attention.sinks,
+            "column": attention.own.first_head * spec.head_dim,
+        }
         value.emit_f32 = lambda out: program.attention(out=out, **settings)
         value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
@@ -211,8 +279,13 @@ class CpuOps(
         router_rows, rows = self._rows(h, experts.router), self._rows(h, first)
         team = self._is_team
         out = self._f32("experts out", x.width, team)
-        hidden = None
-        if down.format != "bf16":
+        hidden = wide = None
+        if spec.activation is Activation.CLAMPED:
+            width = 2 * spec.expert_ffn
+            wide = self._buffer(
+                "experts wide gate", width, lambda width: self.program.add_f32(width, top_k, team), top_k
+            )
+        elif down.format != "bf16":
             hidden = self._buffer(
                 "experts hidden", spec.expert_ffn, lambda width: self.program.add_f32(width, top_k, team), top_k
             )
@@ -224,14 +297,22 @@ class CpuOps(
             down=[expert.index for expert in experts.down],
             rows=rows,
             hidden=hidden,
-            hidden_rows=self._rows_buffer("experts hidden rows", spec.expert_ffn, down, top_k, team and hidden is None),
+            hidden_rows=self._rows_buffer(
+                "experts hidden rows", spec.expert_ffn, down, top_k, team and hidden is None and wide is None
+            ),
             expanded=self._buffer(
                 "experts wide", x.width, lambda width: self.program.add_f32(width, top_k, team), top_k
             ),
             out=out,
             top_k=top_k,
             renormalises=spec.renormalises,
-            activation=spec.activation.value,
+            activation=(Activation.SILU if wide is not None else spec.activation).value,
+            scores_by_sigmoid=spec.scores is Scores.SIGMOID,
+            choice_bias=experts.choice_bias,
+            groups=(spec.n_groups, spec.groups_per_token, spec.group_best),
+            routed_scale=spec.routed_scale,
+            wide=wide,
+            clamp=(CLAMPED_ALPHA, CLAMPED_LIMIT),
             hidden_column=first.column,
             column=down.column,
         )
@@ -239,20 +320,30 @@ class CpuOps(
         return self._written(x)
 
     def head(
-        self, x: ResidualStream, norm: VectorHandle | None, weight: LinearHandle, *, eps: float, softcap: float | None
+        self,
+        x: ResidualStream,
+        norm: VectorHandle | None,
+        weight: LinearHandle,
+        *,
+        eps: float,
+        softcap: float | None,
+        scale: float = 1.0,
     ) -> Value:
         """Norm, projection and softcap of the wanted rows, straight into the caller's logits."""
         rows = self._rows_buffer("head", x.width, weight)
         index = None if norm is None else norm.index
+        kind = {} if norm is None else norm.kind
         self.program.head(
             x=x.buffer,
             norm=index,
             eps=eps,
             rows=rows,
             weight=weight.index,
+            scale=scale,
             softcap=softcap,
             first=weight.column,
             vocab=weight.n_outputs,
+            **kind,
         )
         return Value("logits", weight.n_outputs)
 

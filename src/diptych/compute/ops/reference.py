@@ -12,7 +12,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.models.spec import MoeSpec
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
 
 
 def attention_prefill_dense(
@@ -43,11 +43,16 @@ def attention_decode_dense(
 
 
 def attention_paged(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, spec: AttentionSpec
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: ForwardBatch,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each query of the batch against its sequence's blocks, one token and one head at a time.
 
-    q [T, H, d] · keys, values [N, P, K, d], read. Returns [T, H, d] fp32.
+    q [T, H, d] · keys, values [N, P, K, d], read · sinks [H]. Returns [T, H, d] fp32.
     """
     block_tokens = keys.shape[1]
     group = spec.n_heads // spec.n_kv_heads
@@ -65,14 +70,41 @@ def attention_paged(
                 scores = k @ q[t, h].float() * spec.scale
                 if spec.softcap is not None:
                     scores = spec.softcap * torch.tanh(scores / spec.softcap)
-                out[t, h] = scores.softmax(dim=-1) @ v
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h : h + 1]])
+                out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v
     return out
+
+
+def latent_attention(
+    q: torch.Tensor, latents: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float
+) -> torch.Tensor:
+    """One sequence's latent attention in its expanded form: every head's own keys and values are made of the latents.
+
+    q [T, H, n + p], latents [T, r + p], last p turned · keys [H, r, n], values [H, v, r]. Returns [T, H v] fp32.
+    """
+    rank = keys.shape[1]
+    c_Tr, k_Tp = latents[:, :rank].float(), latents[:, rank:].float()
+    out = []
+    for h in range(q.shape[1]):
+        k = torch.cat([c_Tr @ keys[h].float(), k_Tp], dim=-1)
+        v = c_Tr @ values[h].float().T
+        out.append(attention_prefill_dense(*(x[None, None] for x in (q[:, h].float(), k, v)), scale=scale)[0][0, 0])
+    return torch.cat(out, dim=-1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
     """X / sqrt(mean(x^2) + eps) * weight over the last axis, fp32."""
     x = x.float()
     return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, eps: float) -> torch.Tensor:
+    """(X - mean) / sqrt(variance + eps) * weight + bias over the last axis, fp32."""
+    x = x.float()
+    x = x - x.mean(dim=-1, keepdim=True)
+    y = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.float()
+    return y if bias is None else y + bias.float()
 
 
 def linear(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,6 +124,9 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """act(gate) * up for gate_up [T, 2F] with gate first, fp32."""
     half = gate_up.shape[-1] // 2
     g, up = gate_up[..., :half].float(), gate_up[..., half:].float()
+    if activation is Activation.CLAMPED:
+        g, up = g.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return g / (1 + torch.exp(-CLAMPED_ALPHA * g)) * (up + 1)
     if activation is Activation.SILU:
         return g / (1 + torch.exp(-g)) * up
     inner = (2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)
@@ -112,18 +147,35 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Te
 
 
 def experts(
-    h: torch.Tensor, router: torch.Tensor, gate_up: list[torch.Tensor], down: list[torch.Tensor], spec: MoeSpec
+    h: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: list[torch.Tensor],
+    down: list[torch.Tensor],
+    spec: MoeSpec,
+    choice_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gated sum of each token's best experts [T, D], fp32. gate_up[e] [2F, D], down[e] [D, F]."""
+    """The gated sum of each token's best experts [T, D], fp32. gate_up[e] [2F, D], down[e] [D, F], choice_bias [E]."""
     out = torch.zeros(h.shape, dtype=torch.float32)
     for t in range(len(h)):
-        probabilities = linear(h[t : t + 1], router)[0].softmax(dim=-1)
-        chosen = sorted(range(spec.n_experts), key=lambda e: -float(probabilities[e]))[: spec.experts_per_token]
-        total = float(sum(probabilities[e] for e in chosen)) if spec.renormalises else 1.0
-        for e in chosen:
-            y = linear(gate(linear(h[t : t + 1], gate_up[e]), spec.activation), down[e])[0]
-            out[t] += float(probabilities[e]) / total * y
+        for e, weight in route(linear(h[t : t + 1], router)[0], spec, choice_bias).items():
+            out[t] += weight * linear(gate(linear(h[t : t + 1], gate_up[e]), spec.activation), down[e])[0]
     return out
+
+
+def route(logits: torch.Tensor, spec: MoeSpec, choice_bias: torch.Tensor | None = None) -> dict[int, float]:
+    """One token's experts and their weights, from the router's logits [E]."""
+    scores = (logits.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits.sigmoid()).tolist()
+    choice = [score + (0.0 if choice_bias is None else float(choice_bias[e])) for e, score in enumerate(scores)]
+    size = spec.n_experts // spec.n_groups
+
+    def worth(group: int) -> float:
+        return sum(sorted(choice[group * size : (group + 1) * size], reverse=True)[: spec.group_best])
+
+    groups = sorted(range(spec.n_groups), key=lambda group: -worth(group))[: spec.groups_per_token]
+    allowed = [e for e in range(spec.n_experts) if e // size in groups]
+    chosen = sorted(allowed, key=lambda e: -choice[e])[: spec.experts_per_token]
+    total = sum(scores[e] for e in chosen) if spec.renormalises else 1.0
+    return {e: spec.routed_scale * scores[e] / total for e in chosen}
 
 
 def head(

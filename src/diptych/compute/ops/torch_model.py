@@ -97,16 +97,18 @@ class TorchModel(Model):
     def kv_bytes_per_block(self, block_tokens: int) -> int:
         """Bytes of one block in all layers."""
         spec = self.spec
-        return 2 * spec.n_layers * spec.n_kv_heads * spec.head_dim * block_tokens * DTYPES[self.kv_format].itemsize
+        return spec.n_layers * spec.attention.cache.elements * block_tokens * DTYPES[self.kv_format].itemsize
 
     def make_kv(self, n_blocks: int, block_tokens: int) -> TorchKVStore:
         """An empty cache of this model; CapacityError when there is no memory for it."""
+        cache = self.spec.attention.cache
         return TorchKVStore(
             n_layers=self.spec.n_layers,
             n_blocks=n_blocks,
             block_tokens=block_tokens,
-            n_kv_heads=self.spec.n_kv_heads,
-            head_dim=self.spec.head_dim,
+            n_kv_heads=cache.n_heads,
+            head_dim=cache.head_dim,
+            has_values=cache.has_values,
             dtype=DTYPES[self.kv_format],
             device=self.device,
             revision=self.revision,

@@ -23,6 +23,7 @@ from diptych.compute.ops.contract import (
     ExpertParts,
     LinearParts,
     Loader,
+    NormParts,
     Ops,
     QkNorm,
     Role,
@@ -30,13 +31,14 @@ from diptych.compute.ops.contract import (
     Taps,
     WeightTensor,
 )
-from diptych.models.spec import MoeSpec
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
 
 # what an adapter adds, by id of the projection's handle; A and B on the device in the compute dtype
 TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
 QUERY_ROWS = 512
+SMALLEST_SUM = 1e-20  # of the chosen experts' scores, which sigmoids may all leave at nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +52,46 @@ class TorchLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchNorm:
+    """weight and bias [D] fp32; a centred norm takes the mean away."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_centred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLatent:
+    """norm over the latent, keys [H, kv_rank, nope_dim], values [H, v_dim, kv_rank]."""
+
+    norm: TorchNorm
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TorchAttention:
-    """A layer's attention: its spec and, where it has them, norm weights [d] or [H*d] and [K*d] in fp32."""
+    """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d], and sinks [H] fp32."""
 
     spec: AttentionSpec
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: TorchNorm | None
+    k_norm: TorchNorm | None
+    sinks: torch.Tensor | None = None
+    latent: TorchLatent | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TorchExperts:
-    """router [E, D], gate_up and down per expert."""
+    """router [E, D], choice_bias [E] fp32, gate_up and down per expert."""
 
     spec: MoeSpec
-    router: torch.Tensor
+    router: TorchLinear
+    choice_bias: torch.Tensor | None
     gate_up: tuple[TorchLinear, ...]
     down: tuple[TorchLinear, ...]
 
 
-class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention, TorchExperts]):
+class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
     """Puts weights on the device in the compute dtype. A single tensor that already is there in that dtype is not copied."""
 
     is_balancing = False
@@ -83,11 +106,10 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
         """[V, D] in the compute dtype: the head's own matrix where tied."""
         return tensor.read().to(device=self._device, dtype=self._dtype) if head is None else head.weight
 
-    def vector(self, tensor: WeightTensor, *, offset: float = 0.0) -> torch.Tensor:
+    def norm(self, parts: NormParts, *, offset: float = 0.0) -> TorchNorm:
         """[D] fp32."""
-        vector = tensor.read().to(device=self._device, dtype=torch.float32) + offset
-        self.weight_bytes += vector.nbytes
-        return vector
+        bias = None if parts.bias is None else self._vector(parts.bias)
+        return TorchNorm(self._vector(parts.weight, offset), bias, parts.is_centred)
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> TorchLinear:
         """The parts stacked into one matrix."""
@@ -102,22 +124,52 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
         return linear
 
     def attention(
-        self, spec: AttentionSpec, *, q_norm: WeightTensor | None, k_norm: WeightTensor | None, norm_offset: float = 0.0
+        self,
+        spec: AttentionSpec,
+        *,
+        q_norm: WeightTensor | None,
+        k_norm: WeightTensor | None,
+        norm_offset: float = 0.0,
+        sinks: WeightTensor | None = None,
     ) -> TorchAttention:
         """The spec beside the norms' weights."""
         return TorchAttention(
             spec,
-            None if q_norm is None else self.vector(q_norm, offset=norm_offset),
-            None if k_norm is None else self.vector(k_norm, offset=norm_offset),
+            None if q_norm is None else self.norm(NormParts(weight=q_norm), offset=norm_offset),
+            None if k_norm is None else self.norm(NormParts(weight=k_norm), offset=norm_offset),
+            None if sinks is None else self._vector(sinks),
         )
 
+    def latent_attention(
+        self,
+        spec: AttentionSpec,
+        *,
+        norm: NormParts,
+        keys: tuple[LinearParts, ...],
+        values: tuple[LinearParts, ...],
+    ) -> TorchAttention:
+        """The heads' matrices stacked."""
+        stacked = (torch.stack([self._stack(parts.weights) for parts in both]) for both in (keys, values))
+        return TorchAttention(spec, None, None, latent=TorchLatent(self.norm(norm), *stacked))
+
+    def router(self, parts: LinearParts) -> TorchLinear:
+        """As any other."""
+        return self._stacked(parts)
+
     def experts(
-        self, spec: MoeSpec, *, router: WeightTensor, experts: tuple[ExpertParts, ...], role: Role | None = None
+        self,
+        spec: MoeSpec,
+        *,
+        router: LinearParts,
+        choice_bias: WeightTensor | None,
+        experts: tuple[ExpertParts, ...],
+        role: Role | None = None,
     ) -> TorchExperts:
         """One pair of matrices per expert."""
         return TorchExperts(
             spec,
-            self._place(router.read()),
+            self.router(router),
+            None if choice_bias is None else self._vector(choice_bias),
             tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts),
             tuple(self._stacked(expert.down, role=role) for expert in experts),
         )
@@ -131,6 +183,11 @@ class TorchLoader(Loader[torch.Tensor, torch.Tensor, TorchLinear, TorchAttention
     ) -> TorchLinear:
         weight = self._stack(parts.weights)
         return TorchLinear(weight, self._stack(parts.biases) if parts.biases else None, activation, role)
+
+    def _vector(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
+        vector = tensor.read().to(device=self._device, dtype=torch.float32) + offset
+        self.weight_bytes += vector.nbytes
+        return vector
 
     def _stack(self, tensors: tuple[WeightTensor, ...]) -> torch.Tensor:
         if len(tensors) == 1:
@@ -162,7 +219,7 @@ class _Queries:
     mask: torch.Tensor | None
 
 
-class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, TorchLinear, TorchAttention, TorchExperts]):
+class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLinear, TorchAttention, TorchExperts]):
     """The ops of one step: made for a batch and a cache, used once. Index tensors are made when first needed."""
 
     def __init__(
@@ -214,9 +271,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         """x [T, N]."""
         return self.linear(h, weight)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: TorchNorm, *, eps: float) -> torch.Tensor:
         """h [T, D]."""
-        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+        shape = weight.weight.shape
+        if weight.is_centred:
+            return F.layer_norm(x.float(), shape, weight.weight, weight.bias, eps).to(x.dtype)
+        h = F.rms_norm(x.float(), shape, weight.weight, eps)
+        return (h if weight.bias is None else h + weight.bias).to(x.dtype)
 
     def linear(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, N]."""
@@ -229,6 +290,9 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
     def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, F]."""
         gate, up = self.linear(h, weight).chunk(2, dim=-1)
+        if weight.activation is Activation.CLAMPED:
+            gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+            return gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
         if weight.activation is Activation.SILU:
             return F.silu(gate) * up
         return F.gelu(gate, approximate="tanh") * up
@@ -244,6 +308,10 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """x + y [T, D]."""
         return x + y
+
+    def add_gated(self, x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x + sigmoid(gate) * y [T, D]."""
+        return x + torch.sigmoid(gate) * y
 
     def rotate_and_cache(self, qkv: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """q [T, H, d]; k and v go to their slots."""
@@ -264,6 +332,36 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         values[self._slots] = v_TKd.to(values.dtype)
         return q_THd
 
+    def cache_latents(self, kv: torch.Tensor, attention: TorchAttention) -> None:
+        """Latent and rotary key side by side, in their slots."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        assert spec.rope is not None
+        c_Tr, k_Tp = kv.split((spec.mla.kv_rank, spec.mla.rope_dim), dim=-1)
+        keys, _ = self._pool(spec.layer)
+        turned = self._rotate(k_Tp[:, None], spec.rope)[:, 0]
+        rows = torch.cat([self.norm(c_Tr, latent.norm, eps=spec.norm_eps), turned], dim=-1)
+        keys[self._slots] = rows[:, None].to(keys.dtype)
+
+    def absorb(self, q: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """q [T, H, r + p]."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        assert spec.rope is not None
+        q_THn, q_THp = q.unflatten(-1, (spec.n_heads, -1)).split((spec.mla.nope_dim, spec.mla.rope_dim), dim=-1)
+        absorbed = torch.einsum("xhn,hrn->xhr", q_THn, latent.keys)
+        return torch.cat([absorbed, self._rotate(q_THp, spec.rope)], dim=-1)
+
+    def expand(self, a: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
+        """[T, H v]."""
+        spec, latent = attention.spec, attention.latent
+        assert spec.mla is not None
+        assert latent is not None
+        a_THr = a.unflatten(-1, (spec.n_heads, -1))[..., : spec.mla.kv_rank]
+        return torch.einsum("thr,hvr->thv", a_THr, latent.values).flatten(1)
+
     def attention(self, q_THd: torch.Tensor, attention: TorchAttention) -> torch.Tensor:
         """a [T, H d]."""
         spec = attention.spec
@@ -274,17 +372,14 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
             q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
             k_BKCd = keys[queries.slots].transpose(1, 2).to(q_THd.dtype)
             v_BKCd = values[queries.slots].transpose(1, 2).to(q_THd.dtype)
-            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, queries.mask, spec)
+            a_BHnd = _attend(q_BnHd.transpose(1, 2), k_BKCd, v_BKCd, queries.mask, attention)
             out[queries.rows] = a_BHnd.transpose(1, 2).flatten(0, 1)
         return out.flatten(1)
 
     def experts_add(self, h: torch.Tensor, experts: TorchExperts, x: torch.Tensor) -> torch.Tensor:
         """x + the gated sum of the chosen experts [T, D]."""
         spec = experts.spec
-        probabilities = F.linear(h, experts.router).float().softmax(dim=-1)
-        weights_Tk, chosen_Tk = probabilities.topk(spec.experts_per_token, dim=-1)
-        if spec.renormalises:
-            weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
+        weights_Tk, chosen_Tk = _route(self.linear(h, experts.router).float(), experts.choice_bias, spec)
         total = torch.zeros_like(h)
         for expert in chosen_Tk.unique().tolist():
             rows, column = torch.where(chosen_Tk == expert)
@@ -293,15 +388,24 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         return x + total
 
     def head(
-        self, x: torch.Tensor, norm: torch.Tensor | None, weight: TorchLinear, *, eps: float, softcap: float | None
+        self,
+        x: torch.Tensor,
+        norm: TorchNorm | None,
+        weight: TorchLinear,
+        *,
+        eps: float,
+        softcap: float | None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
         """Logits [R, V] fp32, or h [R, D] fp32 where that is all the forward is for."""
         h = x[self._logits_rows]
         if norm is not None:
-            h = self.rms_norm(h, norm, eps=eps)
+            h = self.norm(h, norm, eps=eps)
         if self._wants_hidden:
             return h.float()
         logits = F.linear(h, weight.weight)
+        if scale != 1.0:
+            logits = logits * scale
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         return logits.float()
@@ -317,13 +421,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         numbers = [int(number) for number in np.unique(adapters_S) if number >= 0]
         return [(self._on_device(np.flatnonzero(adapters_T == number)), adapters[number]) for number in numbers]
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, weight: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
         assert weight is not None, "a spec with q/k norm is loaded with its weights"
-        return self.rms_norm(x, weight, eps=spec.norm_eps)
+        return self.norm(x, weight, eps=spec.norm_eps)
 
     def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
-        return keys, values
+        planes = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
+        return planes[0], planes[-1]
 
     def _rotate(self, x_THd: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
         if rope not in self._rotations:
@@ -390,22 +494,52 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Torch
         return table_BM.gather(1, columns) * block_tokens + positions_BC % block_tokens
 
 
+def _route(
+    logits_TE: torch.Tensor, choice_bias: torch.Tensor | None, spec: MoeSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, experts), each [T, k]."""
+    scores_TE = logits_TE.softmax(dim=-1) if spec.scores is Scores.SOFTMAX else logits_TE.sigmoid()
+    choice_TE = scores_TE if choice_bias is None else scores_TE + choice_bias
+    if spec.n_groups > 1:
+        by_group = choice_TE.unflatten(1, (spec.n_groups, -1))
+        groups_Tg = (
+            by_group.topk(spec.group_best, dim=-1).values.sum(dim=-1).topk(spec.groups_per_token, dim=-1).indices
+        )
+        is_out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits_TE.device).scatter(1, groups_Tg, False)
+        choice_TE = by_group.masked_fill(is_out[..., None], float("-inf")).flatten(1)
+    chosen_Tk = choice_TE.topk(spec.experts_per_token, dim=-1).indices
+    weights_Tk = scores_TE.gather(1, chosen_Tk)
+    if spec.renormalises:
+        weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True).clamp(min=SMALLEST_SUM)
+    return weights_Tk * spec.routed_scale, chosen_Tk
+
+
 def _attend(
-    q_BHnd: torch.Tensor, k_BKCd: torch.Tensor, v_BKCd: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec
+    q_BHnd: torch.Tensor,
+    k_BKCd: torch.Tensor,
+    v_BKCd: torch.Tensor,
+    mask: torch.Tensor | None,
+    attention: TorchAttention,
 ) -> torch.Tensor:
     """a [B, H, n, d]; mask [B, 1, n, C] or None for all."""
+    spec, sinks = attention.spec, attention.sinks
     group = spec.n_heads // spec.n_kv_heads
     n = q_BHnd.shape[2]
     # the G query heads of a kv head become further queries: no copy of keys and values per query head
     q = q_BHnd.unflatten(1, (spec.n_kv_heads, group)).flatten(2, 3)  # [B, K, G * n, d]
     if mask is not None and group > 1:
         mask = mask.repeat(1, 1, group, 1) if n > 1 else mask
-    if spec.softcap is None:
+    if spec.softcap is None and sinks is None:
         a = F.scaled_dot_product_attention(q, k_BKCd, v_BKCd, attn_mask=mask, scale=spec.scale)
     else:
         scores = torch.matmul(q, k_BKCd.transpose(2, 3)).float() * spec.scale
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        if spec.softcap is not None:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        a = torch.matmul(scores.softmax(dim=-1).to(v_BKCd.dtype), v_BKCd)
+        if sinks is not None:  # one more key, which has no value
+            of_rows = sinks.view(1, spec.n_kv_heads, group, 1).repeat_interleave(n, dim=2)
+            scores = torch.cat([scores, of_rows.expand(len(scores), -1, -1, -1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : k_BKCd.shape[2]]
+        a = torch.matmul(weights.to(v_BKCd.dtype), v_BKCd)
     return a.unflatten(2, (group, n)).flatten(1, 2)

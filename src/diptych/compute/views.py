@@ -1,0 +1,102 @@
+"""Tensors made of a checkpoint's when they are read: rows in another order, axes exchanged, blocks of 4 bits as numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from diptych.compute.ops.contract import WeightTensor
+
+MXFP4_BLOCK = 32  # values that share a scale
+# of the 16 codes (OCP Microscaling Formats 1.0): sign, two bits of exponent, one of mantissa
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+SCALE_BIAS = 127
+
+
+def halves_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Where each dimension of a head comes from, so that neighbours that belong together lie rotary_dim / 2 apart."""
+    turned = torch.arange(rotary_dim).view(-1, 2).T.reshape(-1)
+    return torch.cat([turned, torch.arange(rotary_dim, head_dim)])
+
+
+class ReorderedTensor(WeightTensor):
+    """Another tensor with the entries along its first axis in another order within each head."""
+
+    def __init__(self, tensor: WeightTensor, order: torch.Tensor) -> None:
+        heads = torch.arange(0, tensor.shape[0], len(order))
+        self.name = tensor.name
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.random_seed = tensor.random_seed  # random rows in another order are random rows
+        self._tensor = tensor
+        self._rows = (heads[:, None] + order).reshape(-1)
+
+    def read(self) -> torch.Tensor:
+        """A copy."""
+        return self._tensor.read()[self._rows]
+
+    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
+        """`read()[rows, :n_columns]`."""
+        return self._tensor.read()[self._rows[rows], :n_columns]
+
+
+class RowsTensor(WeightTensor):
+    """Rows [begin, end) of a matrix, by themselves."""
+
+    def __init__(self, tensor: WeightTensor, begin: int, end: int) -> None:
+        self.name = f"{tensor.name}[{begin}:{end}]"
+        self.shape = (end - begin, *tensor.shape[1:])
+        self.dtype = tensor.dtype
+        self.random_seed = None if tensor.random_seed is None else tensor.random_seed + begin + 1
+        self._tensor = tensor
+        self._rows = slice(begin, end)
+
+    def read(self) -> torch.Tensor:
+        """A view."""
+        return self._tensor.read()[self._rows]
+
+
+class TransposedTensor(WeightTensor):
+    """A matrix that a checkpoint stores as [inputs, outputs]."""
+
+    def __init__(self, tensor: WeightTensor) -> None:
+        self.name = tensor.name
+        self.shape = tensor.shape[::-1]
+        self.dtype = tensor.dtype
+        self.random_seed = tensor.random_seed
+        self._tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        """A copy, rows contiguous."""
+        return self._tensor.read().T.contiguous()
+
+
+class Mxfp4Tensor(WeightTensor):
+    """Entry `index` of stacked matrices [E, N, K] in MXFP4, as bf16, which holds every value exactly.
+
+    blocks [E, N, K / 32, 16] bytes of two codes, the lower bits first; scales [E, N, K / 32]: powers of two, biased by 127.
+    """
+
+    random_seed: int | None = None
+
+    def __init__(self, name: str, blocks: WeightTensor, scales: WeightTensor, index: int) -> None:
+        self.name = f"{name}[{index}]"
+        self.shape = (blocks.shape[1], blocks.shape[2] * MXFP4_BLOCK)
+        self.dtype = torch.bfloat16
+        self._blocks = blocks
+        self._scales = scales
+        self._index = index
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        return self._values(slice(None))
+
+    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
+        """`read()[rows, :n_columns]`."""
+        return self._values(rows)[:, :n_columns]
+
+    def _values(self, rows: slice) -> torch.Tensor:
+        codes = self._blocks.read()[self._index, rows]
+        exponents = self._scales.read()[self._index, rows].to(torch.int32) - SCALE_BIAS
+        table = torch.tensor(FP4_VALUES, dtype=torch.float32)
+        values = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1).flatten(-2)
+        return torch.ldexp(values, exponents[..., None]).to(torch.bfloat16).flatten(1)

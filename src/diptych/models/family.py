@@ -1,0 +1,112 @@
+"""What the description of a model family holds: names of architectures, keys of the config, how layers are made, tensor names.
+
+`families` is the table of them. Plain data, no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from diptych.models.spec import Activation, Norms, QkNorm, Scores
+
+NORM_NAMES: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = MappingProxyType({
+    Norms.BEFORE: ("input_layernorm", None, "post_attention_layernorm", None),
+    Norms.AFTER: (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    Norms.AROUND: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    Norms.PARALLEL: ("input_layernorm", None, None, None),
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
+
+    mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate;
+    stacked: of all experts in one tensor each, is_transposed: as gpt-oss stacks them. choice_axes: what choice_bias has
+    before its experts. norms: before attention, after it, before the MLP, after it.
+    """
+
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    o: str = "o_proj"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    mlp: tuple[str, ...] = ("mlp.",)
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    is_transposed: bool = False
+    router: str = "gate"
+    choice_bias: str = "gate.e_score_correction_bias"
+    choice_axes: tuple[int, ...] = ()
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+    norms: Mapping[Norms, tuple[str | None, str | None, str | None, str | None]] = field(
+        default_factory=lambda: NORM_NAMES
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family. Where a field is `bool | str`, a string names the key of the config that decides.
+
+    keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
+    renamed: this class's name of a key -> the name used here. full_every: without layer_types, every so many-th layer
+    attends to everything. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
+    longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
+    positions. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether
+    attention and MLP run side by side, with the norm that `Norms.PARALLEL` has.
+    prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    keys: Mapping[str, Any]
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    more_model_types: tuple[str, ...] = ()
+    is_run: bool = True
+    norms: Norms = Norms.BEFORE
+    parallel_key: str | None = None
+    norm_offset: float = 0.0
+    centres_norms: bool = False
+    has_norm_bias: bool = False
+    has_embedding_norm: bool = False
+    has_scaled_embedding: bool = False
+    qk_norm: QkNorm = QkNorm.NONE
+    qk_norm_key: str | None = None
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    is_gated: bool = True
+    gelu_means_tanh: bool = False
+    activation: Activation | None = None
+    has_sinks: bool = False
+    full_every: int | None = None
+    local_theta: str | None = None
+    longrope_names: tuple[str, ...] = ("su",)
+    is_interleaved: bool | str = False
+    turns_windowed_only: bool = False
+    positions_offset: int | None = None
+    renormalises: bool | str = "norm_topk_prob"
+    scores: Scores = Scores.SOFTMAX
+    group_best: int = 1
+    has_router_bias: bool = False
+    has_choice_bias: bool = False
+    has_expert_bias: bool = False
+    has_shared_gate: bool = False
+    reads_mxfp4: bool = False
+    names: TensorNames = field(default_factory=TensorNames)
+    prefixes: tuple[str, ...] = ("model.",)
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """What model_type may say."""
+        return (self.name, *self.more_model_types)

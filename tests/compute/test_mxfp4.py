@@ -1,0 +1,107 @@
+"""Experts in MXFP4, as gpt-oss is published: the values of transformers' dequantiser, and the same answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from golden import ask_reference, check_golden
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from checkpoints import make_checkpoint, make_reference
+from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.quant import save_quantised
+from diptych.compute.runner import load_model
+from diptych.compute.views import Mxfp4Tensor
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import LoadError
+from stepping import Stepper
+
+QUANTISATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
+
+
+class Memory:
+    random_seed = None
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.shape, self.dtype, self.name = tensor, tuple(tensor.shape), tensor.dtype, "memory"
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
+
+
+def random_blocks(*rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every code, and scales around 2^-5."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(256, (*rows, 16), generator=generator, dtype=torch.uint8)
+    return blocks, torch.randint(119, 124, rows, generator=generator, dtype=torch.uint8)
+
+
+def test_values_are_those_of_transformers() -> None:
+    """Exact in bf16, over all codes and far scales."""
+    blocks, scales = random_blocks(3, 5, 2, seed=1)
+    scales[0, 0], scales[1, 2] = 1, 250
+    theirs = convert_moe_packed_tensors(blocks, scales)  # [E, K, N]
+    for e in range(3):
+        ours = Mxfp4Tensor("w", Memory(blocks), Memory(scales), e)
+        assert torch.equal(ours.read(), theirs[e].T)
+        assert torch.equal(ours.part(slice(1, 4), 9), theirs[e].T[1:4, :9])
+
+
+def mxfp4_checkpoint(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint whose experts lie in blocks, and what transformers reads in them."""
+    path = make_checkpoint("gpt_oss", directory)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISATION}))
+    tensors, dequantised = load_file(path / "model.safetensors"), {}
+    for seed, name in enumerate([n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]):
+        n_experts, columns, rows = tensors.pop(name).shape
+        blocks, scales = random_blocks(n_experts, rows, columns // 32, seed=seed)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        dequantised[name] = convert_moe_packed_tensors(blocks, scales).float()
+    save_file(tensors, path / "model.safetensors")
+    return path, dequantised
+
+
+def test_a_published_layout_answers_as_its_values(tmp_path: Path) -> None:
+    """gpt-oss's files hold nothing but blocks of the experts."""
+    path, dequantised = mxfp4_checkpoint(tmp_path)
+    oracle = make_reference("gpt_oss")
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            if name in dequantised:
+                parameter.copy_(dequantised[name])
+    golden = ask_reference(oracle, path, new_tokens=6)
+    model = load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32"))
+    check_golden(model, golden, chunk=9)
+    assert model.n_parameters == sum(parameter.numel() for parameter in oracle.parameters())
+
+
+def test_blocks_of_another_family_or_shape_are_refused(tmp_path: Path) -> None:
+    path, _ = mxfp4_checkpoint(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    for changed, words in (({"intermediate_size": 96}, "shape"), ({"hidden_size": 48}, "shape|blocks of 32")):
+        (path / "config.json").write_text(json.dumps({**config, **changed}))
+        with pytest.raises(LoadError, match=words):
+            load_model(path, ComputeConfig(backend="torch", device="cpu"))
+    llama = make_checkpoint("llama", tmp_path / "llama")
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISATION}))
+    with pytest.raises(LoadError, match="mxfp4"):
+        load_model(llama, ComputeConfig(backend="torch", device="cpu"))
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed")
+def test_blocks_are_packed_once(tmp_path: Path) -> None:
+    """A folder of packed weights knows the shapes of what the blocks held; the cache of packed weights is made the same way."""
+    path, _ = mxfp4_checkpoint(tmp_path / "blocks")
+    tokens = list(range(5, 30))
+    direct = load_model(path, ComputeConfig(backend="cpu", weights="int8", threads=1))
+    save_quantised(path, tmp_path / "packed", weights="int8")
+    packed = load_model(tmp_path / "packed", ComputeConfig(backend="cpu", threads=1))
+    assert torch.equal(*(Stepper(model).prefill("it", tokens) for model in (direct, packed)))
+    assert direct.n_parameters == packed.n_parameters

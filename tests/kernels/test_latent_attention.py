@@ -1,0 +1,68 @@
+"""Latent attention in the sizes that DeepSeek publishes, on every kernel set: one cached vector a token, for all heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from worlds import KERNEL_SETS, alone, beside, prompt
+
+from checkpoints import make_checkpoint
+from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.runner import load_model, memory_of_block
+from diptych.cost.components import kv_bytes_per_token
+from diptych.ground.config import ComputeConfig
+from diptych.ground.specs import KVSpec
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
+]
+# past a tile of 256 keys, an odd number of tokens: the last pair's other half is nobody's
+N_TOKENS = 277
+SIZES = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "num_hidden_layers": 2,
+    "max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek_v2", tmp_path_factory.mktemp("latent"), dtype=torch.bfloat16, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path) -> torch.Tensor:
+    model = load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32"))
+    return alone(model, prompt(N_TOKENS), None).logits
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("name", KERNEL_SETS)
+def test_published_sizes_on_every_set(path: Path, expected: torch.Tensor, name: str, kv: str) -> None:
+    """Near fp32, and the same bits in one prefill, in chunks, beside others and with the work of a decode split."""
+    if name not in instruction_sets():
+        pytest.skip(f"this CPU cannot run {name}")
+    one, two = (load_model(path, ComputeConfig(backend="cpu", instruction_set=name, kv=kv, threads=n)) for n in (1, 2))
+    tokens = prompt(N_TOKENS)
+    whole = alone(one, tokens, None)
+    relative = ((whole.logits - expected).norm() / expected.norm()).item()
+    assert relative < 0.2, "routers choose otherwise now and then in bf16"
+    close = (whole.logits - expected).abs().amax(dim=-1) < 0.25 * expected.std()
+    assert close.float().mean() > 0.8, "most tokens meet the same experts"
+    assert not alone(two, tokens, 69).differs_from(whole)
+    assert not beside(one, tokens[:40], 2, seed=1).differs_from(alone(one, tokens[:40], 7))
+    rows = alone(two, tokens, 276)  # the last token alone: its tiles are dealt to both threads
+    assert torch.equal(rows.logits, whole.logits)
+
+
+def test_a_token_takes_what_the_planner_says(path: Path) -> None:
+    """kv_rank + rope_dim numbers a layer, not two vectors for each of the heads."""
+    for backend in ("cpu", "torch"):
+        config = ComputeConfig(backend=backend, device="cpu", kv="bf16")
+        model = load_model(path, config)
+        planned = kv_bytes_per_token(model.spec, KVSpec())
+        assert planned == 2 * 576 * 2
+        assert model.kv_bytes_per_block(16) == model.make_kv(3, 16).nbytes // 3 == 16 * planned
+        assert memory_of_block(model.spec, config, 16)[1] == 16 * planned
