@@ -7,13 +7,14 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PROMPT ?= Once upon a time
 
-.PHONY: help demo test lint types tests test-slow test-gpu test-arm64 sanitize bench-peers clean
+.PHONY: help demo test lint types tests test-slow test-gpu test-arm64 test-cluster sanitize bench-peers clean
 
 help:
 	@echo "make demo         install, then generate text with the bundled model and print the phase report"
 	@echo "make test         install, then lint, check types and run the tests"
 	@echo "make test-slow    the minutes-long tests (soak, fuzzing)"
 	@echo "make test-gpu     the tests that need a CUDA device"
+	@echo "make test-cluster workers on Ray, killed in every state (twenty minutes)"
 	@echo "make test-arm64   the kernels on an emulated ARM64 (Debian, root; an hour)"
 	@echo "make sanitize     the kernels under AddressSanitizer and UBSan with random shapes"
 	@echo "make bench-peers  measure other engines beside this one on the same random weights"
@@ -63,6 +64,9 @@ test-slow: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m gpu
+
+test-cluster: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m cluster tests/cluster --timeout 1200
 
 test-arm64: $(VENV)/.dev
 	@tests/arm64.sh

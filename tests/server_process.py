@@ -126,7 +126,8 @@ class ServerProcess:
                 elif sample.name == "vllm:cache_config_info":
                     info = sample.labels
         told = {name: value for name, value in values.items() if not name.endswith("_bucket")}
-        assert sources["computed"] + sources["cached"] + sources["dropped"] == told["vllm:prompt_tokens_total"], told
+        read = sum(sources[name] for name in ("computed", "cached", "transferred", "dropped"))
+        assert read == told["vllm:prompt_tokens_total"], told
         assert told["diptych_requests_total"] == told["diptych_requests_taken_total"], told
         assert told["diptych_choices_finished_total"] == told["vllm:request_success_total"]
         assert told["diptych_choices_finished_total"] >= told["diptych_requests_total"]
@@ -200,11 +201,12 @@ def check_account(answer: dict[str, Any]) -> None:
     assert own["thinking_ms"] + own["answer_ms"] == pytest.approx(own["decode_ms"], abs=1e-3)
     assert timings["prompt_ms"] == own["prefill_ms"]
     assert timings["predicted_ms"] == own["decode_ms"]
-    assert own["queue_ms"] + own["prefill_ms"] + own["decode_ms"] == pytest.approx(own["e2e_ms"], abs=1.0)
+    to_first = own["queue_ms"] + own["prefill_ms"] + own["transfer_ms"]
+    assert to_first + own["decode_ms"] == pytest.approx(own["e2e_ms"], abs=1.0)
     assert 0 <= own["stall_ms"] <= own["decode_ms"] + 1e-6
     if own["ttft_ms"] is not None:
-        assert timings["prompt_n"] + cached == usage["prompt_tokens"]
-        assert own["queue_ms"] + own["prefill_ms"] == pytest.approx(own["ttft_ms"], abs=1.0)
+        assert timings["prompt_n"] + cached + timings["transfer_n"] == usage["prompt_tokens"]
+        assert to_first == pytest.approx(own["ttft_ms"], abs=1.0)
         assert sum(part["prefill_ms"] for part in own["segments"]) == pytest.approx(own["prefill_ms"], abs=1e-3)
     assert sum(part["tokens"] for part in own["segments"]) == usage["prompt_tokens"]
     assert sum(part["cached_tokens"] for part in own["segments"]) == cached

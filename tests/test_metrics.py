@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diptych.ground.definitions import DEFINITIONS
 from diptych.ground.events import (
     ArrivalEvent,
     DraftEvent,
@@ -20,7 +21,7 @@ from diptych.ground.events import (
 )
 from diptych.ground.phase import FinishReason, Phase
 from diptych.ground.shape import ChunkShape, StepShape
-from diptych.metrics import DEFINITIONS, EventBook, Limits, Sample, distribution, percentile, summarize
+from diptych.metrics import EventBook, Limits, Sample, distribution, percentile, summarize
 
 
 class Log:

@@ -5,14 +5,15 @@
     record = book.records["request-1"]        # RequestRecord: usage(), timings(), sample()
     summary = summarize([record.sample()], limits=Limits(ttft_s=0.5))
 
-Definitions, all on the one clock of the events (`DEFINITIONS` has the names other tools use):
+Definitions, all on the one clock of the events (`ground/definitions.py` has the names other tools use):
 
     arrival            the ArrivalEvent's instant, before any queueing
     queue_s            arrival to the first chunk of the request being planned
-    prefill_s          from there to its first token (waiting after a preemption included)
+    prefill_s          from there to its first token (waiting after a preemption included), less transfer_s
+    transfer_s         where another engine read the prompt: from the end of its part until its keys and values were here
     decode_s           from the first token to the last choice's end
-    ttft_s             arrival to first token handed out          = queue_s + prefill_s
-    e2e_s              arrival to the end of the last choice      = queue_s + prefill_s + decode_s
+    ttft_s             arrival to first token handed out          = queue_s + prefill_s + transfer_s
+    e2e_s              arrival to the end of the last choice      = queue_s + prefill_s + transfer_s + decode_s
     itl_s              gaps between neighbouring tokens of one choice; tokens of one step have gap 0
     tpot_s             (last token - first token) / (tokens - 1), pooled over the choices of a request
     stall_s            over the decode steps in which other requests' prefill ran: the step's time less the median time
@@ -40,98 +41,11 @@ from diptych.ground.events import (
     StepEndEvent,
     Timings,
     TokenEvent,
+    TransferEvent,
     Usage,
 )
 from diptych.ground.phase import FinishReason
 from diptych.ground.shape import StepShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Definition:
-    """One quantity and what other tools call it ("-": they do not report it). n output tokens, t_s sent, t_1 .. t_n."""
-
-    name: str
-    formula: str
-    vllm_sglang: str
-    aiperf: str
-    guidellm: str
-    inference_perf: str
-    llmperf: str
-    vidur: str
-
-
-DEFINITIONS = (
-    Definition(
-        name="ttft_s",
-        formula="t_1 - t_s",
-        vllm_sglang="ttft",
-        aiperf="time_to_first_token",
-        guidellm="time_to_first_token",
-        inference_perf="time_to_first_token",
-        llmperf="ttft",
-        vidur="prefill_e2e_time",
-    ),
-    Definition(
-        name="tpot_s",
-        formula="(t_n - t_1) / (n - 1)",
-        vllm_sglang="tpot",
-        aiperf="inter_token_latency",
-        guidellm="inter_token_latency",
-        inference_perf="time_per_output_token",
-        llmperf="-",
-        vidur="-",
-    ),
-    Definition(
-        name="e2e_per_token_s",
-        formula="(t_n - t_s) / n",
-        vllm_sglang="-",
-        aiperf="-",
-        guidellm="time_per_output_token",
-        inference_perf="normalized_time_per_output_token",
-        llmperf="inter_token_latency",
-        vidur="request_e2e_time_normalized",
-    ),
-    Definition(
-        name="itl_s",
-        formula="t_(i+1) - t_i, pooled over requests",
-        vllm_sglang="itl",
-        aiperf="inter_chunk_latency",
-        guidellm="-",
-        inference_perf="inter_token_latency",
-        llmperf="-",
-        vidur="TBT",
-    ),
-    Definition(
-        name="e2e_s",
-        formula="t_n - t_s",
-        vllm_sglang="e2el",
-        aiperf="request_latency",
-        guidellm="request_latency",
-        inference_perf="request_latency",
-        llmperf="end_to_end_latency",
-        vidur="request_e2e_time",
-    ),
-    Definition(
-        name="output_tokens_per_s_per_user",
-        formula="1 / tpot_s",
-        vllm_sglang="-",
-        aiperf="output_token_throughput_per_user",
-        guidellm="-",
-        inference_perf="-",
-        llmperf="-",
-        vidur="-",
-    ),
-    Definition(
-        name="goodput_requests_per_s",
-        formula="requests that meet every limit / duration; failures are misses",
-        vllm_sglang="request_goodput",
-        aiperf="goodput",
-        guidellm="-",
-        inference_perf="request goodput",
-        llmperf="-",
-        vidur="-",
-    ),
-)
 
 
 def percentile(values: Sequence[float], q: float) -> float | None:
@@ -188,6 +102,16 @@ class DraftNote(NamedTuple):
     accepted_tokens: int
 
 
+class TransferNote(NamedTuple):
+    """Prompt tokens [start, end) came from another engine at at_s; it had read them for read_s, transfer_s before."""
+
+    at_s: float
+    start: int
+    end: int
+    read_s: float
+    transfer_s: float
+
+
 @dataclass(slots=True)
 class ChoiceRecord:
     """What one choice of a request did so far."""
@@ -210,7 +134,9 @@ class RequestRecord:
     last_event_s: float = 0.0
     cached_tokens: int = 0
     computed_tokens: int = 0
+    transferred_tokens: int = 0
     recomputed_tokens: int = 0
+    transfers: list[TransferNote] = field(default_factory=list)
     preempted_s: list[float] = field(default_factory=list)
     choices: dict[int, ChoiceRecord] = field(default_factory=dict)  # those that have a token or an end
     first_index: int | None = None  # the choice that had the first token
@@ -270,6 +196,8 @@ class RequestRecord:
             self._fold_scheduled(event, step)
         elif isinstance(event, PreemptEvent):
             self.preempted_s.append(event.at_s)
+        elif isinstance(event, TransferEvent):
+            self._fold_transfer(event)
         elif isinstance(event, DraftEvent):
             self.drafts.append(
                 DraftNote(event.step_id, event.index, event.at_s, event.drafted_tokens, event.accepted_tokens)
@@ -295,6 +223,21 @@ class RequestRecord:
         if event.index == 0 and prompt_part and step is not None:
             start = event.context_tokens
             self.chunks.append(ChunkNote(step, start, start + prompt_part, event.is_recompute))
+
+    def _fold_transfer(self, event: TransferEvent) -> None:
+        """What was not heard of the other engine's work counts as transfer: this one waited for it."""
+        begin_s = event.at_s if event.begin_s is None else event.begin_s
+        planned_s = min(event.at_s, begin_s + (event.queue_s or 0.0))
+        read_s = min(event.at_s, planned_s + (event.read_s or 0.0))
+        if self.first_scheduled_s is None:
+            self.first_scheduled_s = planned_s
+        start = self.cached_tokens + event.cached_tokens + self.transferred_tokens
+        self.cached_tokens += event.cached_tokens
+        self.transferred_tokens += event.transferred_tokens
+        self.recomputed_tokens += event.recomputed_tokens
+        if self.first_token_s is None:
+            end = start + event.transferred_tokens
+            self.transfers.append(TransferNote(event.at_s, start, end, read_s - planned_s, event.at_s - read_s))
 
     def _fold_token(self, event: TokenEvent, step: StepNote | None) -> None:
         if self.first_token_s is None:
@@ -329,7 +272,8 @@ class RequestRecord:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             computed_tokens=self.computed_tokens,
-            remaining_tokens=self.prompt_tokens - self.cached_tokens - self.computed_tokens,
+            remaining_tokens=self.prompt_tokens - self.cached_tokens - self.computed_tokens - self.transferred_tokens,
+            transferred_tokens=self.transferred_tokens,
             output_tokens=self.output_tokens,
             recomputed_tokens=self.recomputed_tokens,
             reasoning_tokens=reasoning_tokens,
@@ -343,9 +287,11 @@ class RequestRecord:
         scheduled_s = end_s if self.first_scheduled_s is None else self.first_scheduled_s
         token_s = end_s if self.first_token_s is None else self.first_token_s
         gaps = self._gaps_s()
+        transfer_s = sum([note.transfer_s for note in self.transfers])
         return Timings(
             queue_s=scheduled_s - self.arrival_s,
-            prefill_s=token_s - scheduled_s,
+            prefill_s=token_s - scheduled_s - transfer_s,
+            transfer_s=transfer_s,
             decode_s=end_s - token_s,
             e2e_s=end_s - self.arrival_s,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,

@@ -7,20 +7,25 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import openai
 import psutil
 import pytest
 import torch
+from tests.embedding_files import make_embedder
+from tests.lora import write_adapter
 from tests.server_process import ServerProcess
+from tests.thread_ranks import load_over_threads
 
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.llm import LLM, Completion
+from diptych.engine.load import bundled_dir
 from diptych.engine.phases import TwoPhase
 from diptych.ground.clock import MonotonicClock, sleep_s
-from diptych.ground.config import engine_config
+from diptych.ground.config import ComputeConfig, engine_config
 from diptych.ground.errors import ConfigError, WorkerLost
 from diptych.ground.request import SamplingParams
 
@@ -67,7 +72,7 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) ->
         sleep_s(0.02)
 
 
-def test_two_processes_answer_as_one_and_end_as_one() -> None:
+def test_two_processes_answer_as_one_and_end_as_one(tmp_path: Path) -> None:
     """Text, log-probabilities, cached tokens and drafts by lookup; then one dies while both decode."""
     shared = set(os.listdir("/dev/shm"))
     one = engine(1)
@@ -77,6 +82,8 @@ def test_two_processes_answer_as_one_and_end_as_one() -> None:
         one.loaded.model.weight_bytes, rel=0.02
     )  # held once, all in all
     assert [a[:2] for a in answers(llm)] == [a[:2] for a in expected]
+    with pytest.raises(ConfigError, match="adapters are computed in one process only"):
+        llm.load_lora("late", write_adapter(tmp_path / "late", bundled_dir(), {"q_proj": 2}))
     (rank,) = rank_processes()
     killed: list[bool] = []
 
@@ -100,6 +107,7 @@ def test_what_ranks_cannot_do_is_refused() -> None:
     for settings, what in (
         ({"backend": "torch"}, "the torch backend computes in one process"),
         ({"speculate": "draft"}, "drafters with weights run beside one process only"),
+        ({"loras": {"poet": "somewhere"}}, "loras has 1 adapters and tp is 2"),
         ({"tp": 0}, "tp"),
     ):
         with pytest.raises(ConfigError, match=what):
@@ -108,6 +116,19 @@ def test_what_ranks_cannot_do_is_refused() -> None:
         LLM("bundled", tp=2, weights="fp32")
     with pytest.raises(ConfigError, match="threads is 3 and tp is 2"):
         LLM("bundled", tp=2, threads=3)
+
+
+def test_texts_are_embedded_as_by_one(tmp_path: Path) -> None:
+    """States are tapped from the stream that ranks share, every token's for a mean: the same bits."""
+    texts = ["Once upon a time there was a fox.", "Bread is made of flour. " * 9]
+    path = make_embedder(tmp_path / "mean", pooling="mean", dtype=torch.bfloat16)
+    settings = {"max_context_tokens": 256, "max_step_tokens": 17}
+    one = LLM(path, backend="cpu", threads=1, weights="int8", **settings)
+    over = load_over_threads(path, ComputeConfig(backend="cpu", tp=2, threads=2, weights="int8"))
+    ranked = LLM(replace(one.loaded, model=over), **settings)
+    pairs = zip(one.embed(texts), ranked.embed(texts), strict=True)
+    assert [(ours.vector == theirs.vector).all() for ours, theirs in pairs] == [True, True]
+    over.close()
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.control.loop import CoreStats
+from diptych.control.stats import CoreStats
 from diptych.ground.events import (
     ArrivalEvent,
     Event,

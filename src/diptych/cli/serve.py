@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych.cli import options
+from diptych.cli import cluster, options
 from diptych.cli.options import engine_config, loading_bar
 from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.async_llm import AsyncLLM
@@ -66,6 +66,23 @@ def serve(
     max_stored_bytes: Annotated[int, typer.Option(help="forget responses used longest ago beyond this")] = 256 * 2**20,
     response_ttl_s: Annotated[float, typer.Option(help="forget responses unused for this long")] = 30 * 86400.0,
     drain_timeout_s: Annotated[float, typer.Option(help="after SIGTERM, let open requests run this long")] = 30.0,
+    prefill: Annotated[int, typer.Option(help="workers that read prompts for those that decode (needs ray)")] = 0,
+    decode: Annotated[
+        int | None, typer.Option(help="workers that decode, each an engine of its own (needs ray)")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="engines that do both, behind one router (needs ray)")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="place workers on this Ray cluster (auto finds one); default: this machine")
+    ] = None,
+    local_prefill_tokens: Annotated[
+        int, typer.Option(help="prompts with no more uncached tokens are read by the worker that answers")
+    ] = 64,
+    take_kv_of_other_kernels: Annotated[
+        bool,
+        typer.Option(
+            "--take-kv-of-other-kernels", help="workers of other instruction sets: equal within tolerance only"
+        ),
+    ] = False,
     metrics_compat: Annotated[str, typer.Option(help="vllm: also export the names of vLLM dashboards; none")] = "vllm",
     *,
     stall_budget_ms: options.StallBudget = None,
@@ -97,6 +114,14 @@ def serve(
     logging.basicConfig(
         level=LOG_LEVELS.get(log_level.lower(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
+    pools = cluster.pools_of(
+        prefill,
+        decode,
+        workers,
+        address=ray_address,
+        local_prefill_tokens=local_prefill_tokens,
+        takes_other_kernels=take_kv_of_other_kernels,
+    )
     config = ServerConfig(
         host=host,
         port=port,
@@ -116,7 +141,7 @@ def serve(
         drain_timeout_s=drain_timeout_s,
         metrics_compat=metrics_compat,
         reads_control_tokens=reads_control_tokens,
-        kept_minutes=keep_minutes,
+        kept_minutes=keep_minutes if pools is None else 0.0,  # what would have been is asked of one engine
         record=record,
         max_record_bytes=max_record_bytes,
     )
@@ -128,6 +153,8 @@ def serve(
     if max_waiting_tokens is not None:
         scheduler = replace(scheduler, max_waiting_tokens=max_waiting_tokens)
     listener = bind(config)
+    if pools is not None:
+        raise typer.Exit(cluster.serve(model, replace(engine, scheduler=scheduler), pools, config, listener))
     with loading_bar(f"loading {model}") as progress:
         llm = AsyncLLM.from_pretrained(model, replace(engine, scheduler=scheduler), progress=progress)
     ceilings = machine_ceilings(llm.loaded.model)

@@ -147,7 +147,7 @@ class PagedDrafter(Drafter):
 
     def begin(self, start: SequenceStart) -> None:
         """See Drafter."""
-        self._followed[start.seq_id] = Followed(list(start.prompt_token_ids))
+        self._followed[start.seq_id] = Followed([*start.prompt_token_ids, *start.output_token_ids])
 
     def end(self, seq_id: int) -> None:
         """See Drafter."""

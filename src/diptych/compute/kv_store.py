@@ -52,16 +52,20 @@ class KVPayload:
         for name in (field.name for field in fields(header)):
             theirs, ours = getattr(self.header, name), getattr(header, name)
             if theirs != ours:
-                raise TransferError(f"the blocks have {name} {theirs}; this store has {ours}")
+                raise TransferError(f"the blocks have {name} {theirs}; this store has {ours}", reason=name)
         wanted = (n_blocks, header.block_bytes)
         if self.data_NB.shape != wanted or self.data_NB.dtype != np.uint8 or len(self.checksums) != n_blocks:
             raise TransferError(
                 f"{len(self.checksums)} checksums came with {self.data_NB.dtype} data of shape {list(self.data_NB.shape)}; "
-                f"uint8 of shape {list(wanted)} was expected"
+                f"uint8 of shape {list(wanted)} was expected",
+                reason="shape",
             )
         for i, (block, checksum) in enumerate(zip(self.data_NB, self.checksums, strict=True)):
             if _checksum(block) != checksum:
-                raise TransferError(f"block {i} of {n_blocks} does not have its checksum: its bytes changed on the way")
+                raise TransferError(
+                    f"block {i} of {n_blocks} does not have its checksum: its bytes changed on the way",
+                    reason="checksum",
+                )
 
 
 def _checksum(block_B: np.ndarray) -> int:

@@ -149,6 +149,7 @@ class Model(ABC):
     head_format: str  # of the output projection
     kv_format: str
     revision: str
+    lineage: str  # as the revision, but of what the kernels do alike: its bits may differ in the last places
     weight_bytes: int  # read by a decode step: all but an embedding table that is not the head
     n_parameters: int
     threads: int

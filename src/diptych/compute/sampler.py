@@ -223,7 +223,9 @@ class Sampler:
             if self._grammars is None:
                 raise InternalError("a structured request reached a sampler without a grammar compiler")
             grammar = self._grammars.compile(params.structured).begin()
-        self._states[start.seq_id] = _SequenceState(start, grammar, vocab_size=self._vocab_size)
+        state = self._states[start.seq_id] = _SequenceState(start, grammar, vocab_size=self._vocab_size)
+        for token_id in start.output_token_ids:
+            state.advance(token_id)
 
     def end(self, seq_id: int) -> None:
         """Forget a sequence; unknown ids are fine."""

@@ -51,6 +51,15 @@ def next_digest(previous: bytes, token_ids: SequenceOf[int]) -> bytes:
     return hashlib.sha256(previous + array("q", token_ids).tobytes()).digest()
 
 
+def chain(token_ids: SequenceOf[int], root: bytes, block_tokens: int, n_blocks: int) -> list[bytes]:
+    """The digests of the first n_blocks full blocks."""
+    digests: list[bytes] = []
+    for i in range(n_blocks):
+        block = token_ids[i * block_tokens : (i + 1) * block_tokens]
+        digests.append(next_digest(digests[-1] if digests else root, block))
+    return digests
+
+
 class BlockPool:
     """Owns block ids 0 .. n_blocks - 1; compute owns their bytes."""
 

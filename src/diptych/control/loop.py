@@ -12,16 +12,15 @@ One step is in flight at a time; submit, cancel and finish are legal at any mome
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-
 from diptych.control.blocks import BlockPool
-from diptych.control.policy import rank_of
+from diptych.control.entry import check_prompt, open_sequences
+from diptych.control.handoff import receive, reserve, settle, start_sending
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import Depths, EveryGuess, Guesser, NewDrafter
+from diptych.control.stats import CoreStats, WorkerStats
 from diptych.ground.config import MODEL_DRAFTERS, BlockConfig, SchedulerConfig
-from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError
+from diptych.ground.errors import CapacityError, EngineError, RequestError
 from diptych.ground.events import (
     ArrivalEvent,
     DraftEvent,
@@ -31,30 +30,12 @@ from diptych.ground.events import (
     StateEvent,
     StepEndEvent,
     TokenEvent,
+    TransferEvent,
 )
+from diptych.ground.handoff import HandOff
 from diptych.ground.phase import FinishReason, Phase, Status
 from diptych.ground.request import CacheScope, Request
 from diptych.ground.step import Chunk, ChunkResult, StepPlan, StepResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreStats:
-    """Gauges of this moment, and counters since the start (prefix_*_tokens, preemptions, drafter_faults).
-
-    running and waiting count sequences; blocks_in_use are held, blocks_cached idle (kept for the prefix index only).
-    prefix_queries_tokens: prompt tokens looked up; prefix_hits_tokens: those found. A recompute counts in neither.
-    """
-
-    running: int
-    waiting: int
-    waiting_tokens: int
-    blocks_in_use: int
-    blocks_cached: int
-    blocks_free: int
-    prefix_queries_tokens: int
-    prefix_hits_tokens: int
-    preemptions: int
-    drafter_faults: int = 0
 
 
 class EngineCore:
@@ -134,24 +115,7 @@ class EngineCore:
                 hint="try again later, or raise max_waiting_tokens",
             )
         self._is_torn = True
-        rank = rank_of(arrival_s=request.arrival_s, priority=request.priority, aging_s=self.config.aging_s)
-        sequences = []
-        for index in range(request.sampling.n):
-            sequences.append(
-                Sequence(
-                    seq_id=self._next_seq_id,
-                    index=index,
-                    request=request,
-                    rank=rank,
-                    seed=self._seed_of(request, index),
-                    max_output_tokens=output_tokens,
-                )
-            )
-            self._next_seq_id += 1
-        self._requests[request.request_id] = sequences
-        for child in sequences[1:]:
-            child.is_unborn = True
-        self._n_unborn += len(sequences) - 1
+        sequences = self._open(HandOff.of(request))
         self._scheduler.enqueue(sequences[0])
         self._is_torn = False
         return [
@@ -197,27 +161,14 @@ class EngineCore:
 
     def check_prompt(self, request: Request) -> None:
         """Raise for a prompt that could never be served here; see `submit`."""
-        prompt_tokens = len(request.prompt_token_ids)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already open", param="request_id")
-        if prompt_tokens == 0:
-            raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
-        pool_tokens = self.pool.n_blocks * self.pool.block_tokens
-        left, why = (0, "") if request.pooling is not None else (1, ", one being left for the answer")
-        if prompt_tokens + left > self.config.max_context_tokens:
-            raise PromptTooLong(
-                f"prompt has {prompt_tokens} tokens; a context of {self.config.max_context_tokens} takes at most "
-                f"{self.config.max_context_tokens - left}{why}",
-                hint="shorten the prompt or raise max_context_tokens",
-                param="prompt",
-            )
-        if prompt_tokens + left > pool_tokens:
-            raise PromptTooLong(
-                f"prompt has {prompt_tokens} tokens; the KV pool of {self.pool.n_blocks} blocks of "
-                f"{self.pool.block_tokens} takes at most {pool_tokens - left}{why}",
-                hint="shorten the prompt or give the KV pool more memory",
-                param="prompt",
-            )
+        check_prompt(
+            request,
+            max_context_tokens=self.config.max_context_tokens,
+            n_blocks=self.pool.n_blocks,
+            block_tokens=self.pool.block_tokens,
+        )
 
     def submit_prefill(self, request: Request) -> list[Event]:
         """Put a request in line whose prompt alone is read here. With its first token it waits, blocks and all, for `sent`.
@@ -238,35 +189,64 @@ class EngineCore:
         self._ended_seq_ids.append(seq.seq_id)
         self._is_torn = False
 
-    def reserve(self, request: Request) -> int | None:
+    def resume(self, hand_off: HandOff) -> None:
+        """Go on where another engine stopped: no token comes again, and what was read there is read here as a recompute.
+
+        Raises as `check_prompt` does; whoever took the request has judged the waiting line.
+        """
+        self.check_prompt(hand_off.request)
+        self._is_torn = True
+        sequences = self._open(hand_off)
+        for seq in sequences:
+            if not seq.is_unborn:
+                self._scheduler.enqueue(seq)
+        self._is_torn = False
+
+    def reserve(self, hand_off: HandOff) -> int | None:
         """Hold blocks for a request whose prompt another engine reads; answers how many of its tokens are cached here.
 
         None: there is no room now. Raises PromptTooLong where there never is.
         """
-        prompt_tokens = len(request.prompt_token_ids)
-        self.check_prompt(request)
-        rank = rank_of(arrival_s=request.arrival_s, priority=request.priority, aging_s=self.config.aging_s)
-        seq = Sequence(
-            seq_id=self._next_seq_id,
-            index=0,
-            request=request,
-            rank=rank,
-            seed=self._seed_of(request, 0),
-            max_output_tokens=min(request.sampling.max_tokens, self.context_limit_tokens - prompt_tokens),
-        )
+        assert hand_off.shares_prompt, "choices that have begun are read one by one"
+        self.check_prompt(hand_off.request)
         self._is_torn = True
-        cached_tokens = self._scheduler.reserve(seq)
-        if cached_tokens is not None:
-            self._next_seq_id += 1
-            self._requests[request.request_id] = [seq]
+        sequences = self._open(hand_off)
+        cached_tokens = reserve(self._scheduler, sequences[0])
+        if cached_tokens is None:
+            del self._requests[hand_off.request.request_id]
+            self._n_unborn -= len(sequences) - 1
         self._is_torn = False
         return cached_tokens
+
+    def settle(self, request_id: str, n_tokens: int, now_s: float) -> list[Event]:
+        """The first n_tokens of a reserved prompt have their keys and values, and no more of them come: read on from there.
+
+        n_tokens: whole blocks. They count as cached as far as they were here, as transferred beyond, and as recomputed
+        where the request was read before it came here.
+        """
+        seq = self._requests[request_id][0]
+        self._is_torn = True
+        cached, sent = settle(self._scheduler, seq, n_tokens)
+        self._is_torn = False
+        event = TransferEvent(
+            request_id=request_id,
+            at_s=now_s,
+            cached_tokens=cached,
+            transferred_tokens=sent,
+            recomputed_tokens=n_tokens - cached - sent,
+        )
+        return [event]
+
+    def blocks_of(self, request_id: str) -> tuple[list[int], int]:
+        """The block table of a request's first choice, and how many of its tokens are computed. For hand-offs."""
+        seq = self._requests[request_id][0]
+        return seq.block_ids, seq.computed_tokens
 
     def receive(self, request_id: str, token_id: int) -> None:
         """All keys and values of a reserved prompt have come, and the token that followed it: decode from here."""
         self._is_torn = True
         (seq,) = self._requests[request_id]
-        self._scheduler.receive(seq, token_id)
+        receive(self._scheduler, seq, token_id)
         self._is_torn = False
 
     def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
@@ -399,6 +379,10 @@ class EngineCore:
             drafter_faults=self._guesser.n_faults,
         )
 
+    def worker_stats(self) -> tuple[WorkerStats, ...]:
+        """None: this is one engine. A cluster's door has some."""
+        return ()
+
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; running sequences keep their blocks."""
         self.pool.reset_index()
@@ -435,13 +419,18 @@ class EngineCore:
         self._forget_if_over(request_id)
         return events
 
-    def _seed_of(self, request: Request, index: int) -> int:
-        """The noise seed of one choice, in [0, 2**64): the request's own for choice 0, else derived from it."""
-        own = request.sampling.seed
-        if own is not None and index == 0:
-            return own % 2**64
-        source = f"engine {self.seed} {self._next_seq_id}" if own is None else f"choice {own} {index}"
-        return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
+    def _open(self, hand_off: HandOff) -> list[Sequence]:
+        sequences = open_sequences(
+            hand_off,
+            config=self.config,
+            first_seq_id=self._next_seq_id,
+            engine_seed=self.seed,
+            context_tokens=self.context_limit_tokens,
+        )
+        self._next_seq_id += len(sequences)
+        self._n_unborn += sum(seq.is_unborn for seq in sequences)
+        self._requests[hand_off.request.request_id] = sequences
+        return sequences
 
     def _commit(self, seq: Sequence, chunk: Chunk, result: ChunkResult, step_id: int, now_s: float) -> list[Event]:
         """Move computed forward, hand out tokens, and stop where a token or a limit says so.
@@ -468,7 +457,7 @@ class EngineCore:
             self._scheduler.register_computed(seq)
             self._fork_children(seq)
             if seq.hands_off:
-                self._scheduler.start_sending(seq)
+                start_sending(self._scheduler, seq)
             else:
                 self._scheduler.start_decode(seq)
         elif seq.speculation is not None:

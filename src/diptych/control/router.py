@@ -90,7 +90,8 @@ class Router:
 
     def __init__(self, places: Sequence[Place], *, policy: str = "least-work", local_prefill_us: int = 0) -> None:
         one_of("router", policy, POLICIES)
-        self._places = places
+        self._places = list(places)
+        self._closed: set[int] = set()
         self._policy = policy
         self._local_prefill_us = local_prefill_us
         self._decoders = [i for i, place in enumerate(places) if place.decodes]
@@ -104,16 +105,43 @@ class Router:
         self._n_answers = 0
         self._answer_tokens = 0
 
-    def choose(self, request: Request) -> Route:
-        """The engines for this request; its work counts there until `handed_off` and `forget`."""
+    def close(self, i: int) -> None:
+        """Send nothing to engine i any more. What is open there counts until it is forgotten."""
+        self._closed.add(i)
+
+    def open(self, i: int) -> None:
+        """Engine i takes requests again."""
+        self._closed.discard(i)
+
+    def add(self, place: Place) -> int:
+        """One engine more; answers its number."""
+        self._places.append(place)
+        self._work_us.append(0)
+        i = len(self._places) - 1
+        (self._decoders if place.decodes else self._readers).append(i)
+        return i
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether an engine that decodes is open."""
+        return any(i not in self._closed for i in self._decoders)
+
+    def choose(self, request: Request, *, may_part: bool | None = None) -> Route:
+        """The engines for this request; its work counts there until `handed_off` and `forget`.
+
+        may_part: whether its prompt may be read by another engine than answers it; None: where it asks for one answer.
+        """
+        if may_part is None:
+            may_part = request.sampling.n == 1
         turn, self._turn = self._turn, self._turn + 1
         self._digests = []
         prompt_tokens = len(request.prompt_token_ids)
         output_tokens = self._usual_answer * request.sampling.n
-        decoder, read_us = self._best(request, self._decoders, turn, output_tokens=output_tokens)
+        decoder, read_us = self._best(request, self._of(self._decoders), turn, output_tokens=output_tokens)
         reader = decoder
-        if self._readers and request.sampling.n == 1 and read_us > self._local_prefill_us:
-            reader, read_us = self._best(request, self._readers, self._n_apart, output_tokens=0)
+        readers = self._of(self._readers)
+        if readers and may_part and read_us > self._local_prefill_us:
+            reader, read_us = self._best(request, readers, self._n_apart, output_tokens=0)
             self._n_apart += 1
         decode_us = self._places[decoder].price.decode_us(prompt_tokens, output_tokens)
         self._open[request.request_id] = _Sent(Route(reader, decoder), read_us, decode_us)
@@ -135,6 +163,9 @@ class Router:
         if output_tokens:
             self._n_answers += 1
             self._answer_tokens += output_tokens
+
+    def _of(self, engines: list[int]) -> list[int]:
+        return [i for i in engines if i not in self._closed] if self._closed else engines
 
     def _best(self, request: Request, among: list[int], turn: int, *, output_tokens: int) -> tuple[int, int]:
         """The engine of `among`, and what reading the prompt takes there."""

@@ -104,34 +104,6 @@ class Scheduler:
         self.prefilling.remove(seq)
         self.decoding.add(seq)
 
-    # Between two engines: one reads the prompt and keeps its blocks while they are sent, the other holds as many for them
-
-    def start_sending(self, seq: Sequence) -> None:
-        """Its prompt is computed, and somebody else will decode it."""
-        seq.move(Status.SENDING)
-        self.prefilling.remove(seq)
-
-    def reserve(self, seq: Sequence) -> int | None:
-        """Hold blocks for a prompt that another engine reads; answers how many of its tokens are here. None: no room."""
-        hits = self._lookup(seq)
-        if self.waiting or not self._has_blocks_for(seq, hits):
-            return None  # who was here before goes first
-        seq.move(Status.RECEIVING)
-        for entry in hits:
-            self.pool.hold(entry.block_id)
-            seq.block_ids.append(entry.block_id)
-            seq.serials.append(entry.serial)
-        seq.block_ids += self.pool.take(self.pool.blocks_for(seq.prompt_tokens) - len(hits))
-        return len(hits) * self.pool.block_tokens
-
-    def receive(self, seq: Sequence, token_id: int) -> None:
-        """Keys and values of its prompt are in its blocks, and this is the token that followed."""
-        seq.advance(seq.prompt_tokens)
-        self.register_computed(seq)
-        seq.token_ids.append(token_id)
-        seq.table_sent = len(seq.block_ids)
-        self.received.add(seq)
-
     def _start_received(self) -> None:
         while self.received.first is not None and self.n_running < self.max_running:
             seq = self.received.first
@@ -285,14 +257,14 @@ class Scheduler:
         """Start a waiting sequence if its whole prefill finds blocks and its first chunk finds time."""
         if seq.parked_at_drops == self.pool.n_drops and self.n_running > 0:
             return False  # no block came back since it last failed
-        hits = [] if seq.block_ids else self._lookup(seq)
-        if not self._has_blocks_for(seq, hits):
+        hits = [] if seq.block_ids else self.lookup(seq)
+        if not self.has_blocks_for(seq, hits):
             if self.n_running > 0:
                 seq.parked_at_drops = self.pool.n_drops
                 return False
             self._reclaim_forked(draft)
-            hits = [] if seq.block_ids else self._lookup(seq)
-            if not self._has_blocks_for(seq, hits):
+            hits = [] if seq.block_ids else self.lookup(seq)
+            if not self.has_blocks_for(seq, hits):
                 return False  # what is being sent or received holds them
         start = seq.computed_tokens + len(hits) * self.pool.block_tokens
         n_tokens = self._fit(seq, start, seq.known_tokens - start, draft)
@@ -306,7 +278,8 @@ class Scheduler:
         self._add_prefill(seq, n_tokens, draft, hit_tokens=len(hits) * self.pool.block_tokens)
         return True
 
-    def _has_blocks_for(self, seq: Sequence, hits: list[PrefixEntry]) -> bool:
+    def has_blocks_for(self, seq: Sequence, hits: list[PrefixEntry]) -> bool:
+        """Whether all its known tokens would find blocks now, beside what is promised to others."""
         held = len(seq.block_ids) + len(hits)
         needed = self.pool.blocks_for(seq.known_tokens) - held + self._n_copies(seq, seq.computed_tokens)
         needed += sum(1 for entry in hits if self.pool.is_idle(entry.block_id))
@@ -314,7 +287,7 @@ class Scheduler:
         # A running decode soon wants one block more; admitting into its last one would only preempt it.
         return needed + min(len(self.decoding), self.pool.n_blocks // 8) <= spare
 
-    def _lookup(self, seq: Sequence) -> list[PrefixEntry]:
+    def lookup(self, seq: Sequence) -> list[PrefixEntry]:
         """The prefix hit a sequence without blocks would start from. Never covers its last known token."""
         return self.pool.match(
             seq.token_ids,
@@ -330,9 +303,14 @@ class Scheduler:
             seq.block_ids.append(entry.block_id)
             seq.serials.append(entry.serial)
         seq.computed_tokens += len(hits) * self.pool.block_tokens  # the peak moves at commit, when the chunk has run
-        if not seq.has_started and seq.index == 0 and self.pool.is_caching:
+        if not seq.has_started:
+            self.count_hits(seq, len(hits))
+
+    def count_hits(self, seq: Sequence, n_blocks: int) -> None:
+        """Of a sequence that has not been looked up before."""
+        if seq.index == 0 and self.pool.is_caching:
             self.query_tokens += seq.prompt_tokens
-            self.hit_tokens += len(hits) * self.pool.block_tokens
+            self.hit_tokens += n_blocks * self.pool.block_tokens
 
     def _fit(self, seq: Sequence, start: int, wanted: int, draft: StepDraft) -> int:
         """The longest prefill chunk from `start`, at most `wanted`, that both budgets allow; 0 for none."""
@@ -385,6 +363,7 @@ class Scheduler:
                     eos_token_ids=seq.request.eos_token_ids,
                     adapter=None if seq.request.adapter is None else seq.request.adapter.number,
                     pooling=seq.request.pooling,
+                    output_token_ids=tuple(seq.token_ids[seq.prompt_tokens :]),
                 )
             )
         draft.scheduled.extend(self._scheduled_events(seq, start, end, hit_tokens, draft))

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from diptych.control.loop import CoreStats
+from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt
@@ -113,13 +113,15 @@ class AsyncLLM:
         config: EngineConfig | None = None,
         *,
         progress: Progress | None = None,
+        engine: Engine | None = None,
         **settings: Any,
     ) -> None:
         """As for `LLM`; `start` begins stepping."""
         self.loaded, self.config = opened(model, config, settings, progress)
-        self.engine: Engine = make_engine(self.loaded, self.config)
+        self.engine: Engine = make_engine(self.loaded, self.config) if engine is None else engine
         self.failure: BaseException | None = None
         self.is_draining = False
+        self.scale: Callable[[str, int], object] | None = None  # have a pool grow or shrink, where there are pools
         self._wake = threading.Condition()
         self._inbox: deque[Callable[[], object]] = deque()
         self._outbox: dict[asyncio.AbstractEventLoop, list[tuple[RequestHandle, OutputDelta | EngineError]]] = {}
@@ -245,9 +247,17 @@ class AsyncLLM:
         self._post(run)
         return await future
 
+    def wake(self) -> None:
+        """Have the engine's thread look whether there is work: something came that it could not see."""
+        self._post(lambda: None)
+
     def stats(self) -> CoreStats:
         """Counts of sequences and blocks, as of the last step."""
         return self.engine.stats()
+
+    def workers(self) -> tuple[WorkerStats, ...]:
+        """The engines behind this one, where it is a cluster's."""
+        return self.engine.core.worker_stats()
 
     def subscribe(self, listener: Callable[[list[Event]], None]) -> Callable[[], None]:
         """Give every batch of events to `listener`, on the engine's thread: be quick. Returns the function that ends it."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from diptych.compute.structured import CompiledGrammar, GrammarCompiler
-from diptych.control.loop import CoreStats, EngineCore
+from diptych.control.loop import EngineCore
+from diptych.control.stats import CoreStats
 from diptych.engine.adapters import AdapterCounts, Adapters
 from diptych.engine.prompts import Prompt, prompt_ids
 from diptych.engine.text.detokenizer import TextDelta, TextStream

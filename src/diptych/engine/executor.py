@@ -8,7 +8,7 @@ Prompts of which states are wanted have their rows tapped behind the last layer 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.kv_store import KVStore
+from diptych.compute.kv_store import KVPayload, KVStore
 from diptych.compute.model import Best, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.pooler import Pooler
@@ -61,6 +61,19 @@ class ModelExecutor:
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """Have the KV pool's memory provided before steps need it; on any thread, beside steps."""
         self._kv.back_memory(wants_stop)
+
+    @property
+    def lineage(self) -> str:
+        """Of the model; see `compute.model.Model`."""
+        return self._model.lineage
+
+    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
+        """The bytes of these blocks, for another engine; between steps."""
+        return self._kv.export_blocks(block_ids)
+
+    def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
+        """Take in another engine's; between steps. TransferError, and nothing is written, unless all of them are right."""
+        self._kv.import_blocks(block_ids, payload)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises ExecutorError, with the cause, when the model or the step as a whole fails.

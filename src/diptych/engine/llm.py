@@ -15,7 +15,7 @@ from typing import Any
 
 from diptych.engine.encoded import Embedding, Scores, embedding, scores
 from diptych.engine.encoder import NO_TOKENS, Encoder, PooledPrompt, Text
-from diptych.engine.engine import OpenRequest, OutputDelta
+from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
@@ -74,14 +74,16 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         progress: Progress | None = None,
+        engine: Engine | None = None,
         **settings: Any,
     ) -> None:
         """Load a checkpoint ('bundled', a folder, or a hub name) unless it is loaded, and allocate its KV pool.
 
         settings: fields of SchedulerConfig, ComputeConfig and EngineConfig by name; they stand over `config`.
+        engine: one that is made already, such as one over a cluster's door.
         """
         self.loaded, self.config = opened(model, config, settings, progress)
-        self.engine = make_engine(self.loaded, self.config)
+        self.engine = make_engine(self.loaded, self.config) if engine is None else engine
         self._turns = threading.RLock()  # re-entrant, as on_delta may ask this engine something too
 
     @classmethod

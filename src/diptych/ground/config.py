@@ -298,6 +298,16 @@ def env_text(name: str) -> str | None:
     return os.environ.get(f"DIPTYCH_{name}") or None
 
 
+def quiet_ray(*, is_local: bool) -> None:
+    """Have the Ray that is started from here report to nobody and, on one machine, listen on loopback only. Before ray is
+    imported; what the environment says already stands.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if is_local:
+        # Ray's own switch for "no other machine": without it, 127.0.0.1 becomes the machine's address
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
 def packed_cache() -> tuple[Path, int] | None:
     """Where packed weights are kept between starts, and how many bytes of them; None for DIPTYCH_PACKED_CACHE=off.
 

@@ -66,7 +66,11 @@ class WorkerLost(ExecutorError):
 
 
 class TransferError(EngineError):
-    """Blocks of KV that came from elsewhere are not what they should be; none of them was taken in."""
+    """Blocks of KV that came from elsewhere are not what they should be; none of them was taken in. reason: in a word."""
+
+    def __init__(self, message: str, *, reason: str = "other", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.reason = reason
 
 
 class SequenceError(EngineError):

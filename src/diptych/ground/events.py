@@ -142,6 +142,25 @@ class FinishEvent:
     error: EngineError | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEvent:
+    """A prompt that another engine was to read has come, as far as it comes; what is left of it is read here.
+
+    Tokens whose keys and values are here now: cached_tokens were before, transferred_tokens came, recomputed_tokens count in
+    neither, having been accounted for on a third engine. queue_s, read_s: until the other engine began, and from then until
+    it had read all of it; begin_s: when it was asked. None: it never said so.
+    """
+
+    request_id: str
+    at_s: float
+    cached_tokens: int
+    transferred_tokens: int
+    recomputed_tokens: int = 0
+    begin_s: float | None = None
+    queue_s: float | None = None
+    read_s: float | None = None
+
+
 Event = (
     ArrivalEvent
     | ScheduledEvent
@@ -152,14 +171,16 @@ Event = (
     | DraftEvent
     | PromptLogprobsEvent
     | StateEvent
+    | TransferEvent
     | FinishEvent
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens of a request by source: computed + cached + remaining = prompt, whatever happened on the way.
+    """Tokens of a request by source: computed + cached + transferred + remaining = prompt, whatever happened on the way.
 
+    transferred_tokens were read by another engine, whose keys and values came here.
     remaining_tokens are prompt tokens that a request ended too early to read; 0 as soon as it has an output token.
     The prompt of a request with n > 1 counts once, as choice 0 reads it.
     """
@@ -169,6 +190,7 @@ class Usage:
     computed_tokens: int
     output_tokens: int
     remaining_tokens: int = 0
+    transferred_tokens: int = 0
     recomputed_tokens: int = 0  # had again after preemption, computed or found cached; never counted as cached
     reasoning_tokens: int = 0
     drafted_tokens: int = 0  # guessed ahead and verified; accepted ones are output tokens, the others were rejected
@@ -177,8 +199,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Durations of one request, from events alone. queue + prefill = ttft; queue + prefill + decode = e2e.
+    """Durations of one request, from events alone. queue + prefill + transfer = ttft; with decode they are e2e.
 
+    transfer_s: its prompt was read by another engine, and its keys and values were still on their way.
     ttft_s is None when no token was ever handed out; tpot_s needs two tokens.
     stall_s: the part of decode spent in steps lengthened by other requests' prefill.
     """
@@ -192,3 +215,4 @@ class Timings:
     itl_s: tuple[float, ...]
     stall_s: float
     n_preemptions: int
+    transfer_s: float = 0.0

@@ -27,13 +27,14 @@ class Status(Enum):
 
 
 # A preempted sequence goes back to WAITING and is computed again from its known tokens. One whose prompt is read by one
-# engine and answered by another is SENDING there and RECEIVING here until its keys and values have come.
+# engine and answered by another is SENDING there and RECEIVING here until its keys and values have come, or will not:
+# then it is WAITING here with the blocks that it has.
 MOVES: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.PREFILL, Status.RECEIVING, Status.FINISHED}),
     Status.PREFILL: frozenset({Status.DECODE, Status.SENDING, Status.WAITING, Status.FINISHED}),
     Status.DECODE: frozenset({Status.WAITING, Status.FINISHED}),
     Status.SENDING: frozenset({Status.FINISHED}),
-    Status.RECEIVING: frozenset({Status.DECODE, Status.FINISHED}),
+    Status.RECEIVING: frozenset({Status.WAITING, Status.DECODE, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 

@@ -21,6 +21,7 @@ class SequenceStart:
     """A sequence the executor has not seen: its prompt (for penalties and grammars) and how to sample it.
 
     `seed` is already drawn; noise depends on (seed, position) and on nothing else. adapter: its number in the model.
+    output_token_ids: what another executor drew of it, so that penalties and grammars stand where they stood there.
     Sent exactly once per sequence, before or in the plan of its first chunk; a preempted sequence is not sent again.
     pooling: no token is ever drawn; the pooled state of the prompt comes up with its last chunk.
     """
@@ -32,6 +33,7 @@ class SequenceStart:
     eos_token_ids: tuple[int, ...] = ()
     adapter: int | None = None
     pooling: Pooling | None = None
+    output_token_ids: tuple[int, ...] = ()
 
 
 class Chunk(NamedTuple):

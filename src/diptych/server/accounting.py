@@ -97,7 +97,7 @@ class Accountant:
         block = self._cache_block_tokens
         if block is None:
             return 0
-        return max(0, (usage.cached_tokens + usage.computed_tokens) // block * block - usage.cached_tokens)
+        return max(0, (usage.prompt_tokens - usage.remaining_tokens) // block * block - usage.cached_tokens)
 
     def timings(self, accounts: Sequence[Account]) -> dict[str, Any]:
         """llama.cpp's keys and ours. Several prompts: counts and times of all together, each under `diptych.prompts`."""
@@ -109,12 +109,14 @@ class Accountant:
         usage, timings = account.usage, account.timings
         return {
             "cache_n": usage.cached_tokens,
+            "transfer_n": usage.transferred_tokens,
             **_rates("prompt", usage.computed_tokens, timings.prefill_s),
             **_rates("predicted", usage.output_tokens, timings.decode_s),
             **_drafts([usage]),
             "diptych": {
                 "queue_ms": _ms(timings.queue_s),
                 "prefill_ms": _ms(timings.prefill_s),
+                "transfer_ms": _ms(timings.transfer_s),
                 "decode_ms": _ms(timings.decode_s),
                 "e2e_ms": _ms(timings.e2e_s),
                 "stall_ms": _ms(timings.stall_s),
@@ -186,16 +188,17 @@ class Accountant:
 
 
 def _together(accounts: Sequence[Account], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several prompts of one body, which arrive together, as one: queue until the first of them is begun, prefill until
-    the last has its first token, decode until the last has ended. So queue + prefill + decode = end to end here too.
+    """Several prompts of one body, which arrive together, as one: queue until the first of them is begun, prefill (transfers
+    in it) until the last has its first token, decode until the last has ended. Queue + prefill + decode = end to end here too.
     """
     inner = [one["diptych"] for one in each]
     queue_s = min(one.timings.queue_s for one in accounts)
-    first_s = max(one.timings.queue_s + one.timings.prefill_s for one in accounts)
+    first_s = max(one.timings.queue_s + one.timings.prefill_s + one.timings.transfer_s for one in accounts)
     end_s = max(first_s, *(one.timings.e2e_s for one in accounts))
     tpots = [one.timings.tpot_s for one in accounts if one.timings.tpot_s is not None]
     return {
         "cache_n": sum(one.usage.cached_tokens for one in accounts),
+        "transfer_n": sum(one.usage.transferred_tokens for one in accounts),
         **_rates("prompt", sum(one.usage.computed_tokens for one in accounts), first_s - queue_s),
         **_rates("predicted", sum(one.usage.output_tokens for one in accounts), end_s - first_s),
         **_drafts([one.usage for one in accounts]),
@@ -228,11 +231,14 @@ def chunk_times(record: RequestRecord, timings: Timings) -> list[ChunkTime]:
     The intervals lie end to end, so they add up to `prefill_s`; what a chunk waited for is charged to the chunk.
     """
     begin_s = record.arrival_s + timings.queue_s
-    end_s = begin_s + timings.prefill_s
+    end_s = begin_s + timings.prefill_s + timings.transfer_s
+    elsewhere = [ChunkTime(start=one.start, end=one.end, seconds=one.read_s) for one in record.transfers]
+    if record.transfers:
+        begin_s = record.transfers[-1].at_s
     chunks = [chunk for chunk in record.chunks if chunk.step.begin_s < end_s]
     starts = [begin_s, *(chunk.step.begin_s for chunk in chunks[1:])]
     ends = [*starts[1:], end_s]
-    return [
+    return elsewhere + [
         ChunkTime(start=chunk.start, end=chunk.end, seconds=max(0.0, until_s - from_s))
         for chunk, from_s, until_s in zip(chunks, starts, ends, strict=False)
     ]

@@ -60,6 +60,7 @@ PAGE_FILES = {
     "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/page/try.js": ("try.js", "text/javascript; charset=utf-8"),
     "/page/whatif.js": ("whatif.js", "text/javascript; charset=utf-8"),
+    "/page/workers.js": ("workers.js", "text/javascript; charset=utf-8"),
 }
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
@@ -327,6 +328,19 @@ def _add_requests(app: FastAPI, state: ServerState) -> None:
         await state.engine.call(lambda engine: engine.core.reset_prefix_cache())
         return {"reset": True}
 
+    @app.post("/scale", responses=responses(400, 404))
+    async def scale(
+        prefill: Annotated[int | None, Query(ge=0, le=256)] = None,
+        decode: Annotated[int | None, Query(ge=1, le=256)] = None,
+    ) -> dict[str, Any]:
+        """Have pools of workers grow or shrink to these sizes; it takes as long as loading, or as what is open there."""
+        if state.engine.scale is None:
+            raise ApiError(404, "this server has one engine and no workers", code="not_found")
+        for pool, number in (("prefill", prefill), ("decode", decode)):
+            if number is not None:
+                state.engine.scale(pool, number)
+        return {"scaling": True}
+
 
 def _add_status(app: FastAPI, state: ServerState) -> None:
     @app.get("/health", responses=responses(503))
@@ -392,7 +406,11 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
         """Prometheus text."""
         return Response(
             exposition(
-                state.collector, state.engine.stats(), state.desk.outlook(), state.engine.engine.adapter_counts()
+                state.collector,
+                state.engine.stats(),
+                state.desk.outlook(),
+                state.engine.engine.adapter_counts(),
+                state.engine.workers(),
             ),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import resource
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
+from diptych.ground.hosts import is_loopback
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]+")
 _HOST = re.compile(r"[A-Za-z0-9._-]+")
@@ -136,13 +136,3 @@ def open_requests_limit(asked: int | None) -> int:
             hint="raise the limit (ulimit -n) or ask for fewer",
         )
     return max(1, room - FILES_KEPT)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a socket bound to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -64,7 +64,12 @@ class Desk:
     def admit(self, request_id: str, prompt_tokens: int) -> AbstractContextManager[None]:
         """Raise ApiError 503 when a request must not be taken now; else count it until the context ends."""
         telemetry, admission = self.telemetry, self.admission
-        read_tokens = telemetry.computed_tokens + telemetry.cached_tokens + telemetry.recomputed_tokens
+        read_tokens = (
+            telemetry.computed_tokens
+            + telemetry.cached_tokens
+            + telemetry.recomputed_tokens
+            + telemetry.transferred_tokens
+        )
         admission.observe(read_tokens, telemetry.step_s["prefill"].total + telemetry.step_s["mixed"].total)
         admission.check(self.backlog(), prompt_tokens=prompt_tokens, now_s=self.now_s())
         return admission.enter(request_id, prompt_tokens)

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from diptych.compute.ceilings import Ceilings
+from diptych.control.stats import WorkerStats
 from diptych.ground.events import Event, FinishEvent, PreemptEvent
 from diptych.insight.segments import TokenWork
 from diptych.metrics import RequestRecord, StepRecord
@@ -136,6 +137,7 @@ class LiveFeed:
             "waiting_tokens": counts.waiting_tokens,
             "blocks": [counts.blocks_in_use, counts.blocks_cached, counts.blocks_free],
             "is_draining": self._desk.engine.is_draining,
+            "workers": [_worker(one) for one in self._desk.engine.workers()],
             "n_steps": frame.n_steps,
             "prefill_tokens": frame.prefill_tokens,
             "decode_tokens": frame.decode_tokens,
@@ -202,6 +204,23 @@ def _counts(record: RequestRecord) -> dict[str, int]:
         "prompt_tokens": record.prompt_tokens,
         "computed_to": record.chunks[-1].end if record.chunks else 0,
         "output_tokens": sum(len(one.token_times_s) for one in list(record.choices.values())),
+    }
+
+
+def _worker(one: WorkerStats) -> dict[str, Any]:
+    row = {"name": one.name, "pool": one.pool, "is_up": one.is_up, "is_draining": one.is_draining, "deaths": one.deaths}
+    if one.counts is None:
+        return row | {"is_up": False, "sent_bytes": 0, "received_bytes": 0}
+    core = one.counts.core
+    return row | {
+        "running": core.running,
+        "waiting": core.waiting,
+        "kv_use": core.blocks_in_use / max(1, core.blocks_in_use + core.blocks_cached + core.blocks_free),
+        "reading": one.counts.reading,
+        "receiving": one.counts.receiving,
+        "sent_bytes": one.counts.sent_bytes,
+        "received_bytes": one.counts.received_bytes,
+        "recomputed_tokens": one.counts.recomputed_tokens,
     }
 
 

@@ -6,7 +6,7 @@ Time to first token starts at arrival in both families.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,11 +14,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diptych.control.loop import CoreStats
+from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.adapters import AdapterCounts
 from diptych.ground.clock import wall_time_s
 from diptych.server.admission import Outlook
 from diptych.server.telemetry import LiveHistogram, Telemetry
+from diptych.server.worker_metrics import worker_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,17 @@ class ServedModel:
     weight_bytes: int
 
 
+def _use(counts: CoreStats) -> float:
+    return counts.blocks_in_use / max(1, sum(_blocks(counts).values()))
+
+
+_VLLM_GAUGES: tuple[tuple[str, str, Callable[[CoreStats], float]], ...] = (
+    ("num_requests_running", "sequences in prefill or decode", lambda counts: counts.running),
+    ("num_requests_waiting", "sequences waiting to be scheduled", lambda counts: counts.waiting),
+    ("kv_cache_usage_perc", "KV blocks in use, 1 is all", _use),
+)
+
+
 class MetricsCollector(Collector):
     """Makes all metric families anew at each scrape; costs nothing in between."""
 
@@ -49,6 +61,7 @@ class MetricsCollector(Collector):
         self.counts: CoreStats | None = None
         self.outlook: Outlook | None = None
         self.adapters: AdapterCounts | None = None
+        self.workers: Sequence[WorkerStats] = ()
 
     def collect(self) -> Iterator[Metric]:
         """Every family, in a fixed order."""
@@ -59,6 +72,8 @@ class MetricsCollector(Collector):
             yield from self._vllm_gauges()
             yield from self._vllm_counters()
             yield from self._vllm_distributions()
+        if self.workers:
+            yield from worker_metrics(self.workers)
 
     def _own_gauges(self) -> Iterator[Metric]:
         model, counts = self._model, self.counts
@@ -103,6 +118,7 @@ class MetricsCollector(Collector):
         )
         tokens.add_metric(["computed"], telemetry.computed_tokens)
         tokens.add_metric(["cached"], telemetry.cached_tokens)
+        tokens.add_metric(["transferred"], telemetry.transferred_tokens)
         tokens.add_metric(["dropped"], telemetry.dropped_tokens)
         tokens.add_metric(["recomputed"], telemetry.recomputed_tokens)
         yield tokens
@@ -145,8 +161,9 @@ class MetricsCollector(Collector):
             "time of finished requests by phase; stall is the part of decode lengthened by others' prefill",
             labels=["phase"],
         )
-        for name in ("queue", "prefill", "decode", "stall"):
-            phases.add_metric([name], *_buckets(telemetry.requests[name]))
+        for name in ("queue", "prefill", "transfer", "decode", "stall"):
+            if name != "transfer" or telemetry.requests[name].n_values:
+                phases.add_metric([name], *_buckets(telemetry.requests[name]))
         yield phases
         yield _histogram("diptych_tpot_seconds", "decode time per token after the first", telemetry.requests["tpot"])
         yield _histogram("diptych_e2e_seconds", "arrival to last token", telemetry.requests["e2e"])
@@ -158,11 +175,15 @@ class MetricsCollector(Collector):
         counts, model, labels = self.counts, self._model, self._labels()
         if counts is None:
             return
-        yield _gauge("vllm:num_requests_running", "sequences in prefill or decode", counts.running, labels)
-        yield _gauge("vllm:num_requests_waiting", "sequences waiting to be scheduled", counts.waiting, labels)
-        blocks = sum(_blocks(counts).values())
-        yield _gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 1 is all", counts.blocks_in_use / blocks, labels)
-        config = {"block_size": str(model.block_tokens), "num_gpu_blocks": str(model.n_blocks), "cache_dtype": model.kv}
+        # vLLM tells the engines of one server apart by a number
+        engines = [one.counts.core for one in self.workers if one.counts is not None] or [counts]
+        for name, text, read in _VLLM_GAUGES:
+            family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(labels))
+            for number, core in enumerate(engines):
+                family.add_metric([model.name, str(number)], read(core))
+            yield family
+        n_blocks = sum(_blocks(counts).values())  # of a cluster's workers, which come and go
+        config = {"block_size": str(model.block_tokens), "num_gpu_blocks": str(n_blocks), "cache_dtype": model.kv}
         yield _gauge("vllm:cache_config_info", "how the KV cache is laid out", 1, {**labels, **config})
         if self.adapters is not None and self.adapters.loaded:
             names = {
@@ -230,10 +251,14 @@ class MetricsCollector(Collector):
 
 
 def exposition(
-    collector: MetricsCollector, counts: CoreStats, outlook: Outlook, adapters: AdapterCounts | None = None
+    collector: MetricsCollector,
+    counts: CoreStats,
+    outlook: Outlook,
+    adapters: AdapterCounts | None = None,
+    workers: Sequence[WorkerStats] = (),
 ) -> bytes:
     """The text of one scrape."""
-    collector.counts, collector.outlook, collector.adapters = counts, outlook, adapters
+    collector.counts, collector.outlook, collector.adapters, collector.workers = counts, outlook, adapters, workers
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return generate_latest(registry)

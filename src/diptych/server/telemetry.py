@@ -1,7 +1,7 @@
 """Counts and distributions of a running server, folded from the engine's events and from finished requests.
 
-When the engine has nothing to do, they balance: prompt tokens = computed + cached + dropped; requests taken = finished +
-aborted + failed; blocks in use = 0.
+When the engine has nothing to do, they balance: prompt tokens = computed + cached + transferred + dropped; requests
+taken = finished + aborted + failed; blocks in use = 0.
 
 Owns the numbers that `/metrics` shows. `on_events` runs on the engine's thread, `on_finished` on the event loop; each
 field is written by one of the two only, so nothing is locked. Durations come from `diptych.metrics` or from event times.
@@ -24,6 +24,7 @@ from diptych.ground.events import (
     StepBeginEvent,
     Timings,
     TokenEvent,
+    TransferEvent,
     Usage,
 )
 from diptych.ground.phase import FinishReason
@@ -91,6 +92,7 @@ class Telemetry:
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.recomputed_tokens = 0
+        self.transferred_tokens = 0
         self.dropped_tokens = 0  # of prompts whose request ended before they were read
         self.prompt_tokens = 0
         self.requests_taken = 0
@@ -119,7 +121,7 @@ class Telemetry:
         self.refused: dict[str, int] = {}
         self.requests = {
             name: LiveHistogram(REQUEST_EDGES_S)
-            for name in ("e2e", "queue", "prefill", "decode", "inference", "tpot", "stall")
+            for name in ("e2e", "queue", "prefill", "transfer", "decode", "inference", "tpot", "stall")
         }
         self.request_prompt_tokens = LiveHistogram(TOKEN_EDGES)
         self.request_output_tokens = LiveHistogram(TOKEN_EDGES)
@@ -134,6 +136,7 @@ class Telemetry:
             TokenEvent: self._on_token,
             DraftEvent: self._on_draft,
             StateEvent: self._on_state,
+            TransferEvent: self._on_transfer,
         }
 
     def on_events(self, events: list[Event]) -> None:
@@ -170,8 +173,10 @@ class Telemetry:
         requests["e2e"].add(timings.e2e_s)
         requests["queue"].add(timings.queue_s)
         requests["prefill"].add(timings.prefill_s)
+        if timings.transfer_s > 0.0:
+            requests["transfer"].add(timings.transfer_s)
         requests["decode"].add(timings.decode_s)
-        requests["inference"].add(timings.prefill_s + timings.decode_s)
+        requests["inference"].add(timings.prefill_s + timings.transfer_s + timings.decode_s)
         requests["stall"].add(timings.stall_s)
         if timings.tpot_s is not None:
             requests["tpot"].add(timings.tpot_s)
@@ -201,6 +206,13 @@ class Telemetry:
             self.computed_tokens += computed_tokens
             self.cached_tokens += event.cached_tokens
             self.unread_tokens -= computed_tokens + event.cached_tokens
+
+    def _on_transfer(self, event: TransferEvent) -> None:
+        self.recomputed_tokens += event.recomputed_tokens
+        if event.request_id in self.records:
+            self.cached_tokens += event.cached_tokens
+            self.transferred_tokens += event.transferred_tokens
+            self.unread_tokens -= event.cached_tokens + event.transferred_tokens
 
     def _on_step_begin(self, event: StepBeginEvent) -> None:
         self.steps += 1

@@ -20,6 +20,7 @@ from diptych.control.router import Place, Price, Route, Router
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, InternalError, RequestError
 from diptych.ground.events import FinishEvent
+from diptych.ground.handoff import HandOff
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import RequestRecord, StepRecord
@@ -265,7 +266,7 @@ class Cluster:
         while waiting:
             journey = waiting[0]
             if journey.request.request_id in self._journeys:
-                journey.sent_tokens = member.engine.core.reserve(journey.request)
+                journey.sent_tokens = member.engine.core.reserve(HandOff.of(journey.request))
                 if journey.sent_tokens is None:
                     return
                 self._send(journey, at_s)

@@ -85,6 +85,7 @@ class CpuModel(Model):
         self.revision = blueprint.revision(
             self.backend_name, self.instruction_set, *sorted(self.formats), self.head_format, self.kv_format
         )
+        self.lineage = blueprint.revision(self.backend_name, *sorted(self.formats), self.head_format, self.kv_format)
         self._cache = {**cache_sizes(self.spec), "format": loader.kv_format}
         self._kept_logits = torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
         logger.info(

@@ -87,6 +87,7 @@ class TorchModel(Model):
         self.revision = blueprint.revision(
             self.backend_name, torch.__version__, self.instruction_set, self.weights_format, self.kv_format
         )
+        self.lineage = blueprint.revision(self.backend_name, self.weights_format, self.kv_format)
         self.threads = torch.get_num_threads()
         self.placement = Placement(threads=self.threads)
         logger.info(

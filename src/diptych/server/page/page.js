@@ -2,6 +2,7 @@
 import { drawDistribution, drawRates, drawTimeline, milliseconds, quantile, short } from "./charts.js";
 import { setUpTry } from "./try.js";
 import { setUpWhatIf } from "./whatif.js";
+import { drawWorkers } from "./workers.js";
 
 const KEEP_S = 32;
 const RATE_FRAMES = 240;
@@ -102,6 +103,7 @@ function redraw() {
   drawTiles(frame, hello);
   drawSteps();
   drawBlocks(frame);
+  drawWorkers(frame);
   const capacity = Math.max(LEAST_RATE_FRAMES, state.prefill.length);
   drawRates(el("rates"), [
     { colour: "prefill", values: state.prefill, capacity },

@@ -73,10 +73,10 @@ function bar(name, ms, all) {
 
 function report(usage, timings) {
   const own = timings.diptych;
-  const all = Math.max(1e-6, own.queue_ms + own.prefill_ms + own.decode_ms);
+  const all = Math.max(1e-6, own.queue_ms + own.prefill_ms + own.transfer_ms + own.decode_ms);
   const text = (ms) => (ms === null ? "-" : milliseconds(ms / 1e3));
-  const phases = make("div", { className: "phases" }, bar("queue", own.queue_ms, all), bar("prefill", own.prefill_ms, all), bar("decode", Math.max(0, own.decode_ms - own.stall_ms), all), bar("stall", own.stall_ms, all));
-  const line = `first token after ${text(own.ttft_ms)} = queue ${text(own.queue_ms)} + prefill ${text(own.prefill_ms)} · decode ${text(own.decode_ms)}${own.stall_ms > 0 ? `, of it stalled ${text(own.stall_ms)}` : ""}`;
+  const phases = make("div", { className: "phases" }, bar("queue", own.queue_ms, all), bar("prefill", own.prefill_ms, all), ...(own.transfer_ms > 0 ? [bar("transfer", own.transfer_ms, all)] : []), bar("decode", Math.max(0, own.decode_ms - own.stall_ms), all), bar("stall", own.stall_ms, all));
+  const line = `first token after ${text(own.ttft_ms)} = queue ${text(own.queue_ms)} + prefill ${text(own.prefill_ms)}${own.transfer_ms > 0 ? ` + transfer ${text(own.transfer_ms)}` : ""} · decode ${text(own.decode_ms)}${own.stall_ms > 0 ? `, of it stalled ${text(own.stall_ms)}` : ""}`;
   const head = ["", "tokens", "measured", "rate", "expected of its steps", "ceiling allows"];
   const rows = [
     ["prefill", `${timings.prompt_n} (+${timings.cache_n} cached)`, text(own.prefill_ms), `${short(timings.prompt_per_second)} tok/s`, text(own.predicted.prefill_ms), text(own.roofline.prefill_ms)],

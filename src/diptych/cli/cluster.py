@@ -1,0 +1,75 @@
+"""`diptych serve --prefill N --decode M`, `--workers N`: the same server before several engines on Ray."""
+
+from __future__ import annotations
+
+import socket
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from diptych.ground.config import EngineConfig, quiet_ray
+from diptych.ground.errors import ConfigError
+from diptych.server.config import ServerConfig
+from diptych.server.run import run_server
+
+if TYPE_CHECKING:
+    from diptych.cluster.rays import PoolConfig
+
+
+def pools_of(
+    prefill: int,
+    decode: int | None,
+    workers: int | None,
+    *,
+    address: str | None,
+    local_prefill_tokens: int,
+    takes_other_kernels: bool,
+) -> PoolConfig | None:
+    """The pools that were asked for; None: one engine in this process. Raises ConfigError for what contradicts itself."""
+    if not prefill and decode is None and workers is None and address is None:
+        return None
+    if workers is not None and (prefill or decode is not None):
+        raise ConfigError(
+            "workers do both phases; prefill and decode name pools of their own", hint="give one or the other"
+        )
+    if prefill and decode is None:
+        raise ConfigError(f"{prefill} workers prefill and none decodes", hint="add --decode 1 or more")
+    number = workers if workers is not None else decode if decode is not None else 1
+    config: PoolConfig = _rays(is_local=address is None).PoolConfig(
+        prefill=prefill,
+        decode=number,
+        address=address,
+        local_prefill_tokens=local_prefill_tokens,
+        takes_other_kernels=takes_other_kernels,
+    )
+    return config
+
+
+def serve(model: str, engine: EngineConfig, pools: PoolConfig, config: ServerConfig, listener: socket.socket) -> int:
+    """Start the workers, serve, and end what was started; the process's exit code.
+
+    Raises ConfigError for what only an engine in this process can do.
+    """
+    alone = {
+        "--lora": bool(engine.loras),
+        "--runtime-lora": config.loads_loras,
+        "--task": engine.task in ("embed", "score"),
+        "--record": config.record is not None,
+    }
+    for option in (name for name, is_given in alone.items() if is_given):
+        raise ConfigError(f"{option} is for one engine in this process, not for workers", hint="leave out one of them")
+    cluster = _rays(is_local=pools.address is None).RayCluster(model, engine, pools)
+    try:
+        return run_server(cluster.llm, config, listener)
+    finally:
+        cluster.close()
+
+
+def _rays(*, is_local: bool) -> Any:
+    """ray is an extra, and slow to import: only who asks for workers needs it."""
+    quiet_ray(is_local=is_local)
+    try:
+        return import_module("diptych.cluster.rays")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("workers need ray, which is not installed", hint='pip install "diptych[cluster]"') from error

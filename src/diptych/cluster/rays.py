@@ -1,0 +1,490 @@
+"""The cluster on Ray: a worker is an actor, and keys and values travel through Ray's object store. Only here is ray imported.
+
+Ray places the actors, sees when one dies, starts it again, and carries what is sent (shared memory on a node, its own
+transfer between nodes). Actors rather than Ray Serve: the HTTP server, its admission and its router are the engine's own,
+and every hop more is a hop more per token.
+
+Whoever reaches Ray's ports can run code on its machines: Ray trusts its network, and says so. On one machine everything
+listens on loopback; between machines give it a network of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import psutil
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayError
+
+from diptych.cluster.core import ClusterCore
+from diptych.cluster.messages import Batch, Facts, ToWorker
+from diptych.cluster.runner import WorkerRunner
+from diptych.cluster.worker import Worker
+from diptych.compute.structured import GrammarCompiler
+from diptych.cost.apart import Speeds, judge
+from diptych.engine.adapters import Adapters
+from diptych.engine.async_llm import AsyncLLM
+from diptych.engine.engine import Engine
+from diptych.engine.load import (
+    BUNDLED_MODEL,
+    KV_MEMORY_SHARE,
+    LoadedModel,
+    load,
+    local_predictor,
+    make_machinery,
+    model_dir,
+    profile_gap,
+)
+from diptych.engine.memory import memory_of
+from diptych.engine.text.words import words_of
+from diptych.ground.clock import Clock, MonotonicClock
+from diptych.ground.config import EngineConfig
+from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.hosts import is_loopback
+from diptych.models.spec import ModelSpec
+
+logger = logging.getLogger("diptych.cluster")
+
+POLL_S = 0.5  # a worker that has nothing to say says so as often
+HUNG_S = 30.0  # a process that says nothing for so long, not even that there is nothing to say, is given up
+START_S = 600.0  # a large model takes minutes to load
+OBJECT_STORE_BYTES = 256 * 2**20  # blocks stay in it for milliseconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What a server says of a model that is loaded elsewhere; the fields of `compute.model.Model`."""
+
+    spec: ModelSpec
+    backend_name: str
+    weights_format: str
+    head_format: str
+    kv_format: str
+    revision: str
+    weight_bytes: int
+    n_parameters: int
+    threads: int
+    instruction_set: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker is ready. incarnation: another one after every start; what is meant for an older one is not for it.
+
+    speeds: of this machine, where it was measured; gap: why it says nothing.
+    """
+
+    incarnation: str
+    facts: Facts
+    card: ModelCard
+    load_s: float
+    now_s: float
+    speeds: Speeds | None
+    gap: str | None
+
+
+class _Actor:
+    """A process with one engine. Three groups of calls, each in order and none behind another."""
+
+    def __init__(self, name: str, model: str, config: EngineConfig, share: int, pools: PoolConfig, level: int) -> None:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        clock = MonotonicClock()
+        loaded = load(model, config, clock=clock)
+        self._loaded = loaded
+        self._incarnation = uuid.uuid4().hex
+        self._peers: dict[str, Any] = {}
+        grammars = GrammarCompiler(loaded.tokenizer, loaded.model.spec.vocab_size)
+        machinery = make_machinery(
+            loaded.model, with_memory(config, share), clock=clock, grammars=grammars, loaded=loaded
+        )
+        node = ray.get_runtime_context().get_node_id()
+        self._facts = Facts.of(name, machinery.core, node=node, pid=psutil.Process().pid)
+        self._clock = clock
+        predicted = local_predictor(loaded.model)
+        limit = machinery.core.context_limit_tokens
+        self._speeds = None if predicted is None else Speeds.of(predicted.predict_s, limit)
+        worker = Worker(name, machinery, clock=clock, send=self._send, takes_other_kernels=pools.takes_other_kernels)
+        self._runner = WorkerRunner(worker, clock=clock)
+        threading.Thread(
+            target=machinery.executor.back_memory, args=(lambda: False,), name="diptych-memory", daemon=True
+        ).start()
+
+    def hello(self) -> Hello:
+        """Once it is loaded."""
+        model = self._loaded.model
+        card = ModelCard(**{name: getattr(model, name) for name in ModelCard.__dataclass_fields__})
+        return Hello(
+            incarnation=self._incarnation,
+            facts=self._facts,
+            card=card,
+            load_s=self._loaded.load_s,
+            now_s=self._clock.now_s(),
+            speeds=self._speeds,
+            gap=profile_gap(model),
+        )
+
+    def meet(self, peers: dict[str, Any]) -> None:
+        """The other workers' handles."""
+        self._peers |= peers
+
+    def tell(self, incarnation: str, message: ToWorker) -> None:
+        """From the door."""
+        if incarnation == self._incarnation:
+            self._runner.post(message)
+
+    def give(self, message: ToWorker) -> None:
+        """From another worker. Keys and values lie in the object store, and are looked at where they lie."""
+        self._runner.post(message)
+
+    def fetch(self, incarnation: str) -> Batch | None:
+        """What happened; None in every POLL_S without news."""
+        if incarnation != self._incarnation:
+            raise LoadError("this worker has started anew")
+        return self._runner.fetch(POLL_S)
+
+    def _send(self, name: str, message: ToWorker) -> None:
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.give.remote(message)
+
+
+def _actor_class() -> Any:
+    """Methods of a group run in order on a thread of their own, so a long fetch holds up no message."""
+    for group, names in (("door", ("hello", "meet", "tell")), ("links", ("give",)), ("news", ("fetch",))):
+        for name in names:
+            setattr(_Actor, name, ray.method(concurrency_group=group)(getattr(_Actor, name)))
+    remote: Any = ray.remote
+    return remote(concurrency_groups={"door": 1, "links": 1, "news": 1})(_Actor)
+
+
+WorkerActor = _actor_class()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """How many workers. prefill: those that read for the others; decode: those that answer, with prefill = 0 all they do.
+
+    takes_other_kernels: see `cluster.worker`. address: of a Ray cluster that runs ("auto" finds one); None: one is started
+    here, on loopback, and ends with this process.
+    """
+
+    prefill: int = 0
+    decode: int = 1
+    address: str | None = None
+    local_prefill_tokens: int = 64
+    takes_other_kernels: bool = False
+    object_store_bytes: int = OBJECT_STORE_BYTES
+
+    def __post_init__(self) -> None:
+        """Refuse what answers nobody."""
+        if self.decode < 1 or self.prefill < 0:
+            raise ConfigError(f"{self.decode} workers decode and {self.prefill} prefill; at least 1 must decode")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the workers, those that decode first."""
+        return [f"decode-{i}" for i in range(self.decode)] + [f"prefill-{i}" for i in range(self.prefill)]
+
+
+class _Link:
+    """The door's way to one incarnation of a worker."""
+
+    def __init__(self, actor: Any, incarnation: str) -> None:
+        self._actor, self._incarnation = actor, incarnation
+
+    def send(self, message: ToWorker) -> None:
+        """See cluster.core.Link."""
+        self._actor.tell.remote(self._incarnation, message)
+
+
+class RayCluster:
+    """Workers on Ray and the door before them; `llm` is what a server serves. `close` ends what was started here."""
+
+    def __init__(self, model: str, config: EngineConfig, pools: PoolConfig) -> None:
+        """Returns when every worker is ready. Raises ConfigError or LoadError, with nothing left running."""
+        self._pools = pools
+        self._is_closing = threading.Event()
+        self._scaling = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self.clock: Clock = MonotonicClock()
+        self.core = ClusterCore(
+            now_s=self.clock.now_s, seed=config.seed, local_prefill_tokens=pools.local_prefill_tokens
+        )
+        self.actors: dict[str, Any] = {}
+        self.hellos: dict[str, Hello] = {}
+        begin_s = self.clock.now_s()
+        self._start_ray()
+        try:
+            self._model, self._config = model, shared(config, len(pools.names), is_local=pools.address is None)
+            self._start(pools.names)
+            for name in pools.names:
+                self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
+            self.llm = self._make_llm(begin_s)
+            self.llm.scale = self._scale
+            if pools.address is None:
+                self._tell_whether_it_pays()
+        except BaseException:
+            self.close()
+            raise
+        for name in pools.names:
+            self._follow(name)
+
+    def close(self) -> None:
+        """End the workers, and Ray where it was started here."""
+        self._is_closing.set()
+        actors, self.actors = self.actors, {}
+        for actor in actors.values():
+            ray.kill(actor)
+        ray.shutdown()
+        for thread in self._threads:
+            thread.join(timeout=2 * POLL_S)
+
+    def _start_ray(self) -> None:
+        options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "diptych"}
+        if self._pools.address is not None:
+            ray.init(address=self._pools.address, **options)
+            logger.warning(
+                "ray trusts its network: whoever reaches its ports can run code on its machines, and read keys and values "
+                "on their way; give it a network of its own (docs/cluster.md)"
+            )
+            return
+        if ray.is_initialized():
+            return  # by the program that uses us, such as a test with nodes of its own
+        ray.init(
+            num_cpus=1,  # workers of this machine ask for none: they divide its cores as --threads says
+            num_gpus=0,
+            object_store_memory=self._pools.object_store_bytes,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            **options,
+        )
+        address = ray.util.get_node_ip_address()
+        if not is_loopback(address):
+            logger.warning("ray listens on %s: call ground.config.quiet_ray before ray is imported", address)
+
+    def _start(self, names: Sequence[str]) -> None:
+        is_local = self._pools.address is None
+        share = len(self._pools.names) if is_local else 1
+        for name in names:
+            self.actors[name] = WorkerActor.options(
+                num_cpus=0 if is_local else 1, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
+            ).remote(name, self._model, self._config, share, self._pools, logger.getEffectiveLevel())
+        for name in names:
+            try:
+                self.hellos[name] = ray.get(self.actors[name].hello.remote(), timeout=START_S)
+            except RayError as error:
+                raise LoadError(
+                    f"worker {name} did not start: {_reason(error)}",
+                    hint="is the model on every node under that path, and has the cluster a CPU for every worker?",
+                ) from error
+        for actor in self.actors.values():
+            actor.meet.remote(self.actors)
+
+    def _attach(self, name: str, clock_ahead_s: float) -> None:
+        hello = self.hellos[name]
+        link = _Link(self.actors[name], hello.incarnation)
+        self.core.attach(
+            link,
+            hello.facts,
+            decodes=name.startswith("decode"),
+            clock_ahead_s=clock_ahead_s,
+            price=hello.speeds if all(one.speeds for one in self.hellos.values()) else None,
+        )
+
+    def _make_llm(self, begin_s: float) -> AsyncLLM:
+        directory = model_dir(self._model)
+        tokenizer, template = words_of(directory)
+        card = next(iter(self.hellos.values())).card
+        revisions = {one.card.revision for one in self.hellos.values()}
+        if len(revisions) > 1 and self._pools.takes_other_kernels:
+            logger.warning(
+                "workers have %d kinds of kernels, and take each other's keys and values: answers are equal within "
+                "tolerance only, and depend on which worker read a prompt", len(revisions),
+            )  # fmt: skip
+        elif len(revisions) > 1:
+            logger.warning(
+                "workers have %d kinds of kernels: keys and values are not handed over between them, and answers depend "
+                "in their last bits on which worker writes them", len(revisions),
+            )  # fmt: skip
+        if not card.spec.has_head:
+            raise ConfigError("this model gives states and no text", hint="serve it without workers")
+        if len(revisions) > 1:
+            card = replace(card, revision="")
+        load_s = self.clock.now_s() - begin_s
+        loaded = LoadedModel(
+            name=BUNDLED_MODEL if self._model == "bundled" else self._model,
+            directory=directory,
+            model=card,  # type: ignore[arg-type]  # what a server reads of it is all there
+            tokenizer=tokenizer,
+            template=template,
+            checkpoint_s=load_s,
+            load_s=load_s,
+            clock=self.clock,
+            compute=self._config.compute,
+        )
+        engine = Engine(
+            self.core,  # type: ignore[arg-type]  # in EngineCore's place
+            None,  # type: ignore[arg-type]  # there are no plans
+            tokenizer,
+            clock=self.clock,
+            vocab_size=card.spec.vocab_size,
+            grammars=GrammarCompiler(tokenizer, card.spec.vocab_size),
+            adapters=Adapters(loaded.model, max_loras=0, max_rank=0),
+        )
+        return AsyncLLM(loaded, self._config, engine=engine)
+
+    def _scale(self, pool: str, number: int) -> None:
+        """Begin to have a pool of that many workers; returns at once."""
+        thread = threading.Thread(target=self._scale_to, args=(pool, number), name=f"diptych-scale-{pool}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _scale_to(self, pool: str, number: int) -> None:
+        with self._scaling:
+            wanted = [f"{pool}-{i}" for i in range(number)]
+            new = [name for name in wanted if name not in self.actors]
+            gone = [name for name in self.actors if name.startswith(pool) and name not in wanted]
+            try:
+                self._start(new)
+            except LoadError as error:
+                logger.error("pool=%s does not grow: %s", pool, error.message)
+                for name in new:
+                    ray.kill(self.actors.pop(name))
+                return
+            for name in new:
+                self._do(partial(self._attach, name, _clock_ahead_s(self.actors[name], self.clock)))
+            for name in gone:
+                self._do(partial(self.core.drain, name))
+            self._await_done()
+            for name in new:
+                self._follow(name)
+            for name in gone:
+                self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        """End a worker that gets nothing new, when it has nothing left."""
+        while self.core.n_open_at(name) and not self._is_closing.is_set():
+            self._is_closing.wait(POLL_S / 5)
+        actor = self.actors.pop(name)
+        self._do(partial(self.core.detach, name))
+        ray.kill(actor)
+
+    def _tell_whether_it_pays(self) -> None:
+        hello, pools = self.hellos[self._pools.names[0]], self._pools
+        if hello.speeds is None:
+            logger.info("whether workers pay here is not known: %s", hello.gap)
+            return
+        most = self._config.scheduler.max_step_tokens
+        found = judge(hello.speeds, prefill=pools.prefill, decode=pools.decode, max_step_tokens=most)
+        logger.log(
+            logging.INFO if found.pays else logging.WARNING,
+            "workers on one machine %s: predicted requests/s one_engine=%.3g workers_at_best=%.3g, "
+            "longest gap of a stream beside prompts one_engine=%.3g s workers=%.3g s (--stall-budget-ms bounds the first)",
+            "may pay" if found.pays else "do not pay", found.one_per_s, found.workers_per_s, found.one_gap_s,
+            found.workers_gap_s,
+        )  # fmt: skip
+
+    def _follow(self, name: str) -> None:
+        thread = threading.Thread(target=self._watch, args=(name,), name=f"diptych-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _watch(self, name: str) -> None:
+        """Take in what a worker says until it dies, and again when it is back."""
+        while not self._is_closing.is_set():
+            try:
+                batch = ray.get(self.actors[name].fetch.remote(self.hellos[name].incarnation), timeout=HUNG_S)
+            except Exception as error:  # what a dead process raises has many names
+                if self._is_closing.is_set() or name not in self.actors:
+                    return
+                self._do(partial(self.core.lost, name, _reason(error)))
+                self._await_return(name, is_hung=isinstance(error, GetTimeoutError))
+                continue
+            if batch is not None:
+                self.core.deliver(name, batch)
+            if batch is not None or self.core.is_waiting:
+                self.llm.wake()
+
+    def _await_return(self, name: str, *, is_hung: bool) -> None:
+        """Ray starts the actor again; what failed inside, or hangs, is killed for it first."""
+        before = self.hellos[name].incarnation
+        if is_hung:
+            ray.kill(self.actors[name], no_restart=False)
+        while not self._is_closing.is_set() and name in self.actors:
+            try:
+                hello = ray.get(self.actors[name].hello.remote(), timeout=START_S)
+            except Exception as error:
+                logger.debug("worker not back name=%s: %s", name, _reason(error))
+                self._is_closing.wait(POLL_S / 2)
+                continue
+            if (
+                hello.incarnation == before
+            ):  # its process lives, but its engine has failed, or it did not answer for long
+                ray.kill(self.actors[name], no_restart=False)
+                self._is_closing.wait(POLL_S / 2)
+                continue
+            self.hellos[name] = hello
+            self.actors[name].meet.remote(self.actors)
+            self._do(partial(self._attach, name, _clock_ahead_s(self.actors[name], self.clock)))
+            return
+
+    def _do(self, action: Callable[[], object]) -> None:
+        self.core.ask(action)
+        self.llm.wake()
+
+    def _await_done(self) -> None:
+        """Until the engine's thread has done all that it was asked."""
+        done = threading.Event()
+        self._do(done.set)
+        while not done.wait(POLL_S) and not self._is_closing.is_set():
+            pass
+
+
+def shared(config: EngineConfig, n_workers: int, *, is_local: bool) -> EngineConfig:
+    """Several engines on one machine share its cores, and none is pinned where another may be."""
+    if not is_local or n_workers == 1:
+        return config
+    cores = psutil.cpu_count(logical=False) or 1
+    compute = config.compute
+    if compute.threads is None:
+        per_rank = max(1, cores // n_workers // compute.tp)
+        compute = replace(compute, threads=per_rank * compute.tp)
+    if compute.numa == "auto":
+        compute = replace(compute, numa="off")
+    return replace(config, compute=compute)
+
+
+def with_memory(config: EngineConfig, share: int) -> EngineConfig:
+    """One engine's part of the memory that one alone would take."""
+    if config.kv_memory_bytes is not None or share == 1:
+        return config
+    available = memory_of(torch.device("cpu")).available_bytes
+    return replace(config, kv_memory_bytes=int(available * KV_MEMORY_SHARE / share))
+
+
+def _clock_ahead_s(actor: Any, clock: Clock) -> float:
+    """How far a worker's clock is ahead of ours, by the quickest of some calls; 0 where that cannot tell them apart."""
+    best: tuple[float, float] | None = None
+    for _ in range(5):
+        begin_s = clock.now_s()
+        hello = ray.get(actor.hello.remote())
+        end_s = clock.now_s()
+        found = (end_s - begin_s, hello.now_s - (begin_s + end_s) / 2)
+        best = found if best is None else min(best, found)
+    assert best is not None
+    took_s, ahead_s = best
+    return ahead_s if abs(ahead_s) > took_s else 0.0
+
+
+def _reason(error: BaseException) -> str:
+    """One line; Ray's messages are pages."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(cause).__name__}: {lines[-1] if lines else ''}"[:300]

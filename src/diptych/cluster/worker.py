@@ -1,0 +1,472 @@
+"""One engine of a pool: it answers requests, reads prompts for other workers, and takes in what they have read. No text.
+
+Its owner gives it messages and calls `step`, on one thread. A prompt that another worker reads goes this way:
+
+    here: reserve blocks, `Read` ─> there: compute; after every step the blocks that it completed ─> here: check, import
+    there: `Done` ─> here: settle, read the rest (at least the last token, at most a block more than came), answer
+
+Whole blocks travel, and the first token is drawn where the answer is written, so no state of sampling travels at all.
+A block is used only while its lease holds, and where layout, revision, tokens and checksum are right. What is not used is
+computed here, and a counter says why: nothing that goes wrong on the way can change an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from diptych.cluster.messages import (
+    Batch,
+    Cancel,
+    Done,
+    Finish,
+    ForgetPrefixes,
+    Lost,
+    Parcel,
+    Read,
+    StopReading,
+    Submit,
+    ToWorker,
+)
+from diptych.compute.kv_store import KVPayload
+from diptych.control.blocks import chain, root_digest
+from diptych.control.stats import WorkerCounts
+from diptych.engine.load import Machinery
+from diptych.ground.clock import Clock
+from diptych.ground.errors import EngineError, TransferError
+from diptych.ground.events import Event, FinishEvent, ScheduledEvent, StepBeginEvent, StepEndEvent, TransferEvent
+from diptych.ground.handoff import HandOff
+from diptych.ground.phase import FinishReason
+from diptych.ground.request import Request, SamplingParams
+from diptych.stepper import Stepper
+
+logger = logging.getLogger("diptych.cluster")
+
+LEASE_S = 30.0  # without news of a reader; it may have a line before it
+LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
+# of a prompt that is read for somebody else: its token is not wanted, and may not end it
+_READ_ONLY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A request whose blocks are held while another worker reads its prompt."""
+
+    submit: Submit
+    first_block: int
+    end_block: int
+    begin_s: float
+    lease_s: float  # when it ends
+    digests: list[bytes]
+    arrived: set[int] = field(default_factory=set)
+    refused: str | None = None
+    done: Done | None = None
+
+    @property
+    def n_blocks(self) -> int:
+        """Leading blocks that are here."""
+        end = self.first_block
+        while end in self.arrived:
+            end += 1
+        return end
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A prompt that is read here for another worker."""
+
+    order: Read
+    arrival_s: float
+    sent_blocks: int
+    digests: list[bytes]
+    begin_s: float | None = None
+    end_s: float | None = None
+    fault: str | None = None
+
+
+class Worker:
+    """See the module. send(name, message): to another worker; it may be lost on the way."""
+
+    def __init__(
+        self,
+        name: str,
+        machinery: Machinery,
+        *,
+        clock: Clock,
+        send: Callable[[str, ToWorker], None],
+        takes_other_kernels: bool = False,
+        lease_s: float = LEASE_S,
+        late_s: float = LATE_S,
+    ) -> None:
+        """takes_other_kernels: keys and values of the same model computed by another instruction set are used. They are equal
+        within tolerance, so answers then depend in their last places on who read a prompt.
+        """
+        self.name = name
+        self.core = machinery.core
+        self._executor = machinery.executor
+        self._clock = clock
+        self._send = send
+        self._lineage, self._takes_other_kernels = self._executor.lineage, takes_other_kernels
+        self._lease_s, self._late_s = lease_s, late_s
+        self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
+        self._events: list[Event] = []
+        self._unplaced: deque[tuple[float, Submit]] = (
+            deque()
+        )  # no blocks could be held for them yet, and until when to try
+        self._coming: dict[str, _Coming] = {}
+        self._reading: dict[str, _Reading] = {}
+        self._read_of: dict[tuple[str, str], str] = {}  # (who wants it, its request) -> ours
+        self._n_read = 0
+        self._sent_tokens = self._sent_bytes = self._received_tokens = self._received_bytes = 0
+        self._import_s = self._export_s = 0.0
+        self._recomputed_tokens = 0
+        self._recomputes: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._handlers: dict[type, Callable[..., None]] = {
+            Submit: self._on_submit,
+            Cancel: self._on_cancel,
+            Finish: self._on_finish,
+            Lost: self._on_lost,
+            ForgetPrefixes: lambda message: self.core.reset_prefix_cache(),
+            Read: self._on_read,
+            StopReading: self._on_stop_reading,
+            Parcel: self._on_parcel,
+            Done: self._on_done,
+        }
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may do something."""
+        return self.core.has_work or bool(self._unplaced)
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When something has to be given up, if nothing happens before."""
+        due = [one.lease_s for one in self._coming.values()] + [until_s for until_s, _ in self._unplaced]
+        return min(due, default=None)
+
+    def take(self, message: ToWorker) -> None:
+        """Do what a message says; what is wrong with it is its request's end, or counted."""
+        self._handlers[type(message)](message)
+
+    def step(self) -> bool:
+        """Give up what is overdue, run one step, send what it computed for others. False: there was nothing to do.
+
+        Raises as `Stepper.step` does; the requests of the step have then ended with an error.
+        """
+        self._give_up_overdue()
+        self._place()
+        try:
+            return self._stepper.step()
+        finally:
+            self._send_what_is_ready()
+
+    def batch(self) -> Batch:
+        """Events since the last batch, and the numbers now."""
+        events, self._events = self._events, []
+        return Batch(events=events, counts=self.counts(), now_s=self._clock.now_s())
+
+    @property
+    def has_events(self) -> bool:
+        """Whether a batch would hold any."""
+        return bool(self._events)
+
+    def counts(self) -> WorkerCounts:
+        """The numbers of this moment."""
+        return WorkerCounts(
+            core=self.core.stats(),
+            receiving=len(self._coming) + len(self._unplaced),
+            reading=len(self._reading),
+            sent_tokens=self._sent_tokens,
+            sent_bytes=self._sent_bytes,
+            received_tokens=self._received_tokens,
+            received_bytes=self._received_bytes,
+            import_s=self._import_s,
+            export_s=self._export_s,
+            recomputed_tokens=self._recomputed_tokens,
+            recomputes=dict(self._recomputes),
+            refused=dict(self._refused),
+        )
+
+    def _fold(self, events: list[Event]) -> None:
+        """Keep what the door is to know; what is read for others is theirs to count."""
+        for event in events:
+            if isinstance(event, StepBeginEvent | StepEndEvent) or event.request_id not in self._reading:
+                self._events.append(event)
+                continue
+            reading = self._reading[event.request_id]
+            if isinstance(event, ScheduledEvent) and reading.begin_s is None:
+                reading.begin_s = event.at_s
+            elif isinstance(event, FinishEvent):
+                reading.fault = "reader_failed" if event.reason is FinishReason.ERROR else "reader_stopped"
+                reading.end_s = event.at_s
+
+    # Answering
+
+    def _on_submit(self, submit: Submit) -> None:
+        if submit.reader is None:
+            self._resume(submit.hand_off)
+        else:
+            self._unplaced.append((self._clock.now_s() + self._lease_s, submit))
+
+    def _resume(self, hand_off: HandOff) -> None:
+        try:
+            self.core.resume(hand_off)
+        except EngineError as error:
+            self._fail(hand_off, error)
+
+    def _fail(self, hand_off: HandOff, error: EngineError) -> None:
+        for index, token_ids in enumerate(hand_off.output_token_ids):
+            if token_ids is not None:
+                end = FinishEvent(
+                    request_id=hand_off.request.request_id,
+                    index=index,
+                    at_s=self._clock.now_s(),
+                    reason=FinishReason.ERROR,
+                    output_tokens=len(token_ids),
+                    error=error,
+                )
+                self._events.append(end)
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        request_id, now_s = cancel.request_id, self._clock.now_s()
+        self._unplaced = deque(one for one in self._unplaced if one[1].hand_off.request.request_id != request_id)
+        coming = self._coming.pop(request_id, None)
+        if coming is not None:
+            self._stop_reader(coming)
+        self.core.cancel(request_id, now_s)
+
+    def _on_finish(self, finish: Finish) -> None:
+        self.core.finish(
+            finish.request_id,
+            finish.index,
+            self._clock.now_s(),
+            reason=FinishReason.STOP,
+            output_tokens=finish.output_tokens,
+        )
+
+    def _on_lost(self, lost: Lost) -> None:
+        """Go on without it, and read nothing for it any more."""
+        for request_id, coming in list(self._coming.items()):
+            if coming.submit.reader == lost.name:
+                self._settle(request_id, "reader_lost")
+        for number, (until_s, submit) in enumerate(self._unplaced):
+            if submit.reader == lost.name:
+                self._unplaced[number] = (until_s, replace(submit, reader=None))
+        for request_id, reading in list(self._reading.items()):
+            if reading.order.answer_to == lost.name:
+                self._stop_reading(request_id)
+
+    # Taking in what another worker reads
+
+    def _place(self) -> None:
+        """Hold blocks for what is to come, in order, as long as there are some."""
+        while self._unplaced:
+            _, submit = self._unplaced[0]
+            if submit.reader is None:
+                self._unplaced.popleft()
+                self._resume(submit.hand_off)
+                continue
+            try:
+                cached_tokens = self.core.reserve(submit.hand_off)
+            except EngineError as error:
+                self._unplaced.popleft()
+                self._fail(submit.hand_off, error)
+                continue
+            if cached_tokens is None:
+                return
+            self._unplaced.popleft()
+            self._ask(submit, cached_tokens)
+
+    def _ask(self, submit: Submit, cached_tokens: int) -> None:
+        request, known = submit.hand_off.request, submit.hand_off.known_token_ids
+        block_tokens, now_s = self.core.pool.block_tokens, self._clock.now_s()
+        first_block, end_block = cached_tokens // block_tokens, (len(known) - 1) // block_tokens
+        digests = chain(known, root_digest(self._lineage, request.cache_salt), block_tokens, end_block)
+        coming = _Coming(submit, first_block, end_block, now_s, now_s + self._lease_s, digests)
+        self._coming[request.request_id] = coming
+        if first_block == end_block:  # all of it is here, though the door did not know
+            self._settle(request.request_id)
+            return
+        assert submit.reader is not None
+        order = Read(
+            request_id=request.request_id,
+            answer_to=self.name,
+            # one more than the blocks hold, as the context allows: a reader that has them all computes this one only
+            token_ids=known[: min(end_block * block_tokens + 1, self.core.context_limit_tokens - 2)],
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            first_block=first_block,
+            end_block=end_block,
+        )
+        self._send(submit.reader, order)
+
+    def _on_parcel(self, parcel: Parcel) -> None:
+        coming = self._coming.get(parcel.request_id)
+        if coming is None:
+            self._refused["late"] += 1
+            return
+        begin_s = self._clock.now_s()
+        coming.lease_s = begin_s + (self._lease_s if coming.done is None else self._late_s)
+        end_block = parcel.first_block + len(parcel.digests)
+        try:
+            if not coming.first_block <= parcel.first_block < end_block <= coming.end_block:
+                raise TransferError(
+                    f"blocks {parcel.first_block} to {end_block} came; {coming.first_block} to {coming.end_block} were "
+                    "asked for",
+                    reason="range",
+                )
+            if list(parcel.digests) != coming.digests[parcel.first_block : end_block]:
+                raise TransferError("the blocks are of other tokens or of another salt", reason="tokens")
+            block_ids, _ = self.core.blocks_of(parcel.request_id)
+            if not coming.arrived.isdisjoint(range(parcel.first_block, end_block)):
+                return  # it is here already
+            self._executor.import_blocks(block_ids[parcel.first_block : end_block], self._payload_of(parcel))
+        except TransferError as error:
+            self._refused[error.reason] += 1
+            coming.refused = error.reason
+            logger.warning("parcel refused request=%s reason=%s: %s", parcel.request_id, error.reason, error.message)
+            return
+        coming.arrived.update(range(parcel.first_block, end_block))
+        self._import_s += self._clock.now_s() - begin_s
+        self._received_tokens += len(parcel.digests) * self.core.pool.block_tokens
+        self._received_bytes += parcel.payload.data_NB.nbytes
+        self._settle_if_complete(parcel.request_id, coming)
+
+    def _payload_of(self, parcel: Parcel) -> KVPayload:
+        """What came, as our own where it may stand for it."""
+        payload = parcel.payload
+        if not self._takes_other_kernels or parcel.lineage != self._lineage:
+            return payload
+        return replace(payload, header=replace(payload.header, revision=self.core.model_revision))
+
+    def _on_done(self, done: Done) -> None:
+        coming = self._coming.get(done.request_id)
+        if coming is None:
+            return
+        coming.done = done
+        coming.lease_s = self._clock.now_s() + self._late_s
+        if done.fault is not None or coming.refused is not None:
+            self._settle(done.request_id, coming.refused or done.fault or "")
+        else:
+            self._settle_if_complete(done.request_id, coming)
+
+    def _settle_if_complete(self, request_id: str, coming: _Coming) -> None:
+        if coming.done is not None and coming.n_blocks == coming.end_block:
+            self._settle(request_id)
+
+    def _settle(self, request_id: str, fault: str = "") -> None:
+        """Go on with what is here. fault: why that is not everything."""
+        coming = self._coming.pop(request_id)
+        n_blocks, block_tokens = coming.n_blocks, self.core.pool.block_tokens
+        if n_blocks < coming.end_block:
+            self._recomputes[fault] += 1
+            self._recomputed_tokens += (coming.end_block - n_blocks) * block_tokens
+            if coming.done is None:
+                self._stop_reader(coming)
+        done = coming.done
+        for event in self.core.settle(request_id, n_blocks * block_tokens, self._clock.now_s()):
+            assert isinstance(event, TransferEvent)
+            told = replace(
+                event,
+                begin_s=coming.begin_s,
+                queue_s=None if done is None else done.queue_s,
+                read_s=None if done is None else done.read_s,
+            )
+            self._events.append(told)
+
+    def _stop_reader(self, coming: _Coming) -> None:
+        if coming.submit.reader is not None and coming.done is None:
+            request_id = coming.submit.hand_off.request.request_id
+            self._send(coming.submit.reader, StopReading(request_id=request_id, answer_to=self.name))
+
+    def _give_up_overdue(self) -> None:
+        now_s = self._clock.now_s()
+        for request_id, coming in list(self._coming.items()):
+            if coming.lease_s <= now_s:
+                self._settle(request_id, coming.refused or ("missing" if coming.done is not None else "lease"))
+        while self._unplaced and self._unplaced[0][0] <= now_s:  # blocks are short: wait in line as anybody else
+            _, submit = self._unplaced.popleft()
+            self._resume(submit.hand_off)
+
+    # Reading for others
+
+    def _on_read(self, order: Read) -> None:
+        if (order.answer_to, order.request_id) in self._read_of:
+            return  # a link may say a thing twice
+        self._n_read += 1
+        request_id, now_s = f"read-{self._n_read}", self._clock.now_s()
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=order.token_ids,
+            sampling=_READ_ONLY,
+            arrival_s=now_s,
+            priority=order.priority,
+            cache_salt=order.cache_salt,
+        )
+        try:
+            self.core.submit_prefill(request)
+        except EngineError as error:
+            logger.warning("cannot read request=%s for=%s: %s", order.request_id, order.answer_to, error.message)
+            done = Done(request_id=order.request_id, queue_s=0.0, read_s=0.0, fault="reader_refused")
+            self._send(order.answer_to, done)
+            return
+        root, block_tokens = root_digest(self._lineage, order.cache_salt), self.core.pool.block_tokens
+        digests = chain(order.token_ids, root, block_tokens, order.end_block)
+        self._reading[request_id] = _Reading(order, now_s, order.first_block, digests)
+        self._read_of[order.answer_to, order.request_id] = request_id
+
+    def _on_stop_reading(self, stop: StopReading) -> None:
+        request_id = self._read_of.get((stop.answer_to, stop.request_id))
+        if request_id is not None:
+            self._stop_reading(request_id)
+
+    def _stop_reading(self, request_id: str) -> None:
+        order = self._reading.pop(request_id).order
+        del self._read_of[order.answer_to, order.request_id]
+        self.core.cancel(request_id, self._clock.now_s())
+
+    def _send_what_is_ready(self) -> None:
+        for request_id, reading in list(self._reading.items()):
+            if reading.fault is None:
+                self._send_blocks(request_id, reading)
+            if reading.end_s is None:
+                continue
+            order, begin_s = reading.order, reading.begin_s or reading.end_s
+            del self._reading[request_id]
+            del self._read_of[order.answer_to, order.request_id]
+            if reading.fault is None:
+                self.core.sent(request_id)
+            done = Done(
+                request_id=order.request_id,
+                queue_s=begin_s - reading.arrival_s,
+                read_s=reading.end_s - begin_s,
+                fault=reading.fault,
+            )
+            self._send(order.answer_to, done)
+
+    def _send_blocks(self, request_id: str, reading: _Reading) -> None:
+        order, block_tokens = reading.order, self.core.pool.block_tokens
+        block_ids, computed_tokens = self.core.blocks_of(request_id)
+        first, end = reading.sent_blocks, min(computed_tokens // block_tokens, order.end_block)
+        if computed_tokens >= len(order.token_ids):
+            reading.end_s = self._clock.now_s()
+        if end <= first:
+            return
+        begin_s = self._clock.now_s()
+        payload = self._executor.export_blocks(block_ids[first:end])
+        self._export_s += self._clock.now_s() - begin_s
+        digests = reading.digests[first:end]
+        reading.sent_blocks = end
+        self._sent_tokens += (end - first) * block_tokens
+        self._sent_bytes += payload.data_NB.nbytes
+        parcel = Parcel(
+            request_id=order.request_id,
+            lineage=self._lineage,
+            first_block=first,
+            digests=tuple(digests),
+            payload=payload,
+        )
+        self._send(order.answer_to, parcel)

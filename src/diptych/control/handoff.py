@@ -1,0 +1,57 @@
+"""Between two engines: one reads a prompt and keeps its blocks while they are sent, the other holds as many for them.
+
+What does not come is read where the answer is written, so nothing here can lose a token: a hand-off only moves work.
+"""
+
+from __future__ import annotations
+
+from diptych.control.scheduler import Scheduler
+from diptych.control.sequence import Sequence
+from diptych.ground.phase import Status
+
+
+def start_sending(scheduler: Scheduler, seq: Sequence) -> None:
+    """Its prompt is computed, and somebody else will answer it."""
+    seq.move(Status.SENDING)
+    scheduler.prefilling.remove(seq)
+
+
+def reserve(scheduler: Scheduler, seq: Sequence) -> int | None:
+    """Hold blocks for a prompt that another engine reads; answers how many of its tokens are here. None: no room."""
+    hits, pool = scheduler.lookup(seq), scheduler.pool
+    if scheduler.waiting or not scheduler.has_blocks_for(seq, hits):
+        return None  # who was here before goes first
+    seq.move(Status.RECEIVING)
+    for entry in hits:
+        pool.hold(entry.block_id)
+        seq.block_ids.append(entry.block_id)
+        seq.serials.append(entry.serial)
+    seq.block_ids += pool.take(pool.blocks_for(seq.known_tokens) - len(hits))
+    return len(hits) * pool.block_tokens
+
+
+def settle(scheduler: Scheduler, seq: Sequence, n_tokens: int) -> tuple[int, int]:
+    """The leading n_tokens, whole blocks, have their keys and values: put it in line with them, and give other blocks back.
+
+    Answers how many of them were here and how many came, counting none that were accounted for before.
+    """
+    pool = scheduler.pool
+    before, cached = seq.peak_computed_tokens, len(seq.serials) * pool.block_tokens
+    assert cached <= n_tokens < seq.known_tokens, (cached, n_tokens, seq.known_tokens)
+    while len(seq.block_ids) * pool.block_tokens > n_tokens:
+        pool.drop(seq.block_ids.pop())
+    scheduler.count_hits(seq, len(seq.serials))
+    seq.advance(n_tokens)
+    scheduler.register_computed(seq)
+    seq.move(Status.WAITING)
+    scheduler.enqueue(seq)
+    return max(0, cached - before), max(0, n_tokens - max(cached, before))
+
+
+def receive(scheduler: Scheduler, seq: Sequence, token_id: int) -> None:
+    """Keys and values of all its prompt are in its blocks, and this is the token that followed. For simulations."""
+    seq.advance(seq.prompt_tokens)
+    scheduler.register_computed(seq)
+    seq.token_ids.append(token_id)
+    seq.table_sent = len(seq.block_ids)
+    scheduler.received.add(seq)

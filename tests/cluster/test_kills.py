@@ -1,0 +1,159 @@
+"""The kill and abort matrices under load, with real processes: nothing is lost, and nothing stays behind. Twenty minutes."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+from tests.cluster.test_serve import OPTIONS, RECOVERY_S, WORDS, Stream, body, held, wait_for, worker_pids
+
+from diptych.engine.llm import LLM
+from diptych.ground.request import SamplingParams
+from server_process import CLOCK, ServerProcess, check_account
+
+pytestmark = [pytest.mark.native, pytest.mark.cluster, pytest.mark.slow]
+N_ROUNDS = int(os.environ.get("DIPTYCH_KILL_ROUNDS", "2"))
+STATES = ("queued", "prefilling", "transferring", "decoding")
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[ServerProcess]:
+    with ServerProcess("--prefill", "1", "--decode", "2", *OPTIONS) as process:
+        yield process
+        code, errors = process.stop()
+        assert code == 0, errors
+
+
+def gauge(text: str, name: str, worker: str) -> float:
+    rows = re.findall(rf'^diptych_worker_{name}{{[^}}]*worker="{worker}"[^}}]*}} (\S+)$', text, re.MULTILINE)
+    return sum(map(float, rows))
+
+
+def is_in(server: ServerProcess, worker: str, state: str, streams: list[Stream], before: str) -> bool:
+    """Whether the load is in that state at that worker now."""
+    text = server.scrape()
+    if state == "queued":
+        return True
+    if state == "decoding":
+        return sum(one.n_events for one in streams) > 20
+    if state == "prefilling":
+        return gauge(text, "requests_reading", worker) + gauge(text, "sequences_running", worker) > 0
+    name = "sent_bytes_total" if worker.startswith("prefill") else "received_bytes_total"
+    return gauge(text, name, worker) > gauge(before, name, worker)
+
+
+def wait_until_received(server: ServerProcess, n_bytes: float) -> None:
+    wait_for(lambda: server.metric("diptych_worker_received_bytes_total") > n_bytes, "keys and values have come")
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("round_number", range(N_ROUNDS))
+def test_a_kill_under_load_loses_nothing(
+    pools: ServerProcess, one: LLM, victim: str, state: str, round_number: int
+) -> None:
+    """Every stream ends with the text it would have had, and the worker is back in time."""
+    wait_for(lambda: len(worker_pids(pools)) == 3, "all workers are up", 120)
+    rng = random.Random(f"{victim} {state} {round_number}")
+    asked = [
+        (f"{rng.random()} " + WORDS * rng.choice((1, 4, 12, 40)), {"seed": rng.randrange(2**32), **SAMPLED})
+        for _ in range(8)
+    ]
+    before, deaths = pools.scrape(), pools.metric("diptych_worker_deaths_total")
+    streams = [Stream(pools, prompt, max_tokens=120, **options) for prompt, options in asked]
+    wait_for(
+        lambda: is_in(pools, victim, state, streams, before) or not any(s.thread.is_alive() for s in streams), state
+    )
+    os.kill(worker_pids(pools)[victim], signal.SIGKILL)
+    killed_s = CLOCK.now_s()
+    for stream in streams:
+        stream.thread.join(timeout=120)
+        assert not stream.thread.is_alive(), "a stream hangs"
+    wanted = one.generate([prompt for prompt, _ in asked], [SamplingParams(max_tokens=120, **o) for _, o in asked])
+    for stream, completion in zip(streams, wanted, strict=True):
+        assert stream.error is None, stream.error
+        assert stream.text == completion.choices[0].text
+        check_account(stream.end)
+    wait_for(lambda: pools.metric("diptych_worker_deaths_total") == deaths + 1, "the death was seen")
+    wait_for(lambda: len(worker_pids(pools)) == 3, "the worker is back", RECOVERY_S)
+    assert CLOCK.now_s() - killed_s < 2 * RECOVERY_S
+    pools.check_balance()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_clients_that_leave_free_everything(pools: ServerProcess, state: str) -> None:
+    """In whatever state a request is: blocks and what is on its way are back to nothing within a second."""
+    wait_for(lambda: len(worker_pids(pools)) == 3, "all workers are up", 120)
+    for round_number in range(5):
+        before = pools.metric("diptych_worker_received_bytes_total")
+        client = pools.client(timeout_s=60)
+        answers = [
+            client.stream("POST", "/v1/completions", json=body(f"{state} {round_number} {n} " + WORDS * 60, stream=True,
+                          max_tokens=900, ignore_eos=True))
+            for n in range(3)
+        ]  # fmt: skip
+        opened = [answer.__enter__() for answer in answers]
+        if state == "decoding":
+            lines = [answer.iter_lines() for answer in opened]
+            for line in lines:
+                next(line)
+        elif state == "transferring":
+            wait_until_received(pools, before)
+        for answer in answers:
+            answer.__exit__(None, None, None)
+        client.close()
+        took_s = wait_for(lambda: held(pools) == 0, f"all is free after {state}", timeout_s=20)
+        print(f"{state}: free after {took_s:.2f} s")
+    pools.check_balance()
+
+
+def test_a_hung_worker_is_given_up(pools: ServerProcess) -> None:
+    """A process that lives and says nothing is as good as dead."""
+    wait_for(lambda: len(worker_pids(pools)) == 3, "all workers are up", 120)
+    deaths, pid = pools.metric("diptych_worker_deaths_total"), worker_pids(pools)["decode-1"]
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: pools.metric("diptych_worker_deaths_total") == deaths + 1, "it is given up", 60)
+    wait_for(lambda: worker_pids(pools).get("decode-1", pid) != pid, "another one is there", 120)
+    pools.check_balance()
+
+
+def test_pools_grow_and_shrink_under_load(pools: ServerProcess, one: LLM) -> None:
+    """Workers come and go while streams run, and no stream can tell."""
+    wait_for(lambda: len(worker_pids(pools)) == 3, "all workers are up", 120)
+    options = {"temperature": 0.9, "max_tokens": 700, "ignore_eos": True}
+
+    def streams(first: int) -> list[Stream]:
+        return [Stream(pools, f"{n} {WORDS * 5}", seed=n, **options) for n in range(first, first + 6)]
+
+    def check(begun: list[Stream], first: int) -> None:
+        for stream in begun:
+            stream.thread.join(timeout=200)
+        wanted = one.generate(
+            [f"{n} {WORDS * 5}" for n in range(first, first + 6)],
+            [SamplingParams(seed=n, **options) for n in range(first, first + 6)],
+        )
+        for stream, completion in zip(begun, wanted, strict=True):
+            assert stream.error is None, stream.error
+            assert stream.text == completion.choices[0].text
+
+    before = streams(0)
+    with pools.client() as http:
+        assert http.post("/scale", params={"decode": 3, "prefill": 2}).json() == {"scaling": True}
+        wait_for(lambda: len(worker_pids(pools)) == 5, "two more are up", 120)
+        between = streams(10)
+        wait_for(lambda: all(stream.n_events > 5 for stream in between), "streams have begun", 60)
+        assert http.post("/scale", params={"decode": 1, "prefill": 0}).json() == {"scaling": True}
+        after = streams(20)
+        wait_for(lambda: list(worker_pids(pools)) == ["decode-0"], "four have gone", 200)
+        check(before, 0)
+        check(between, 10)
+        check(after, 20)
+        pools.check_balance()
+        http.post("/scale", params={"decode": 2, "prefill": 1})
+    wait_for(lambda: len(worker_pids(pools)) == 3, "pools are as they were", 120)
+    pools.check_balance()
