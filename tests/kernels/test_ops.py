@@ -500,7 +500,7 @@ def head_program(
     shape = cpu._cpu.AttentionShape(n_heads=1, n_kv_heads=1, head_dim=2, scale=1.0)
     program.attention(q=program.add_bf16(2), out=program.add_f32(2), layer=0, shape=shape)
     linear = program.add_linear(cpu._cpu.LinearShape(format=weights, n=len(weight), k=width), [weight])
-    norm, rows = program.add_vector(torch.ones(width)), program.add_rows(weights, width)
+    norm, rows = program.add_vector(torch.ones(width)), program.add_rows("bf16" if weights == "bf16" else "int8", width)
     program.head(x=buffer, norm=norm, eps=1e-6, rows=rows, weight=linear, softcap=softcap)
     return program, cpu._cpu.KvCache(n_layers=1, n_blocks=8, block_tokens=16, n_kv_heads=1, head_dim=2, format="bf16")
 
