@@ -393,7 +393,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         if saved is not None:
             index = self._add_saved(shape, whole, rows, saved)
         elif seed is not None and not parts.biases:
-            index = self._add_random(shape, whole, rows, seed & (2**63 - 1))
+            index = self._add_random(shape, whole, rows, seed & (2**63 - 1), (3.0 / k) ** 0.5)
         else:
             index = self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept)
         self.packed[key] = index
@@ -421,8 +421,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             return int(self.program.add_coded_linear(shape, _native_codes(parts.weights, rows), bias))
         return int(self.program.add_linear(shape, _finite_weights(parts, rows, weights_format), bias))
 
-    def _add_random(self, shape: Any, whole: Any, rows: Rows | None, seed: int) -> int:
-        amplitude = (3.0 / shape.k) ** 0.5
+    def _add_random(self, shape: Any, whole: Any, rows: Rows | None, seed: int, amplitude: float) -> int:
         if rows is None:
             return int(self.program.add_random_linear(shape, seed, amplitude))
         return int(self.program.add_random_part(shape, whole, rows, seed, amplitude))
