@@ -6,6 +6,8 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PROMPT ?= Once upon a time
+# processes that share the tests, file by file
+WORKERS ?= 2
 
 .PHONY: help demo test lint types tests test-slow test-gpu test-arm64 test-cluster sanitize bench-peers clean
 
@@ -57,7 +59,7 @@ types: $(VENV)/.dev
 
 tests: $(VENV)/.dev
 	@echo "==> tests"
-	@$(BIN)/python -m pytest --durations=15
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=15
 
 test-slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m slow --timeout 7200

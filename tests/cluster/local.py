@@ -17,6 +17,7 @@ from diptych.cluster.messages import Facts, Parcel, ToWorker
 from diptych.cluster.worker import Worker
 from diptych.compute.kv_store import KVPayload
 from diptych.compute.structured import GrammarCompiler
+from diptych.engine.adapters import Adapters
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.llm import LLM
@@ -81,6 +82,7 @@ class LocalCluster:
             clock=loaded.clock,
             vocab_size=vocab_size,
             grammars=self.grammars,
+            adapters=Adapters(loaded.model, max_loras=0, max_rank=0),
         )
         self.llm = LLM(loaded, config, engine=self.engine)
 

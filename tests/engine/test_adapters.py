@@ -112,9 +112,9 @@ def test_what_cannot_be_loaded_is_refused_with_its_numbers(
     with pytest.raises(LoadError, match="no such folder"):
         llm.load_lora("nobody", "/nowhere/at/all")
     for name in ("clerk", "nobody"):
-        with pytest.raises(RequestError, match="no adapter"):
+        with pytest.raises(RequestError, match=r"no adapter|has been unloaded"):
             llm.generate(["a"], GREEDY, adapter=name)
-        with pytest.raises(RequestError, match="no adapter"):
+        with pytest.raises(RequestError, match=r"no adapter|has been unloaded"):
             llm.unload_lora(name)
     for wrong in (5, [5], [["poet"]]):
         with pytest.raises(RequestError, match="adapter"):
@@ -170,7 +170,7 @@ def test_unloading_waits_for_open_requests_and_loses_none(
         beside = asyncio.ensure_future(tokens(engine, "clerk"))
         unloading = asyncio.ensure_future(engine.unload_lora("poet"))
         await engine.call(lambda inner: None)
-        with pytest.raises(RequestError, match="no adapter"):
+        with pytest.raises(RequestError, match=r"no adapter|has been unloaded"):
             await engine.generate(LONG, GREEDY, adapter="poet")
         found: list[int] = []
         async for delta in handle:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ class ModelCard:
     spec: ModelSpec
     backend_name: str
     weights_format: str
+    formats: Mapping[str, int]
     head_format: str
     kv_format: str
     revision: str

@@ -26,12 +26,13 @@ import xxhash
 
 from diptych.compute.model import draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
-from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader, exponents_key
+from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
 from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_json
+from diptych.models.contents import EXPONENTS
 from diptych.models.read import reads_mxfp4
 
 METHOD = "diptych"
@@ -177,8 +178,10 @@ def save_quantised(
     hf_config = read_json(source / "config.json")
     config_path = str(source / "config.json")
     if hf_config.get("quantization_config") and not reads_mxfp4(HfConfig(hf_config, path=config_path)):
+        method = HfConfig(hf_config, path=config_path).section("quantization_config").raw.get("quant_method")
         raise LoadError(
-            f"{config_path} says that its weights are quantised already", hint="name the unquantised checkpoint"
+            f"{config_path} says that its weights are quantised already, with {method!r}",
+            hint="name the unquantised checkpoint",
         )
     checkpoint = Checkpoint(source)
     checkpoint.progress = progress
@@ -243,7 +246,7 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
     parts: dict[str, Callable[[], torch.Tensor]] = {
         PREFIX + key: partial(_blob, loader, index) for key, index in loader.packed.items()
     }
-    parts |= {PREFIX + exponents_key(key): partial(_raw, exponents) for key, exponents in loader.exponents.items()}
+    parts |= {PREFIX + key + EXPONENTS: partial(_raw, exponents) for key, exponents in loader.exponents.items()}
     parts |= {name: tensor.read for name, tensor in loader.plain.items()}
     header: dict[str, Any] = {}
     checksums = {}

@@ -36,6 +36,7 @@ ELEMENT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E
 CODES = (".qweight", ".weight_packed")
 BESIDE = (".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx",
           ".weight_scale_inv", ".input_scale")  # fmt: skip
+EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter
 PACKED = "packed:"  # what `diptych quantize` writes before the names of the tensors that it packed together
 
 
@@ -114,7 +115,9 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             nbytes, count, stored = int(end) - int(begin), math.prod(tensor["shape"]), str(tensor["dtype"])
         except (KeyError, TypeError, ValueError) as error:
             raise LoadError(f"tensor {name} in {path} has no shape, type or place: {error}") from None
-        if name.startswith(PACKED):
+        if name.endswith(EXPONENTS):
+            count, stored = 0, "balance"
+        elif name.startswith(PACKED):
             count = sum(math.prod(packed.get(one, (0,))) for one in name.removeprefix(PACKED).split("+"))
             stored = f"packed {8 * nbytes / max(1, count):.2g} bit"
         elif how is not None and name.endswith(CODES) and stored == "I32":

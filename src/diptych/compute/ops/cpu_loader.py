@@ -31,6 +31,7 @@ from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
+from diptych.models.contents import EXPONENTS
 from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
@@ -442,14 +443,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         if not is_packed:
             self.exponents[key] = exponents_of(parts)
             return
-        saved = self.source.find_packed(exponents_key(key), 4 * (parts.n_outputs + parts.n_inputs))
+        saved = self.source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
         if saved is not None:
             self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
-
-
-def exponents_key(key: str) -> str:
-    """Under which the exponents of a packed weight are saved."""
-    return f"{key}|exponents"
 
 
 def _own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[WeightTensor, slice]]:
