@@ -64,6 +64,16 @@ struct WeightPart {
   int64_t stride;  // elements from row to row, at least k
 };
 
+// Half-open part of [0, items) that is thread's, in multiples of `unit` except for the end.
+struct Range {
+  int64_t begin, end;
+};
+inline Range share(int64_t items, int thread, int threads, int64_t unit = 1) {
+  const int64_t units = (items + unit - 1) / unit;
+  const int64_t begin = units * thread / threads * unit, end = units * (thread + 1) / threads * unit;
+  return {begin < items ? begin : items, end < items ? end : items};
+}
+
 // Bytes of the packed form (panels, scales, bias in one blob), a multiple of 64.
 int64_t packed_bytes(const LinearShape& shape);
 
@@ -83,7 +93,15 @@ void pack_codes(const KernelSet& set, const LinearShape& shape, const CodePart* 
                 int thread, int threads);
 
 // As pack_linear with random weights, uniform in +-amplitude, a pure function of (seed, lane, input). For benchmarks.
-void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads);
+// whole: another weight, of which `rows`, one range after the other, are this one.
+void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads,
+                 const LinearShape* whole = nullptr, const std::vector<Range>* rows = nullptr);
+
+// The packed form of such rows from the packed form of the whole. Strips of 16 lanes are copied, so that none may be cut: check_part
+// throws std::invalid_argument.
+void check_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows);
+void copy_packed_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, const uint8_t* from, void* blob,
+                      int thread, int threads);
 
 // How the threads of one call share its work. Each walks a part of its own from the front, one stream of weights; who has finished
 // takes from the back of another's (cores of one machine rarely run at one speed). Zero between calls.
@@ -225,16 +243,6 @@ struct ReadAhead {
   }
 };
 ReadAhead first_weights(const PackedLinear& w, int thread, int threads);
-
-// Half-open part of [0, items) that is thread's, in multiples of `unit` except for the end.
-struct Range {
-  int64_t begin, end;
-};
-inline Range share(int64_t items, int thread, int threads, int64_t unit = 1) {
-  const int64_t units = (items + unit - 1) / unit;
-  const int64_t begin = units * thread / threads * unit, end = units * (thread + 1) / threads * unit;
-  return {begin < items ? begin : items, end < items ? end : items};
-}
 
 // ---- memory ------------------------------------------------------------------------------------------------------
 

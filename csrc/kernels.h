@@ -23,9 +23,11 @@ using LayerNormRow = void (*)(const float* x, const float* weight, const float* 
 
 struct RotateShape {
   int64_t n_heads = 0, n_kv_heads = 0, head_dim = 0;
+  // A row of qkv may hold more heads than are dealt with here (those of other ranks): so many, of which these are the first ones.
+  int64_t row_heads = 0, row_kv_heads = 0, first_head = 0, first_kv_head = 0;
   int64_t rotary_dim = 0;                   // even; 0 where the layer has no rotary position
-  const float* q_norm = nullptr;            // [d] or [H*d], null: none
-  const float* k_norm = nullptr;            // [d] or [K*d], null: none
+  const float* q_norm = nullptr;            // [d], or [H*d] of all heads of the row, null: none
+  const float* k_norm = nullptr;            // [d], or [K*d] likewise, null: none
   bool has_full_width_norm = false;         // the norm runs over all heads of the row (OLMo 2)
   float norm_eps = 0.0f;
   const float* cos_table = nullptr;         // [positions, rotary_dim / 2]
@@ -35,7 +37,7 @@ struct RotateShape {
 struct RotateCall {
   RotateShape shape;
   KvLayer kv;
-  const float* qkv = nullptr;               // [T, (H + 2K) * d]: q heads, k heads, v heads
+  const float* qkv = nullptr;               // [T, (H + 2K) * d]: q heads, k heads, v heads of the row
   uint16_t* q_out = nullptr;                // [T, H, d] bf16, written
   const int32_t* positions = nullptr;       // [T]
   const int32_t* slots = nullptr;           // [T] block * P + offset

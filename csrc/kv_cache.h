@@ -63,6 +63,8 @@ class KvCache {
  public:
   explicit KvCache(const KvShape& shape);  // zeroed; throws std::bad_alloc, std::invalid_argument
 
+  int32_t number = 0;  // under which other ranks know theirs of the same pool
+
   const KvShape& shape() const { return shape_; }
   int64_t bytes() const { return shape_.n_layers * shape_.layer_bytes(); }
   KvLayer layer(int64_t index) const { return {buffer_.data() + index * shape_.layer_bytes(), shape_}; }

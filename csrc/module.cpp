@@ -1,7 +1,6 @@
 // Python bindings: diptych.compute.ops._cpu. Every array is checked for dtype, shape and contiguity here, then the GIL is
 // released; the kernels below see raw pointers.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -15,25 +14,11 @@
 #include <tuple>
 #include <utility>
 
-#include "ceilings.h"
+#include "module.h"
 #include "program.h"
-
-namespace nb = nanobind;
 
 namespace diptych {
 namespace {
-
-using AnyArray = nb::ndarray<nb::ro, nb::device::cpu>;
-using I32 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using I32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using F32Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using F64Vector = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using F32Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using F32Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using F32Cube = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using BytesTable = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using BytesOut = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 Source source_of(const AnyArray& array) {
   const nb::dlpack::dtype dtype = array.dtype();
@@ -48,13 +33,6 @@ Source source_of(const AnyArray& array) {
 void require_matrix(const AnyArray& array) {
   if (array.ndim() != 2) throw std::invalid_argument("a weight must have two axes");
   if (array.stride(1) != 1) throw std::invalid_argument("a weight's rows must be contiguous");
-}
-
-template <typename Kind>
-Kind named(const char* what, const std::string& name, std::initializer_list<std::pair<const char*, Kind>> kinds) {
-  for (const auto& [known, kind] : kinds)
-    if (name == known) return kind;
-  throw std::invalid_argument("unknown " + std::string(what) + " " + name);
 }
 
 Format format_of(const std::string& name) {
@@ -81,10 +59,6 @@ RowsKind rows_kind_of(const std::string& name) {
 
 Store store_of(const std::string& name) {
   return named<Store>("store kind", name, {{"f32", Store::f32}, {"bf16", Store::bf16}, {"add_f32", Store::add_f32}});
-}
-
-KvFormat kv_format_of(const std::string& name) {
-  return named<KvFormat>("KV format", name, {{"bf16", KvFormat::bf16}, {"int8", KvFormat::int8}});
 }
 
 Activation activation_of(const std::string& name) {
@@ -155,6 +129,26 @@ int add_packed_linear(Program& program, const LinearShape& shape, Bytes blob) {
   return program.add_packed_linear(shape, blob.data());
 }
 
+using RowRanges = std::vector<std::pair<int64_t, int64_t>>;
+
+std::vector<Range> ranges_of(const RowRanges& rows) {
+  std::vector<Range> ranges;
+  for (const auto& [begin, end] : rows) ranges.push_back({begin, end});
+  return ranges;
+}
+
+int add_packed_part(Program& program, const LinearShape& shape, const LinearShape& whole, const RowRanges& rows, Bytes blob) {
+  if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(whole)) throw std::invalid_argument("the packed weight has another size");
+  nb::gil_scoped_release release;
+  return program.add_packed_part(shape, whole, ranges_of(rows), blob.data());
+}
+
+int add_random_part(Program& program, const LinearShape& shape, const LinearShape& whole, const RowRanges& rows, uint64_t seed,
+                    float amplitude) {
+  nb::gil_scoped_release release;
+  return program.add_random_part(shape, whole, ranges_of(rows), seed, amplitude);
+}
+
 int add_table(Program& program, AnyArray array) {
   require_matrix(array);
   if (array.stride(0) != static_cast<int64_t>(array.shape(1))) throw std::invalid_argument("a table must be contiguous");
@@ -162,8 +156,9 @@ int add_table(Program& program, AnyArray array) {
                             static_cast<int64_t>(array.shape(1))});
 }
 
-int add_rows(Program& program, const std::string& format, int64_t width, int64_t rows_per_token) {
+int add_rows(Program& program, const std::string& format, int64_t width, int64_t rows_per_token, bool is_shared) {
   Buffer buffer;
+  buffer.shared = is_shared;
   buffer.kind = BufferKind::rows;
   buffer.width = width;
   buffer.rows_kind = rows_kind_of(format);
@@ -171,8 +166,9 @@ int add_rows(Program& program, const std::string& format, int64_t width, int64_t
   return program.add_buffer(buffer);
 }
 
-int add_plain(Program& program, BufferKind kind, int64_t width, int64_t rows_per_token) {
+int add_plain(Program& program, BufferKind kind, int64_t width, int64_t rows_per_token, bool is_shared) {
   Buffer buffer;
+  buffer.shared = is_shared;
   buffer.kind = kind;
   buffer.width = width;
   buffer.rows_per_token = rows_per_token;
@@ -188,7 +184,6 @@ Step step_of(const I32& token_ids, const I32& query_start, const I32& context_to
           static_cast<int64_t>(logits_rows.shape(0))};
 }
 
-using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 using Input = std::optional<F32Matrix>;
 using Tapped = std::optional<std::pair<I32, F32CubeOut>>;  // numbers of taps, and [taps, T, width] to write them to
 
@@ -312,80 +307,6 @@ nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_blob(Program& program,
   return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(program.blob_at(index), {bytes}, nb::find(program));
 }
 
-void check_blocks(const KvCache& kv, const I32& block_ids, int64_t n_tokens) {
-  if (static_cast<int64_t>(block_ids.shape(0)) * kv.shape().block_tokens < n_tokens) throw std::invalid_argument("too few blocks for n_tokens");
-  for (size_t i = 0; i < block_ids.shape(0); ++i)
-    if (block_ids(i) < 0 || block_ids(i) >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
-}
-
-void check_layer(const KvCache& kv, int64_t layer) {
-  if (layer < 0 || layer >= kv.shape().n_layers) throw std::invalid_argument("no such layer");
-}
-
-void copy_blocks(KvCache& kv, const std::vector<std::array<int64_t, 2>>& pairs) {
-  for (const auto& pair : pairs)
-    for (int64_t block : pair)
-      if (block < 0 || block >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
-  nb::gil_scoped_release release;
-  for (const auto& pair : pairs) kv.copy_block(pair[0], pair[1]);
-}
-
-void check_raw(const KvCache& kv, const I32& block_ids, size_t rows, size_t bytes) {
-  check_blocks(kv, block_ids, 0);
-  const int64_t wanted = kv.shape().n_layers * kv.shape().block_bytes();
-  if (rows != block_ids.shape(0) || static_cast<int64_t>(bytes) != wanted) throw std::invalid_argument("raw blocks must be [blocks, bytes of a block]");
-}
-
-void export_blocks(const KvCache& kv, I32 block_ids, BytesOut out) {
-  check_raw(kv, block_ids, out.shape(0), out.shape(1));
-  nb::gil_scoped_release release;
-  for (size_t i = 0; i < block_ids.shape(0); ++i) kv.export_block(block_ids(i), out.data() + i * out.shape(1));
-}
-
-void import_blocks(KvCache& kv, I32 block_ids, BytesTable data) {
-  check_raw(kv, block_ids, data.shape(0), data.shape(1));
-  nb::gil_scoped_release release;
-  for (size_t i = 0; i < block_ids.shape(0); ++i) kv.import_block(block_ids(i), data.data() + i * data.shape(1));
-}
-
-template <class Cube>
-void check_cube(const KvCache& kv, const Cube& cube, int64_t n_tokens) {
-  const KvShape& shape = kv.shape();
-  if (static_cast<int64_t>(cube.shape(0)) != shape.n_kv_heads || static_cast<int64_t>(cube.shape(1)) != n_tokens ||
-      static_cast<int64_t>(cube.shape(2)) != shape.head_dim)
-    throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
-}
-
-void read_kv(const KvCache& kv, int64_t layer, I32 block_ids, F32CubeOut k, F32CubeOut v) {
-  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
-  check_layer(kv, layer);
-  check_blocks(kv, block_ids, n_tokens);
-  check_cube(kv, k, n_tokens);
-  check_cube(kv, v, n_tokens);
-  nb::gil_scoped_release release;
-  kv.read(layer, block_ids.data(), n_tokens, k.data(), v.data());
-}
-
-void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
-  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
-  check_layer(kv, layer);
-  check_blocks(kv, block_ids, n_tokens);
-  check_cube(kv, k, n_tokens);
-  check_cube(kv, v, n_tokens);
-  nb::gil_scoped_release release;
-  kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
-}
-
-KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
-                 bool has_values) {
-  KvShape shape;
-  shape.n_layers = n_layers, shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
-  shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim;
-  shape.format = kv_format_of(format);
-  shape.has_values = has_values;
-  return shape;
-}
-
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
                                std::optional<float> softcap) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
@@ -415,43 +336,28 @@ void bind_shapes(nb::module_& m) {
          nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none());
 }
 
-void bind_kv(nb::module_& m) {
-  nb::class_<KvCache>(m, "KvCache")
-      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
-                          bool has_values) {
-        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format, has_values));
-      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true)
-      .def_prop_ro("nbytes", &KvCache::bytes)
-      .def("interleave", &KvCache::interleave, nb::arg("nodes"))
-      .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("block_bytes", [](const KvCache& kv) { return kv.shape().n_layers * kv.shape().block_bytes(); })
-      .def("copy_blocks", &copy_blocks)
-      .def("export_blocks", &export_blocks, nb::arg("block_ids"), nb::arg("out"))
-      .def("import_blocks", &import_blocks, nb::arg("block_ids"), nb::arg("data"))
-      .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
-      .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
-  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format, bool has_values) {
-    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format, has_values);
-    return n_layers * shape.block_bytes();
-  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true);
-}
-
 void bind_operations(nb::class_<Program>& program) {
   program
       .def("embed", [](Program& p, int table, int x, float scale) { p.record(Category::embed, EmbedOp{table, x, scale}); })
-      .def("embed_tied", [](Program& p, int head, int x, float scale) { p.record(Category::embed, TiedEmbedOp{head, x, scale}); })
+      .def("embed_tied", [](Program& p, int head, int x, float scale, int64_t first, std::optional<int64_t> vocab) {
+        p.record(Category::embed, TiedEmbedOp{head, x, scale, first, vocab.value_or(p.linear_at(head).shape.n)});
+      }, nb::arg("head"), nb::arg("x"), nb::arg("scale"), nb::arg("first") = 0, nb::arg("vocab").none() = nb::none())
       .def("norm", [](Program& p, int x, int weight, float eps, int out, int bias, bool is_centred) {
         p.record(Category::norm, NormOp{x, weight, eps, out, bias, is_centred});
       }, nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("out"), nb::arg("bias") = -1, nb::arg("is_centred") = false)
       .def("add_norm", [](Program& p, int y, int weight, float eps, int x) { p.record(Category::norm, AddNormOp{y, weight, eps, x}); })
       .def("add", [](Program& p, int y, int x, int gate) { p.record(Category::norm, AddOp{y, x, gate}); }, nb::arg("y"), nb::arg("x"), nb::arg("gate") = -1)
       .def("prepare", [](Program& p, int x, int rows) { p.record(Category::norm, PrepareOp{x, rows}); })
-      .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation) {
-        p.record(category_of(category), LinearOp{weight, rows, out, store_of(store), activation_of(activation)});
-      }, nb::kw_only(), nb::arg("category"), nb::arg("weight"), nb::arg("rows"), nb::arg("out"), nb::arg("store") = "f32", nb::arg("activation") = "silu")
+      .def("linear", [](Program& p, const std::string& category, int weight, int rows, int out, const std::string& store, const std::string& activation,
+                        int64_t column) {
+        p.record(category_of(category), LinearOp{weight, rows, out, store_of(store), activation_of(activation), column});
+      }, nb::kw_only(), nb::arg("category"), nb::arg("weight"), nb::arg("rows"), nb::arg("out"), nb::arg("store") = "f32", nb::arg("activation") = "silu",
+         nb::arg("column") = 0)
       .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
-                        std::optional<int> k_norm, bool has_full_width_norm, float norm_eps) {
+                        std::optional<int> k_norm, bool has_full_width_norm, float norm_eps, std::optional<std::array<int64_t, 4>> row) {
         RotateOp op{};
+        const std::array<int64_t, 4> own{shape.n_heads, shape.n_kv_heads, 0, 0}, heads = row.value_or(own);
+        op.shape.row_heads = heads[0], op.shape.row_kv_heads = heads[1], op.shape.first_head = heads[2], op.shape.first_kv_head = heads[3];
         op.qkv = qkv, op.q = q, op.layer = layer;
         op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim;
         op.shape.has_full_width_norm = has_full_width_norm, op.shape.norm_eps = norm_eps;
@@ -460,10 +366,11 @@ void bind_operations(nb::class_<Program>& program) {
         if (k_norm) op.has_k_norm = true, op.k_norm = *k_norm;
         p.record(Category::rope, op);
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
-         nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"))
-      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks) {
-        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks});
-      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1)
+         nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none())
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
+        p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
+      }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)
+      .def("meet", [](Program& p) { p.record(Category::attention, MeetOp{}); })
       .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store) {
         p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store)});
       }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"))
@@ -476,8 +383,9 @@ void bind_operations(nb::class_<Program>& program) {
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
-                     std::array<float, 2> clamp) {
+                     std::array<float, 2> clamp, int64_t hidden_column, int64_t column) {
         MoeOp op{};
+        op.hidden_column = hidden_column, op.column = column;
         op.router = router, op.router_rows = router_rows, op.scores = scores;
         op.gate_up = std::move(gate_up), op.down = std::move(down), op.rows = rows;
         if (hidden) op.has_hidden = true, op.hidden = *hidden;
@@ -494,15 +402,15 @@ void bind_operations(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by_sigmoid") = false, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
-         nb::arg("wide").none() = nb::none(), nb::arg("clamp") = std::array<float, 2>{0.0f, 0.0f})
+         nb::arg("wide").none() = nb::none(), nb::arg("clamp") = std::array<float, 2>{0.0f, 0.0f}, nb::arg("hidden_column") = 0, nb::arg("column") = 0)
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,
-                      bool is_centred) {
+                      bool is_centred, int64_t first, std::optional<int64_t> vocab) {
         p.record(Category::head, HeadOp{x, norm.value_or(0), eps, rows, weight, scale, softcap.value_or(0.0f), softcap.has_value(), norm.has_value(), bias,
-                                        is_centred});
+                                        is_centred, first, vocab.value_or(p.linear_at(weight).n_outputs)});
       }, nb::kw_only(), nb::arg("x"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("rows"), nb::arg("weight"), nb::arg("scale") = 1.0f, nb::arg("softcap").none() = nb::none(),
-         nb::arg("bias") = -1, nb::arg("is_centred") = false);
+         nb::arg("bias") = -1, nb::arg("is_centred") = false, nb::arg("first") = 0, nb::arg("vocab").none() = nb::none());
 }
 
 void bind_program(nb::module_& m) {
@@ -518,15 +426,21 @@ void bind_program(nb::module_& m) {
       .def("add_coded_linear", &add_coded_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
+      .def("add_packed_part", &add_packed_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("blob"))
+      .def("add_random_part", &add_random_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("seed"), nb::arg("amplitude"))
+      .def("join", &Program::join, nb::keep_alive<1, 2>(), nb::arg("team"))
+      .def("serve", &Program::serve, nb::arg("caches"), nb::call_guard<nb::gil_scoped_release>())
       .def("add_vector", [](Program& p, F32Vector v) { return p.add_vector(std::vector<float>(v.data(), v.data() + v.shape(0))); })
       .def("add_table", &add_table, nb::keep_alive<1, 2>())
       .def("add_rope", &Program::add_rope, nb::arg("inverse_frequency"), nb::arg("attention_factor"))
       .def("add_adapter", &add_adapter, nb::arg("sites"))
       .def("drop_adapter", &Program::drop_adapter, nb::arg("number"))
       .def("adapter_bytes", &Program::adapter_bytes, nb::arg("number"))
-      .def("add_f32", [](Program& p, int64_t width, int64_t rows) { return add_plain(p, BufferKind::f32, width, rows); }, nb::arg("width"), nb::arg("rows_per_token") = 1)
-      .def("add_bf16", [](Program& p, int64_t width) { return add_plain(p, BufferKind::bf16, width, 1); }, nb::arg("width"))
-      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1)
+      .def("add_f32", [](Program& p, int64_t width, int64_t rows, bool is_shared) { return add_plain(p, BufferKind::f32, width, rows, is_shared); },
+           nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false)
+      .def("add_bf16", [](Program& p, int64_t width, bool is_shared) { return add_plain(p, BufferKind::bf16, width, 1, is_shared); },
+           nb::arg("width"), nb::arg("is_shared") = false)
+      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false)
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
            nb::arg("adapters").none() = nb::none())
@@ -548,22 +462,9 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("weight_bytes", &Program::weight_bytes)
       .def_prop_ro("table_bytes", &Program::table_bytes)
       .def_prop_ro("kernels", [](const Program& p) { return std::string(p.kernels().name); })
+      .def_prop_ro("n_meetings", &Program::n_meetings)
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
-}
-
-void bind_ceilings(nb::module_& m) {
-  m.def("measure_read_bytes_per_s", [](int64_t bytes, int threads, std::vector<int> cpus, int repeats) {
-    ThreadPool pool(threads, std::move(cpus));
-    return measure_read_bytes_per_s(pool, bytes, repeats);
-  }, nb::arg("bytes"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("measure_ops_per_s", [](const std::string& dtype, int threads, std::vector<int> cpus, int repeats) {
-    ThreadPool pool(threads, std::move(cpus));
-    if (dtype == "fp32") return measure_ops_per_s(&CeilingLoops::fp32_burst, pool, repeats);
-    if (dtype == "bf16") return measure_ops_per_s(&CeilingLoops::bf16_burst, pool, repeats);
-    if (dtype == "int8") return measure_ops_per_s(&CeilingLoops::int8_burst, pool, repeats);
-    throw std::invalid_argument("no ceiling for " + dtype + "; there are fp32, bf16 and int8");
-  }, nb::arg("dtype"), nb::arg("threads"), nb::arg("cpus"), nb::arg("repeats"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace
@@ -572,20 +473,8 @@ void bind_ceilings(nb::module_& m) {
 NB_MODULE(_cpu, m) {
   nb::set_leak_warnings(false);  // daemon threads end with the process, and so does what they hold
   using namespace diptych;
-  bind_ceilings(m);
   bind_shapes(m);
   bind_kv(m);
   bind_program(m);
-  m.def("capabilities", [] {
-    std::vector<std::string> names;
-    for (int i = 0; i < static_cast<int>(Capability::count); ++i)
-      if (const Capability one = static_cast<Capability>(i); cpu_capabilities().has(one)) names.push_back(capability_name(one));
-    return names;
-  });
-  m.def("kernel_set_refusal", &kernel_set_refusal);
-  m.def("kernel_sets", [] {  // best first
-    std::vector<std::string> names;
-    for (const KernelSet* set : kernel_sets()) names.push_back(set->name);
-    return names;
-  });
+  bind_machine(m);
 }

@@ -1,6 +1,7 @@
 // Packing of weights: checkpoint rows -> panels of 64 lanes (layout in gemm_kernels.h), and back.
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "kernel_sets.h"
@@ -199,8 +200,65 @@ void pack_linear(const KernelSet& set, const LinearShape& shape, const WeightPar
   }
 }
 
-void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads) {
-  if (is_grouped(shape.format)) return pack_random_codes(set, shape, seed, amplitude, blob, thread, threads);
+namespace {
+
+// Which row of the whole weight is `row` of the part.
+int64_t row_of_whole(const std::vector<Range>& rows, int64_t row) {
+  for (const Range& range : rows) {
+    const int64_t n = range.end - range.begin;
+    if (row < n) return range.begin + row;
+    row -= n;
+  }
+  return -1;
+}
+
+// The lane of the whole where the strip of the part from `lane` on lies; -1: a strip of padding.
+int64_t strip_of_whole(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, int64_t lane) {
+  const int64_t first = row_of_lane(shape, lane);
+  if (first < 0) return -1;
+  const int64_t found = lane_of_row(whole, row_of_whole(rows, first));
+  for (int64_t i = 0; i < kStripLanes; ++i) {
+    const int64_t row = row_of_lane(shape, lane + i), there = row_of_lane(whole, found + i);
+    if (found % kStripLanes != 0 || there != (row < 0 ? -1 : row_of_whole(rows, row)))
+      throw std::invalid_argument("the rows cut a strip of 16 lanes of the packed weight");
+  }
+  return found;
+}
+
+}  // namespace
+
+void check_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows) {
+  int64_t n = 0;
+  for (const Range& range : rows) {
+    if (range.begin < 0 || range.begin > range.end || range.end > whole.n) throw std::invalid_argument("no such rows");
+    n += range.end - range.begin;
+  }
+  if (n != shape.n || shape.k != whole.k || shape.format != whole.format || shape.group != whole.group || shape.grid.scale != whole.grid.scale ||
+      shape.grid.offset != whole.grid.offset || shape.grid.levels != whole.grid.levels || shape.gated != whole.gated || shape.has_bias != whole.has_bias)
+    throw std::invalid_argument("a part of a weight has its rows and all else of the whole");
+  for (int64_t lane = 0; lane < packed_lanes(shape); lane += kStripLanes) strip_of_whole(shape, whole, rows, lane);
+}
+
+void copy_packed_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, const uint8_t* from, void* blob,
+                      int thread, int threads) {
+  const Blob in = lay_out(whole, const_cast<uint8_t*>(from)), out = lay_out(shape, blob);
+  const int64_t strip_bytes = bytes_of_strip(shape);
+  const Range mine = share(packed_lanes(shape), thread, threads, kPanelLanes);
+  for (int64_t lane = mine.begin; lane < mine.end; lane += kStripLanes) {
+    const int64_t there = strip_of_whole(shape, whole, rows, lane);
+    if (there < 0) continue;  // padding is zero, as the blob begins
+    std::memcpy(out.panels + lane / kStripLanes * strip_bytes, in.panels + there / kStripLanes * strip_bytes, strip_bytes);
+    if (out.scales != nullptr) std::memcpy(out.scales + lane, in.scales + there, kStripLanes * 4);
+    if (out.bias != nullptr) std::memcpy(out.bias + lane, in.bias + there, kStripLanes * 4);
+  }
+}
+
+void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, float amplitude, void* blob, int thread, int threads,
+                 const LinearShape* whole, const std::vector<Range>* part) {
+  if (is_grouped(shape.format)) {
+    if (part != nullptr) throw std::invalid_argument("random codes have no parts");
+    return pack_random_codes(set, shape, seed, amplitude, blob, thread, threads);
+  }
   const LinearKernels& kernels = *set.linear;
   const Blob out = lay_out(shape, blob);
   const Range mine = share(packed_lanes(shape) / kPanelLanes, thread, threads);
@@ -211,7 +269,8 @@ void pack_random(const KernelSet& set, const LinearShape& shape, uint64_t seed, 
     for (int64_t lane = 0; lane < kPanelLanes; ++lane) {
       const int64_t at = panel * kPanelLanes + lane, row = row_of_lane(shape, at);
       float* values = weights.data() + lane * shape.k;
-      uint64_t state = mix(seed ^ mix(static_cast<uint64_t>(at)));
+      const int64_t place = part == nullptr || row < 0 ? at : lane_of_row(*whole, row_of_whole(*part, row));
+      uint64_t state = mix(seed ^ mix(static_cast<uint64_t>(place)));
       for (int64_t i = 0; i < shape.k; ++i) {
         state = state * 6364136223846793005ull + 1442695040888963407ull;
         values[i] = amplitude * (static_cast<float>(static_cast<int64_t>(state >> 40)) * (2.0f / 16777216.0f) - 1.0f);

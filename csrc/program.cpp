@@ -91,6 +91,22 @@ int Program::add_packed_linear(const LinearShape& shape, const uint8_t* bytes) {
   return static_cast<int>(linears_.size()) - 1;
 }
 
+int Program::add_packed_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, const uint8_t* bytes) {
+  check_part(shape, whole, rows);
+  uint8_t* blob = reserve_weights(packed_bytes(shape));
+  pool_.run([&](int thread, int threads) { copy_packed_part(shape, whole, rows, bytes, blob, thread, threads); });
+  linears_.push_back(view_packed(shape, blob));
+  return static_cast<int>(linears_.size()) - 1;
+}
+
+int Program::add_random_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, uint64_t seed,
+                             float amplitude) {
+  uint8_t* blob = reserve_weights(packed_bytes(shape));
+  pool_.run([&](int thread, int threads) { pack_random(kernels_, shape, seed, amplitude, blob, thread, threads, &whole, &rows); });
+  linears_.push_back(view_packed(shape, blob));
+  return static_cast<int>(linears_.size()) - 1;
+}
+
 int Program::add_vector(std::vector<float> values) {
   vectors_.push_back(std::move(values));
   return static_cast<int>(vectors_.size()) - 1;
@@ -111,6 +127,7 @@ int Program::add_rope(std::vector<double> inverse_frequency, double attention_fa
 
 int Program::add_buffer(const Buffer& buffer) {
   if (arena_tokens_ != 0) throw std::invalid_argument("buffers are added before the first run");
+  if (buffer.shared && team_ == nullptr) throw std::invalid_argument("a program of one rank has no shared buffers");
   buffers_.push_back(buffer);
   return static_cast<int>(buffers_.size()) - 1;
 }
@@ -209,12 +226,74 @@ struct Names {
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }
+  void operator()(const MeetOp&) const {}
+};
+
+// The buffers that an operation reads whole, or rows of it that others wrote, and those that it writes.
+struct Uses {
+  std::vector<int> reads, writes;
+
+  void operator()(const EmbedOp& op) { writes = {op.x}; }
+  void operator()(const TiedEmbedOp& op) { writes = {op.x}; }
+  void operator()(const NormOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const AddNormOp& op) { reads = {op.y}, writes = {op.x}; }
+  void operator()(const AddOp& op) {
+    reads = {op.y}, writes = {op.x};
+    if (op.gate != -1) reads.push_back(op.gate);
+  }
+  void operator()(const PrepareOp& op) { reads = {op.x}, writes = {op.rows}; }
+  void operator()(const LinearOp& op) { reads = {op.rows}, writes = {op.out}; }
+  void operator()(const RotateOp& op) { reads = {op.qkv}, writes = {op.q}; }
+  void operator()(const AttentionOp& op) { reads = {op.q}, writes = {op.out}; }
+  void operator()(const MoeOp& op) {
+    reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};
+    if (op.has_hidden) writes.push_back(op.hidden);
+    if (op.is_clamped) writes.push_back(op.wide);
+  }
+  void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
+  void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
+  void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
+  void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
+  void operator()(const InputOp& op) { writes = {op.x}; }
+  void operator()(const TapOp& op) { reads = {op.x}; }
+  void operator()(const MeetOp&) {}
 };
 
 }  // namespace
 
+// All ranks meet behind what writes a shared buffer, so nobody reads it too early. Nobody writes it too early either if they have met
+// since it was last read; the end of a step is a meeting, so the next one begins with nothing read.
+void Program::check_order(const OpBody& body) {
+  Uses uses;
+  std::visit(uses, body);
+  bool meets = std::holds_alternative<MeetOp>(body);
+  for (const int written : uses.writes) {
+    if (!buffers_[written].shared) continue;
+    meets = true;
+    if (std::find(read_since_meeting_.begin(), read_since_meeting_.end(), written) != read_since_meeting_.end())
+      throw std::invalid_argument("an operation writes shared buffer " + std::to_string(written) + ", which another rank may still read");
+  }
+  for (const int read : uses.reads)
+    if (buffers_[read].shared) read_since_meeting_.push_back(read);
+  if (meets) read_since_meeting_.clear();
+  meets_.push_back(meets && team_ != nullptr);
+}
+
+int64_t Program::n_meetings() const {
+  if (team_ == nullptr) return 0;
+  int64_t n = 1;  // the last
+  for (size_t i = 0; i < ops_.size(); ++i) n += meets_[i] + (std::holds_alternative<MoeOp>(ops_[i].body) ? 2 : 0);
+  return n;
+}
+
+void Program::join(Team& team) {
+  if (!buffers_.empty() || !ops_.empty()) throw std::invalid_argument("a program joins its team before anything is recorded");
+  team_ = &team;
+}
+
 void Program::record(Category category, OpBody body) {
   std::visit(Names{{buffers_.size(), linears_.size(), vectors_.size(), tables_.size(), ropes_.size()}}, body);
+  check_order(body);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
     auto same = [&](const AttentionShape& other) { return other.window == op->shape.window; };
@@ -230,9 +309,9 @@ void Program::record(Category category, OpBody body) {
     const LinearShape& shape = linears_.at(op->head).shape;
     if (shape.format != Format::bf16 || shape.gated) throw std::invalid_argument("a tied embedding needs a bf16 head");
     if (shape.k != buffers_.at(op->x).width) throw std::invalid_argument("a tied embedding is not as wide as its buffer");
-    table_rows_ = std::min(table_rows_, shape.n);
+    table_rows_ = std::min(table_rows_, op->vocab);
   }
-  if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = linears_[op->weight].n_outputs, hidden_width_ = buffers_[op->x].width;
+  if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = op->vocab, hidden_width_ = buffers_[op->x].width;
   if (const auto* op = std::get_if<InputOp>(&body)) input_width_ = buffers_[op->x].width;
   if (const int weight = first_weight(body); weight >= 0)
     for (size_t i = ops_.size(); i-- > 0;) {
@@ -278,16 +357,19 @@ int64_t buffer_bytes(const Buffer& buffer, int64_t tokens) {
 void Program::reserve(int64_t tokens) {
   if (tokens > arena_tokens_) {
     const int64_t wanted = std::max<int64_t>(tokens, std::min<int64_t>(2 * arena_tokens_, 4096));
-    int64_t total = 0;
-    for (const Buffer& buffer : buffers_) total += buffer_bytes(buffer, wanted);
+    int64_t total = 0, shared = 0;
+    for (const Buffer& buffer : buffers_) (buffer.shared ? shared : total) += buffer_bytes(buffer, wanted);
     arena_ = PageBuffer();
     arena_ = PageBuffer(total);
+    if (team_ != nullptr) shared_arena_ = team_->arena(shared, std::move(shared_arena_));
     uint8_t* at = arena_.data();
+    uint8_t* shared_at = shared_arena_ != nullptr ? shared_arena_->data() : nullptr;
     for (Buffer& buffer : buffers_) {
-      buffer.data = at;
+      uint8_t*& place = buffer.shared ? shared_at : at;
+      buffer.data = place;
       if (buffer.kind == BufferKind::rows)
-        buffer.rows = view_rows(buffer.rows_kind, wanted * buffer.rows_per_token, buffer.width, at);
-      at += buffer_bytes(buffer, wanted);
+        buffer.rows = view_rows(buffer.rows_kind, wanted * buffer.rows_per_token, buffer.width, place);
+      place += buffer_bytes(buffer, wanted);
     }
     arena_tokens_ = wanted;
   }

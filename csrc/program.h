@@ -8,6 +8,11 @@
 //   int w = program.add_linear(shape, parts, bias);   int x = program.add_f32(hidden);   ...
 //   program.record(NormOp{x, norm, eps, rows});  program.record(LinearOp{...});  ...
 //   program.run(step, kv, logits);   or, where only the likeliest tokens are wanted:   program.run_best(step, kv);
+//
+// Ranks (team.h) each have a program of the same operations over weights of their own outputs. A buffer is private, and each rank
+// computes all of it, or shared: one for all of them, where a product writes its rank's columns and anything else its rank's rows.
+// So gathering is no operation: behind whatever writes a shared buffer all ranks meet instead of the threads of one. No sum is cut,
+// and N ranks have the bits of one. That nobody writes what another may still read is checked when the operations are recorded.
 #pragma once
 
 #include <array>
@@ -22,6 +27,7 @@
 #include "gemm.h"
 #include "kernel_sets.h"
 #include "kv_cache.h"
+#include "team.h"
 #include "thread_pool.h"
 
 namespace diptych {
@@ -52,6 +58,7 @@ struct Buffer {
   int64_t width = 0;
   int64_t rows_per_token = 1;
   RowsKind rows_kind = RowsKind::bf16;
+  bool shared = false;      // by the ranks
   uint8_t* data = nullptr;  // set by the arena
   Rows rows;                // the view of `data`, kind rows only
 
@@ -75,14 +82,18 @@ struct RopeTable {
 // ---- operations; numbers name buffers (x, y, rows, ...), weights, vectors, tables ----
 
 struct EmbedOp { int table, x; float scale; };
-struct TiedEmbedOp { int head, x; float scale; };             // rows of a packed bf16 weight
+struct TiedEmbedOp {                                          // rows of a packed bf16 weight: the vocabulary from `first` on
+  int head, x;
+  float scale;
+  int64_t first, vocab;
+};
 struct NormOp { int x, weight; float eps; int out; int bias = -1; bool is_centred = false; };  // out: rows or f32; bias -1: none
 struct AddNormOp { int y, weight; float eps; int x; };        // x += norm(y)
 struct AddOp { int y, x; int gate = -1; };                    // x += y, or sigmoid(gate) y where gate [T, 1] is not -1
 struct PrepareOp { int x, rows; };                            // x: f32 or bf16
-struct LinearOp { int weight, rows, out; Store store; Activation activation; };
+struct LinearOp { int weight, rows, out; Store store; Activation activation; int64_t column; };  // outputs go to columns from there on
 struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
-struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; };  // sinks: a vector [H], or -1
+struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; int64_t column = 0; };  // sinks: a vector [H], or -1
 constexpr int64_t kMostGroupBest = 4;
 struct MoeOp {
   int router, router_rows, scores;           // router weight, its input, [T, E] fp32
@@ -102,6 +113,7 @@ struct MoeOp {
   bool is_clamped = false;                   // gate_up is plain, [T * k, 2F] in `wide`, and a clamped gate joins its halves
   int wide = -1;
   float alpha = 0.0f, limit = 0.0f;
+  int64_t hidden_column = 0, column = 0;     // where the outputs of gate_up and down begin
 };
 struct HeadOp {
   int x, norm;
@@ -111,6 +123,7 @@ struct HeadOp {
   bool has_softcap, has_norm;
   int bias = -1;
   bool is_centred = false;
+  int64_t first = 0, vocab = 0;              // the weight's first token, and how many there are in all
 };
 struct HeadsOp {                             // for each head a product of its own: x [T, H * head_stride], the first K of each
   std::vector<int> weights;                  // one for each head
@@ -124,9 +137,10 @@ struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps;
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct InputOp { int x; };                                    // x: the caller's rows
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
+struct MeetOp {};                                             // nothing: other ranks write what this one has no part of
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
-                            InputOp, TapOp, HeadsOp, CacheLatentsOp, RotateQueriesOp>;
+                            InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp>;
 
 struct Op {
   Category category;
@@ -154,6 +168,9 @@ class Program {
   int add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias);
   int add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude);
   int add_packed_linear(const LinearShape& shape, const uint8_t* blob);
+  // Rows of a larger weight, which was packed whole, or is random. Throws std::invalid_argument where they cut a strip of it.
+  int add_packed_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, const uint8_t* blob);
+  int add_random_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, uint64_t seed, float amplitude);
   int add_vector(std::vector<float> values);
   int add_table(const Table& table);
   int add_rope(std::vector<double> inverse_frequency, double attention_factor);
@@ -164,7 +181,14 @@ class Program {
   int64_t adapter_bytes(int number) const;
   void record(Category category, OpBody body);
 
+  // Makes the program one rank's, before its buffers are added. The team outlives it.
+  void join(Team& team);
+  // Ranks but 0: runs steps over the caches (by number) as rank 0 posts them; returns at a message of another kind, which it names
+  // with its bytes. Throws TeamBroken.
+  std::pair<int32_t, int64_t> serve(const std::vector<KvCache*>& caches);
+
   // Runs the whole forward; logits [R, vocab] fp32 is written. Throws std::invalid_argument when an index is out of range.
+  // Of several ranks, 0 is called and posts the step to the others; TeamBroken when one of them is gone.
   void run(const Step& step, KvCache& kv, float* logits);
   // As run, but the logits are written nowhere: the best of each of the R rows, lowest first among equals.
   std::vector<Best> run_best(const Step& step, KvCache& kv);
@@ -183,6 +207,7 @@ class Program {
   const std::array<int64_t, kCategories>& nanoseconds() const { return nanoseconds_; }  // of the last run
   const KernelSet& kernels() const { return kernels_; }
   int threads() const { return pool_.size(); }
+  int64_t n_meetings() const;    // of all ranks, in a step
   int64_t weight_bytes() const;  // packed weights and vectors: what a step reads whole
   int64_t table_bytes() const;   // embedding tables beside them, of which a step reads single rows
   int64_t vocab() const { return vocab_; }
@@ -193,11 +218,22 @@ class Program {
   const uint8_t* blob_at(int index) const { return linears_.at(index).panels; }  // it begins with its panels
 
  private:
-  struct Run;  // one step in flight, program_run.cpp
+  struct Run;  // one step in flight, program_run.h
   friend struct Run;
 
   static int first_weight(const OpBody& body);  // that an operation reads, or -1
-  void execute(const Step& step, KvCache& kv, float* logits, Best* best, float* hidden);
+  struct Results {  // one of them, or none where that is another rank's affair
+    float* logits = nullptr;
+    Best* best = nullptr;     // [threads, R]
+    float* hidden = nullptr;
+  };
+  enum class Want : int32_t { logits, best, hidden };
+  void post(const Step& step, const KvCache& kv, Want want);
+  void execute(const Step& step, KvCache& kv, Want want, const Results& results);
+  void compute(const Step& step, KvCache& kv, const Results& results);
+  void check_order(const OpBody& body);
+  void meet();  // the step's last
+  bool is_rank_0() const { return team_ == nullptr || team_->rank() == 0; }
   void check(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
   void reserve(int64_t tokens);
@@ -223,6 +259,10 @@ class Program {
   std::vector<AttentionPlan> attention_plans_;    // one for each distinct window
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
+  std::vector<uint8_t> meets_;                    // by op: whether all ranks meet behind it
+  std::vector<int> read_since_meeting_;           // shared buffers
+  Team* team_ = nullptr;
+  std::unique_ptr<SharedPages> shared_arena_;
   PageBuffer arena_, scratch_, partials_;
   int64_t arena_tokens_ = 0, scratch_stride_ = 0, vocab_ = 0, hidden_width_ = 0, input_width_ = 0, n_layers_ = 0;
   bool has_latents_ = false;                      // then the cache is one of latents

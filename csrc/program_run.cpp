@@ -3,10 +3,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 
-#include "program.h"
+#include "program_run.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -42,77 +41,13 @@ class FlushDenormals {
 #endif
 };
 
-// Steps up to here take each weight from memory in one pass.
-constexpr int64_t kFewTokens = 24;
-
 }  // namespace
-
-struct Program::Run {
-  Program& program;
-  const Step& step;
-  KvCache& kv;
-  float* logits;  // [R, vocab], or null and
-  Best* best;     // [threads, R], or null and
-  float* hidden;  // [R, D]
-  const KernelSet& set;
-  const StepKernels& kernels;
-  std::vector<std::atomic<int32_t>>& counters;
-
-  uint8_t* scratch(int thread) const { return program.scratch_.data() + thread * program.scratch_stride_; }
-  const Buffer& buffer(int index) const { return program.buffers_[index]; }
-  const float* vector(int index) const { return program.vectors_[index].data(); }
-  // A thread that waits brings in its first weights of the next linear layer: memory has nothing else to do.
-  void barrier(int thread) const {
-    ReadAhead& ahead = program.waiting_[thread].ahead;
-    program.pool_.barrier([&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); });
-  }
-  void look_ahead(size_t op, int thread, int threads) const {
-    const int weight = program.next_weight_[op];
-    const bool is_small = step.n_tokens <= kFewTokens && weight >= 0;
-    program.waiting_[thread].ahead = is_small ? first_weights(program.linears_[weight], thread, threads) : ReadAhead{};
-  }
-
-  void run(const EmbedOp& op, size_t, int thread, int threads) const;
-  void run(const TiedEmbedOp& op, size_t, int thread, int threads) const;
-  void run(const NormOp& op, size_t, int thread, int threads) const;
-  void run(const AddNormOp& op, size_t, int thread, int threads) const;
-  void run(const AddOp& op, size_t, int thread, int threads) const;
-  void run(const PrepareOp& op, size_t, int thread, int threads) const;
-  void run(const LinearOp& op, size_t, int thread, int threads) const;
-  void run(const RotateOp& op, size_t, int thread, int threads) const;
-  void run(const AttentionOp& op, size_t index, int thread, int threads) const;
-  void run(const MoeOp& op, size_t, int thread, int threads) const;
-  void run(const HeadOp& op, size_t, int thread, int threads) const;
-  void run(const InputOp& op, size_t, int thread, int threads) const;
-  void run(const TapOp& op, size_t, int thread, int threads) const;
-  void run(const HeadsOp& op, size_t, int thread, int threads) const;
-  void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
-  void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
-  bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
-    const auto* tap = std::get_if<TapOp>(&op);
-    return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;
-  }
-
-  void norm(const float* x, int weight, int bias, bool is_centred, int64_t n, float eps, float* out) const {
-    const float* shift = bias == -1 ? nullptr : vector(bias);
-    if (is_centred) return kernels.layer_norm_row(x, vector(weight), shift, n, eps, out);
-    kernels.rms_norm_row(x, vector(weight), n, eps, out);
-    if (shift != nullptr) kernels.add_row(shift, n, 1.0f, out);
-  }
-  Epilogue epilogue_to(int out, Store store, Activation activation) const;
-  void route_token(const MoeOp& op, int64_t token, float* choice) const;
-  void leave_best_groups(const MoeOp& op, float* choice, float* worths) const;
-  void gate_experts(const MoeOp& op, int thread, int threads) const;
-  void group_by_expert(const MoeOp& op) const;
-  void run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
-                   int thread, int threads) const;
-};
 
 void Program::Run::run(const EmbedOp& op, size_t, int thread, int threads) const {
   const Table& table = program.tables_[op.table];
   const Buffer& x = buffer(op.x);
   const int64_t row_bytes = table.width * (table.source == Source::f32 ? 4 : 2);
-  const Range part = share(step.n_tokens, thread, threads);
+  const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t)
     kernels.embed_row(table.data + step.token_ids[t] * row_bytes, table.source, x.width, op.scale, x.f32() + t * x.width);
 }
@@ -123,7 +58,9 @@ void Program::Run::run(const TiedEmbedOp& op, size_t, int thread, int threads) c
   uint16_t* row = reinterpret_cast<uint16_t*>(scratch(thread));
   const Range part = share(step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
-    read_bf16_row(head, step.token_ids[t], row);
+    const int64_t token = step.token_ids[t] - op.first;
+    if (token < 0 || token >= head.n_outputs) continue;  // another rank has it
+    read_bf16_row(head, token, row);
     kernels.embed_row(row, Source::bf16, x.width, op.scale, x.f32() + t * x.width);
   }
 }
@@ -131,7 +68,7 @@ void Program::Run::run(const TiedEmbedOp& op, size_t, int thread, int threads) c
 void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &out = buffer(op.out);
   float* row = reinterpret_cast<float*>(scratch(thread));
-  const Range part = share(step.n_tokens, thread, threads);
+  const Range part = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float* target = out.kind == BufferKind::rows ? row : out.f32() + t * out.width;
     norm(x.f32() + t * x.width, op.weight, op.bias, op.is_centred, x.width, op.eps, target);
@@ -142,7 +79,7 @@ void Program::Run::run(const NormOp& op, size_t, int thread, int threads) const 
 void Program::Run::run(const AddNormOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &y = buffer(op.y);
   float* row = reinterpret_cast<float*>(scratch(thread));
-  const Range part = share(step.n_tokens, thread, threads);
+  const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     kernels.rms_norm_row(y.f32() + t * y.width, vector(op.weight), y.width, op.eps, row);
     kernels.add_row(row, x.width, 1.0f, x.f32() + t * x.width);
@@ -151,7 +88,7 @@ void Program::Run::run(const AddNormOp& op, size_t, int thread, int threads) con
 
 void Program::Run::run(const AddOp& op, size_t, int thread, int threads) const {
   const Buffer &x = buffer(op.x), &y = buffer(op.y);
-  const Range part = share(step.n_tokens, thread, threads);
+  const Range part = part_of_rows(x, step.n_tokens, thread, threads);
   for (int64_t t = part.begin; t < part.end; ++t) {
     float scale = 1.0f;
     if (op.gate != -1) {
@@ -165,7 +102,7 @@ void Program::Run::run(const AddOp& op, size_t, int thread, int threads) const {
 void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) const {
   const Buffer& x = buffer(op.x);
   const Rows& rows = buffer(op.rows).rows;
-  const Range part = share(step.n_tokens * x.rows_per_token, thread, threads);
+  const Range part = part_of_rows(buffer(op.rows), step.n_tokens * x.rows_per_token, thread, threads);
   if (x.kind == BufferKind::bf16) {
     prepare_rows(set, rows, reinterpret_cast<const uint16_t*>(x.data), x.width, part.begin, part.end);
   } else {
@@ -173,7 +110,7 @@ void Program::Run::run(const PrepareOp& op, size_t, int thread, int threads) con
   }
 }
 
-Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation) const {
+Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation, int64_t column) const {
   const Buffer& target = buffer(out);
   Epilogue epilogue;
   epilogue.store = store;
@@ -184,13 +121,14 @@ Epilogue Program::Run::epilogue_to(int out, Store store, Activation activation) 
     epilogue.out = target.rows.data;
     epilogue.out_stride = target.rows.stride_bytes / 2;
   }
+  epilogue.out = static_cast<uint8_t*>(epilogue.out) + column * (store == Store::bf16 ? 2 : 4);
   return epilogue;
 }
 
 void Program::Run::run(const LinearOp& op, size_t, int thread, int threads) const {
   const PackedLinear& weight = program.linears_[op.weight];
   const Rows& rows = buffer(op.rows).rows;
-  Epilogue epilogue = epilogue_to(op.out, op.store, op.activation);
+  Epilogue epilogue = epilogue_to(op.out, op.store, op.activation, op.column);
   const AdapterBiases biases(set, program.adapted_, op.weight, weight);
   if (program.adapted_.have_site(op.weight)) {
     program.adapted_.shrink(set, op.weight, rows, thread, threads);
@@ -237,10 +175,10 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   call.out_stride = out.width;
   call.partials = reinterpret_cast<float*>(program.partials_.data());
   if (out.kind == BufferKind::rows) {
-    call.out_bf16 = reinterpret_cast<uint16_t*>(out.rows.data);
+    call.out_bf16 = reinterpret_cast<uint16_t*>(out.rows.data) + op.column;
     call.out_stride = out.rows.stride_bytes / 2;
   } else {
-    call.out_f32 = out.f32();
+    call.out_f32 = out.f32() + op.column;
   }
   const int32_t n_tasks = static_cast<int32_t>(plan.tasks.size());
   auto take = [&] { return counters[index].fetch_add(1, std::memory_order_relaxed); };
@@ -301,137 +239,6 @@ void Program::Run::run(const HeadsOp& op, size_t, int thread, int threads) const
   }
 }
 
-// ---- mixture of experts ----
-
-// Experts outside the best groups are chosen never. A group is as good as the sum of its best few.
-void Program::Run::leave_best_groups(const MoeOp& op, float* choice, float* worths) const {
-  const float none = -std::numeric_limits<float>::infinity();
-  const int64_t size = static_cast<int64_t>(op.down.size()) / op.n_groups;
-  for (int64_t g = 0; g < op.n_groups; ++g) {
-    float best[kMostGroupBest];  // descending
-    std::fill(best, best + op.group_best, none);
-    for (int64_t e = g * size; e < (g + 1) * size; ++e) {
-      float value = choice[e];
-      for (int64_t i = 0; i < op.group_best; ++i)
-        if (value > best[i]) std::swap(value, best[i]);
-    }
-    worths[g] = 0.0f;
-    for (int64_t i = 0; i < op.group_best; ++i) worths[g] += best[i];
-  }
-  for (int64_t g = 0; g < op.n_groups; ++g) {
-    int64_t better = 0;
-    for (int64_t other = 0; other < op.n_groups; ++other)
-      better += worths[other] > worths[g] || (worths[other] == worths[g] && other < g);
-    if (better >= op.groups_per_token) std::fill(choice + g * size, choice + (g + 1) * size, none);
-  }
-}
-
-// Scores of all experts, the k best (lowest index first among equals), kept in ascending order of expert.
-void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) const {
-  const int64_t n_experts = static_cast<int64_t>(op.down.size()), top_k = op.top_k;
-  float* scores = buffer(op.scores).f32() + token * n_experts;
-  op.scores_by_sigmoid ? kernels.sigmoid_row(scores, n_experts) : kernels.softmax_row(scores, n_experts);
-  std::memcpy(choice, scores, static_cast<size_t>(n_experts) * 4);
-  if (op.choice_bias != -1) kernels.add_row(vector(op.choice_bias), n_experts, 1.0f, choice);
-  if (op.n_groups > 1) leave_best_groups(op, choice, choice + n_experts);
-  int32_t* ids = program.routing_.expert_ids.data() + token * top_k;
-  float* weights = program.routing_.expert_weights.data() + token * top_k;
-  float total = 0.0f;
-  for (int64_t j = 0; j < top_k; ++j) {
-    Best most;
-    kernels.find_best(choice, n_experts, 0, &most);
-    const int32_t best = most.index;
-    const float weight = scores[best];
-    choice[best] = -std::numeric_limits<float>::infinity();
-    total += weight;
-    int64_t at = j;
-    for (; at > 0 && ids[at - 1] > best; --at) ids[at] = ids[at - 1], weights[at] = weights[at - 1];
-    ids[at] = best, weights[at] = weight;
-  }
-  for (int64_t j = 0; j < top_k; ++j) {
-    if (op.renormalises) weights[j] /= std::max(total, 1e-20f);
-    if (op.routed_scale != 1.0f) weights[j] *= op.routed_scale;
-  }
-}
-
-void Program::Run::group_by_expert(const MoeOp& op) const {
-  Routing& routing = program.routing_;
-  const int64_t n_experts = static_cast<int64_t>(op.down.size()), choices = step.n_tokens * op.top_k;
-  int32_t* begin = routing.expert_begin.data();
-  std::memset(begin, 0, static_cast<size_t>(n_experts + 1) * 4);
-  for (int64_t i = 0; i < choices; ++i) ++begin[routing.expert_ids[i] + 1];
-  for (int64_t e = 0; e < n_experts; ++e) begin[e + 1] += begin[e];
-  for (int64_t i = 0; i < choices; ++i) {  // begin[e] walks to the end of expert e, then all move back by one
-    const int32_t row = begin[routing.expert_ids[i]]++;
-    routing.source_rows[row] = static_cast<int32_t>(i / op.top_k);
-    routing.expanded_rows[i] = row;
-  }
-  for (int64_t e = n_experts; e > 0; --e) begin[e] = begin[e - 1];
-  begin[0] = 0;
-}
-
-// Every expert's rows through its weight; the expert rows of the output are consecutive.
-void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered,
-                               const Epilogue& epilogue, int thread, int threads) const {
-  const Routing& routing = program.routing_;
-  (void)op;
-  for (size_t e = 0; e < weights.size(); ++e) {
-    const int64_t begin = routing.expert_begin[e], n = routing.expert_begin[e + 1] - begin;
-    if (n == 0) continue;
-    Epilogue target = epilogue;
-    const int64_t element = epilogue.store == Store::bf16 ? 2 : 4;
-    target.out = static_cast<uint8_t*>(epilogue.out) + begin * epilogue.out_stride * element;
-    const int32_t* row_ids = is_gathered ? routing.source_rows.data() + begin : program.row_numbers_.data() + begin;
-    linear(set, program.linears_[weights[e]], rows, row_ids, n, target, thread, threads);
-  }
-}
-
-// The experts' gated rows, in the form that `down` reads.
-void Program::Run::gate_experts(const MoeOp& op, int thread, int threads) const {
-  const bool is_direct = !op.is_clamped && !op.has_hidden;
-  const int out = op.is_clamped ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
-  run_experts(op, op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, is_direct ? Store::bf16 : Store::f32, op.activation), thread,
-              threads);
-  barrier(thread);
-  if (is_direct) return;
-  const Buffer& from = buffer(out);
-  const Rows& rows = buffer(op.hidden_rows).rows;
-  const Range part = share(step.n_tokens * op.top_k, thread, threads);
-  if (op.is_clamped) {
-    float* row = reinterpret_cast<float*>(scratch(thread));
-    for (int64_t i = part.begin; i < part.end; ++i) {
-      kernels.clamped_gate_row(from.f32() + i * from.width, from.width / 2, op.alpha, op.limit, row);
-      prepare_row(set, rows, i, row);
-    }
-  } else {
-    prepare_rows(set, rows, from.f32(), from.width, part.begin, part.end);
-  }
-  barrier(thread);
-}
-
-void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
-  const Range tokens = share(step.n_tokens, thread, threads);
-  linear(set, program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
-         epilogue_to(op.scores, Store::f32, Activation::silu), thread, threads);
-  barrier(thread);
-  for (int64_t t = tokens.begin; t < tokens.end; ++t) route_token(op, t, reinterpret_cast<float*>(scratch(thread)));
-  barrier(thread);
-  if (thread == 0) group_by_expert(op);
-  barrier(thread);
-  gate_experts(op, thread, threads);
-  const Rows& hidden_rows = buffer(op.hidden_rows).rows;
-  run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation), thread, threads);
-  barrier(thread);
-  const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
-  for (int64_t t = tokens.begin; t < tokens.end; ++t) {
-    float* y = out.f32() + t * out.width;
-    std::memset(y, 0, static_cast<size_t>(out.width) * 4);
-    for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j)
-      kernels.add_row(expanded.f32() + program.routing_.expanded_rows[j] * out.width, out.width,
-                      program.routing_.expert_weights[j], y);
-  }
-}
-
 // What comes after the head's product, where a tile's logits lie in cache: the softcap, and the best where nothing else is wanted.
 class HeadReader final : public OutputReader {
  public:
@@ -441,7 +248,7 @@ class HeadReader final : public OutputReader {
     for (int64_t i = 0; i < rows; ++i) {
       float* logits = static_cast<float*>(outputs[i]);
       if (op_.has_softcap) kernels_.softcap_row(logits, count, op_.softcap);
-      if (best_ != nullptr) join(logits, count, first, best_ + row + i);
+      if (best_ != nullptr) join(logits, count, op_.first + first, best_ + row + i);
     }
   }
 
@@ -475,7 +282,7 @@ void Program::Run::run(const TapOp& op, size_t, int thread, int threads) const {
 }
 
 void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const {
-  if (step.n_logits == 0) return;
+  if (step.n_logits == 0 || (logits == nullptr && best == nullptr && hidden == nullptr)) return;
   const Buffer& x = buffer(op.x);
   const Rows& rows = buffer(op.rows).rows;
   float* row = reinterpret_cast<float*>(scratch(thread));
@@ -495,7 +302,7 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
   if (hidden != nullptr) return;
   barrier(thread);
   Epilogue epilogue;
-  epilogue.out = logits;
+  epilogue.out = logits == nullptr ? nullptr : logits + op.first;
   epilogue.out_stride = program.vocab_;
   HeadReader reader(kernels, op, best != nullptr ? best + thread * step.n_logits : nullptr);
   if (best != nullptr || op.has_softcap) epilogue.reader = &reader;
@@ -504,22 +311,67 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
 
 // ---- the step ----
 
-void Program::run(const Step& step, KvCache& kv, float* logits) { execute(step, kv, logits, nullptr, nullptr); }
+void Program::run(const Step& step, KvCache& kv, float* logits) {
+  const int64_t bytes = step.n_logits * vocab_ * 4;
+  Results results;
+  std::shared_ptr<SharedPages> shared;
+  if (team_ != nullptr) shared = team_->outputs(bytes);
+  results.logits = shared != nullptr ? reinterpret_cast<float*>(shared->data()) : logits;
+  execute(step, kv, Want::logits, results);
+  meet();
+  if (is_rank_0() && results.logits != logits) std::memcpy(logits, results.logits, static_cast<size_t>(bytes));
+}
 
-void Program::run_hidden(const Step& step, KvCache& kv, float* hidden) { execute(step, kv, nullptr, nullptr, hidden); }
+void Program::run_hidden(const Step& step, KvCache& kv, float* hidden) {
+  Results results;
+  results.hidden = hidden;  // none of ranks but 0, whose rows are whole
+  execute(step, kv, Want::hidden, results);
+  meet();
+}
+
+namespace {
+
+void join_best(Best* best, int64_t rows, int64_t n) {  // of n times `rows`, into the first
+  for (int64_t i = rows; i < rows * n; ++i)
+    if (best[i].is_before(best[i % rows])) best[i % rows] = best[i];
+}
+
+}  // namespace
 
 std::vector<Best> Program::run_best(const Step& step, KvCache& kv) {
   const int64_t rows = step.n_logits;
   std::vector<Best> best(pool_.size() * rows);
-  execute(step, kv, nullptr, best.data(), nullptr);
-  for (int64_t i = rows; i < static_cast<int64_t>(best.size()); ++i)  // the threads' joined into those of thread 0
-    if (best[i].is_before(best[i % rows])) best[i % rows] = best[i];
+  Results results;
+  results.best = best.data();
+  execute(step, kv, Want::best, results);
+  join_best(best.data(), rows, pool_.size());
   best.resize(rows);
+  if (team_ == nullptr) return best;
+  const int64_t size = team_->size(), bytes = size * rows * static_cast<int64_t>(sizeof(Best));
+  const std::shared_ptr<SharedPages> shared = team_->outputs(bytes);
+  Best* all = reinterpret_cast<Best*>(shared->data());
+  std::copy(best.begin(), best.end(), all + team_->rank() * rows);
+  meet();
+  if (!is_rank_0()) return {};
+  join_best(all, rows, size);
+  best.assign(all, all + rows);
   return best;
 }
 
-void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, float* hidden) {
+void Program::execute(const Step& step, KvCache& kv, Want want, const Results& results) {
   check(step, kv);
+  const bool tells = team_ != nullptr && is_rank_0();
+  if (tells && team_->is_broken()) throw TeamBroken("a rank is gone");
+  if (tells) post(step, kv, want);
+  try {
+    compute(step, kv, results);
+  } catch (...) {
+    if (team_ != nullptr) team_->break_up();  // the others are in the middle of the step
+    throw;
+  }
+}
+
+void Program::compute(const Step& step, KvCache& kv, const Results& results) {
   reserve(step.n_tokens);
   place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);
@@ -535,7 +387,8 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
   for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
   nanoseconds_.fill(0);
 
-  const Run run{*this, step, kv, logits, best, hidden, kernels_, *kernels_.step, counters_};
+  std::atomic<bool> is_left{false};
+  const Run run{*this, step, kv, results.logits, results.best, results.hidden, kernels_, *kernels_.step, counters_, is_left};
   pool_.run([&](int thread, int threads) {
     const FlushDenormals flush;
     int64_t before = thread == 0 ? now_ns() : 0;
@@ -544,19 +397,15 @@ void Program::execute(const Step& step, KvCache& kv, float* logits, Best* best, 
       if (run.is_idle(ops_[i].body)) continue;
       std::visit([&](const auto& op) { run.run(op, i, thread, threads); }, ops_[i].body);
       if (first_weight(ops_[i].body) >= 0) run.look_ahead(i, thread, threads);
-      run.barrier(thread);
+      meets_[i] != 0 ? run.meet(thread) : run.barrier(thread);
+      if (is_left.load(std::memory_order_relaxed)) return;
       if (thread != 0) continue;
       const int64_t after = now_ns();
       nanoseconds_[static_cast<size_t>(ops_[i].category)] += after - before;
       before = after;
     }
   });
-}
-
-void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
-  routing_.resize(tokens, op.top_k, static_cast<int64_t>(op.down.size()));
-  for (int64_t i = static_cast<int64_t>(row_numbers_.size()); i < tokens * op.top_k; ++i)
-    row_numbers_.push_back(static_cast<int32_t>(i));
+  if (is_left) throw TeamBroken("a rank is gone");
 }
 
 void Program::number_head_rows(int64_t heads, int64_t tokens) {

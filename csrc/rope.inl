@@ -93,28 +93,30 @@ DIPTYCH_INLINE void write_int8(const KvHead& head, const KvShape& shape, int64_t
 static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head, float* scratch) {
   const RotateShape& shape = call.shape;
   const int64_t d = shape.head_dim, group = shape.n_heads / shape.n_kv_heads;
-  const float* row = call.qkv + token * (shape.n_heads + 2 * shape.n_kv_heads) * d;
-  const float* k_row = row + shape.n_heads * d;
-  const float* v_row = k_row + shape.n_kv_heads * d;
+  const float* row = call.qkv + token * (shape.row_heads + 2 * shape.row_kv_heads) * d;
+  const float* k_row = row + shape.row_heads * d;
+  const float* v_row = k_row + shape.row_kv_heads * d;
   const int64_t position = call.positions[token], half = shape.rotary_dim / 2;
   const float* cos_row = call.shape.cos_table + position * half;
   const float* sin_row = call.shape.sin_table + position * half;
   const bool is_full = shape.has_full_width_norm;
   float q_factor = 0.0f, k_factor = 0.0f;
-  if (is_full && shape.q_norm) q_factor = full_width_factor(row, shape.n_heads * d, shape.norm_eps);
-  if (is_full && shape.k_norm) k_factor = full_width_factor(k_row, shape.n_kv_heads * d, shape.norm_eps);
+  if (is_full && shape.q_norm) q_factor = full_width_factor(row, shape.row_heads * d, shape.norm_eps);
+  if (is_full && shape.k_norm) k_factor = full_width_factor(k_row, shape.row_kv_heads * d, shape.norm_eps);
 
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    const float* weight = shape.q_norm ? shape.q_norm + (is_full ? head * d : 0) : nullptr;
-    finish_head(shape, row + head * d, weight, q_factor, cos_row, sin_row, scratch);
+    const int64_t of_row = shape.first_head + head;
+    const float* weight = shape.q_norm ? shape.q_norm + (is_full ? of_row * d : 0) : nullptr;
+    finish_head(shape, row + of_row * d, weight, q_factor, cos_row, sin_row, scratch);
     round_to_bf16(scratch, d, call.q_out + (token * shape.n_heads + head) * d);
   }
-  const float* weight = shape.k_norm ? shape.k_norm + (is_full ? kv_head * d : 0) : nullptr;
+  const int64_t kv_of_row = shape.first_kv_head + kv_head;
+  const float* weight = shape.k_norm ? shape.k_norm + (is_full ? kv_of_row * d : 0) : nullptr;
   float* key = scratch;
   float* value = scratch + d + 16 - d % 16;
-  finish_head(shape, k_row + kv_head * d, weight, k_factor, cos_row, sin_row, key);
+  finish_head(shape, k_row + kv_of_row * d, weight, k_factor, cos_row, sin_row, key);
   std::memset(value, 0, static_cast<size_t>(call.kv.shape.value_dim()) * 4);
-  std::memcpy(value, v_row + kv_head * d, static_cast<size_t>(d) * 4);
+  std::memcpy(value, v_row + kv_of_row * d, static_cast<size_t>(d) * 4);
 
   const int64_t slot = call.slots[token], offset = slot % call.kv.shape.block_tokens;
   const bool next_follows = token + 1 < call.n_tokens && call.slots[token + 1] == slot + 1;

@@ -41,9 +41,15 @@ class ThreadPool {
   // should take a few nanoseconds.
   template <class Idle>
   void barrier(Idle&& idle) {
-    if (threads_ == 1) return;
+    barrier(idle, [] {});
+  }
+  // The thread that comes last calls `last` before any of them goes on.
+  template <class Idle, class Last>
+  void barrier(Idle&& idle, Last&& last) {
+    if (threads_ == 1) return last();
     const uint32_t passed = passed_.value.load(std::memory_order_relaxed);
     if (arrived_.value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(threads_)) {
+      last();
       arrived_.value.store(0, std::memory_order_relaxed);
       passed_.value.store(passed + 1, std::memory_order_release);
       return;

@@ -34,6 +34,7 @@ Device = Annotated[str, typer.Option(help="auto | cpu | cuda (torch backend)")]
 Weights = Annotated[str, typer.Option(help=" | ".join(WEIGHT_FORMATS))]
 Kv = Annotated[str, typer.Option(help=f"KV cache format: {' | '.join(KV_FORMATS)}")]
 Threads = Annotated[int | None, typer.Option(help=CONFIG["threads"].what)]
+Tp = Annotated[int, typer.Option("--tp", help=CONFIG["tp"].what)]
 Numa = Annotated[str, typer.Option(help="where they are pinned: auto (node by node) | off | nodes such as 0 or 0,1")]
 MaxContext = Annotated[int | None, typer.Option("--max-context-tokens", help=CONFIG["max_context_tokens"].what)]
 KvMemory = Annotated[int | None, typer.Option("--kv-memory-bytes", help=CONFIG["kv_memory_bytes"].what)]
@@ -81,6 +82,7 @@ BACKEND: Block = {
     "kv": (Kv, "auto"),
     "threads": (Threads, None),
     "numa": (Numa, "auto"),
+    "tp": (Tp, 1),
     "speculate": (Speculate, "off"),
     "draft_model": (DraftModel, None),
     "max_draft_tokens": (MaxDraftTokens, 16),

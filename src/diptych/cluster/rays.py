@@ -455,7 +455,8 @@ def shared(config: EngineConfig, n_workers: int, *, is_local: bool) -> EngineCon
     cores = psutil.cpu_count(logical=False) or 1
     compute = config.compute
     if compute.threads is None:
-        compute = replace(compute, threads=max(1, cores // n_workers))
+        per_rank = max(1, cores // n_workers // compute.tp)
+        compute = replace(compute, threads=per_rank * compute.tp)
     if compute.numa == "auto":
         compute = replace(compute, numa="off")
     return replace(config, compute=compute)

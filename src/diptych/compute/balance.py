@@ -62,14 +62,20 @@ class ScaledTensor(WeightTensor):
 
     def read(self) -> torch.Tensor:
         """The scaled values, a new tensor."""
-        values = self.plain.read().detach()
+        return self._scaled(self.plain.read().detach(), slice(None))
+
+    def part(self, rows: slice, n_columns: int) -> torch.Tensor:
+        """The same of some rows: no others are scaled."""
+        return self._scaled(self.plain.part(rows, self.shape[1]).detach(), rows)[:, :n_columns]
+
+    def _scaled(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
         if self._offset:
             values = values.to(torch.float32) + self._offset
-        scaled = torch.empty(self.shape, dtype=self.dtype)
+        scaled = torch.empty(values.shape, dtype=self.dtype)
         if self.columns is not None:
             values = torch.mul(values, self.columns.exp2(), out=scaled)  # in fp32, rounded once
         if self.rows is not None:
-            factors = self.rows.exp2()
+            factors = self.rows[rows].exp2()
             torch.mul(values, factors if values.ndim == 1 else factors[:, None], out=scaled)
         return scaled.sub_(self._offset)
 

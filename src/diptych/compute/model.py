@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Literal, overload
@@ -25,7 +25,7 @@ from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader,
 from diptych.compute.ops.cpus import Placement
 from diptych.compute.sampler import Weighed
 from diptych.compute.weights import Source
-from diptych.ground.errors import UnsupportedModel
+from diptych.ground.errors import EngineError, UnsupportedModel
 from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model, refuse_unrun
@@ -226,6 +226,13 @@ class Model(ABC):
         self, logits_RV: np.ndarray, rows: Sequence[int], temperatures: Sequence[float], quantiles: Sequence[float]
     ) -> Sequence[Weighed]:
         """For each named row of logits on the CPU a token of softmax(logits / temperature), by inverse CDF at its quantile."""
+
+    def on_loss(self, tell: Callable[[EngineError], object]) -> Callable[[], object]:
+        """Have `tell` called, on any thread, when a process that computes a part of this model is gone; also without a step.
+
+        Returns the function that ends it.
+        """
+        return lambda: None
 
     @abstractmethod
     def add_adapter(self, adapter: Adapter) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_kernels import choose_instruction_set
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_model import build_cpu_model
+from diptych.compute.ops.cpu_ranks import RankedModel
+from diptych.compute.ops.ranks import Ranks, placement_head
+from diptych.compute.ops.shares import copies_of_kv
 from diptych.compute.ops.torch_model import build_torch_model, torch_device
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_model_dir
 from diptych.ground.config import ComputeConfig, packed_cache
-from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
@@ -38,6 +41,9 @@ from diptych.models.read import reads_mxfp4, refuse_unrun
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.compute")
+
+# a checkpoint opened: its config.json and where that is from, its tensors, and the config that it settles
+Opened = tuple[dict[str, Any], str, Checkpoint | GgufCheckpoint, ComputeConfig]
 
 __all__ = ["Model", "load_model", "random_model"]
 
@@ -58,10 +64,11 @@ def load_model(
     progress: called with (bytes read, bytes in all). check: called before the weights are read, and may refuse.
     Raises LoadError, UnsupportedModel or ConfigError.
     """
-    gguf = find_gguf(Path(path_or_name).expanduser())
-    hf_config, path, checkpoint, config = (
-        _open_folder(resolve_model_dir(path_or_name), config) if gguf is None else _open_gguf(gguf, config)
-    )
+    if config.tp > 1:
+        return _load_over_ranks(
+            path_or_name, config, max_context_tokens=max_context_tokens, progress=progress, check=check
+        )
+    hf_config, path, checkpoint, config = _open(path_or_name, config)
 
     def built(source: Checkpoint | GgufCheckpoint, on_packed: Callable[[CpuLoader], None] | None = None) -> Model:
         source.progress = progress
@@ -75,6 +82,89 @@ def load_model(
     if isinstance(checkpoint, GgufCheckpoint | CodedCheckpoint):
         checkpoint.log_formats(model.formats)
     return model
+
+
+def _open(path_or_name: str | Path, config: ComputeConfig) -> Opened:
+    gguf = find_gguf(Path(path_or_name).expanduser())
+    return _open_folder(resolve_model_dir(path_or_name), config) if gguf is None else _open_gguf(gguf, config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedBlueprint:
+    """A checkpoint's blueprint, and the config that its files settle."""
+
+    blueprint: Blueprint
+    config: ComputeConfig
+
+
+def open_blueprint(
+    path_or_name: str | Path,
+    config: ComputeConfig,
+    *,
+    max_context_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> OpenedBlueprint:
+    """The blueprint of a checkpoint, and nothing of its weights yet; raises as `load_model`."""
+    hf_config, path, source, config = _open(path_or_name, config)
+    source.progress = progress
+    blueprint = draw_blueprint(
+        hf_config, source, path=path, max_context_tokens=max_context_tokens, longrope=config.longrope
+    )
+    return OpenedBlueprint(blueprint=blueprint, config=config)
+
+
+def _load_over_ranks(
+    path_or_name: str | Path,
+    config: ComputeConfig,
+    *,
+    max_context_tokens: int | None,
+    progress: Progress | None,
+    check: Callable[[ModelSpec], None],
+) -> Model:
+    path = str(path_or_name)
+    opened = open_blueprint(path, config, max_context_tokens=max_context_tokens, progress=progress)
+    check(opened.blueprint.spec)
+    source = {"path": path, "max_context_tokens": max_context_tokens}
+    model = build_over_ranks(opened.blueprint, opened.config, source)
+    if isinstance(opened.blueprint.source, GgufCheckpoint | CodedCheckpoint):
+        opened.blueprint.source.log_formats(model.formats)
+    return model
+
+
+def build_over_ranks(
+    blueprint: Blueprint,
+    config: ComputeConfig,
+    source: Mapping[str, Any],
+    start: Callable[[int, ComputeConfig], Ranks] = Ranks,
+) -> Model:
+    """A blueprint as a model on `config.tp` ranks, which find it again by `source`. The cache of packed weights is not used."""
+    backend, reason = choose_backend(config)
+    if backend != "cpu":
+        raise ConfigError(
+            f"tp is {config.tp}, and the backend is {backend} ({reason}), which computes in one process",
+            hint="use --backend cpu, or leave tp out",
+        )
+    _refuse_latents(blueprint.spec, config.tp)
+    if not cpu_kernels.is_available()[0]:
+        raise ConfigError(cpu_kernels.is_available()[1], hint="leave tp out, which the cpu kernels are needed for")
+    # every rank computes with what rank 0 found here, whatever it would choose itself
+    config = replace(config, backend="cpu", instruction_set=choose_instruction_set(config.instruction_set))
+    ranks = start(config.tp, config)
+    placements = [placement_head(placement) for placement in ranks.placements]
+    try:
+        return RankedModel(blueprint, config, ranks, {**source, "config": asdict(config), "placements": placements})
+    except BaseException:
+        ranks.end()
+        raise
+
+
+def _refuse_latents(spec: ModelSpec, tp: int) -> None:
+    """A latent serves all heads, so every rank would keep the whole cache: what ranks are to divide."""
+    if any(layer.attention.mla is not None for layer in spec.layers):
+        raise UnsupportedModel(
+            f"tp is {tp}, and {spec.architecture} has latent attention, which is computed in one process only",
+            hint="leave tp out; threads divide its work",
+        )
 
 
 def _built_once(
@@ -102,10 +192,6 @@ def _built_once(
             logger.info("packed weights of an earlier start used entry=%s", packed.directory)
             return model
     return built(checkpoint, lambda loader: cache.store(key, loader, checkpoint))
-
-
-# a checkpoint opened: its config.json and where that is from, its tensors, and the config that it settles
-Opened = tuple[dict[str, Any], str, Checkpoint | GgufCheckpoint, ComputeConfig]
 
 
 def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
@@ -147,8 +233,15 @@ def random_model(
 
     beside: a model that it takes turns with, on the same threads.
     """
-    blueprint = draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope)
+    blueprint = random_blueprint(hf_config, config, seed)
+    if config.tp > 1:
+        return build_over_ranks(blueprint, config, {"path": None, "hf_config": dict(hf_config), "seed": seed})
     return build(blueprint, config, beside=beside)
+
+
+def random_blueprint(hf_config: Mapping[str, Any], config: ComputeConfig, seed: int) -> Blueprint:
+    """The blueprint of such a model."""
+    return draw_blueprint(dict(hf_config), RandomSource(seed), longrope=config.longrope)
 
 
 def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -> tuple[torch.device, int]:
@@ -159,7 +252,9 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
     backend, _ = choose_backend(config)
     if backend == "cpu" and cpu_kernels.is_available()[0]:
         kv_format = "bf16" if config.kv == "auto" else config.kv
-        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens)
+        n_heads, n_kv_heads = spec.attention.n_heads, spec.n_kv_heads
+        kept = copies_of_kv(n_heads, n_kv_heads, config.tp)  # by all ranks
+        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens) * kept // n_kv_heads
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
     block_bytes = spec.n_layers * spec.attention.cache.elements * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes

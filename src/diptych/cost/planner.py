@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from diptych.cost.acceptance import MOST_DEPTH
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
+from diptych.cost.exchange import all_reduced, gathered
 from diptych.cost.layout import PLAIN
 from diptych.cost.memory import Capacity, capacity_of
 from diptych.cost.parameters import (
@@ -317,6 +318,13 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
         notes.append("the weights fit the last-level cache of this machine: decode may beat the roofline of its memory")
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
+    if setup.tp > 1:
+        reduced, whole = all_reduced(setup.model, tp=setup.tp), gathered(setup.model, tp=setup.tp)
+        notes.append(
+            f"priced with {reduced.meetings} all-reduces a step, {reduced.row_bytes / 1e3:,.0f} kB a token and device; "
+            f"gathering, which keeps the bits of one device, would meet {whole.meetings} times for "
+            f"{whole.row_bytes / 1e3:,.0f} kB"
+        )
     return tuple(notes)
 
 

@@ -129,6 +129,7 @@ class AsyncLLM:
         self._is_over = False
         self._thread: threading.Thread | None = None
         self._on_failure: Callable[[BaseException], object] | None = None
+        self._forget_loss: Callable[[], object] = lambda: None
 
     @classmethod
     def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> AsyncLLM:
@@ -139,6 +140,7 @@ class AsyncLLM:
         """Begin stepping. `on_failure` is called on the engine's thread after a crash, once every request is answered."""
         assert self._thread is None, "started twice"
         self._on_failure = on_failure
+        self._forget_loss = self.loaded.model.on_loss(lambda error: self._post(lambda: _raise(error)))
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
         self._thread.start()
         # streams would wait for pages that a step is the first to write; no daemon, as it must leave native code before the end
@@ -163,6 +165,7 @@ class AsyncLLM:
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self._forget_loss()
 
     async def generate(
         self,
@@ -339,6 +342,10 @@ class AsyncLLM:
                 logger.error("an action failed while the engine ended", exc_info=fault)
         self.engine.end_all(reason, error)
         self._flush()
+
+
+def _raise(error: EngineError) -> None:
+    raise error
 
 
 def _deliver(items: list[tuple[RequestHandle, OutputDelta | EngineError]]) -> None:

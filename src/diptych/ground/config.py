@@ -55,8 +55,9 @@ BOUNDS: Mapping[str, Bound] = MappingProxyType(
         "n_blocks": Bound(int, 1, 2**31 - 1, "blocks of the KV pool"),
         "block_tokens": Bound(int, 1, 2**20, "tokens of a KV block"),
         "threads": Bound(
-            int, 1, 4096, "compute threads (default: one per core this process may use)", is_optional=True
+            int, 1, 4096, "compute threads, of all --tp together (default: one per core)", is_optional=True
         ),
+        "tp": Bound(int, 1, 64, "processes that divide the model's outputs, on this machine (same answers)"),
         "kv_memory_bytes": Bound(int, 1, 2**62, "memory of the KV pool in bytes", is_optional=True),
         "max_loras": Bound(int, 0, 4096, "most adapters loaded at one time"),
         "max_lora_rank": Bound(int, 1, 4096, "highest rank of an adapter"),
@@ -118,6 +119,7 @@ class ComputeConfig:
     threads: of the kernels; None is one per physical core that this process may use. numa: where they are pinned: `auto`
     (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all). instruction_set: the
     cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
+    tp: processes (ranks) that divide the outputs of every projection, on one machine; threads are those of all of them.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
@@ -129,6 +131,7 @@ class ComputeConfig:
     instruction_set: str = "auto"
     numa: str = "auto"
     longrope: str = "auto"
+    tp: int = 1
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""
@@ -143,8 +146,13 @@ class ComputeConfig:
             raise ConfigError(
                 f"instruction_set is {shown(self.instruction_set)}; it must be auto or the name of a kernel set"
             )
-        _take(self, "threads")
+        _take(self, "threads", "tp")
         numa_nodes(self.numa)
+        if self.tp > 1 and self.backend == "torch":
+            raise ConfigError(
+                f"tp is {self.tp}, and the torch backend computes in one process",
+                hint="use --backend cpu, or leave tp out",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +186,21 @@ class EngineConfig:
         one_of("task", self.task, TASKS)
         self._check_draft_model()
         self._check_loras()
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """What is computed beside or within the projections has to be in one process."""
+        tp = self.compute.tp
+        if tp > 1 and self.scheduler.speculate in MODEL_DRAFTERS:
+            raise ConfigError(
+                f"speculate is {self.scheduler.speculate!r} and tp is {tp}; drafters with weights run beside one process only",
+                hint="speculate with lookup, or leave tp out",
+            )
+        if tp > 1 and self.loras:
+            raise ConfigError(
+                f"loras has {len(self.loras)} adapters and tp is {tp}; adapters are computed in one process only",
+                hint="leave tp out, or merge the adapter into the weights and load those",
+            )
 
     def _check_loras(self) -> None:
         """Names and paths, no more of them than may be loaded."""

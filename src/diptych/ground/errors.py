@@ -61,6 +61,10 @@ class ExecutorError(EngineError):
     """The step failed below control; open requests are answered with this."""
 
 
+class WorkerLost(ExecutorError):
+    """A process that computes a part of the model is gone; the engine has ended, and open requests are answered with this."""
+
+
 class TransferError(EngineError):
     """Blocks of KV that came from elsewhere are not what they should be; none of them was taken in. reason: in a word."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -149,11 +150,16 @@ class Others:
 
     def _now(self) -> tuple[float, float, float]:
         system, own = psutil.cpu_times(), self._process.cpu_times()
+        ranks = 0.0  # children that run: those that have ended are in `own`
+        for child in self._process.children():
+            with suppress(psutil.Error):  # ended meanwhile
+                times = child.cpu_times()
+                ranks += times.user + times.system
         # guest time is part of user time already
         fields = system._asdict()
         total = sum(seconds for name, seconds in fields.items() if not name.startswith("guest"))
         idle = system.idle + getattr(system, "iowait", 0.0)
-        return total, total - idle, own.user + own.system + own.children_user + own.children_system
+        return total, total - idle, own.user + own.system + own.children_user + own.children_system + ranks
 
 
 def measure(samplers: Sequence[Sampler], effort: Effort, *, progress: Callable[[str], None] | None = None) -> Rounds:

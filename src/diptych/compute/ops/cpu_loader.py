@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from diptych.compute.balance import exponents_of
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
+    Codes,
     ExpertParts,
     LinearParts,
     Loader,
@@ -24,28 +26,37 @@ from diptych.compute.ops.contract import (
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
+from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
 from diptych.models.contents import EXPONENTS
-from diptych.models.spec import MoeSpec
+from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
+Rows = tuple[tuple[int, int], ...]  # ranges of a projection's outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearHandle:
-    """A packed weight: its number in the program, its key there, the name of its format (a `KeptFormat`'s too), its shape."""
+    """A packed weight: its number in the program, its key there, the name of its format (a `KeptFormat`'s too), its shape.
 
-    index: int
+    Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
+    following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
+    """
+
+    index: int | None
     key: str
     format: str
     n_inputs: int
     n_outputs: int
     activation: Activation | None = None
     role: Role | None = None
+    column: int = 0
+    is_gathered: bool = False
+    pieces: tuple[LinearHandle, ...] = ()
 
     @property
     def rows_format(self) -> str:
@@ -88,9 +99,10 @@ class LatentHandle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHandle:
-    """A layer's attention: native shape, rotary table and norms by number."""
+    """A layer's attention: the rank's heads (None: it has none) and their native shape, rotary table and norms by number."""
 
     spec: AttentionSpec
+    own: OwnHeads | None
     shape: Any
     rope: int | None
     q_norm: int | None
@@ -119,33 +131,6 @@ def native_shape(weights: KeptFormat | str, n: int, k: int, *, is_gated: bool = 
     return _cpu.LinearShape(format=weights.kind, group=group, scale=weights.scale, grid=weights.grid, **common)
 
 
-def _native_codes(part: WeightTensor) -> tuple[Any, ...]:
-    codes = part.codes()
-    scales = codes.scales.to(torch.float32)
-    if not bool(torch.isfinite(scales).all()):
-        raise LoadError(
-            f"tensor {part.name} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
-        )
-    return (
-        codes.codes.contiguous(),
-        codes.scales.contiguous(),
-        None if codes.offsets is None else codes.offsets.contiguous(),
-    )
-
-
-def _finite_weights(parts: LinearParts, weights_format: str) -> list[torch.Tensor]:
-    """The parts' values; rounding one that is not finite to a grid would make a number of it, and hide it."""
-    weights = [part.read().detach() for part in parts.weights]
-    if weights_format in ("int8", "int4"):
-        for part, values in zip(parts.weights, weights, strict=True):
-            if not bool(torch.isfinite(values).all()):
-                raise LoadError(
-                    f"tensor {part.name} has a weight that is not finite; {weights_format} cannot hold it",
-                    hint="the checkpoint is damaged; download it again",
-                )
-    return weights
-
-
 class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
     """Packs a checkpoint's tensors into a native program: weights in config.weights, the head and router as below.
 
@@ -155,7 +140,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     and LAB.md has the quality that results. The router is always bf16 (it is tiny and picks experts).
     """
 
-    def __init__(self, config: ComputeConfig, source: Source, beside: Any = None) -> None:
+    def __init__(self, config: ComputeConfig, source: Source, beside: Any = None, rank: Rank | None = None) -> None:
         available, reason = is_available()
         if not available:
             raise ConfigError(reason, hint="use --backend torch meanwhile")
@@ -164,13 +149,17 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.instruction_set = choose_instruction_set(config.instruction_set)
         self.weights_format = "bf16" if config.weights == "auto" else config.weights
         self.kv_format = "bf16" if config.kv == "auto" else config.kv
-        self.placement = choose_cpus(config.threads, config.numa, allowed_cpus())
+        self.rank = rank or Rank()
+        self.placement = self.rank.placement or choose_cpus(config.threads, config.numa, allowed_cpus())
         self.program = (
             _cpu.Program(self.instruction_set, self.placement.threads, self.placement.cpus)
             if beside is None
             else _cpu.Program(self.instruction_set, beside)  # its threads, one model running at a time
         )
+        if self.rank.team is not None:
+            self.program.join(self.rank.team)
         self.source = source
+        self._heads: dict[int, tuple[AttentionSpec, OwnHeads | None]] = {}  # by layer
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.is_keeping = config.weights == "auto"
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
@@ -198,20 +187,23 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         bias = -1 if parts.bias is None else self._vector(parts.bias)
         return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
 
-    def _vector(self, tensor: WeightTensor, offset: float = 0.0) -> int:
+    def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
         self.plain[tensor.name] = tensor
-        values = tensor.read().detach().to(torch.float32).reshape(-1) + offset
+        values = tensor.read().detach().to(torch.float32).reshape(-1)[rows] + offset
         return int(self.program.add_vector(values.contiguous()))
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        handle = self._pack(parts, self.weights_format, role=role)
+        is_heads = role is not None and tuple(site for site, _ in role.sites) == ("q", "k", "v")
+        if self.rank.size > 1 and is_heads and role is not None and role.layer is not None:
+            return self._heads_projection(parts, role, *self._heads[role.layer])
+        handle = self._pack_own(parts, self.weights_format, role)
         self.sites.note(parts, handle)
         return handle
 
     def gated(self, parts: LinearParts, activation: Activation, *, role: Role | None = None) -> LinearHandle:
         """Gate and up interleaved, so that the product's epilogue can join them."""
-        handle = self._pack(parts, self.weights_format, activation=activation, role=role)
+        handle = self._gated_own(parts, activation, role)
         self.sites.note(parts, handle)
         return handle
 
@@ -225,14 +217,18 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         sinks: WeightTensor | None = None,
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
+        own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
+        self._heads[spec.layer] = spec, own
         norms = [self._vector(norm, norm_offset) if norm is not None else None for norm in (q_norm, k_norm)]
+        mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
         return AttentionHandle(
             spec=spec,
-            shape=_shape(spec),
+            own=own,
+            shape=own and _shape(spec, own),
             rope=self._rope(spec.rope),
             q_norm=norms[0],
             k_norm=norms[1],
-            sinks=-1 if sinks is None else self._vector(sinks),
+            sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
         )
 
     def latent_attention(
@@ -243,14 +239,22 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
     ) -> AttentionHandle:
-        """Each head's matrices packed by themselves."""
+        """Each head's matrices packed by themselves, in one process (`build_over_ranks` refuses more)."""
+        assert self.rank.size == 1
+        own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
         latent = LatentHandle(
             norm=self._vector(norm.weight),
             keys=tuple(self.linear(parts) for parts in keys),
             values=tuple(self.linear(parts) for parts in values),
         )
         return AttentionHandle(
-            spec=spec, shape=_shape(spec), rope=self._rope(spec.rope), q_norm=None, k_norm=None, latent=latent
+            spec=spec,
+            own=own,
+            shape=own and _shape(spec, own),
+            rope=self._rope(spec.rope),
+            q_norm=None,
+            k_norm=None,
+            latent=latent,
         )
 
     def _rope(self, rope: RopeSpec | None) -> int | None:
@@ -271,7 +275,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         experts: tuple[ExpertParts, ...],
         role: Role | None = None,
     ) -> ExpertsHandle:
-        """Each expert packed on its own; the router in bf16. Experts share their rows, so all keep their values or none."""
+        """Each expert packed on its own; the router in bf16. Ranks have a part of each expert, and the whole router.
+
+        Experts share their rows, so all keep their values or none.
+        """
         keep = all(len({self._kept(getattr(expert, name)) for expert in experts}) == 1 for name in ("gate_up", "down"))
         # halves that are clamped are joined by an operation of its own
         joined = None if spec.activation is Activation.CLAMPED else spec.activation
@@ -279,16 +286,76 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             spec=spec,
             router=self.router(router),
             choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
-            gate_up=tuple(
-                self._pack(expert.gate_up, self.weights_format, activation=joined, role=role, keep=keep)
-                for expert in experts
-            ),
-            down=tuple(self._pack(expert.down, self.weights_format, role=role, keep=keep) for expert in experts),
+            gate_up=tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts),
+            down=tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts),
         )
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
-        return self._pack(LinearParts(weights=(tensor,)), head_format(self.weights_format), role=role)
+        parts, weights_format = LinearParts(weights=(tensor,)), head_format(self.weights_format)
+        return self._pack_own(parts, weights_format, role)
+
+    def _pack_own(
+        self, parts: LinearParts, weights_format: str, role: Role | None, *, keep: bool = True
+    ) -> LinearHandle:
+        """The rank's outputs of a projection, to be gathered; all of it where nobody said what it is."""
+        if self.rank.size == 1 or role is None:
+            return self._pack(parts, weights_format, role=role, keep=keep)
+        begin, end = self.rank.share(parts.n_outputs)
+        handle = self._pack(parts, weights_format, role=role, rows=((begin, end),), keep=keep)
+        return replace(handle, n_outputs=parts.n_outputs, column=begin, is_gathered=True)
+
+    def _gated_own(
+        self, parts: LinearParts, activation: Activation | None, role: Role | None, *, keep: bool = True
+    ) -> LinearHandle:
+        """The same of gate and up; as plain outputs where no activation joins them."""
+        if activation is None:
+            return self._pack_own(parts, self.weights_format, role, keep=keep)
+        if self.rank.size == 1 or role is None:
+            return self._pack(parts, self.weights_format, activation=activation, role=role, keep=keep)
+        ffn = parts.n_outputs // 2
+        begin, end = self.rank.share(ffn, lanes=2)
+        rows = ((begin, end), (ffn + begin, ffn + end))
+        handle = self._pack(parts, self.weights_format, activation=activation, role=role, rows=rows, keep=keep)
+        return replace(handle, n_outputs=ffn, column=begin, is_gathered=True)
+
+    def _heads_projection(
+        self, parts: LinearParts, role: Role, spec: AttentionSpec, own: OwnHeads | None
+    ) -> LinearHandle:
+        """q, k and v of the rank's heads, which nobody else reads; of a norm over all heads, gathered.
+
+        Ranks that hold the same KV head write the same numbers to its columns then.
+        """
+        d, (q, k, _) = spec.head_dim, (outputs for _, outputs in role.sites)
+        is_gathered, kept = spec.qk_norm is QkNorm.FULL, self._kept(parts)
+        nobody = LinearHandle(
+            index=None,
+            key="",
+            format=self.weights_format if kept is None else kept.name,
+            n_inputs=parts.n_inputs,
+            n_outputs=parts.n_outputs if is_gathered else 0,
+            role=role,
+            is_gathered=is_gathered,
+        )
+        if own is None:
+            return replace(nobody, pieces=(nobody,) * 3) if is_gathered else nobody
+        kv = own.first_kv_head * d, (own.first_kv_head + own.n_kv_heads) * d
+        rows = (
+            (own.first_head * d, (own.first_head + own.n_heads) * d),
+            (q + kv[0], q + kv[1]),
+            (q + k + kv[0], q + k + kv[1]),
+        )
+        if not is_gathered:
+            return self._pack(parts, self.weights_format, role=role, rows=rows)
+        pieces = [
+            replace(
+                self._pack(parts, self.weights_format, role=role, rows=(own_rows,)),
+                column=own_rows[0],
+                is_gathered=True,
+            )
+            for own_rows in rows
+        ]
+        return replace(nobody, index=pieces[0].index, pieces=tuple(pieces))
 
     @property
     def main_format(self) -> str:
@@ -307,31 +374,29 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         *,
         activation: Activation | None = None,
         role: Role | None = None,
+        rows: Rows | None = None,
         keep: bool = True,
     ) -> LinearHandle:
-        n, k = parts.n_outputs, parts.n_inputs
+        """`rows` of the projection, one range after the other; all of it where there is None."""
+        k = parts.n_inputs
+        n = parts.n_outputs if rows is None else sum(end - begin for begin, end in rows)
         kept = self._kept(parts) if keep else None
-        shape = native_shape(kept or weights_format, n, k, is_gated=activation is not None, has_bias=bool(parts.biases))
+        form = {"is_gated": activation is not None, "has_bias": bool(parts.biases)}
+        shape, whole = (native_shape(kept or weights_format, outputs, k, **form) for outputs in (n, parts.n_outputs))
         key = "+".join(part.name for part in (*parts.weights, *parts.biases))
         if kept is not None:
             self.kept[key] = kept
             weights_format = kept.name
-        if role is not None and role.layer is not None:
-            self.n_values[weights_format] += n * k
-        saved = self.source.find_packed(key, shape.packed_bytes)
+        if role is not None and role.layer is not None and key not in self.packed:
+            self.n_values[weights_format] += parts.n_outputs * k
+        saved = self.source.find_packed(key, whole.packed_bytes)
         seed = parts.weights[0].random_seed
         if saved is not None:
-            index = self.program.add_packed_linear(shape, saved)
+            index = self._add_saved(shape, whole, rows, saved)
         elif seed is not None and not parts.biases:
-            index = self.program.add_random_linear(shape, seed & (2**63 - 1), (3.0 / k) ** 0.5)
+            index = self._add_random(shape, whole, rows, seed & (2**63 - 1), (3.0 / k) ** 0.5)
         else:
-            bias = None
-            if parts.biases:
-                bias = torch.cat([part.read().detach().to(torch.float32).reshape(-1) for part in parts.biases])
-            if kept is not None:
-                index = self.program.add_coded_linear(shape, [_native_codes(part) for part in parts.weights], bias)
-            else:
-                index = self.program.add_linear(shape, _finite_weights(parts, weights_format), bias)
+            index = self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept)
         self.packed[key] = index
         if weights_format != "bf16":
             self._note_exponents(key, parts, is_packed=saved is not None)
@@ -345,6 +410,34 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             role=role,
         )
 
+    def _add_read(
+        self, shape: Any, parts: LinearParts, rows: Rows, weights_format: str, kept: KeptFormat | None
+    ) -> int:
+        """Rows of the tensors, packed."""
+        bias = None
+        if parts.biases:
+            biases = [part.read().detach().reshape(-1)[own] for part, own in _own_rows(parts.biases, rows)]
+            bias = torch.cat([values.to(torch.float32) for values in biases])
+        if kept is not None:
+            return int(self.program.add_coded_linear(shape, _native_codes(parts.weights, rows), bias))
+        return int(self.program.add_linear(shape, _finite_weights(parts, rows, weights_format), bias))
+
+    def _add_random(self, shape: Any, whole: Any, rows: Rows | None, seed: int, amplitude: float) -> int:
+        if rows is None:
+            return int(self.program.add_random_linear(shape, seed, amplitude))
+        return int(self.program.add_random_part(shape, whole, rows, seed, amplitude))
+
+    def _add_saved(self, shape: Any, whole: Any, rows: Rows | None, saved: Any) -> int:
+        if rows is None:
+            return int(self.program.add_packed_linear(shape, saved))
+        try:
+            return int(self.program.add_packed_part(shape, whole, rows, saved))
+        except ValueError as error:
+            raise ConfigError(
+                f"the checkpoint is packed, and with tp of {self.rank.size} {error}",
+                hint="load the original checkpoint, or ask for another number of ranks",
+            ) from error
+
     def _note_exponents(self, key: str, parts: LinearParts, *, is_packed: bool) -> None:
         """What the weight was multiplied by before it was packed: now, or when it was saved."""
         if not is_packed:
@@ -355,10 +448,52 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
 
 
-def _shape(spec: AttentionSpec) -> Any:
+def _own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[WeightTensor, slice]]:
+    """Which rows of which of the stacked tensors `rows` of the stack are, in their order."""
+    for begin, end in rows:
+        first = 0
+        for tensor in tensors:
+            low, high = max(begin, first), min(end, first + tensor.shape[0])
+            if low < high:
+                yield tensor, slice(low - first, high - first)
+            first += tensor.shape[0]
+
+
+def _native_codes(tensors: tuple[WeightTensor, ...], rows: Rows) -> list[tuple[Any, ...]]:
+    """Codes, scales and offsets of rows of the stack: each row has its own."""
+    read: dict[str, Codes] = {}
+    native = []
+    for part, own in _own_rows(tensors, rows):
+        if part.name not in read:
+            read[part.name] = part.codes()
+        codes = read[part.name]
+        if not bool(torch.isfinite(codes.scales[own].to(torch.float32)).all()):
+            raise LoadError(
+                f"tensor {part.name} has a scale that is not finite",
+                hint="the checkpoint is damaged; download it again",
+            )
+        offsets = None if codes.offsets is None else codes.offsets[own].contiguous()
+        native.append((codes.codes[own].contiguous(), codes.scales[own].contiguous(), offsets))
+    return native
+
+
+def _finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list[torch.Tensor]:
+    """The rows' values; rounding one that is not finite to a grid would make a number of it, and hide it."""
+    weights = [(part.name, part.part(own, parts.n_inputs).detach()) for part, own in _own_rows(parts.weights, rows)]
+    if weights_format in ("int8", "int4"):
+        for name, values in weights:
+            if not bool(torch.isfinite(values).all()):
+                raise LoadError(
+                    f"tensor {name} has a weight that is not finite; {weights_format} cannot hold it",
+                    hint="the checkpoint is damaged; download it again",
+                )
+    return [values for _, values in weights]
+
+
+def _shape(spec: AttentionSpec, own: OwnHeads) -> Any:
     return _cpu.AttentionShape(
-        n_heads=spec.n_heads,
-        n_kv_heads=spec.n_kv_heads,
+        n_heads=own.n_heads,
+        n_kv_heads=own.n_kv_heads,
         head_dim=spec.head_dim,
         scale=spec.scale,
         window=spec.window,

@@ -23,6 +23,7 @@ from diptych.compute.ops.cpu_kernels import _cpu, cache_sizes
 from diptych.compute.ops.cpu_kv import CpuKVStore
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_recorder import CpuOps
+from diptych.compute.ops.shares import Rank
 from diptych.compute.sampler import Weighed
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError, LoadError
@@ -59,12 +60,13 @@ class CpuModel(Model):
         self,
         blueprint: Blueprint,
         config: ComputeConfig,
-        beside: CpuModel | None,
-        on_packed: Callable[[CpuLoader], None] | None,
+        beside: CpuModel | None = None,
+        on_packed: Callable[[CpuLoader], None] | None = None,
+        rank: Rank | None = None,
     ) -> None:
         self.spec = blueprint.spec
         self.hf_config = blueprint.hf_config
-        loader = CpuLoader(config, blueprint.source, None if beside is None else beside.program)
+        loader = CpuLoader(config, blueprint.source, None if beside is None else beside.program, rank)
         weights = blueprint.load(loader)
         if on_packed is not None:
             on_packed(loader)
@@ -97,7 +99,7 @@ class CpuModel(Model):
         """Bytes of one block in all layers."""
         return int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache))
 
-    def make_kv(self, n_blocks: int, block_tokens: int) -> CpuKVStore:
+    def make_kv(self, n_blocks: int, block_tokens: int) -> KVStore:
         """An empty cache; ConfigError for a block size that is not a multiple of 16, CapacityError without memory."""
         return CpuKVStore(
             self._cache,
@@ -117,7 +119,7 @@ class CpuModel(Model):
         taps: Taps | None = None,
     ) -> Any:
         """As `Model.forward`. For BEST the logits are compared where the product leaves them in cache and written nowhere."""
-        assert isinstance(kv, CpuKVStore), type(kv)
+        native = kv.native  # type: ignore[attr-defined]
         arrays = (
             batch.token_ids_T,
             batch.query_start_S1,
@@ -130,15 +132,15 @@ class CpuModel(Model):
             ends = (given, None if taps is None else self._tapped(taps, batch.n_tokens), batch.adapters_S)
         try:
             if want is Want.BEST:
-                best: Best = self.program.run_best(*arrays, kv.native, *ends)
+                best: Best = self.program.run_best(*arrays, native, *ends)
                 return best
             if want is Want.HIDDEN:
                 hidden_RD = torch.empty((len(batch.logits_rows_R), self.program.hidden_width), dtype=torch.float32)
-                self.program.run_hidden(*arrays, kv.native, hidden_RD.numpy(), batch.adapters_S)
+                self.program.run_hidden(*arrays, native, hidden_RD.numpy(), batch.adapters_S)
                 return hidden_RD
             logits_RV = self._logits(len(batch.logits_rows_R))
             # as numpy: the binding asks a tensor in Python for its memory, and loses a Ctrl-C that arrives meanwhile
-            self.program.run(*arrays, kv.native, logits_RV.numpy(), *ends)
+            self.program.run(*arrays, native, logits_RV.numpy(), *ends)
         except ValueError as error:
             raise ExecutorError(f"the step was refused: {error}") from error
         return logits_RV

@@ -46,6 +46,7 @@ class Value:
     emit_rows: Callable[[int], None] | None = None
     emit_f32: Callable[[int], None] | None = None
     emit_bf16: Callable[[int], None] | None = None  # where rounding before a quantisation is worth half the traffic
+    is_shared: bool = False  # by ranks, each of which writes its columns
     rows: dict[str, int] = field(default_factory=dict)
     norm: tuple[VectorHandle, float] | None = None  # of `buffer`, and its eps
 
@@ -56,6 +57,10 @@ class CpuOps(
     """Records a family's forward into the loader's program. Buffers are shared by role: a layer's die with the layer.
 
     What a Value records later holds the program alone: a circle back to here would keep a closed model's weights.
+
+    Of several ranks each records the same operations over its own weights. Shared are the residual stream and what a
+    projection sums over: gathered outputs, the heads' values, a gate's. Norms and rows of int8 each rank makes for itself:
+    a meeting of all would cost more where a step is small, and where it is large they are little beside the products.
     """
 
     def __init__(self, loader: CpuLoader) -> None:
@@ -63,15 +68,16 @@ class CpuOps(
         self._buffers: dict[tuple[Any, ...], int] = {}
         self._owner: dict[int, Value] = {}
         self._n_inputs = 0
+        self._is_team = loader.rank.size > 1
 
     def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
+        width = table.n_inputs if isinstance(table, LinearHandle) else table.width
+        x = ResidualStream(self._f32("residual", width, self._is_team), width)
         if isinstance(table, LinearHandle):
-            width, record = table.n_inputs, self.program.embed_tied
+            self.program.embed_tied(table.index, x.buffer, scale, first=table.column, vocab=table.n_outputs)
         else:
-            width, record = table.width, self.program.embed
-        x = ResidualStream(self._f32("residual", width), width)
-        record(table.index, x.buffer, scale)
+            self.program.embed(table.index, x.buffer, scale)
         return x
 
     def input(self, width: int) -> ResidualStream:
@@ -108,16 +114,30 @@ class CpuOps(
         """y in an fp32 buffer."""
         h = self._as_value(h)
         category = CATEGORIES[h.kind]
-        out = self._f32(f"{category} out", weight.n_outputs)
-        self.program.linear(category=category, weight=weight.index, rows=self._rows(h, weight), out=out)
+        if weight.index is None:  # of a rank without heads; what ranks share lies at the same places in all of them
+            if weight.is_gathered:
+                self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
+            for _ in weight.pieces:
+                self.program.meet()
+            return Value("projection", weight.n_outputs)
+        out = self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
+        rows = self._rows(h, weight)
+        for one in weight.pieces or (weight,):
+            self.program.linear(category=category, weight=one.index, rows=rows, out=out, column=one.column)
         return Value("projection", weight.n_outputs, buffer=out)
 
     def linear_gate(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
         assert weight.activation is not None
         rows = self._rows(self._as_value(h), weight)
-        settings = {"category": "gate_up", "weight": weight.index, "rows": rows, "activation": weight.activation.value}
-        value = Value("gate", weight.n_outputs)
+        settings = {
+            "category": "gate_up",
+            "weight": weight.index,
+            "rows": rows,
+            "activation": weight.activation.value,
+            "column": weight.column,
+        }
+        value = Value("gate", weight.n_outputs, is_shared=weight.is_gathered)
         program = self.program
         value.emit_f32 = lambda out: program.linear(out=out, store="f32", **settings)
         value.emit_bf16 = value.emit_rows = lambda out: program.linear(out=out, store="bf16", **settings)
@@ -136,7 +156,9 @@ class CpuOps(
     def _linear_onto(self, h: Value | ResidualStream, weight: LinearHandle, buffer: int) -> None:
         h = self._as_value(h)
         category, rows = CATEGORIES[h.kind], self._rows(h, weight)
-        self.program.linear(category=category, weight=weight.index, rows=rows, out=buffer, store="add_f32")
+        self.program.linear(
+            category=category, weight=weight.index, rows=rows, out=buffer, store="add_f32", column=weight.column
+        )
 
     def add(self, x: ResidualStream, y: Value) -> ResidualStream:
         """x += y, with y's norm fused where it is one."""
@@ -159,8 +181,13 @@ class CpuOps(
 
     def rotate_and_cache(self, qkv: Value, attention: AttentionHandle) -> Value:
         """q in bf16 for the attention kernel; k and v go to the cache."""
-        spec = attention.spec
-        q = self._buffer("q", spec.n_heads * spec.head_dim, lambda width: self.program.add_bf16(width))
+        spec, own = attention.spec, attention.own
+        if own is None:
+            return Value("query", 0)
+        width = own.n_heads * spec.head_dim
+        q = self._buffer("q", width, lambda width: self.program.add_bf16(width))
+        is_full = spec.qk_norm is QkNorm.FULL
+        row = (spec.n_heads, spec.n_kv_heads, own.first_head, own.first_kv_head)
         self.program.rotate(
             qkv=qkv.buffer,
             q=q,
@@ -169,10 +196,11 @@ class CpuOps(
             rope=attention.rope,
             q_norm=attention.q_norm,
             k_norm=attention.k_norm,
-            has_full_width_norm=spec.qk_norm is QkNorm.FULL,
+            has_full_width_norm=is_full,
             norm_eps=spec.norm_eps,
+            row=row if is_full else None,
         )
-        return Value("query", spec.n_heads * spec.head_dim, buffer=q)
+        return Value("query", width, buffer=q)
 
     def cache_latents(self, kv: Value, attention: AttentionHandle) -> None:
         """Straight into the cache."""
@@ -227,9 +255,18 @@ class CpuOps(
 
     def attention(self, q: Value, attention: AttentionHandle) -> Value:
         """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised."""
-        settings = {"q": q.buffer, "layer": attention.spec.layer, "shape": attention.shape, "sinks": attention.sinks}
-        value = Value("attention", q.width)
-        program = self.program
+        spec, program = attention.spec, self.program
+        value = Value("attention", spec.n_heads * spec.head_dim, is_shared=self._is_team)
+        if attention.own is None:
+            value.emit_f32 = value.emit_rows = lambda out: program.meet()
+            return value
+        settings = {
+            "q": q.buffer,
+            "layer": spec.layer,
+            "shape": attention.shape,
+            "sinks": attention.sinks,
+            "column": attention.own.first_head * spec.head_dim,
+        }
         value.emit_f32 = lambda out: program.attention(out=out, **settings)
         value.emit_rows = lambda out: program.attention(out=out, **settings)
         return value
@@ -240,14 +277,17 @@ class CpuOps(
         spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
         top_k = spec.experts_per_token
         router_rows, rows = self._rows(h, experts.router), self._rows(h, first)
-        out = self._f32("experts out", x.width)
+        team = self._is_team
+        out = self._f32("experts out", x.width, team)
         hidden = wide = None
         if spec.activation is Activation.CLAMPED:
             width = 2 * spec.expert_ffn
-            wide = self._buffer("experts wide gate", width, lambda width: self.program.add_f32(width, top_k), top_k)
+            wide = self._buffer(
+                "experts wide gate", width, lambda width: self.program.add_f32(width, top_k, team), top_k
+            )
         elif down.format != "bf16":
             hidden = self._buffer(
-                "experts hidden", spec.expert_ffn, lambda width: self.program.add_f32(width, top_k), top_k
+                "experts hidden", spec.expert_ffn, lambda width: self.program.add_f32(width, top_k, team), top_k
             )
         self.program.moe(
             router=experts.router.index,
@@ -257,8 +297,12 @@ class CpuOps(
             down=[expert.index for expert in experts.down],
             rows=rows,
             hidden=hidden,
-            hidden_rows=self._rows_buffer("experts hidden rows", spec.expert_ffn, down, top_k),
-            expanded=self._buffer("experts wide", x.width, lambda width: self.program.add_f32(width, top_k), top_k),
+            hidden_rows=self._rows_buffer(
+                "experts hidden rows", spec.expert_ffn, down, top_k, team and hidden is None and wide is None
+            ),
+            expanded=self._buffer(
+                "experts wide", x.width, lambda width: self.program.add_f32(width, top_k, team), top_k
+            ),
             out=out,
             top_k=top_k,
             renormalises=spec.renormalises,
@@ -269,6 +313,8 @@ class CpuOps(
             routed_scale=spec.routed_scale,
             wide=wide,
             clamp=(CLAMPED_ALPHA, CLAMPED_LIMIT),
+            hidden_column=first.column,
+            column=down.column,
         )
         self.program.add(out, x.buffer)
         return self._written(x)
@@ -288,7 +334,16 @@ class CpuOps(
         index = None if norm is None else norm.index
         kind = {} if norm is None else norm.kind
         self.program.head(
-            x=x.buffer, norm=index, eps=eps, rows=rows, weight=weight.index, scale=scale, softcap=softcap, **kind
+            x=x.buffer,
+            norm=index,
+            eps=eps,
+            rows=rows,
+            weight=weight.index,
+            scale=scale,
+            softcap=softcap,
+            first=weight.column,
+            vocab=weight.n_outputs,
+            **kind,
         )
         return Value("logits", weight.n_outputs)
 
@@ -298,30 +353,35 @@ class CpuOps(
             self._buffers[key] = make(width)
         return self._buffers[key]
 
-    def _f32(self, role: str, width: int) -> int:
-        return self._buffer(role, width, lambda width: self.program.add_f32(width))
+    def _f32(self, role: str, width: int, is_shared: bool = False) -> int:
+        return self._buffer(role, width, lambda width: self.program.add_f32(width, is_shared=is_shared), is_shared)
 
-    def _rows_buffer(self, role: str, width: int, weight: LinearHandle, rows_per_token: int = 1) -> int:
+    def _rows_buffer(
+        self, role: str, width: int, weight: LinearHandle, rows_per_token: int = 1, is_shared: bool = False
+    ) -> int:
         kind = weight.rows_format
         return self._buffer(
             f"{role} rows",
             width,
-            lambda width: self.program.add_rows(kind, width, rows_per_token),
+            lambda width: self.program.add_rows(kind, width, rows_per_token, is_shared),
             kind,
             rows_per_token,
+            is_shared,
         )
 
     def _rows(self, h: Value, weight: LinearHandle) -> int:
         """The rows buffer of h in the form the weight reads; recorded on first use, again if another took the buffer."""
         key = weight.rows_format
-        rows = self._rows_buffer(h.kind, h.width, weight)
+        is_direct = h.emit_rows is not None and (h.kind == "norm" or key == "bf16")
+        rows = self._rows_buffer(h.kind, h.width, weight, is_shared=is_direct and h.is_shared)
         if h.rows.get(key) == rows and self._owner.get(rows) is h:
             return rows
         assert h.source is None or h.source.version == h.source_version, "the norm's input has been overwritten"
-        if h.emit_rows is not None and (h.kind == "norm" or key == "bf16"):
+        if is_direct:
+            assert h.emit_rows is not None
             h.emit_rows(rows)
         elif h.emit_bf16 is not None:
-            half = self._buffer(f"{h.kind} bf16", h.width, lambda width: self.program.add_bf16(width))
+            half = self._buffer(f"{h.kind} bf16", h.width, lambda width: self.program.add_bf16(width, h.is_shared))
             h.emit_bf16(half)
             self.program.prepare(half, rows)
         else:
@@ -340,7 +400,7 @@ class CpuOps(
         """The fp32 buffer of h."""
         if h.buffer is None:
             assert h.emit_f32 is not None
-            h.buffer = self._f32(h.kind, h.width)
+            h.buffer = self._f32(h.kind, h.width, h.is_shared)
             h.emit_f32(h.buffer)
         return h.buffer
 

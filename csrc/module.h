@@ -1,0 +1,39 @@
+// The parts that the Python bindings are bound in, and the arrays that they take.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace nb = nanobind;
+
+namespace diptych {
+
+using AnyArray = nb::ndarray<nb::ro, nb::device::cpu>;
+using I32 = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using I32Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using F32Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using F64Vector = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using F32Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using F32Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using F32Cube = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using F32CubeOut = nb::ndarray<float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using BytesTable = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using BytesOut = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+template <typename Kind>
+Kind named(const char* what, const std::string& name, std::initializer_list<std::pair<const char*, Kind>> kinds) {
+  for (const auto& [known, kind] : kinds)
+    if (name == known) return kind;
+  throw std::invalid_argument("unknown " + std::string(what) + " " + name);
+}
+
+void bind_kv(nb::module_& m);       // module_kv.cpp
+void bind_machine(nb::module_& m);  // module_machine.cpp
+
+}  // namespace diptych

@@ -1,0 +1,116 @@
+// Python bindings of the KV cache.
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+
+#include "kv_cache.h"
+#include "module.h"
+
+namespace diptych {
+namespace {
+
+KvFormat kv_format_of(const std::string& name) {
+  return named<KvFormat>("KV format", name, {{"bf16", KvFormat::bf16}, {"int8", KvFormat::int8}});
+}
+
+void check_blocks(const KvCache& kv, const I32& block_ids, int64_t n_tokens) {
+  if (static_cast<int64_t>(block_ids.shape(0)) * kv.shape().block_tokens < n_tokens) throw std::invalid_argument("too few blocks for n_tokens");
+  for (size_t i = 0; i < block_ids.shape(0); ++i)
+    if (block_ids(i) < 0 || block_ids(i) >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
+}
+
+void check_layer(const KvCache& kv, int64_t layer) {
+  if (layer < 0 || layer >= kv.shape().n_layers) throw std::invalid_argument("no such layer");
+}
+
+void copy_blocks(KvCache& kv, const std::vector<std::array<int64_t, 2>>& pairs) {
+  for (const auto& pair : pairs)
+    for (int64_t block : pair)
+      if (block < 0 || block >= kv.shape().n_blocks) throw std::invalid_argument("a block id is outside the pool");
+  nb::gil_scoped_release release;
+  for (const auto& pair : pairs) kv.copy_block(pair[0], pair[1]);
+}
+
+void check_raw(const KvCache& kv, const I32& block_ids, size_t rows, size_t bytes) {
+  check_blocks(kv, block_ids, 0);
+  const int64_t wanted = kv.shape().n_layers * kv.shape().block_bytes();
+  if (rows != block_ids.shape(0) || static_cast<int64_t>(bytes) != wanted) throw std::invalid_argument("raw blocks must be [blocks, bytes of a block]");
+}
+
+void export_blocks(const KvCache& kv, I32 block_ids, BytesOut out) {
+  check_raw(kv, block_ids, out.shape(0), out.shape(1));
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < block_ids.shape(0); ++i) kv.export_block(block_ids(i), out.data() + i * out.shape(1));
+}
+
+void import_blocks(KvCache& kv, I32 block_ids, BytesTable data) {
+  check_raw(kv, block_ids, data.shape(0), data.shape(1));
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < block_ids.shape(0); ++i) kv.import_block(block_ids(i), data.data() + i * data.shape(1));
+}
+
+template <class Cube>
+void check_cube(const KvCache& kv, const Cube& cube, int64_t n_tokens) {
+  const KvShape& shape = kv.shape();
+  if (static_cast<int64_t>(cube.shape(0)) != shape.n_kv_heads || static_cast<int64_t>(cube.shape(1)) != n_tokens ||
+      static_cast<int64_t>(cube.shape(2)) != shape.head_dim)
+    throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
+}
+
+void read_kv(const KvCache& kv, int64_t layer, I32 block_ids, F32CubeOut k, F32CubeOut v) {
+  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
+  check_layer(kv, layer);
+  check_blocks(kv, block_ids, n_tokens);
+  check_cube(kv, k, n_tokens);
+  check_cube(kv, v, n_tokens);
+  nb::gil_scoped_release release;
+  kv.read(layer, block_ids.data(), n_tokens, k.data(), v.data());
+}
+
+void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
+  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
+  check_layer(kv, layer);
+  check_blocks(kv, block_ids, n_tokens);
+  check_cube(kv, k, n_tokens);
+  check_cube(kv, v, n_tokens);
+  nb::gil_scoped_release release;
+  kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
+}
+
+KvShape kv_shape(int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
+                 bool has_values) {
+  KvShape shape;
+  shape.n_layers = n_layers, shape.n_blocks = n_blocks, shape.block_tokens = block_tokens;
+  shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim;
+  shape.format = kv_format_of(format);
+  shape.has_values = has_values;
+  return shape;
+}
+
+}  // namespace
+
+void bind_kv(nb::module_& m) {
+  nb::class_<KvCache>(m, "KvCache")
+      .def("__init__", [](KvCache* self, int64_t n_layers, int64_t n_blocks, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format,
+                          bool has_values) {
+        new (self) KvCache(kv_shape(n_layers, n_blocks, block_tokens, n_kv_heads, head_dim, format, has_values));
+      }, nb::kw_only(), nb::arg("n_layers"), nb::arg("n_blocks"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true)
+      .def_prop_ro("nbytes", &KvCache::bytes)
+      .def_rw("number", &KvCache::number)
+      .def("interleave", &KvCache::interleave, nb::arg("nodes"))
+      .def("back", &KvCache::back, nb::arg("begin"), nb::arg("end"), nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("block_bytes", [](const KvCache& kv) { return kv.shape().n_layers * kv.shape().block_bytes(); })
+      .def("copy_blocks", &copy_blocks)
+      .def("export_blocks", &export_blocks, nb::arg("block_ids"), nb::arg("out"))
+      .def("import_blocks", &import_blocks, nb::arg("block_ids"), nb::arg("data"))
+      .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
+      .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
+  m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format, bool has_values) {
+    const KvShape shape = kv_shape(n_layers, 1, block_tokens, n_kv_heads, head_dim, format, has_values);
+    return n_layers * shape.block_bytes();
+  }, nb::kw_only(), nb::arg("n_layers"), nb::arg("block_tokens"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("format"), nb::arg("has_values") = true);
+}
+
+}  // namespace diptych

@@ -1,0 +1,146 @@
+// A mixture of experts in a step of a Program: who is chosen, and their rows through their weights.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "program_run.h"
+
+namespace diptych {
+
+// Experts outside the best groups are chosen never. A group is as good as the sum of its best few.
+void Program::Run::leave_best_groups(const MoeOp& op, float* choice, float* worths) const {
+  const float none = -std::numeric_limits<float>::infinity();
+  const int64_t size = static_cast<int64_t>(op.down.size()) / op.n_groups;
+  for (int64_t g = 0; g < op.n_groups; ++g) {
+    float best[kMostGroupBest];  // descending
+    std::fill(best, best + op.group_best, none);
+    for (int64_t e = g * size; e < (g + 1) * size; ++e) {
+      float value = choice[e];
+      for (int64_t i = 0; i < op.group_best; ++i)
+        if (value > best[i]) std::swap(value, best[i]);
+    }
+    worths[g] = 0.0f;
+    for (int64_t i = 0; i < op.group_best; ++i) worths[g] += best[i];
+  }
+  for (int64_t g = 0; g < op.n_groups; ++g) {
+    int64_t better = 0;
+    for (int64_t other = 0; other < op.n_groups; ++other)
+      better += worths[other] > worths[g] || (worths[other] == worths[g] && other < g);
+    if (better >= op.groups_per_token) std::fill(choice + g * size, choice + (g + 1) * size, none);
+  }
+}
+
+// Scores of all experts, the k best (lowest index first among equals), kept in ascending order of expert.
+void Program::Run::route_token(const MoeOp& op, int64_t token, float* choice) const {
+  const int64_t n_experts = static_cast<int64_t>(op.down.size()), top_k = op.top_k;
+  float* scores = buffer(op.scores).f32() + token * n_experts;
+  op.scores_by_sigmoid ? kernels.sigmoid_row(scores, n_experts) : kernels.softmax_row(scores, n_experts);
+  std::memcpy(choice, scores, static_cast<size_t>(n_experts) * 4);
+  if (op.choice_bias != -1) kernels.add_row(vector(op.choice_bias), n_experts, 1.0f, choice);
+  if (op.n_groups > 1) leave_best_groups(op, choice, choice + n_experts);
+  int32_t* ids = program.routing_.expert_ids.data() + token * top_k;
+  float* weights = program.routing_.expert_weights.data() + token * top_k;
+  float total = 0.0f;
+  for (int64_t j = 0; j < top_k; ++j) {
+    Best most;
+    kernels.find_best(choice, n_experts, 0, &most);
+    const int32_t best = most.index;
+    const float weight = scores[best];
+    choice[best] = -std::numeric_limits<float>::infinity();
+    total += weight;
+    int64_t at = j;
+    for (; at > 0 && ids[at - 1] > best; --at) ids[at] = ids[at - 1], weights[at] = weights[at - 1];
+    ids[at] = best, weights[at] = weight;
+  }
+  for (int64_t j = 0; j < top_k; ++j) {
+    if (op.renormalises) weights[j] /= std::max(total, 1e-20f);
+    if (op.routed_scale != 1.0f) weights[j] *= op.routed_scale;
+  }
+}
+
+void Program::Run::group_by_expert(const MoeOp& op) const {
+  Routing& routing = program.routing_;
+  const int64_t n_experts = static_cast<int64_t>(op.down.size()), choices = step.n_tokens * op.top_k;
+  int32_t* begin = routing.expert_begin.data();
+  std::memset(begin, 0, static_cast<size_t>(n_experts + 1) * 4);
+  for (int64_t i = 0; i < choices; ++i) ++begin[routing.expert_ids[i] + 1];
+  for (int64_t e = 0; e < n_experts; ++e) begin[e + 1] += begin[e];
+  for (int64_t i = 0; i < choices; ++i) {  // begin[e] walks to the end of expert e, then all move back by one
+    const int32_t row = begin[routing.expert_ids[i]]++;
+    routing.source_rows[row] = static_cast<int32_t>(i / op.top_k);
+    routing.expanded_rows[i] = row;
+  }
+  for (int64_t e = n_experts; e > 0; --e) begin[e] = begin[e - 1];
+  begin[0] = 0;
+}
+
+// Every expert's rows through its weight; the expert rows of the output are consecutive.
+void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered,
+                               const Epilogue& epilogue, int thread, int threads) const {
+  const Routing& routing = program.routing_;
+  (void)op;
+  for (size_t e = 0; e < weights.size(); ++e) {
+    const int64_t begin = routing.expert_begin[e], n = routing.expert_begin[e + 1] - begin;
+    if (n == 0) continue;
+    Epilogue target = epilogue;
+    const int64_t element = epilogue.store == Store::bf16 ? 2 : 4;
+    target.out = static_cast<uint8_t*>(epilogue.out) + begin * epilogue.out_stride * element;
+    const int32_t* row_ids = is_gathered ? routing.source_rows.data() + begin : program.row_numbers_.data() + begin;
+    linear(set, program.linears_[weights[e]], rows, row_ids, n, target, thread, threads);
+  }
+}
+
+// The experts' gated rows, in the form that `down` reads.
+void Program::Run::gate_experts(const MoeOp& op, int thread, int threads) const {
+  const bool is_direct = !op.is_clamped && !op.has_hidden;
+  const int out = op.is_clamped ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
+  run_experts(op, op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, is_direct ? Store::bf16 : Store::f32, op.activation, op.hidden_column),
+              thread, threads);
+  meet(thread);  // their columns are those of all ranks
+  if (is_direct) return;
+  const Buffer& from = buffer(out);
+  const Rows& rows = buffer(op.hidden_rows).rows;
+  const Range part = share(step.n_tokens * op.top_k, thread, threads);
+  if (op.is_clamped) {
+    float* row = reinterpret_cast<float*>(scratch(thread));
+    for (int64_t i = part.begin; i < part.end; ++i) {
+      kernels.clamped_gate_row(from.f32() + i * from.width, from.width / 2, op.alpha, op.limit, row);
+      prepare_row(set, rows, i, row);
+    }
+  } else {
+    prepare_rows(set, rows, from.f32(), from.width, part.begin, part.end);
+  }
+  barrier(thread);
+}
+
+void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
+  const Range tokens = share(step.n_tokens, thread, threads);
+  linear(set, program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
+         epilogue_to(op.scores, Store::f32, Activation::silu, 0), thread, threads);
+  barrier(thread);
+  for (int64_t t = tokens.begin; t < tokens.end; ++t) route_token(op, t, reinterpret_cast<float*>(scratch(thread)));
+  barrier(thread);
+  if (thread == 0) group_by_expert(op);
+  barrier(thread);
+  gate_experts(op, thread, threads);
+  const Rows& hidden_rows = buffer(op.hidden_rows).rows;
+  run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation, op.column), thread, threads);
+  meet(thread);  // their columns are those of all ranks
+  const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
+  const Range summed = part_of_rows(out, step.n_tokens, thread, threads);
+  for (int64_t t = summed.begin; t < summed.end; ++t) {
+    float* y = out.f32() + t * out.width;
+    std::memset(y, 0, static_cast<size_t>(out.width) * 4);
+    for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j)
+      kernels.add_row(expanded.f32() + program.routing_.expanded_rows[j] * out.width, out.width,
+                      program.routing_.expert_weights[j], y);
+  }
+}
+
+void Program::reserve_routing(const MoeOp& op, int64_t tokens) {
+  routing_.resize(tokens, op.top_k, static_cast<int64_t>(op.down.size()));
+  for (int64_t i = static_cast<int64_t>(row_numbers_.size()); i < tokens * op.top_k; ++i)
+    row_numbers_.push_back(static_cast<int32_t>(i));
+}
+
+}  // namespace diptych

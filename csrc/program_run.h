@@ -1,0 +1,93 @@
+// One step of a Program in flight: what its operations share (program_run.cpp, program_mixture.cpp).
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <variant>
+#include <vector>
+
+#include "program.h"
+
+namespace diptych {
+
+// Steps up to here take each weight from memory in one pass.
+constexpr int64_t kFewTokens = 24;
+
+struct Program::Run {
+  Program& program;
+  const Step& step;
+  KvCache& kv;
+  float* logits;  // [R, vocab], or null and
+  Best* best;     // [threads, R], or null and
+  float* hidden;  // [R, D]
+  const KernelSet& set;
+  const StepKernels& kernels;
+  std::vector<std::atomic<int32_t>>& counters;
+  std::atomic<bool>& is_left;  // set in a meeting alone, so that all threads see it at the same operation
+
+  uint8_t* scratch(int thread) const { return program.scratch_.data() + thread * program.scratch_stride_; }
+  const Buffer& buffer(int index) const { return program.buffers_[index]; }
+  const float* vector(int index) const { return program.vectors_[index].data(); }
+  // A thread that waits brings in its first weights of the next linear layer: memory has nothing else to do.
+  void barrier(int thread) const {
+    ReadAhead& ahead = program.waiting_[thread].ahead;
+    program.pool_.barrier([&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); });
+  }
+  // All threads of all ranks: those of one, and the last of them for it. Once the team is broken nothing that is computed counts.
+  void meet(int thread) const {
+    if (program.team_ == nullptr) return barrier(thread);
+    ReadAhead& ahead = program.waiting_[thread].ahead;
+    auto idle = [&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); };
+    program.pool_.barrier(idle, [&] { is_left.store(is_left.load() || !program.team_->meet(idle)); });
+  }
+  // The thread's part of the rows of a buffer: of all of them, or of the rank's where ranks share it.
+  Range part_of_rows(const Buffer& out, int64_t rows, int thread, int threads) const {
+    if (!out.shared) return share(rows, thread, threads);
+    const Range own = share(rows, program.team_->rank(), program.team_->size());
+    const Range part = share(own.end - own.begin, thread, threads);
+    return {own.begin + part.begin, own.begin + part.end};
+  }
+  void look_ahead(size_t op, int thread, int threads) const {
+    const int weight = program.next_weight_[op];
+    const bool is_small = step.n_tokens <= kFewTokens && weight >= 0;
+    program.waiting_[thread].ahead = is_small ? first_weights(program.linears_[weight], thread, threads) : ReadAhead{};
+  }
+
+  void run(const EmbedOp& op, size_t, int thread, int threads) const;
+  void run(const TiedEmbedOp& op, size_t, int thread, int threads) const;
+  void run(const NormOp& op, size_t, int thread, int threads) const;
+  void run(const AddNormOp& op, size_t, int thread, int threads) const;
+  void run(const AddOp& op, size_t, int thread, int threads) const;
+  void run(const PrepareOp& op, size_t, int thread, int threads) const;
+  void run(const LinearOp& op, size_t, int thread, int threads) const;
+  void run(const RotateOp& op, size_t, int thread, int threads) const;
+  void run(const AttentionOp& op, size_t index, int thread, int threads) const;
+  void run(const MoeOp& op, size_t, int thread, int threads) const;
+  void run(const HeadOp& op, size_t, int thread, int threads) const;
+  void run(const InputOp& op, size_t, int thread, int threads) const;
+  void run(const TapOp& op, size_t, int thread, int threads) const;
+  void run(const MeetOp&, size_t, int, int) const {}
+  void run(const HeadsOp& op, size_t, int thread, int threads) const;
+  void run(const CacheLatentsOp& op, size_t, int thread, int threads) const;
+  void run(const RotateQueriesOp& op, size_t, int thread, int threads) const;
+  bool is_idle(const OpBody& op) const {  // a tap that the step does not ask for
+    const auto* tap = std::get_if<TapOp>(&op);
+    return tap != nullptr && std::find(step.tapped, step.tapped + step.n_tapped, tap->number) == step.tapped + step.n_tapped;
+  }
+
+  void norm(const float* x, int weight, int bias, bool is_centred, int64_t n, float eps, float* out) const {
+    const float* shift = bias == -1 ? nullptr : vector(bias);
+    if (is_centred) return kernels.layer_norm_row(x, vector(weight), shift, n, eps, out);
+    kernels.rms_norm_row(x, vector(weight), n, eps, out);
+    if (shift != nullptr) kernels.add_row(shift, n, 1.0f, out);
+  }
+  Epilogue epilogue_to(int out, Store store, Activation activation, int64_t column) const;
+  void route_token(const MoeOp& op, int64_t token, float* choice) const;
+  void leave_best_groups(const MoeOp& op, float* choice, float* worths) const;
+  void gate_experts(const MoeOp& op, int thread, int threads) const;
+  void group_by_expert(const MoeOp& op) const;
+  void run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
+                   int thread, int threads) const;
+};
+
+}  // namespace diptych

@@ -1,0 +1,350 @@
+"""A model of the cpu backend whose outputs are divided among ranks, and its KV cache, divided by heads.
+
+To the engine it is one model: a step goes to all ranks in rank 0's native call, logits come up whole, and blocks leave and
+enter the cache in the bytes that one rank would have written, so `revision` and layout are those of one rank, too.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from diptych.compute.adapters import Adapter
+from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import KVHeader, KVPayload, KVStore
+from diptych.compute.model import Blueprint, Want
+from diptych.compute.ops.contract import Taps
+from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu_kv import LAYOUT, CpuKVStore
+from diptych.compute.ops.cpu_model import KEPT_LOGITS_ROWS, CpuModel
+from diptych.compute.ops.cpus import Placement
+from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb
+from diptych.compute.ops.shares import Rank, together
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel
+
+
+def cache_of(model: CpuModel, rank: Rank) -> tuple[int, int]:
+    """(first KV head, KV heads) of a rank's cache. UnsupportedModel where layers would have different ones."""
+    found = {rank.heads(layer.attention.n_heads, layer.attention.n_kv_heads) for layer in model.spec.layers}
+    caches = {(heads.first_kv_head, heads.n_kv_heads) if heads is not None else (0, 0) for heads in found}
+    if len(caches) > 1:
+        raise UnsupportedModel("the layers have different numbers of heads, which ranks cannot divide alike")
+    return caches.pop()
+
+
+class Part:
+    """One rank's part of a KV cache: heads [first, first + n), in views of all heads that the ranks share."""
+
+    def __init__(self, store: CpuKVStore, first: int, n: int, *, n_heads: int, head_dim: int) -> None:
+        self.store = store
+        self._own = slice(first, first + n)
+        self._n_heads = n_heads
+        self._head_dim = head_dim
+
+    def copy(self, pairs: np.ndarray) -> None:
+        """Copy block to block, pairs [N, 2]."""
+        self.store.native.copy_blocks(pairs.tolist())
+
+    def bytes_shape(self, n_blocks: int, block_bytes: int) -> tuple[int, int, int, int]:
+        """Raw blocks of all heads: [N, L, K, bytes of a head]."""
+        n_layers = self.store.header.n_layers
+        return n_blocks, n_layers, self._n_heads, block_bytes // n_layers // self._n_heads
+
+    def export_to(self, block_ids: np.ndarray, all_heads: np.ndarray) -> None:
+        """Its heads' bytes into the view of all."""
+        n, n_layers, _, head_bytes = all_heads.shape
+        own = np.empty((n, self.store.header.block_bytes), dtype=np.uint8)
+        self.store.native.export_blocks(block_ids, own)
+        all_heads[:, :, self._own] = own.reshape(n, n_layers, -1, head_bytes)
+
+    def import_from(self, block_ids: np.ndarray, all_heads: np.ndarray) -> None:
+        """Its heads' bytes from the view of all."""
+        own = np.ascontiguousarray(all_heads[:, :, self._own]).reshape(len(block_ids), self.store.header.block_bytes)
+        self.store.native.import_blocks(block_ids, own)
+
+    def numbers_shape(self, n_tokens: int) -> tuple[int, int, int, int]:
+        """Keys and values of all heads: [2, K, T, d]."""
+        return 2, self._n_heads, n_tokens, self._head_dim
+
+    def read_to(self, layer: int, block_ids: np.ndarray, both: np.ndarray) -> None:
+        """Its heads' keys and values into the view of all."""
+        own = np.empty_like(both[:, self._own])
+        self.store.native.read(layer, block_ids, own[0], own[1])
+        both[:, self._own] = own
+
+    def write_from(self, layer: int, block_ids: np.ndarray, both: np.ndarray) -> None:
+        """Its heads' keys and values from the view of all."""
+        own = np.ascontiguousarray(both[:, self._own])
+        self.store.native.write(layer, block_ids, own[0], own[1])
+
+
+class RankedKVStore:
+    """The cache of all ranks behind the KVStore interface; rank 0 has this, and a part of the bytes."""
+
+    def __init__(self, ranks: Ranks, part: Part, *, number: int, header: KVHeader, nbytes: int) -> None:
+        self._ranks = ranks
+        self._part = part
+        self._number = number
+        self.header = header
+        self.nbytes = nbytes
+        self.native = part.store.native
+        self.n_blocks = part.store.n_blocks
+        self.block_tokens = part.store.block_tokens
+
+    def back_memory(self, wants_stop: Callable[[], bool]) -> None:
+        """On every rank; on the others they have a thread of their own for it."""
+        self._tell(Verb.BACK_KV, {})
+        self._part.store.back_memory(wants_stop)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy block source to block target in every layer, in the order of the pairs."""
+        ids = np.asarray(pairs, dtype=np.int32).reshape(-1, 2)
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.n_blocks):
+            raise ValueError("a block id is outside the pool")
+        self._tell(Verb.COPY, {}, ids, own=lambda: self._part.copy(ids))
+
+    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
+        """The bytes of these blocks in every layer; a copy."""
+        ids = self._ids(block_ids)
+        shape = self._part.bytes_shape(len(ids), self.header.block_bytes)
+        with self._ranks.lock:
+            view = outputs_view(self._ranks.team, shape, np.uint8)
+            self._tell(Verb.EXPORT, {"shape": shape}, ids, own=lambda: self._part.export_to(ids, view))
+            data = view.reshape(len(ids), -1).copy()
+        return KVPayload.of(self.header, data)
+
+    def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
+        """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
+        payload.check(self.header, len(block_ids))
+        ids = self._ids(block_ids)
+        shape = self._part.bytes_shape(len(ids), self.header.block_bytes)
+        with self._ranks.lock:
+            view = outputs_view(self._ranks.team, shape, np.uint8)
+            view[:] = payload.data_NB.reshape(shape)
+            self._tell(Verb.IMPORT, {"shape": shape}, ids, own=lambda: self._part.import_from(ids, view))
+
+    def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
+        ids, shape = self._ids(block_ids), self._part.numbers_shape(n_tokens)
+        with self._ranks.lock:
+            view = outputs_view(self._ranks.team, shape, np.float32)
+            self._tell(
+                Verb.READ, {"shape": shape, "layer": layer}, ids, own=lambda: self._part.read_to(layer, ids, view)
+            )
+            keys, values = torch.from_numpy(view.copy())
+        return keys, values
+
+    def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values [K, T, d] as the first T tokens of block_ids."""
+        ids, shape = self._ids(block_ids), self._part.numbers_shape(keys.shape[1])
+        with self._ranks.lock:
+            view = outputs_view(self._ranks.team, shape, np.float32)
+            view[0], view[1] = keys.to(torch.float32).numpy(), values.to(torch.float32).numpy()
+            self._tell(
+                Verb.WRITE, {"shape": shape, "layer": layer}, ids, own=lambda: self._part.write_from(layer, ids, view)
+            )
+
+    def _ids(self, block_ids: Sequence[int]) -> np.ndarray:
+        """As int32, checked here: what another rank refuses ends the team."""
+        ids = np.asarray(block_ids, dtype=np.int32)
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.n_blocks):
+            raise ValueError("a block id is outside the pool")
+        return ids
+
+    def _tell(
+        self,
+        verb: Verb,
+        head: dict[str, Any],
+        ids: np.ndarray | None = None,
+        *,
+        own: Callable[[], object] = lambda: None,
+    ) -> None:
+        payload = b"" if ids is None else ids.tobytes()
+        self._ranks.tell(verb, {"kv": self._number, **head}, payload, own=own)
+
+
+def outputs_view(team: Any, shape: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
+    """An array in the memory that ranks give results back in."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    view: np.ndarray = team.outputs(nbytes)[:nbytes].view(dtype).reshape(shape)
+    return view
+
+
+class RankedModel(CpuModel):
+    """Rank 0's program, and the others behind it. `load` has them load: it is told before this one packs its own part."""
+
+    def __init__(self, blueprint: Blueprint, config: ComputeConfig, ranks: Ranks, load: dict[str, Any]) -> None:
+        self.ranks = ranks
+        self._n_caches = 0
+        self._dropped: list[int] = []  # numbers of caches that nobody holds any more
+
+        def own() -> None:
+            super(RankedModel, self).__init__(blueprint, config, rank=ranks.rank(0))
+            report(ranks.team, self)
+
+        ranks.tell(Verb.LOAD, load, own=own)
+        reports = outputs_view(ranks.team, (ranks.size, 2), np.int64)
+        self.weight_bytes = int(reports[:, 0].sum())
+        self.threads = int(reports[:, 1].sum())
+        self.placement = together(ranks.placements)
+        self._is_large = False
+
+    def kv_bytes_per_block(self, block_tokens: int) -> int:
+        """Bytes of one block in all layers on all ranks: a head that several of them hold counts as often."""
+        heads = [cache_of(self, self.ranks.rank(number))[1] for number in range(self.ranks.size)]
+        one = _cpu.kv_bytes_per_block(block_tokens=block_tokens, **{**self._cache, "n_kv_heads": 1})
+        return int(one) * sum(heads)
+
+    def make_kv(self, n_blocks: int, block_tokens: int) -> KVStore:
+        """See Model; a part of it on each rank."""
+        number, rank = self._n_caches, self.ranks.rank(0)
+        dropped, self._dropped[:] = list(self._dropped), []
+        made: list[CpuKVStore] = []
+
+        def own() -> None:
+            made.append(make_part_store(self, rank, n_blocks, block_tokens, number))
+
+        head = {"number": number, "n_blocks": n_blocks, "block_tokens": block_tokens, "dropped": dropped}
+        self.ranks.tell(Verb.MAKE_KV, head, own=own)
+        self._n_caches += 1
+        (store,) = made
+        header = KVHeader(
+            revision=self.revision,
+            layout=LAYOUT.format(**self._cache),
+            dtype=self.kv_format,
+            n_layers=self.spec.n_layers,
+            block_tokens=block_tokens,
+            block_bytes=int(_cpu.kv_bytes_per_block(block_tokens=block_tokens, **self._cache)),
+        )
+        part = part_of(self, rank, store)
+        nbytes = n_blocks * self.kv_bytes_per_block(block_tokens)
+        ranked = RankedKVStore(self.ranks, part, number=number, header=header, nbytes=nbytes)
+        weakref.finalize(ranked, self._dropped.append, number)
+        return ranked
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: KVStore,
+        want: Want = Want.LOGITS,
+        *,
+        given: torch.Tensor | None = None,
+        taps: Taps | None = None,
+    ) -> Any:
+        """As `Model.forward`, on all ranks."""
+        with self.ranks.lock:
+            if self._is_large:  # the last logits were hundreds of megabytes, and their time is over
+                self.ranks.team.give_back_outputs()
+                self._is_large = False
+            try:
+                with _held(self.ranks.placements[0]):
+                    return super().forward(batch, kv, want, given=given, taps=taps)
+            except TeamBroken as error:
+                raise self.ranks.failure() from error
+
+    def _logits(self, n_rows: int) -> torch.Tensor:
+        """Where the ranks write them: nothing is copied."""
+        self._is_large = n_rows > KEPT_LOGITS_ROWS
+        if n_rows == 0:
+            return torch.empty((0, self.spec.vocab_size), dtype=torch.float32)
+        return torch.from_numpy(outputs_view(self.ranks.team, (n_rows, self.spec.vocab_size), np.float32))
+
+    def add_adapter(self, adapter: Adapter) -> int:
+        """Refused: its products would have to be divided as the projections are."""
+        raise ConfigError(
+            f"adapter {adapter.path} cannot be loaded: tp is {self.ranks.size}, and adapters are computed in one process only",
+            hint="start without tp, or merge the adapter into the weights and load those",
+        )
+
+    def on_loss(self, tell: Callable[[EngineError], object]) -> Callable[[], object]:
+        """See Model."""
+        ranks = self.ranks
+
+        def listener() -> None:
+            tell(ranks.failure())
+
+        ranks.watch.listeners.append(listener)
+        return lambda: ranks.watch.listeners.remove(listener) if listener in ranks.watch.listeners else None
+
+    def close(self) -> None:
+        """Drop the programs of all ranks, and the ranks."""
+        super().close()
+        self.ranks.end()
+
+
+@contextmanager
+def _held(placement: Placement) -> Iterator[None]:
+    """While a step runs, rank 0's only thread stays on its CPU, off those of other ranks; a pool of several does so itself."""
+    if placement.threads > 1 or not placement.cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, placement.cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def report(team: Any, model: CpuModel) -> None:
+    """What rank 0 wants to know of each rank, where it reads it after loading."""
+    outputs_view(team, (team.size, 2), np.int64)[team.rank] = model.program.weight_bytes, model.program.threads
+
+
+def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: int, number: int) -> CpuKVStore:
+    """A rank's part of a cache, which is known under `number` to all of them."""
+    cache = {**model._cache, "n_kv_heads": cache_of(model, rank)[1]}
+    nodes = rank.placement.nodes if rank.placement is not None else ()
+    store = CpuKVStore(cache, n_blocks=n_blocks, block_tokens=block_tokens, nodes=nodes, revision=model.revision)
+    store.native.number = number
+    return store
+
+
+def part_of(model: CpuModel, rank: Rank, store: CpuKVStore) -> Part:
+    """A rank's store with the place of its heads among all."""
+    first, n = cache_of(model, rank)
+    return Part(store, first, n, n_heads=model.spec.n_kv_heads, head_dim=model.spec.head_dim)
+
+
+class Member:
+    """What a rank other than 0 holds of a model, and how it answers rank 0's verbs."""
+
+    def __init__(self, rank: Rank, model: CpuModel) -> None:
+        self.rank = rank
+        self.model = model
+        self._parts: list[Part] = []  # by number; a dropped one is its successor
+
+    def serve(self) -> tuple[int, int]:
+        """Run steps until rank 0 asks for something else: (verb, bytes of its message)."""
+        kind, n = self.model.program.serve([part.store.native for part in self._parts])
+        return int(kind), int(n)
+
+    def do(self, verb: Verb, head: dict[str, Any], payload: bytes) -> None:
+        """One verb over the cache that it names."""
+        if verb is Verb.MAKE_KV:
+            store = make_part_store(self.model, self.rank, head["n_blocks"], head["block_tokens"], head["number"])
+            made = part_of(self.model, self.rank, store)
+            self._parts.append(made)
+            for number in head["dropped"]:
+                self._parts[number] = made
+            return
+        part = self._parts[head["kv"]]
+        ids = np.frombuffer(payload, dtype=np.int32)
+        if verb is Verb.BACK_KV:
+            threading.Thread(target=part.store.back_memory, args=(lambda: False,), daemon=True).start()
+        elif verb is Verb.COPY:
+            part.copy(ids.reshape(-1, 2))
+        elif verb in (Verb.EXPORT, Verb.IMPORT):
+            view = outputs_view(self.rank.team, head["shape"], np.uint8)
+            (part.export_to if verb is Verb.EXPORT else part.import_from)(ids, view)
+        else:
+            both = outputs_view(self.rank.team, head["shape"], np.float32)
+            (part.read_to if verb is Verb.READ else part.write_from)(head["layer"], ids, both)

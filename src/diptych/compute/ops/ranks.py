@@ -1,0 +1,202 @@
+"""Rank 0's side of a model on several ranks: it starts their processes, tells them what to do, and notices when one is gone.
+
+A rank other than 0 is `python -m diptych.compute.rank`. All share one anonymous file (`memfd`), which is handed down by its
+descriptor and is gone with the last of them: no named segment can stay behind. Steps are posted by the native program; all
+else (loading, making a KV cache, copying blocks) is a message of a few bytes of JSON and a payload, and ends, as a step does,
+with one meeting of all ranks.
+
+Whoever dies breaks the team. Rank 0 waits for its children on a thread each, and a meeting that waits is told at once; a rank
+whose rank 0 is gone ends itself (`compute.rank`), whatever rank 0 died of.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpus import Placement, allowed_cpus
+from diptych.compute.ops.shares import Rank, rank_placements
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import CapacityError, ConfigError, EngineError, LoadError, UnsupportedModel, WorkerLost
+
+logger = logging.getLogger("diptych.compute")
+
+END_S = 5.0  # for ranks to leave by themselves
+NOTICE_S = 1.0  # for the system to say who it was that died
+_HEAD = struct.Struct("<q")
+# what may go wrong with a part as with the whole, and is said as the same error
+_TOLD = {kind.__name__: kind for kind in (LoadError, UnsupportedModel, ConfigError, CapacityError)}
+TeamBroken: type[Exception] = _cpu.TeamBroken if _cpu is not None else RuntimeError
+
+
+class Verb(IntEnum):
+    """What rank 0 asks of the others; 0 is a step (csrc/program_run.cpp)."""
+
+    LOAD = 1
+    MAKE_KV = 2
+    BACK_KV = 3
+    COPY = 4
+    EXPORT = 5
+    IMPORT = 6
+    READ = 7
+    WRITE = 8
+
+
+def pack(head: dict[str, Any], payload: bytes = b"") -> bytes:
+    """A message: the length of the JSON, the JSON, the payload."""
+    text = json.dumps(head).encode()
+    return _HEAD.pack(len(text)) + text + payload
+
+
+def unpack(message: bytes) -> tuple[dict[str, Any], bytes]:
+    """What `pack` packed."""
+    (n,) = _HEAD.unpack_from(message)
+    head: dict[str, Any] = json.loads(message[_HEAD.size : _HEAD.size + n])
+    return head, message[_HEAD.size + n :]
+
+
+class _Watch:
+    """Who is gone, and who wants to know. Shared with threads that must not keep the ranks alive."""
+
+    def __init__(self) -> None:
+        self.is_ending = False
+        self.gone: dict[int, int] = {}  # rank -> exit status
+        self.noticed = threading.Event()
+        self.listeners: list[Callable[[], object]] = []
+
+    def wait_for(self, number: int, process: subprocess.Popen[bytes], team: Any) -> None:
+        """Until the process ends; without being asked to, it breaks the team."""
+        status = process.wait()
+        if self.is_ending:
+            return
+        if not team.is_broken:  # else it left because of another
+            self.gone[number] = status
+            team.break_up()
+        self.noticed.set()
+        for tell in tuple(self.listeners):
+            tell()
+
+
+class Ranks:
+    """The ranks beside rank 0, as processes. One message at a time: hold `lock` around whatever posts one."""
+
+    def __init__(self, size: int, config: ComputeConfig) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError(f"tp is {size}; ranks share memory as Linux has it", hint="leave tp out")
+        cpus = allowed_cpus()
+        self.size = size
+        self.placements = rank_placements(size, config.threads, config.numa, cpus)
+        self.threads = sum(placement.threads for placement in self.placements)
+        self.is_crowded = self.threads > len(cpus)
+        self.lock = threading.RLock()
+        self.watch = _Watch()
+        self._fd = os.memfd_create("diptych", os.MFD_CLOEXEC)
+        try:
+            self.team = _cpu.Team(self._fd, 0, size, self.is_crowded)
+        except MemoryError as error:
+            os.close(self._fd)
+            raise CapacityError("the system has no shared memory for ranks to meet in") from error
+        others: list[Any] = []
+        self._end = weakref.finalize(self, _end_ranks, self.watch, self.team, self._fd, others, os.getpid())
+        try:
+            for number in range(1, size):
+                others.append(self._start(number))
+        except BaseException:
+            self._end()
+            raise
+
+    def rank(self, number: int) -> Rank:
+        """What rank `number` knows of itself."""
+        return Rank(number=number, size=self.size, team=self.team, placement=self.placements[number])
+
+    def _start(self, number: int) -> Any:
+        arguments = [str(n) for n in (self._fd, number, self.size, int(self.is_crowded), os.getpid())]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "diptych.compute.rank", *arguments],  # -P: no module out of the current folder
+            pass_fds=(self._fd,),
+            stdin=subprocess.DEVNULL,
+            # a signal to the group (Ctrl-C, a shell's kill) is rank 0's to answer: it ends its requests first
+            start_new_session=True,
+        )
+        watching = (number, process, self.team)
+        threading.Thread(target=self.watch.wait_for, args=watching, daemon=True, name=f"diptych-rank-{number}").start()
+        return process
+
+    def tell(
+        self, verb: Verb, head: dict[str, Any], payload: bytes = b"", *, own: Callable[[], object] = lambda: None
+    ) -> None:
+        """Have every rank do it, rank 0 by `own`, and wait for all. Raises what it was that failed, or WorkerLost."""
+        with self.lock:
+            if self.team.is_broken:
+                raise self.failure()
+            message = pack(head, payload)
+            self.team.message(len(message))[:] = np.frombuffer(message, dtype=np.uint8)
+            try:
+                self.team.post(int(verb), len(message))
+                own()
+                self.team.meet()
+            except TeamBroken as error:
+                raise self.failure() from error
+            except BaseException:
+                self.end()  # the others wait in the middle of something
+                raise
+
+    def failure(self) -> EngineError:
+        """Why the team is broken."""
+        for number in range(1, self.size):
+            kind, _, text = str(self.team.error_of(number)).partition("|")
+            message, _, hint = text.partition("\nhint: ")
+            if kind in _TOLD:
+                return _TOLD[kind](message, hint=hint or None)
+            if kind:
+                return WorkerLost(f"rank {number} of {self.size} failed: {kind}: {message}")
+        self.watch.noticed.wait(NOTICE_S)
+        gone = ", ".join(f"rank {number} {_end_of(status)}" for number, status in sorted(self.watch.gone.items()))
+        return WorkerLost(
+            f"the engine computes with {self.size} processes, and not all are there any more: {gone or 'they were ended'}",
+            hint="start the engine again; the system's log says whether memory ran out",
+        )
+
+    def end(self) -> None:
+        """Let the other ranks go and wait for them."""
+        self._end()
+
+
+def _end_of(status: int) -> str:
+    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
+def _end_ranks(watch: _Watch, team: Any, fd: int, others: list[Any], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of rank 0 that ends has no say
+    watch.is_ending = True
+    team.break_up()
+    for process in others:
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    os.close(fd)
+
+
+def placement_head(placement: Placement) -> dict[str, Any]:
+    """A placement as JSON."""
+    return {"threads": placement.threads, "cpus": list(placement.cpus), "nodes": list(placement.nodes)}
+
+
+def placement_of(head: dict[str, Any]) -> Placement:
+    """And back."""
+    return Placement(threads=head["threads"], cpus=tuple(head["cpus"]), nodes=tuple(head["nodes"]))

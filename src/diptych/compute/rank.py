@@ -1,0 +1,90 @@
+"""A rank other than 0 of a model that several processes compute: `python -m diptych.compute.rank`.
+
+Started by `compute.ops.ranks`. It loads its part of the model when rank 0 says so and then runs steps as rank 0 posts
+them; between two steps it sleeps. It ends when rank 0 lets it go, or is gone, or when another rank is; what fails here is
+written where rank 0 reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu_model import CpuModel
+from diptych.compute.ops.cpu_ranks import Member, report
+from diptych.compute.ops.ranks import TeamBroken, Verb, placement_of, unpack
+from diptych.compute.ops.shares import Rank
+from diptych.compute.runner import open_blueprint, random_blueprint
+from diptych.ground.config import ComputeConfig
+from diptych.ground.errors import EngineError
+
+PARENT_S = 0.2  # how often it looks whether rank 0 is there
+
+
+def load_part(rank: Rank, head: dict[str, Any]) -> Member:
+    """The rank's part of the model that the head names."""
+    config = ComputeConfig(**head["config"])
+    if rank.placement is not None:
+        torch.set_num_threads(rank.placement.threads)  # while it loads, as many ranks do at once
+        if rank.placement.cpus:
+            os.sched_setaffinity(0, rank.placement.cpus)  # kernels' threads are pinned, but for the only one of a rank
+    if head["path"] is None:
+        blueprint = random_blueprint(head["hf_config"], config, head["seed"])
+    else:
+        opened = open_blueprint(Path(head["path"]), config, max_context_tokens=head["max_context_tokens"])
+        blueprint, config = opened.blueprint, opened.config
+    return Member(rank, CpuModel(blueprint, config, rank=rank))
+
+
+def run(team: Any) -> None:
+    """Answer rank 0 until it lets go. Whatever fails is told and ends the team."""
+    member: Member | None = None
+    try:
+        while True:
+            kind, n = team.next() if member is None else member.serve()
+            head, payload = unpack(bytes(team.message(n)[:n]))
+            if Verb(kind) is Verb.LOAD:
+                placement = placement_of(head["placements"][team.rank])
+                rank = Rank(number=team.rank, size=team.size, team=team, placement=placement)
+                member = load_part(rank, head)
+                report(team, member.model)
+            else:
+                assert member is not None, "a verb came before a model"
+                member.do(Verb(kind), head, payload)
+            team.meet()
+    except TeamBroken:
+        return
+    except BaseException as error:
+        text = f"{error.message}\nhint: {error.hint or ''}" if isinstance(error, EngineError) else str(error)
+        team.say_error(f"{type(error).__name__}|{text}")
+        team.break_up()
+        raise
+
+
+def _leave_with(parent: int) -> None:
+    """Ends this process, whatever it is doing, when its parent is another than it was: rank 0 is gone."""
+    pause = threading.Event()
+    while os.getppid() == parent:
+        pause.wait(PARENT_S)
+    os._exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    """Arguments: the shared file's descriptor, rank, number of ranks, whether CPUs are fewer than threads, rank 0's process."""
+    fd, number, size, is_crowded, parent = map(int, arguments)
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_IGN)  # rank 0 answers its requests first, and lets go
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    run(_cpu.Team(fd, number, size, bool(is_crowded)))
+    os._exit(0)  # nothing is to be written or told, and gigabytes need not be freed one by one
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

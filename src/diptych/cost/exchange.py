@@ -1,0 +1,68 @@
+"""What the ranks of one model tell each other in a step: all-reduces, or the gathering that keeps the bits of one rank.
+
+Two ways to divide a layer. By inputs in every second projection, whose partial sums are then added up (Megatron-LM, arXiv
+1909.08053): two all-reduces of the residual width, and bits that depend on the number of ranks. By outputs in all of them, as
+the engine's own ranks do (docs/parallel.md): what the next projection sums over is gathered, more bytes and more meetings.
+
+    gathered(model, tp=2, weights="bf16").row_bytes / all_reduced(model, tp=2).row_bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diptych.cost.roofline import ring_bytes
+from diptych.models.spec import Activation, LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
+
+FP32, BF16 = 4, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Of one step, without its logits. meetings: times that all ranks wait for each other; row_bytes: what a rank takes in from
+    the others for each token.
+    """
+
+    meetings: int
+    row_bytes: float
+
+
+def all_reduced(model: ModelSpec, *, tp: int, activation_bytes: float = BF16) -> Exchange:
+    """Two ring all-reduces of the residual stream in each layer."""
+    width = model.hidden * activation_bytes
+    return Exchange(meetings=2 * model.n_layers, row_bytes=2 * model.n_layers * ring_bytes(width, tp))
+
+
+def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
+    """What the cpu backend's ranks write for each other, with these weights; the embedding and the step's end meet, too."""
+    if tp == 1:
+        return Exchange(meetings=0, row_bytes=0.0)
+    layers = [_gathered(layer, model.hidden, FP32 if weights != "bf16" else BF16) for layer in model.layers]
+    width = sum(row_bytes for _, row_bytes in layers) + model.hidden * FP32
+    return Exchange(meetings=sum(meetings for meetings, _ in layers) + 2, row_bytes=(tp - 1) / tp * width)
+
+
+def _gathered(layer: LayerSpec, hidden: int, value_bytes: int) -> tuple[int, float]:
+    """(meetings, bytes of one row that ranks share) of a layer. value_bytes: of the heads' values."""
+    attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
+    has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND)
+    heads = attention.n_heads * attention.head_dim
+    meetings, row_bytes = 2, heads * value_bytes + stream  # the heads' values, o
+    if attention.qk_norm is QkNorm.FULL:
+        meetings += 3
+        row_bytes += (heads + 2 * attention.n_kv_heads * attention.head_dim) * FP32
+    if has_norms_behind:  # each is added to the stream by the rows' owners
+        meetings += 1
+        row_bytes += stream
+    if isinstance(mlp, MoeSpec):  # the experts' hidden rows, their outputs, their sum, the stream
+        k, is_clamped = mlp.experts_per_token, mlp.activation is Activation.CLAMPED
+        expert = (
+            2 * mlp.expert_ffn * FP32 if is_clamped else mlp.expert_ffn * value_bytes
+        )  # halves are joined by each rank
+        meetings, row_bytes = meetings + 4, row_bytes + k * (expert + stream) + 2 * stream
+        if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
+            meetings += 3 if mlp.has_shared_gate else 2
+            row_bytes += mlp.shared_ffn * BF16 + (2 if mlp.has_shared_gate else 1) * stream
+        return meetings, row_bytes
+    meetings, row_bytes = meetings + 2, row_bytes + mlp.ffn * BF16 + stream
+    return (meetings + 1, row_bytes + stream) if has_norms_behind else (meetings, row_bytes)

@@ -1,0 +1,214 @@
+"""An engine on several processes: the answers of one, and an end that everybody hears of when one of them is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+import torch
+from tests.embedding_files import make_embedder
+from tests.lora import write_adapter
+from tests.server_process import ServerProcess
+from tests.thread_ranks import load_over_threads
+
+from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.engine.async_llm import AsyncLLM
+from diptych.engine.llm import LLM, Completion
+from diptych.engine.load import bundled_dir
+from diptych.engine.phases import TwoPhase
+from diptych.ground.clock import MonotonicClock, sleep_s
+from diptych.ground.config import ComputeConfig, engine_config
+from diptych.ground.errors import ConfigError, WorkerLost
+from diptych.ground.request import SamplingParams
+
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
+]
+
+CLOCK = MonotonicClock()
+PROMPTS = ["Once upon a time there was a little", "Tom and Sue", "Once upon a time there was a big"]
+SAMPLING = [
+    SamplingParams(max_tokens=24, temperature=0.0, logprobs=3),
+    SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=5, n=2, prompt_logprobs=2),
+    SamplingParams(max_tokens=24, temperature=0.0),
+]
+
+
+def engine(ranks: int, **settings: object) -> LLM:
+    return LLM("bundled", tp=ranks, threads=ranks, backend="cpu", max_context_tokens=512, **settings)
+
+
+def answers(llm: LLM) -> list[tuple[object, ...]]:
+    """All that a client sees, twice, so that the second time meets cached prefixes."""
+
+    def seen(one: Completion) -> tuple[object, ...]:
+        return one.choices, one.prompt_logprobs, one.usage
+
+    return [seen(one) for _ in range(2) for one in llm.generate(PROMPTS, SAMPLING)]
+
+
+def rank_processes() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "diptych.compute.rank" in " ".join(one.cmdline())]
+
+
+def memfds() -> int:
+    links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("memfd:diptych" in os.readlink(path) for path in links)
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+    deadline_s = CLOCK.now_s() + timeout_s
+    while not holds():
+        assert CLOCK.now_s() < deadline_s, what
+        sleep_s(0.02)
+
+
+def test_two_processes_answer_as_one_and_end_as_one(tmp_path: Path) -> None:
+    """Text, log-probabilities, cached tokens and drafts by lookup; then one dies while both decode."""
+    shared = set(os.listdir("/dev/shm"))
+    one = engine(1)
+    expected = answers(one)
+    llm = engine(2, speculate="lookup")
+    assert llm.loaded.model.weight_bytes == pytest.approx(
+        one.loaded.model.weight_bytes, rel=0.02
+    )  # held once, all in all
+    assert [a[:2] for a in answers(llm)] == [a[:2] for a in expected]
+    with pytest.raises(ConfigError, match="adapters are computed in one process only"):
+        llm.load_lora("late", write_adapter(tmp_path / "late", bundled_dir(), {"q_proj": 2}))
+    (rank,) = rank_processes()
+    killed: list[bool] = []
+
+    def kill(number: int, delta: object) -> None:
+        if not killed:
+            killed.append(True)
+            rank.send_signal(signal.SIGKILL)
+
+    with pytest.raises(WorkerLost, match="rank 1 was ended by signal 9"):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), on_delta=kill)
+    assert llm.engine.n_open == 0
+    with pytest.raises(WorkerLost):
+        llm.generate("again")
+    llm.loaded.model.close()
+    wait_until(lambda: not rank_processes() and memfds() == 0, "a process or its memory stayed")
+    assert set(os.listdir("/dev/shm")) == shared
+
+
+def test_what_ranks_cannot_do_is_refused() -> None:
+    """Never ignored: one says why, and what to do."""
+    for settings, what in (
+        ({"backend": "torch"}, "the torch backend computes in one process"),
+        ({"speculate": "draft"}, "drafters with weights run beside one process only"),
+        ({"loras": {"poet": "somewhere"}}, "loras has 1 adapters and tp is 2"),
+        ({"tp": 0}, "tp"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            engine_config(**{"tp": 2, **settings})
+    with pytest.raises(ConfigError, match="fp32 was asked for"):
+        LLM("bundled", tp=2, weights="fp32")
+    with pytest.raises(ConfigError, match="threads is 3 and tp is 2"):
+        LLM("bundled", tp=2, threads=3)
+
+
+def test_texts_are_embedded_as_by_one(tmp_path: Path) -> None:
+    """States are tapped from the stream that ranks share, every token's for a mean: the same bits."""
+    texts = ["Once upon a time there was a fox.", "Bread is made of flour. " * 9]
+    path = make_embedder(tmp_path / "mean", pooling="mean", dtype=torch.bfloat16)
+    settings = {"max_context_tokens": 256, "max_step_tokens": 17}
+    one = LLM(path, backend="cpu", threads=1, weights="int8", **settings)
+    over = load_over_threads(path, ComputeConfig(backend="cpu", tp=2, threads=2, weights="int8"))
+    ranked = LLM(replace(one.loaded, model=over), **settings)
+    pairs = zip(one.embed(texts), ranked.embed(texts), strict=True)
+    assert [(ours.vector == theirs.vector).all() for ours, theirs in pairs] == [True, True]
+    over.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_four_processes_answer_as_one(weights: str, kv: str) -> None:
+    """More processes than cores, in all formats."""
+    expected = answers(engine(1, weights=weights, kv=kv))
+    llm = engine(4, weights=weights, kv=kv)
+    assert answers(llm) == expected
+    llm.loaded.model.close()
+    wait_until(lambda: not rank_processes(), "a process stayed")
+
+
+@pytest.mark.slow
+def test_two_phases_on_ranks() -> None:
+    """Prefill and decode by hand, and keys and values as they are read back from the ranks."""
+    settings = {"tp": 2, "threads": 2, "max_context_tokens": 512}
+    one, two = TwoPhase("bundled", backend="cpu", threads=1, max_context_tokens=512), TwoPhase("bundled", **settings)
+    token_ids = [1, 17, 200, 35, 77, 408, 9, 1100, 15, 3, 501]
+    states = [phases.prefill(token_ids, chunk_tokens=5) for phases in (one, two)]
+    for _ in range(12):
+        (a, logits), (b, others) = (phases.decode(state) for phases, state in zip((one, two), states, strict=True))
+        assert a == b
+        assert torch.equal(logits, others)
+    for layer in (0, 3):
+        ours, theirs = (phases.keys_values(state, layer) for phases, state in zip((one, two), states, strict=True))
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_whoever_is_killed_nobody_stays(victim: int) -> None:
+    """SIGKILL of each rank while all decode: the others end, the engine's process with an error that names who is gone."""
+    script = Path(__file__).with_name("rank_zero.py")
+    process = subprocess.Popen(
+        [sys.executable, str(script), "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "decoding\n"
+    everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+    ranks = {int(one.cmdline()[5]): one for one in everybody[1:] if "diptych.compute.rank" in one.cmdline()}
+    assert sorted(ranks) == [1, 2, 3]
+    (everybody[0] if victim == 0 else ranks[victim]).send_signal(signal.SIGKILL)
+    said = process.communicate(timeout=20)[1]
+    wait_until(lambda: not any(one.is_running() for one in everybody), f"left: {everybody}")
+    if victim != 0:
+        assert f"rank {victim} was ended by signal 9" in said, said[-2000:]
+
+
+@pytest.mark.slow
+def test_an_engine_that_waits_hears_that_a_rank_is_gone() -> None:
+    """No step is needed to notice: a server with nothing to do must not call itself ready for the next request."""
+    engine = AsyncLLM("bundled", tp=2, threads=2, max_context_tokens=512)
+    engine.start()
+    (rank,) = rank_processes()
+    rank.send_signal(signal.SIGKILL)
+    wait_until(lambda: not engine.is_ready, "the engine did not notice")
+    assert isinstance(engine.failure, WorkerLost)
+    engine.stop()
+    engine.loaded.model.close()
+
+
+@pytest.mark.slow
+def test_a_server_on_ranks_answers_and_ends_with_them() -> None:
+    """A rank killed under a stream: the stream ends with an error, not as if it were whole, and the process with status 1."""
+    with ServerProcess("bundled", "--tp", "2", "--threads", "2", "--max-context-tokens", "512") as server:
+        client = server.openai()
+        said = client.completions.create(model="diptych-10m", prompt=PROMPTS[0], max_tokens=8, temperature=0.0)
+        expected = engine(1).generate(PROMPTS[0], SamplingParams(max_tokens=8, temperature=0.0))[0].choices[0].text
+        assert said.choices[0].text == expected
+        (rank,) = [
+            one for one in psutil.Process(server.process.pid).children() if "diptych.compute.rank" in one.cmdline()
+        ]
+        stream = client.completions.create(
+            model="diptych-10m", prompt=PROMPTS[0], max_tokens=450, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        rank.send_signal(signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            list(stream)
+        assert server.process.wait(timeout=20) == 1
+        wait_until(lambda: not rank.is_running(), "a rank stayed")
