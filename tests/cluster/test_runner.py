@@ -43,6 +43,11 @@ def submit(request_id: str, max_tokens: int = 5) -> Submit:
     return Submit(hand_off=HandOff.of(request))
 
 
+def fetch_for_ever(runner: WorkerRunner) -> None:
+    while True:
+        runner.fetch(5.0)
+
+
 def fetch_until_end(runner: WorkerRunner) -> list[object]:
     events: list[object] = []
     while not any(isinstance(event, FinishEvent) for event in events):
@@ -86,6 +91,5 @@ def test_a_failed_step_is_told_and_then_raised(
     ends = [event for event in fetch_until_end(runner) if isinstance(event, FinishEvent)]
     assert [end.reason for end in ends] == [FinishReason.ERROR]
     with pytest.raises(ExecutorError, match="the device is gone"):
-        while True:  # what it said before comes first
-            runner.fetch(5.0)
+        fetch_for_ever(runner)  # what it said before comes first
     assert runner.has_failed
