@@ -28,7 +28,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb
 from diptych.compute.ops.shares import Rank, together
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel
+from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel, WorkerLost
 
 
 def cache_of(model: CpuModel, rank: Rank) -> tuple[int, int]:
@@ -101,7 +101,10 @@ class RankedKVStore:
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
         """On every rank; on the others they have a thread of their own for it."""
-        self._tell(Verb.BACK_KV, {})
+        try:
+            self._tell(Verb.BACK_KV, {})
+        except WorkerLost:
+            return  # whoever waits for a step hears of it
         self._part.store.back_memory(wants_stop)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
