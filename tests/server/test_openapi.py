@@ -39,12 +39,8 @@ def tamed(body: object, limit: str) -> object:
     """The same body, but short in what it makes the model write: what is tried here is the door, not the engine."""
     if not isinstance(body, dict):
         return body
-    if limit == "max_output_tokens" and isinstance(body.get("previous_response_id"), str):
-        body = {
-            **body,
-            "previous_response_id": None,
-            "input": body.get("input") or "Hi",
-        }  # a made-up id is never stored
+    if limit == "max_output_tokens":  # a made-up id is never stored, and without one there must be an input
+        body = {**body, "previous_response_id": None, "input": body.get("input") or "Hi"}
     n_max = body.get(limit)
     if n_max is None:
         return body | {limit: MAX_OUTPUT_TOKENS}

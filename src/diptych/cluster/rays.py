@@ -46,7 +46,7 @@ from diptych.engine.memory import memory_of
 from diptych.engine.text.words import words_of
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.errors import ConfigError, EngineError, LoadError
 from diptych.ground.hosts import is_loopback
 from diptych.models.spec import ModelSpec
 
@@ -73,6 +73,10 @@ class ModelCard:
     n_parameters: int
     threads: int
     instruction_set: str
+
+    def on_loss(self, listener: Callable[[EngineError], object]) -> Callable[[], object]:
+        """Nobody calls: ranks are their worker's, whose end is heard of in another way."""
+        return lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
