@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from diptych.ground.importing import import_whole
 from diptych.ground.request import SamplingParams
 from diptych.ground.version import VERSION as __version__
 
@@ -26,6 +27,4 @@ def __getattr__(name: str) -> Any:
     """Import the engine's public classes on first use (PEP 562)."""
     if name not in _LAZY:
         raise AttributeError(f"module 'diptych' has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415  (the point of this function is to import late)
-
-    return getattr(import_module(_LAZY[name]), name)
+    return getattr(import_whole(_LAZY[name]), name)

@@ -17,6 +17,7 @@ from diptych.ground.errors import CapacityError, PromptTooLong
 from diptych.ground.events import FinishEvent, PreemptEvent, TokenEvent
 from diptych.ground.phase import FinishReason, Phase
 from diptych.ground.request import Request
+from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook
 
 from .toy import VOCAB, ToyExecutor, greedy, prefill_tokens, request, toy_kv, toy_next
@@ -226,8 +227,14 @@ class Referee:
             self.n_mixed += 1
             is_least = n_decode == len(plan.chunks) - 1 and prefill_tokens(plan) <= MIN_PREFILL_TOKENS
             is_priced = config.stall_budget_s is not None and self.core._scheduler.predict_s is not None
-            if is_priced and toy_seconds(plan.shape) > config.stall_budget_s:
+            if is_priced and toy_seconds(self.priced_shape(plan)) > config.stall_budget_s:
                 assert is_least, "more than the smallest chunk over the stall budget"
+
+    def priced_shape(self, plan) -> StepShape:
+        """What the budget counts: `EveryGuess` prices nothing, so its drafts come on top."""
+        if isinstance(self.core._scheduler.depths, EveryGuess):
+            return plan.shape.with_drafts([-len(chunk.draft_token_ids) for chunk in plan.chunks])
+        return plan.shape
 
     def check_drafts(self, plan) -> None:
         """Rows only ever go where nobody else reads: into blocks of one table that are not in the prefix index."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Mapping
 from dataclasses import fields
 from fractions import Fraction
@@ -127,6 +129,16 @@ def test_lists_and_mappings_are_refused_by_entry(values: dict[str, object], mess
     """The message names the entry that is wrong."""
     with pytest.raises(BadSampling, match=message.replace("(", r"\(")):
         SamplingParams(**values)  # type: ignore[arg-type]
+
+
+def test_options_are_copied_and_sent_to_other_processes() -> None:
+    """The read-only mapping of biases could be neither, so `copy.deepcopy` of options raised a TypeError."""
+    given = SamplingParams(logit_bias={5: -1.0}, stop="END", seed=3, max_tokens=7)
+    for copied in (copy.deepcopy(given), pickle.loads(pickle.dumps(given))):  # noqa: S301  (our own bytes)
+        assert copied == given
+        assert copied.logit_bias == {5: -1.0}
+        with pytest.raises(TypeError):
+            copied.logit_bias[6] = 1.0
 
 
 def test_what_is_kept_does_not_change_with_what_was_given() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import typing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +280,18 @@ def test_a_stored_response_outlives_the_server(tmp_path: Path) -> None:
         assert http.post("/v1/responses", json=again).json()["usage"]["input_tokens"] > first["usage"]["total_tokens"]
         with ServerProcess("--kv-memory-bytes", "16777216") as other, other.client() as elsewhere:
             assert elsewhere.get(f"/v1/responses/{first['id']}").status_code == 404
+        check_a_damaged_row(tmp_path / "responses.db", http, again)
+
+
+def check_a_damaged_row(path: Path, http: httpx.Client, again: dict[str, Any]) -> None:
+    """An error that nobody expected is an answer; the next request on the same connection once met a closed one."""
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE responses SET bytes = ?", (b"\xff",))
+    answer = http.post("/v1/responses", json=again)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert answer.headers["connection"] == "close"
+    assert http.post("/v1/responses", json={"input": ASK, "max_output_tokens": 1}).status_code == 200
 
 
 def test_calls_and_reasoning_come_back_with_the_next_request(server: ServerProcess, http: httpx.Client) -> None:

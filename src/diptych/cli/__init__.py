@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from difflib import get_close_matches
-from importlib import import_module
 from typing import NoReturn
 
 from diptych import __version__
 from diptych.ground.errors import EngineError
+from diptych.ground.importing import import_whole
 
 # name -> (module, what it does); the order is the order of the help page
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -83,7 +83,7 @@ def _run(arguments: list[str]) -> None:
         near = get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean `diptych {near[0]}`?" if near else "diptych --help lists the commands"
         raise EngineError(f"no command {name!r}", hint=hint)
-    app = import_module(COMMANDS[name][0]).app
+    app = import_whole(COMMANDS[name][0]).app
     app(args=arguments[1:], prog_name=f"diptych {name}")
 
 

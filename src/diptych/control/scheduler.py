@@ -204,7 +204,8 @@ class Scheduler:
         if self.received:
             self._start_received()
         self._plan_decodes(draft)
-        self._plan_prefills(draft)
+        if self.waiting or self.prefilling:
+            self._plan_prefills(draft)
         if draft.speculations:
             plain = draft.shape
             self._add_drafts(draft)

@@ -7,8 +7,9 @@ refuse alike; help pages and the server's schema are made from them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 
 from diptych.ground.bounds import Bound, entries, exactly, ids, shown, text, whole
@@ -140,6 +141,11 @@ class SamplingParams:
         keep(self, "stop_token_ids", ids("stop_token_ids", self.stop_token_ids, BadSampling, n_ids=MAX_TOKEN_ID + 1))
         _at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         keep(self, "logit_bias", _logit_bias(self.logit_bias))
+
+    def __reduce__(self) -> tuple[partial[SamplingParams], tuple[()]]:
+        """How it is copied, and sent to other processes: a read-only mapping of biases can be neither by itself."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        return partial(SamplingParams, **{**given, "logit_bias": dict(self.logit_bias)}), ()
 
     @property
     def is_greedy(self) -> bool:

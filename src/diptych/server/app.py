@@ -170,7 +170,9 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
     async def on_unknown(request: Request, error: Exception) -> Response:
         logger.error("request failed path=%s", request.url.path, exc_info=error)
-        return refuse(from_engine_error(error), request)
+        response = refuse(from_engine_error(error), request)
+        response.headers["connection"] = "close"  # the HTTP server closes it behind an error that it did not expect
+        return response
 
     app.add_exception_handler(ApiError, on_known)
     app.add_exception_handler(EngineError, on_known)

@@ -1,0 +1,21 @@
+"""Importing a module and all that it brings, without the garbage collector's passes in between.
+
+What an import makes, stays: each pass walks all of it and frees nothing. With torch that is 0.13 s of a start of 2 s.
+"""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+from types import ModuleType
+
+
+def import_whole(name: str) -> ModuleType:
+    """The module `name`, as `importlib.import_module` gives it; the collector is afterwards as it was."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        if was_on:
+            gc.enable()
