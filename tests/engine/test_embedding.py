@@ -57,10 +57,10 @@ def averager(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("family", "pooling", "include_prompt", "has_head"),
     [
         ("qwen3", "lasttoken", True, True),
-        ("qwen3", "mean", True, False),
+        pytest.param("qwen3", "mean", True, False, marks=pytest.mark.slow),
         ("mistral", "lasttoken", True, False),  # e5-mistral: MistralModel, and nothing that could write
         ("llama", "mean", False, False),
-        ("gemma2", "mean", True, False),  # a norm with 1 + w
+        pytest.param("gemma2", "mean", True, False, marks=pytest.mark.slow),  # a norm with 1 + w
     ],
 )
 def test_vectors_are_those_of_sentence_transformers(
@@ -233,7 +233,7 @@ def test_logit_scores_are_those_of_the_cross_encoder(tmp_path: Path, prompts: di
     assert [one.usage.output_tokens for one in got.prompts] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+@pytest.mark.parametrize("family", ["Qwen3", pytest.param("Llama", marks=pytest.mark.slow)])
 def test_classification_scores_are_those_of_the_cross_encoder(tmp_path: Path, family: str) -> None:
     path = make_classifier(tmp_path / "made", family=family)
     want = judge(path).predict(list(zip(QUERIES, TEXTS, strict=True)))

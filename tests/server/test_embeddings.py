@@ -288,3 +288,17 @@ def test_key_draining_and_aborts(embedder: Path) -> None:
         code, errors = server.stop()
         assert code == 0
         assert "Traceback" not in errors, errors
+
+
+def test_what_if_replays_minutes_in_which_texts_were_embedded(embedding: ServerProcess) -> None:
+    """The scheduler runs them again beside the answers; of an embedding itself there is no first token to ask about."""
+    with embedding.client() as http:
+        http.post("/v1/embeddings", json={"input": TEXTS, "request_id": "read"})
+        http.post(
+            "/v1/completions", json={"prompt": TEXTS[0], "max_tokens": 16, "ignore_eos": True, "request_id": "wrote"}
+        )
+        refused = http.get("/v1/requests/embd-read/what-if")
+        assert refused.status_code == 404
+        assert "an embedding or a score never has one" in refused.json()["error"]["message"]
+        told = http.get("/v1/requests/cmpl-wrote/what-if")
+        assert told.status_code == 200, told.text

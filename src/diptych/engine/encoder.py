@@ -11,6 +11,7 @@ it with a few rows (a classification head, or the output rows of "yes" and "no")
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from diptych.ground.request import Pool, Pooling, SamplingParams, Segment
 from diptych.models.config import HfConfig
 from diptych.models.pooling import EmbeddingSpec, Reading, ScoringSpec, read_pooling, refuse_both_ways
 from diptych.models.spec import ModelSpec
+
+logger = logging.getLogger("diptych.engine")
 
 # what a request for a state says of tokens: none are drawn, and none are guessed
 NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, max_draft_tokens=0)
@@ -297,8 +300,14 @@ def open_encoder(
     if said is None:
         return None
     tail = read_tail(directory, spec)
+    prompts = ",".join(sorted(said.reading.prompts)) or "none"
     if isinstance(said, EmbeddingSpec):
+        logger.info(
+            "embeddings pool=%s normalised=%s width=%d prompts=%s",
+            said.pool.value, said.is_normalised, spec.hidden, prompts,
+        )  # fmt: skip
         return Encoder(tail, tokenizer, template, spec=spec, embedding=said)
+    logger.info("scores by=%s prompts=%s", "head" if said.token_ids is None else said.token_ids, prompts)
     if said.token_ids is not None:
         judge_LD = read_head_rows(directory, spec, said.token_ids)
     else:

@@ -196,7 +196,10 @@ class Counterfactual:
         self.minutes = minutes
         self.target = minutes.find(request_id)
         if self.target.seen.ttft_s is None:
-            raise ConfigError(f"request {request_id[:100]!r} has no token yet", hint="ask again when it has")
+            raise ConfigError(
+                f"request {request_id[:100]!r} has no token yet",
+                hint="ask again when it has; an embedding or a score never has one",
+            )
         if len(minutes.steps) < LEAST_STEPS:
             raise ConfigError(
                 f"the minutes hold {len(minutes.steps)} steps; at least {LEAST_STEPS} tell how long one takes"
