@@ -178,16 +178,23 @@ bool AdapterBiases::write(int64_t row, int64_t n_rows, int64_t first_lane, int64
   for (int64_t i = 0; i < n_rows && !has_any; ++i)
     if (groups[i] != seen) seen = groups[i], has_any = site_of(seen) != nullptr;
   if (!has_any) return false;
-  for (int64_t i = 0, count = 1; i < n_rows; i += count, out += count * kPanelLanes) {
-    for (count = 1; count < kBlock && i + count < n_rows && groups[i + count] == groups[i];) ++count;
+  bool is_written[kMaxTileRows] = {};
+  for (int64_t i = 0; i < n_rows; ++i) {
+    if (is_written[i]) continue;
     const Adapter::Site* site = site_of(groups[i]);
+    int64_t count = 0, of_tile[kBlock];
+    for (int64_t j = i; j < n_rows && count < kBlock; ++j)  // sequences of one adapter seldom stand together
+      if (groups[j] == groups[i] && !is_written[j]) is_written[j] = true, of_tile[count++] = j;
+    alignas(64) float made[kBlock * kPanelLanes];
     for (int64_t lane = 0; lane < lanes; lane += kStripLanes) {
       const Adapter::Strip strip = site != nullptr ? site->strips[(first_lane + lane) / kStripLanes] : Adapter::Strip{};
-      const float* shrunk[kBlock] = {};
-      for (int64_t j = 0; site != nullptr && j < count; ++j) shrunk[j] = rows_.shrunk_.data() + rows_.places_[row + i + j] * rows_.stride_ + strip.first_rank;
-      const float* bias = layer_.bias != nullptr ? layer_.bias + first_lane + lane : kNone;
-      set_.step->expand_rows(shrunk, count, site != nullptr ? site->b + strip.begin : nullptr, strip.ranks, bias, out + lane, kPanelLanes);
+      const float *shrunk[kBlock] = {}, *bias = layer_.bias != nullptr ? layer_.bias + first_lane + lane : kNone;
+      for (int64_t j = 0; site != nullptr && j < count; ++j)
+        shrunk[j] = rows_.shrunk_.data() + rows_.places_[row + of_tile[j]] * rows_.stride_ + strip.first_rank;
+      set_.step->expand_rows(shrunk, count, site != nullptr ? site->b + strip.begin : nullptr, strip.ranks, bias, made + lane, kPanelLanes);
     }
+    for (int64_t j = 0; j < count; ++j)
+      std::memcpy(out + of_tile[j] * kPanelLanes, made + j * kPanelLanes, static_cast<size_t>(lanes) * sizeof(float));
   }
   return true;
 }
