@@ -18,7 +18,7 @@ logger = logging.getLogger("diptych.compute")
 # csrc/kv_cache.h; the number is raised when that changes
 LAYOUT = "cpu 1: {n_kv_heads} heads of {head_dim}, K [P/16][d/2][16][2], V [P/2][dv][2]"
 LATENT_LAYOUT = "cpu 1: latents of {head_dim}, [P/16][d/2][16][2]"
-BACKED_BYTES = 32 << 20  # asked for at a time: a twentieth of a second on a slow host
+BACKED_BYTES = 8 << 20  # asked for at a time: some milliseconds, in which who needs new memory may have to wait
 
 
 class CpuKVStore:
