@@ -55,11 +55,11 @@ def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
 
 
 _FREE = (
-    Free(path="decode.step_s", start=1e-3, limits=_TIME, width=1.0),
+    Free(path="decode.step_s", start=0.5e-3, limits=_TIME, width=1.0),
     Free(path="prefill.step_s", start=5e-3, limits=_TIME, width=1.0),
-    Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.7),
-    Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=1.0),
-    Free(path="both.moe_layer_s", start=20e-6, limits=_TIME, width=1.0),
+    Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.4),
+    Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=0.7),
+    Free(path="both.moe_layer_s", start=20e-6, limits=_TIME, width=0.5),
     Free(path="both.sequence_s", start=10e-6, limits=_TIME, width=1.0),
     Free(path="both.eb.bf16", start=0.8, limits=_FRACTION, width=0.2),
     Free(path="both.eb.fp8", start=0.75, limits=_FRACTION, width=0.2),
@@ -67,13 +67,13 @@ _FREE = (
     Free(path="both.ef.bf16", start=0.65, limits=_FRACTION, width=0.3),
     Free(path="both.ef.fp8", start=0.5, limits=_FRACTION, width=0.3),
     Free(path="both.ef.fp4", start=0.4, limits=_FRACTION, width=0.4),
-    Free(path="both.expert_ef.bf16", start=0.3, limits=_FRACTION, width=0.7),
-    Free(path="both.expert_ef.fp8", start=0.25, limits=_FRACTION, width=0.7),
-    Free(path="both.expert_ef.fp4", start=0.15, limits=_FRACTION, width=0.7),
+    Free(path="both.expert_ef.bf16", start=0.4, limits=_FRACTION, width=0.4),
+    Free(path="both.expert_ef.fp8", start=0.3, limits=_FRACTION, width=0.4),
+    Free(path="both.expert_ef.fp4", start=0.2, limits=_FRACTION, width=0.4),
     Free(path="both.kv_eb", start=0.7, limits=_FRACTION, width=0.3),
     Free(path="both.attention_ef", start=0.4, limits=_FRACTION, width=0.3),
     Free(path="both.allreduce_s", start=10e-6, limits=_TIME, width=0.7),
-    Free(path="both.link_fraction", start=0.5, limits=_FRACTION, width=0.5),
+    Free(path="both.link_fraction", start=0.75, limits=_FRACTION, width=0.2),
     Free(path="request_s", start=15e-3, limits=_TIME, width=1.0),
 )
 
