@@ -154,7 +154,7 @@ def test_rows_are_run_as_their_recipes_say() -> None:
         Scheduling(step_tokens=32_768, ahead_steps=2, prefills_alone=True, poll_steps=30),
         Scheduling(step_tokens=32_768, ahead_steps=2, prefills_alone=True),
         Scheduling(step_tokens=16_384, ahead_steps=2, reserves_answers=True, gather_steps=20, gather_tokens=14_745),
-        Scheduling(ahead_steps=2, reserves_answers=True),
+        Scheduling(reserves_answers=True),
     ]
     assert [one.load.spread for one in rows] == [0.8, 0.8, 0.8, 1.0]
     assert list(left_out) == ["drafts of tokens (multi-token prediction), of which nobody states how many held"]

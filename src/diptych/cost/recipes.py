@@ -6,6 +6,7 @@ was read in those recipes and in the documentation of the engines, and none of i
 
 * All three run the device while the host plans the next step (vLLM with `async-scheduling`, which the recipes set; the overlap
   schedulers of SGLang and TensorRT-LLM). Who comes is planned behind the step that runs and the one that is planned already.
+  Not so here where lengths are all the same: streams that end together would march in step for ever, which they do not.
 * vLLM mixes both phases in a step of `max_num_batched_tokens`, decode first, as Diptych does.
 * SGLang puts prompts into steps of their own and lets decode wait, unless told otherwise (`--enable-mixed-chunk`). With
   `--scheduler-recv-interval N` it looks for new requests only every N steps while it decodes.
@@ -84,12 +85,12 @@ def scheduling_of(run: Run) -> Scheduling:
         return _of_sglang(run)
     if run.stack == "tensorrt-llm":
         return _of_tensorrt_llm(run)
-    return Scheduling(ahead_steps=2 if run.is_inference_x else 1)
+    return Scheduling(ahead_steps=2) if run.is_inference_x else USUAL
 
 
 def _of_sglang(run: Run) -> Scheduling:
     if not run.is_inference_x:
-        return Scheduling(ahead_steps=2, prefills_alone=True)
+        return Scheduling(prefills_alone=True)
     poll_steps = 1
     if run.device.startswith(("b200", "b300")):
         poll_steps = 30 if run.streams >= 16 and (run.weights == "fp4" or run.tp == 8) else 10
@@ -102,9 +103,9 @@ def _of_sglang(run: Run) -> Scheduling:
 
 
 def _of_tensorrt_llm(run: Run) -> Scheduling:
-    usual = Scheduling(ahead_steps=2, reserves_answers=True)
     if not run.is_inference_x:
-        return usual
+        return Scheduling(reserves_answers=True)
+    usual = Scheduling(ahead_steps=2, reserves_answers=True)
     if run.model == "deepseek-v3":
         return replace(usual, step_tokens=(run.streams + run.input_tokens + 127) // 64 * 64)
     if run.model == "gpt-oss-120b":
