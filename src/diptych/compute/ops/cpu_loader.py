@@ -260,8 +260,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
         latent = LatentHandle(
             norm=self._vector(norm.weight),
-            keys=tuple(self.linear(parts) for parts in keys[mine]),
-            values=tuple(self.linear(parts) for parts in values[mine]),
+            keys=tuple(self._pack(parts, self.weights_format) for parts in keys[mine]),
+            values=tuple(self._pack(parts, self.weights_format) for parts in values[mine]),
         )
         return AttentionHandle(
             spec=spec,

@@ -182,7 +182,7 @@ class CpuModel(Model):
                 if linear.index is None or not own:
                     continue
                 a, b = self._scaled(linear, site, low_rank, adapter)
-                rows = b if len(own) == 1 and len(b) == own[0].stop else torch.cat([b[some] for some in own])
+                rows = torch.cat([b[some] for some in own]) if len(own) > 1 else b[own[0]]
                 sites.setdefault(linear.index, []).append((first, first + len(rows), a.numpy(), rows.numpy()))
         return int(self.program.add_adapter(list(sites.items())))
 
