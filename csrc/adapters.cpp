@@ -132,6 +132,18 @@ void AdaptedRows::plan(const int32_t* adapter_of, const int32_t* query_start, in
   if (static_cast<int64_t>(shrunk_.size()) < static_cast<int64_t>(rows_.size()) * stride_) shrunk_.resize(rows_.size() * stride_);
 }
 
+namespace {
+
+// A row with a scale for each group: what its codes stand for, in bf16.
+void widen_groups(const KernelSet& set, const Rows& x, int64_t row, float* values, uint16_t* out) {
+  const int8_t* codes = reinterpret_cast<const int8_t*>(x.data + row * x.stride_bytes);
+  const int64_t group = group_of(x.kind);
+  for (int64_t i = 0; i < x.k_padded; ++i) values[i] = i < x.k ? codes[i] * x.scales[row * x.groups + i / group] : 0.0f;
+  set.linear->round_inputs(values, x.k_padded, out);
+}
+
+}  // namespace
+
 void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int thread, int threads) const {
   int64_t units = 0;  // some rows times some ranks
   auto units_of = [&](const Group& group, const Adapter::Site& site) {
@@ -141,7 +153,9 @@ void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int th
     if (const Adapter::Site* site = group.adapter->site(weight)) units += units_of(group, *site);
   const Range own = share(units, thread, threads);
   const bool is_int8 = x.kind == RowsKind::int8;
-  uint16_t* wide = is_int8 ? reinterpret_cast<uint16_t*>(linear_scratch(kBlock * x.k_padded * 2)) : nullptr;
+  uint8_t* memory = x.kind == RowsKind::bf16 ? nullptr : linear_scratch(kBlock * x.k_padded * 2 + x.k_padded * 4);
+  uint16_t* wide = reinterpret_cast<uint16_t*>(memory);
+  float* values = memory == nullptr ? nullptr : reinterpret_cast<float*>(wide + kBlock * x.k_padded);
   int64_t first = 0;
   for (const Group& group : groups_) {
     const Adapter::Site* site = group.adapter->site(weight);
@@ -157,7 +171,8 @@ void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int th
       float* out[kBlock];
       for (int64_t i = 0; i < rows; ++i) {
         const uint8_t* data = x.data + rows_[row + i] * x.stride_bytes;
-        inputs[i] = is_int8 ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(data);
+        inputs[i] = wide != nullptr ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(data);
+        if (group_of(x.kind) != 0) widen_groups(set, x, rows_[row + i], values, wide + i * x.k_padded);
         if (is_int8) set.step->widen_row(reinterpret_cast<const int8_t*>(data), x.k_padded, wide + i * x.k_padded);
         out[i] = const_cast<float*>(shrunk_.data()) + (row + i) * stride_ + rank;
       }

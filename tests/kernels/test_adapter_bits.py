@@ -11,6 +11,7 @@ import torch
 from worlds import KERNEL_SETS, Answer, prompt, read_cache
 
 from checkpoints import make_checkpoint
+from coded_files import awq, quantised_checkpoints
 from diptych.compute.adapters import read_adapter
 from diptych.compute.model import Model, Want
 from diptych.compute.ops.cpu_kernels import instruction_sets
@@ -170,6 +171,20 @@ def test_an_adapter_fits_weights_that_were_packed_before(
     before, same = loaded(tmp_path / "packed", adapters, CONFIG)
     for number, other in zip(numbers, same, strict=True):
         assert not alone(now, number).differs_from(alone(before, other))
+
+
+def test_an_adapter_beside_weights_that_keep_their_values(tmp_path: Path) -> None:
+    """Their rows have a scale for each group of inputs. They were read as bf16 once: what the adapter added was noise."""
+    original = make_checkpoint(
+        "llama", tmp_path / "original", num_hidden_layers=2, dtype=torch.bfloat16, intermediate_size=160
+    )
+    coded, valued = quantised_checkpoints(original, tmp_path, awq(32))
+    adapter = write_adapter(tmp_path / "all", original, ALL)
+    shifts = []
+    for path in (coded, valued):
+        model, (number,) = loaded(path, [adapter], CONFIG)
+        shifts.append((alone(model, number).logits - alone(model, None).logits).flatten())
+    assert float(torch.nn.functional.cosine_similarity(*shifts, dim=0)) > 0.98
 
 
 def test_memory_is_what_the_ranks_call_for(base: Path, tmp_path: Path) -> None:
