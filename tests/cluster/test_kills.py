@@ -94,10 +94,11 @@ def test_clients_that_leave_free_everything(pools: ServerProcess, state: str) ->
         client = pools.client(timeout_s=60)
         answers = [
             client.stream("POST", "/v1/completions", json=body(f"{state} {round_number} {n} " + WORDS * 60, stream=True,
-                          max_tokens=900, ignore_eos=True))
+                          max_tokens=800, ignore_eos=True))
             for n in range(3)
         ]  # fmt: skip
         opened = [answer.__enter__() for answer in answers]
+        assert all(answer.status_code == 200 for answer in opened)
         if state == "decoding":
             lines = [answer.iter_lines() for answer in opened]
             for line in lines:
