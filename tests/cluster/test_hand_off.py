@@ -198,7 +198,7 @@ FAULTS: dict[str, tuple[Fault, set[str]]] = {
     "bit": (_parcels_only(lambda message: [(0, flipped(message))]), {"checksum"}),
     "revision": (_with_header(revision="of another model"), {"revision"}),
     "layout": (_with_header(layout="of another backend"), {"layout"}),
-    "wrong_tokens": (_parcels_only(lambda m: [(0, replace(m, digests=m.digests[::-1] + m.digests[:0]))]), {"tokens"}),
+    "wrong_tokens": (_parcels_only(lambda m: [(0, replace(m, digests=tuple(d[::-1] for d in m.digests)))]), {"tokens"}),
     "silence": (lambda message: [] if isinstance(message, Parcel | Done) else [(0, message)], {"lease"}),
     "never_done": (lambda message: [] if isinstance(message, Done) else [(0, message)], {"lease"}),
     "never_asked": (lambda message: [] if isinstance(message, Read) else [(0, message)], {"lease"}),

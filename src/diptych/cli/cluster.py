@@ -23,6 +23,7 @@ def pools_of(
     address: str | None,
     local_prefill_tokens: int,
     takes_other_kernels: bool,
+    otlp_traces_endpoint: str | None = None,
 ) -> PoolConfig | None:
     """The pools that were asked for; None: one engine in this process. Raises ConfigError for what contradicts itself."""
     if not prefill and decode is None and workers is None and address is None:
@@ -40,6 +41,7 @@ def pools_of(
         address=address,
         local_prefill_tokens=local_prefill_tokens,
         takes_other_kernels=takes_other_kernels,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     return config
 

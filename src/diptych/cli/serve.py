@@ -108,6 +108,9 @@ def serve(
         Path | None, typer.Option(help="write times and lengths of requests and steps to this file, without any text")
     ] = None,
     max_record_bytes: Annotated[int, typer.Option(help="end the recording beyond this")] = 2**30,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="send OpenTelemetry spans of requests there, by OTLP over HTTP")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -121,6 +124,7 @@ def serve(
         address=ray_address,
         local_prefill_tokens=local_prefill_tokens,
         takes_other_kernels=take_kv_of_other_kernels,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     config = ServerConfig(
         host=host,
@@ -144,6 +148,7 @@ def serve(
         kept_minutes=keep_minutes if pools is None else 0.0,  # what would have been is asked of one engine
         record=record,
         max_record_bytes=max_record_bytes,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,

@@ -43,6 +43,7 @@ from diptych.engine.load import (
     profile_gap,
 )
 from diptych.engine.memory import memory_of
+from diptych.engine.spans import FLUSH_S, spans_to
 from diptych.engine.text.words import words_of
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import EngineConfig
@@ -115,7 +116,16 @@ class _Actor:
         predicted = local_predictor(loaded.model)
         limit = machinery.core.context_limit_tokens
         self._speeds = None if predicted is None else Speeds.of(predicted.predict_s, limit)
-        worker = Worker(name, machinery, clock=clock, send=self._send, takes_other_kernels=pools.takes_other_kernels)
+        endpoint = pools.otlp_traces_endpoint
+        self._spans = None if endpoint is None else spans_to(endpoint, clock=clock, process=name)
+        worker = Worker(
+            name,
+            machinery,
+            clock=clock,
+            send=self._send,
+            takes_other_kernels=pools.takes_other_kernels,
+            spans=self._spans,
+        )
         self._runner = WorkerRunner(worker, clock=clock)
         threading.Thread(
             target=machinery.executor.back_memory, args=(lambda: False,), name="diptych-memory", daemon=True
@@ -154,6 +164,11 @@ class _Actor:
             raise LoadError("this worker has started anew")
         return self._runner.fetch(POLL_S)
 
+    def leave(self) -> None:
+        """The process is about to be ended: send what nobody has yet."""
+        if self._spans is not None:
+            self._spans.close()
+
     def _send(self, name: str, message: ToWorker) -> None:
         peer = self._peers.get(name)
         if peer is not None:
@@ -162,7 +177,7 @@ class _Actor:
 
 def _actor_class() -> Any:
     """Methods of a group run in order on a thread of their own, so a long fetch holds up no message."""
-    for group, names in (("door", ("hello", "meet", "tell")), ("links", ("give",)), ("news", ("fetch",))):
+    for group, names in (("door", ("hello", "meet", "tell", "leave")), ("links", ("give",)), ("news", ("fetch",))):
         for name in names:
             setattr(_Actor, name, ray.method(concurrency_group=group)(getattr(_Actor, name)))
     remote: Any = ray.remote
@@ -176,8 +191,8 @@ WorkerActor = _actor_class()
 class PoolConfig:
     """How many workers. prefill: those that read for the others; decode: those that answer, with prefill = 0 all they do.
 
-    takes_other_kernels: see `cluster.worker`. address: of a Ray cluster that runs ("auto" finds one); None: one is started
-    here, on loopback, and ends with this process.
+    takes_other_kernels: see `cluster.worker`. otlp_traces_endpoint: see `engine.spans`. address: of a Ray cluster that runs
+    ("auto" finds one); None: one is started here, on loopback, and ends with this process.
     """
 
     prefill: int = 0
@@ -186,6 +201,7 @@ class PoolConfig:
     local_prefill_tokens: int = 64
     takes_other_kernels: bool = False
     object_store_bytes: int = OBJECT_STORE_BYTES
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what answers nobody."""
@@ -245,8 +261,7 @@ class RayCluster:
         """End the workers, and Ray where it was started here."""
         self._is_closing.set()
         actors, self.actors = self.actors, {}
-        for actor in actors.values():
-            ray.kill(actor)
+        self._end(list(actors.values()))
         ray.shutdown()
         for thread in self._threads:
             thread.join(timeout=2 * POLL_S)
@@ -379,7 +394,13 @@ class RayCluster:
             self._is_closing.wait(POLL_S / 5)
         actor = self.actors.pop(name)
         self._do(partial(self.core.detach, name))
-        ray.kill(actor)
+        self._end([actor])
+
+    def _end(self, actors: list[Any]) -> None:
+        if actors and self._pools.otlp_traces_endpoint is not None:
+            ray.wait([actor.leave.remote() for actor in actors], num_returns=len(actors), timeout=FLUSH_S)
+        for actor in actors:
+            ray.kill(actor)
 
     def _tell_whether_it_pays(self) -> None:
         hello, pools = self.hellos[self._pools.names[0]], self._pools

@@ -429,6 +429,7 @@ class SamplingBody(Body):
         None, ge=0, le=2**31 - 1, validation_alias=AliasChoices("max_draft_tokens", "speculative.n_max")
     )
     _ignored: tuple[str, ...] = PrivateAttr(())
+    _trace_parent: Mapping[str, str] = PrivateAttr({})
     # fields that this protocol knows and does not read: refused by name, or of no effect
     _refused: ClassVar[Mapping[str, Refusal]] = REFUSED
     _no_effect: ClassVar[Mapping[str, str]] = NO_EFFECT
@@ -437,6 +438,15 @@ class SamplingBody(Body):
     def ignored_fields(self) -> tuple[str, ...]:
         """Fields that nobody here knows."""
         return self._ignored
+
+    @property
+    def trace_parent(self) -> Mapping[str, str]:
+        """The headers that came with the body and say of which trace it is a part."""
+        return self._trace_parent
+
+    def follow(self, headers: Mapping[str, str]) -> None:
+        """Take these as `trace_parent`."""
+        self._trace_parent = headers
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
