@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
+import httpx
 import psutil
 import pytest
 
@@ -65,11 +66,18 @@ class Stream:
 
     def __init__(self, server: ServerProcess, prompt: str, **options: object) -> None:
         self.text, self.n_events, self.end, self.error = "", 0, {}, None
+        self.broke: httpx.TransportError | None = None  # the connection, before the answer was over
         self._server, self._body = server, body(prompt, stream=True, stream_options={"include_usage": True}, **options)
         self.thread = threading.Thread(target=self._read)
         self.thread.start()
 
     def _read(self) -> None:
+        try:
+            self._read_all()
+        except httpx.TransportError as error:
+            self.broke = error
+
+    def _read_all(self) -> None:
         with self._server.client() as http, http.stream("POST", "/v1/completions", json=self._body) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):

@@ -71,6 +71,13 @@ def serve(
         int | None, typer.Option(help="workers that decode, each an engine of its own (needs ray)")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="engines that do both, behind one router (needs ray)")] = None,
+    max_prefill: Annotated[int | None, typer.Option(help="have up to so many that read, as the load needs")] = None,
+    max_decode: Annotated[int | None, typer.Option(help="have up to so many that decode, as the load needs")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="have up to so many workers, as the load needs")] = None,
+    target_queue_s: Annotated[
+        float, typer.Option(help="grow where workers have more predicted seconds of work than this, each")
+    ] = 2.0,
+    calm_s: Annotated[float, typer.Option(help="shrink when fewer workers were enough for so long")] = 60.0,
     ray_address: Annotated[
         str | None, typer.Option(help="place workers on this Ray cluster (auto finds one); default: this machine")
     ] = None,
@@ -125,6 +132,11 @@ def serve(
         local_prefill_tokens=local_prefill_tokens,
         takes_other_kernels=take_kv_of_other_kernels,
         otlp_traces_endpoint=otlp_traces_endpoint,
+        max_prefill=max_prefill,
+        max_decode=max_decode,
+        max_workers=max_workers,
+        target_queue_s=target_queue_s,
+        calm_s=calm_s,
     )
     config = ServerConfig(
         host=host,

@@ -344,6 +344,8 @@ class Worker:
             logger.warning("parcel refused request=%s reason=%s: %s", parcel.request_id, error.reason, error.message)
             return
         coming.arrived.update(range(parcel.first_block, end_block))
+        if coming.n_blocks == coming.end_block:  # only the word that it is over may still be on its way, or lost
+            coming.lease_s = begin_s + self._late_s
         self._import_s += self._clock.now_s() - begin_s
         self._received_tokens += len(parcel.digests) * self.core.pool.block_tokens
         self._received_bytes += parcel.payload.data_NB.nbytes
