@@ -451,6 +451,16 @@ class SamplingBody(RequestBody):
     max_draft_tokens: Whole | None = Field(
         None, ge=0, le=2**31 - 1, validation_alias=AliasChoices("max_draft_tokens", "speculative.n_max")
     )
+    _trace_parent: Mapping[str, str] = PrivateAttr({})
+
+    @property
+    def trace_parent(self) -> Mapping[str, str]:
+        """The headers that came with the body and say of which trace it is a part."""
+        return self._trace_parent
+
+    def follow(self, headers: Mapping[str, str]) -> None:
+        """Take these as `trace_parent`."""
+        self._trace_parent = headers
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
