@@ -28,13 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from diptych.compute.structured import MAX_REGEX_BYTES
-from diptych.ground.request import (
-    BOUNDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_BYTES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from diptych.ground.request import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, FieldRefused, Refusal, check_extra
 
 MAX_PROMPTS = 64
