@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from diptych.cli import options
@@ -26,13 +27,14 @@ from diptych.lab.quality import measure_quality
 from diptych.lab.report import prediction_text
 from diptych.lab.rounds import Effort
 from diptych.lab.session import LabRun, choose
-from diptych.lab.simulated import MEASURES, MEDIAN_LIMIT, P99_LIMIT, compare
+from diptych.lab.simulated import MEASURES, MEDIAN_LIMIT, P99_LIMIT, SITUATIONS, compare
 from diptych.models.named import SHAPES
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
 MOST_ANSWER_TOKENS = 256  # written after the longest prompt
 BUNDLED_SHAPE = "bundled"  # for --shape: the bundled model's, with random weights and as many positions as asked for
 QUICK_EFFORT = Effort(rounds=2, budget_s=1.0, settled=0.05, long_s=0.5)
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 COLOUR = {Verdict.HOLDS: "green", Verdict.FAILS: "red", Verdict.WITHHELD: "yellow"}
 
 
@@ -233,8 +235,13 @@ def simulated(
     table = Table(box=None)
     for name in ("load", "decisions", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "holds"):
         table.add_column(name, justify="left" if name == "load" else "right")
-    with console.status("running and simulating nine loads"):
-        for one in compare(loaded.model, predictor.predict_s, n_requests=requests, rounds=rounds):
+    with Progress(*COLUMNS, console=console, transient=True) as bar:
+        task = bar.add_task("measuring the capacity", total=rounds * len(SITUATIONS))
+
+        def tell(run: str) -> None:
+            bar.update(task, description=f"running and simulating: {run}", advance=1)
+
+        for one in compare(loaded.model, predictor.predict_s, n_requests=requests, rounds=rounds, told=tell):
             found.append(one)
             cells = [f"{one.error(name):+.1%} (spread {one.spread(name):.0%})" for name in MEASURES]
             decisions, verdict = "differ" if one.differences else "same", "yes" if one.holds else "no"

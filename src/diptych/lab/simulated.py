@@ -245,13 +245,15 @@ def compare(
     n_requests: int = 48,
     rounds: int = 5,
     situations: Iterable[Situation] = SITUATIONS,
+    told: Callable[[str], object] = lambda run: None,
 ) -> Iterator[Compared]:
-    """Every situation after its last round. predict_s: of this machine; the stall budget asks it too."""
+    """Every situation after its last round. predict_s: of this machine; the stall budget asks it too. told: of each run."""
     vocab_size = model.spec.vocab_size
     rate = capacity_per_s(model, predict_s, n_requests=n_requests)
     found = [Compared(situation=situation) for situation in situations]
     for number in range(rounds):
         for one in found:
+            told(one.situation.name)
             requests = one.situation.requests(n_requests, capacity_per_s=rate, vocab_size=vocab_size, seed=number)
             run = record(model, one.situation, requests, predict_s)
             one.differences += rerun(run.recorder.lines(), predict_s=predict_s)
