@@ -12,6 +12,7 @@ import pytest
 from diptych.cost.calibration import Constants
 from diptych.cost.fit import Free
 from diptych.cost.layout import Layout
+from diptych.cost.recipes import Scheduling
 from diptych.cost.service_forms import ServiceForm, put_in
 from diptych.cost.services import MeasuredService, ServiceLoad, read_deployments
 from diptych.cost.tables import data_text
@@ -88,7 +89,7 @@ def row_of(**fields: object) -> dict[str, object]:
     return {
         "backend": "vllm", "backend_version": "1", "model_path": "openai/gpt-oss-120b", "system": "h100_sxm",
         "precision": "fp4", "mode": "agg",
-        "isl": 1024, "osl": 512, "tp_size": 2, "pp_size": 1, "attention_dp_size": 1, "moe_tp_size": 2,
+        "isl": 1024, "osl": 1024, "tp_size": 2, "pp_size": 1, "attention_dp_size": 1, "moe_tp_size": 2,
         "moe_ep_size": 1, "silicon_ttft_ms": 50, "silicon_tpot_ms": 8, "measured": "2026-01-01", "concurrency": 16,
     } | fields  # fmt: skip
 
@@ -114,12 +115,31 @@ def test_rows_are_read_with_their_load_and_counted_by_reason() -> None:
         ("vllm", 2, 1.0, 2048),
         ("tensorrt-llm", 8, 0.8, 1024),
     ]
-    assert (rows[0].ttft_s, rows[0].tpot_s, rows[0].quant, rows[0].load.step_tokens) == (0.05, 0.008, "mxfp4", 8192)
-    assert rows[3].load.step_tokens == 20_000
+    assert (rows[0].ttft_s, rows[0].tpot_s, rows[0].quant) == (0.05, 0.008, "mxfp4")
+    assert rows[3].load.scheduling == Scheduling(step_tokens=20_000, reserves_answers=True)
     assert [one.layout for one in rows] == [Layout(), Layout(dp=4), Layout(), Layout(ep=8)]
     assert sorted(left_out.values()) == [1, 1, 1, 1, 2]
     with pytest.raises(ConfigError, match="no column"):
         read_deployments("a,b\n1,2\n")
+
+
+def test_rows_are_run_as_their_recipes_say() -> None:
+    """SGLang polls every 30 steps on B200, reads 32,768 tokens in a step of prompts alone; Llama on TensorRT-LLM gathers them;
+    runs with drafts are not used, and rows with a date and other lengths are nobody's recipe.
+    """
+    deepseek = {"model_path": "deepseek-ai/DeepSeek-R1", "precision": "fp8", "tp_size": 8, "moe_tp_size": 8}
+    sglang = row_of(backend="sglang", system="b200_sxm", **deepseek)
+    llama = row_of(backend="trtllm", model_path="meta-llama/Llama-3.1-70B", precision="fp8", moe_tp_size=1)
+    drafted = row_of(backend="trtllm", backend_version="1.2.0rc6.post3", system="b200_sxm", **deepseek)
+    rows, left_out = read(sglang, sglang | {"system": "h200_sxm"}, llama, llama | {"osl": 500}, drafted)
+    assert [one.load.scheduling for one in rows] == [
+        Scheduling(step_tokens=32_768, prefills_alone=True, poll_steps=30),
+        Scheduling(step_tokens=32_768, prefills_alone=True),
+        Scheduling(step_tokens=16_384, reserves_answers=True, gather_steps=20, gather_tokens=14_745),
+        Scheduling(reserves_answers=True),
+    ]
+    assert [one.load.spread for one in rows] == [0.8, 0.8, 0.8, 1.0]
+    assert list(left_out) == ["drafts of tokens (multi-token prediction), of which nobody states how many held"]
 
 
 def test_the_shipped_rows_are_read() -> None:

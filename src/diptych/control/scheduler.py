@@ -157,9 +157,12 @@ class Scheduler:
         self.planned = {}
         if self.received:
             self._start_received()
-        self._plan_decodes(draft)
-        if self.waiting or self.prefilling:
-            self._plan_prefills(draft)
+        if self.config.prefills_alone:
+            self._plan_one_phase(draft)
+        else:
+            self._plan_decodes(draft)
+            if self.waiting or self.prefilling:
+                self._plan_prefills(draft)
         if draft.speculations:
             self.drafts.add(draft, self.planned, promised_blocks=self._promised_blocks)
         if not draft.chunks:
@@ -180,6 +183,13 @@ class Scheduler:
             predicted_s=None if self.predict_s is None else self.predict_s(draft.shape),
         )
         return plan, [*draft.preempted, begin, *draft.scheduled]
+
+    def _plan_one_phase(self, draft: StepDraft) -> None:
+        """Prompts while there are any to read and room for them, else decode."""
+        if self.waiting or self.prefilling:
+            self._plan_prefills(draft)
+        if not draft.chunks:
+            self._plan_decodes(draft)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         """One token for every decoding sequence. Nearly all only write into a block that they hold: keep that way short."""

@@ -1,7 +1,7 @@
 """How the services of each software are modelled: which constants are fitted to published services.
 
-One form for all software but for what is documented of its scheduler (`is_separate`). Starting values are those of
-`cost/forms.py`, and serve as priors.
+One form for all software; how their schedulers differ is in `cost/recipes.py`. Starting values are those of `cost/forms.py`,
+and serve as priors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ class ServiceForm:
     """How one software's services are modelled: constants of both phases.
 
     A path is "both.X" for one value in both phases, "prefill.X" or "decode.X" for one phase, or "request_s": what passes
-    between a client and the scheduler, seconds per request, all of it before the first token. is_separate: it reads prompts
-    in steps of their own, while those that decode wait.
+    between a client and the scheduler, seconds per request, all of it before the first token.
     """
 
     stack: str
     fixed: Constants
     free: tuple[Free, ...]
-    is_separate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,6 @@ class ServiceConstants:
     prefill: Constants
     decode: Constants
     request_s: float
-    is_separate: bool = False
 
 
 def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
@@ -54,7 +51,7 @@ def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
             prefill = with_values(prefill, one, (value,))
         if where in ("both", "decode"):
             decode = with_values(decode, one, (value,))
-    return ServiceConstants(prefill, decode, request_s, form.is_separate)
+    return ServiceConstants(prefill, decode, request_s)
 
 
 _FREE = (
@@ -80,8 +77,6 @@ _FREE = (
     Free(path="request_s", start=15e-3, limits=_TIME, width=1.0),
 )
 
-# SGLang mixes no phases unless told to (`--enable-mixed-chunk`)
 SERVICE_FORMS = tuple(
-    ServiceForm(stack=stack, fixed=Constants(p=3.0), free=_FREE, is_separate=stack == "sglang")
-    for stack in ("tensorrt-llm", "vllm", "sglang")
+    ServiceForm(stack=stack, fixed=Constants(p=3.0), free=_FREE) for stack in ("tensorrt-llm", "vllm", "sglang")
 )

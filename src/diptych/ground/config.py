@@ -76,7 +76,8 @@ class SchedulerConfig:
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves. speculate: who
     guesses tokens ahead (`control.speculation`; `MODEL_DRAFTERS` are run by the executor); it changes speed and no answer.
     max_draft_tokens: most guesses of one sequence and step. lookup_memory_tokens: recent answers that `lookup` knows beside the
-    sequence's own text, those with the same cache salt only; about 200 bytes each.
+    sequence's own text, those with the same cache salt only; about 200 bytes each. prefills_alone: a step with prompts holds
+    nothing else, and comes before decode; as other engines do, for the simulator.
     """
 
     max_step_tokens: int = 2048
@@ -89,6 +90,7 @@ class SchedulerConfig:
     speculate: str = "off"
     lookup_memory_tokens: int = 0
     max_draft_tokens: int = 16
+    prefills_alone: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""

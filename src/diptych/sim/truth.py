@@ -48,16 +48,22 @@ def case_of(row: MeasuredService) -> Case:
     setup = _setup(row.model, row.device, row.quant, row.kv, row.tp, row.layout)
     longest = load.input_tokens + load.output_tokens
     pool = capacity_of(setup, context_tokens=longest, batch=1).kv_tokens
+    mean = longest * (1.0 + load.spread) / 2.0
+    is_short_of_kv = pool < load.streams * mean
+    scheduling = load.scheduling
+    if is_short_of_kv and scheduling.reserves_answers:
+        scheduling = replace(scheduling, max_running=max(int(_rounded(pool) / mean), 1))
     is_short = load.streams * load.output_tokens <= LONG_TOKENS
     loop = ClosedLoop(
         streams=load.streams,
         input=_lengths(load.input_tokens, load.spread),
         output=_lengths(load.output_tokens, load.spread),
         n_requests=max(load.streams * (PER_STREAM if is_short else PER_LONG_STREAM), 12),
-        max_step_tokens=load.step_tokens,
-        kv_tokens=_rounded(pool) if pool < load.streams * longest else None,
+        scheduling=scheduling,
+        is_warm=load.spread == 1.0 and not scheduling.prefills_alone,
+        kv_tokens=_rounded(pool) if is_short_of_kv and not scheduling.reserves_answers else None,
     )
-    return Case(row=row, setup=setup, schedule=schedule_of(loop), is_short_of_kv=loop.kv_tokens is not None)
+    return Case(row=row, setup=setup, schedule=schedule_of(loop), is_short_of_kv=is_short_of_kv)
 
 
 def _rounded(tokens: int) -> int:
@@ -96,7 +102,7 @@ def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
     calibration = replace(case.setup.calibration, prefill=constants.prefill, decode=constants.decode)
     setup = case.setup
     predictor = replace(setup, calibration=calibration).model_of_time()
-    times = case.schedule.times(predictor.predict_s, is_separate=constants.is_separate)
+    times = case.schedule.times(predictor.predict_s)
     return {
         "ttft": times.ttft_s + constants.request_s,
         "tpot": times.tpot_s,
