@@ -203,6 +203,9 @@ struct Names {
   void operator()(const RotateOp& op) const {
     buffers({op.qkv, op.q});
     if (op.has_rope) require_below({op.rope}, has.ropes, "rotary table");
+    const RotateShape& part = op.shape;
+    if (part.first_head + part.n_heads > part.row_heads || part.first_kv_head + part.n_kv_heads > part.row_kv_heads)
+      throw std::invalid_argument("a row holds fewer heads than a rotation takes of it");
     if (op.has_q_norm) vectors({op.q_norm});
     if (op.has_k_norm) vectors({op.k_norm});
   }
@@ -311,6 +314,7 @@ void Program::record(Category category, OpBody body) {
     if (shape.k != buffers_.at(op->x).width) throw std::invalid_argument("a tied embedding is not as wide as its buffer");
     table_rows_ = std::min(table_rows_, op->vocab);
   }
+  if (const auto* op = std::get_if<HeadOp>(&body); op != nullptr && op->vocab < 1) throw std::invalid_argument("a head without a vocabulary");
   if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = op->vocab, hidden_width_ = buffers_[op->x].width;
   if (const auto* op = std::get_if<InputOp>(&body)) input_width_ = buffers_[op->x].width;
   if (const int weight = first_weight(body); weight >= 0)

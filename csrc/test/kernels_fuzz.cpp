@@ -82,7 +82,7 @@ class Recorder {
     x_ = plain_buffer(p_, BufferKind::f32, m.hidden);
     const int head = linear(m.vocab, m.hidden);
     if (m.weights == Format::bf16 && w_.pick(0, 1))
-      p_.record(Category::embed, TiedEmbedOp{head, x_, 1.0f});
+      p_.record(Category::embed, TiedEmbedOp{head, x_, 1.0f, 0, m.vocab});
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
     const AttentionShape shape{m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
@@ -100,7 +100,8 @@ class Recorder {
       rotate.qkv = qkv, rotate.q = q, rotate.layer = layer, rotate.rope = rope, rotate.has_rope = w_.pick(0, 3) != 0;
       rotate.has_q_norm = rotate.has_k_norm = m.has_norms;
       rotate.q_norm = norm(m.has_full_norm ? q_width : m.head_dim), rotate.k_norm = norm(m.has_full_norm ? kv_width : m.head_dim);
-      rotate.shape.n_heads = m.n_heads, rotate.shape.n_kv_heads = m.n_kv_heads, rotate.shape.head_dim = m.head_dim;
+      rotate.shape.n_heads = rotate.shape.row_heads = m.n_heads, rotate.shape.n_kv_heads = rotate.shape.row_kv_heads = m.n_kv_heads;
+      rotate.shape.head_dim = m.head_dim;
       rotate.shape.has_full_width_norm = m.has_full_norm, rotate.shape.norm_eps = 1e-5f;
       p_.record(Category::rope, rotate);
       const bool is_direct = m.weights == Format::bf16;
@@ -120,7 +121,9 @@ class Recorder {
       if (!is_direct) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
       p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
     }
-    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true});
+    HeadOp last{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true};
+    last.vocab = m.vocab;
+    p_.record(Category::head, last);
     for (int64_t i = 0; i < m.n_adapters; ++i) add_adapter();
   }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from diptych.engine.encoded import Embedding, Scores, embedding, scores
 from diptych.engine.encoder import NO_TOKENS, Encoder, PooledPrompt, Text
-from diptych.engine.engine import Engine, OpenRequest, OutputDelta
+from diptych.engine.engine import Engine, OpenRequest, OutputDelta, ignore_delta
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
@@ -229,7 +229,7 @@ class LLM:
         except BaseException as error:
             # a refusal half-way, an error in on_delta, Ctrl-C at any moment: nothing of this call may stay in the engine
             for one in opened:
-                one.on_delta = _ignore
+                one.on_delta = ignore_delta
             self.engine.stepper.abort(error)
             self._abort(requests)
             raise
@@ -238,10 +238,6 @@ class LLM:
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.engine.abort(request.request_id)
-
-
-def _ignore(_: OutputDelta) -> None:
-    """Takes the last deltas of a request whose caller has left."""
 
 
 def _collector(
