@@ -157,3 +157,11 @@ def test_of_a_limit_of_running_requests_the_others_wait_whole_answers() -> None:
     """What TensorRT-LLM does where KV for whole answers is short."""
     assert schedule(max_running=4).times(second_each).ttft_s > 20.0
     assert max(shape.n_sequences for shape in schedule(max_running=4).kinds) == 4
+
+
+def test_who_comes_waits_for_the_steps_that_are_launched() -> None:
+    """The engine does not wait for its clients: in what it plans ahead, nobody new can be. An idle one starts at once."""
+    ahead, at_once = (schedule(ahead_steps=steps).times(second_each).ttft_s for steps in (2, 0))
+    assert ahead - at_once == pytest.approx(2 * 3 / 4, abs=0.25)
+    alone = ClosedLoop(streams=1, input=LENGTHS, output=LENGTHS, n_requests=4, scheduling=Scheduling(ahead_steps=2))
+    assert schedule_of(alone).times(second_each).ttft_s == 1.0

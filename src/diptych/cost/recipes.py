@@ -4,6 +4,9 @@ InferenceX (SemiAnalysis; its repository has the server's command line and confi
 of the rows that have a date; the others were taken with the options that each engine has where nobody sets one. What is here
 was read in those recipes and in the documentation of the engines, and none of it in what the runs measured:
 
+* All three run the device while the host plans the next step (vLLM with `async-scheduling`, which the recipes set; the overlap
+  schedulers of SGLang and TensorRT-LLM). Who comes is planned behind the step that runs and the one that is planned already.
+  Not so here where lengths are all the same: streams that end together would march in step for ever, which they do not.
 * vLLM mixes both phases in a step of `max_num_batched_tokens`, decode first, as Diptych does.
 * SGLang puts prompts into steps of their own and lets decode wait, unless told otherwise (`--enable-mixed-chunk`). With
   `--scheduler-recv-interval N` it looks for new requests only every N steps while it decodes.
@@ -28,13 +31,15 @@ INFERENCE_X_LENGTHS = ((1024, 1024), (1024, 8192), (8192, 1024))
 class Scheduling:
     """How an engine plans its steps.
 
-    step_tokens: token budget of a step. prefills_alone: prompts get steps of their own, before decode. poll_steps: while it
+    step_tokens: token budget of a step. ahead_steps: who comes waits for so many that are launched or planned already.
+    prefills_alone: prompts get steps of their own, before decode. poll_steps: while it
     only decodes it looks for new requests every so many steps. gather_steps, gather_tokens: while others decode, new prompts
     wait so many steps for so many tokens to come together. reserves_answers: a request runs only if KV for its whole answer is
     free. max_running: sequences at one time; None: what the memory holds.
     """
 
     step_tokens: int = USUAL_STEP_TOKENS
+    ahead_steps: int = 0
     prefills_alone: bool = False
     poll_steps: int = 1
     gather_steps: int = 0
@@ -80,7 +85,7 @@ def scheduling_of(run: Run) -> Scheduling:
         return _of_sglang(run)
     if run.stack == "tensorrt-llm":
         return _of_tensorrt_llm(run)
-    return USUAL
+    return Scheduling(ahead_steps=2) if run.is_inference_x else USUAL
 
 
 def _of_sglang(run: Run) -> Scheduling:
@@ -90,14 +95,17 @@ def _of_sglang(run: Run) -> Scheduling:
     if run.device.startswith(("b200", "b300")):
         poll_steps = 30 if run.streams >= 16 and (run.weights == "fp4" or run.tp == 8) else 10
     return Scheduling(
-        step_tokens=16_384 if run.weights == "fp4" else 32_768, prefills_alone=True, poll_steps=poll_steps
+        step_tokens=16_384 if run.weights == "fp4" else 32_768,
+        ahead_steps=2,
+        prefills_alone=True,
+        poll_steps=poll_steps,
     )
 
 
 def _of_tensorrt_llm(run: Run) -> Scheduling:
-    usual = Scheduling(reserves_answers=True)
     if not run.is_inference_x:
-        return usual
+        return Scheduling(reserves_answers=True)
+    usual = Scheduling(ahead_steps=2, reserves_answers=True)
     if run.model == "deepseek-v3":
         return replace(usual, step_tokens=(run.streams + run.input_tokens + 127) // 64 * 64)
     if run.model == "gpt-oss-120b":

@@ -55,11 +55,11 @@ def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
 
 
 _FREE = (
-    Free(path="decode.step_s", start=1e-3, limits=_TIME, width=1.0),
+    Free(path="decode.step_s", start=0.5e-3, limits=_TIME, width=1.0),
     Free(path="prefill.step_s", start=5e-3, limits=_TIME, width=1.0),
-    Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.7),
-    Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=1.0),
-    Free(path="both.moe_layer_s", start=20e-6, limits=_TIME, width=1.0),
+    Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.4),
+    Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=0.7),
+    Free(path="both.moe_layer_s", start=20e-6, limits=_TIME, width=0.5),
     Free(path="both.sequence_s", start=10e-6, limits=_TIME, width=1.0),
     Free(path="both.eb.bf16", start=0.8, limits=_FRACTION, width=0.2),
     Free(path="both.eb.fp8", start=0.75, limits=_FRACTION, width=0.2),
@@ -73,7 +73,7 @@ _FREE = (
     Free(path="both.kv_eb", start=0.7, limits=_FRACTION, width=0.3),
     Free(path="both.attention_ef", start=0.4, limits=_FRACTION, width=0.3),
     Free(path="both.allreduce_s", start=10e-6, limits=_TIME, width=0.7),
-    Free(path="both.link_fraction", start=0.5, limits=_FRACTION, width=0.5),
+    Free(path="both.link_fraction", start=0.75, limits=_FRACTION, width=0.2),
     Free(path="request_s", start=15e-3, limits=_TIME, width=1.0),
 )
 

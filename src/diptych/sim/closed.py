@@ -39,8 +39,7 @@ LONGEST_RUN = 128  # of decode steps that are taken at once: their contexts diff
 class ClosedLoop:
     """`streams` clients that send `n_requests` in all, standing for a run of `of_each` requests per stream.
 
-    kv_tokens: of the pool; None: so large that nobody waits for it. is_warm: the run has gone on for long, streams are
-    anywhere in their answers, and who came first or last is not counted.
+    kv_tokens: of the pool; None: so large that nobody waits for it.
     """
 
     streams: int
@@ -49,7 +48,6 @@ class ClosedLoop:
     n_requests: int
     of_each: int = 10
     scheduling: Scheduling = USUAL
-    is_warm: bool = False
     kv_tokens: int | None = None
     seed: int = 0
 
@@ -142,8 +140,6 @@ def _waves(served: Sequence[_Served], loop: ClosedLoop) -> list[tuple[Sequence[_
     """
     ordered = sorted(served, key=lambda one: one.came)
     streams = loop.streams
-    if loop.is_warm and len(ordered) > 2 * streams:
-        return [(ordered[streams:-streams], 1.0)]
     if len(ordered) < 3 * streams:
         share = min(1.0, 1.0 / loop.of_each)
         waves = [(ordered[:streams], share), (ordered[streams:], 1.0 - share)]
@@ -205,44 +201,41 @@ class _Run:
                 n_over = len(self.served)
 
     def _open_door(self) -> int:
-        """Let in those who were sent if the scheduler looks for them now; else for how many steps it will not."""
-        scheduling, engine, now = self._loop.scheduling, self._engine, self._n_steps
-        if not self._door:
+        """Let in those who were sent and whom the scheduler looks for now; else for how many steps it will not."""
+        door, engine, now = self._door, self._engine, self._n_steps
+        if not door:
             return LONGEST_RUN
-        closed_for = (self._polled - now) % scheduling.poll_steps
-        if scheduling.gather_steps:
-            n_running = engine.core.running_and_waiting[0]
-            gathered = n_running + sum(len(request.prompt_token_ids) for request in self._door)
-            if gathered < scheduling.gather_tokens:
-                closed_for = max(self._waited_from + scheduling.gather_steps - now, 0)
+        closed_for = self._closed_for()
         if closed_for and engine.core.has_work:
             return closed_for
-        while self._door:
-            engine.stepper.submit(self._door.popleft())
+        ahead = self._loop.scheduling.ahead_steps if engine.core.has_work else 0
+        while door and (not ahead or self._open[door[0].request_id].came + ahead <= now):
+            engine.stepper.submit(door.popleft())
         return LONGEST_RUN
+
+    def _closed_for(self) -> int:
+        scheduling, now, came = self._loop.scheduling, self._n_steps, self._open[self._door[0].request_id].came
+        closed_for = max((self._polled - now) % scheduling.poll_steps, came + scheduling.ahead_steps - now, 0)
+        if scheduling.gather_steps:
+            n_running = self._engine.core.running_and_waiting[0]
+            gathered = n_running + sum(len(request.prompt_token_ids) for request in self._door)
+            if gathered < scheduling.gather_tokens:
+                closed_for = max(closed_for, came + scheduling.gather_steps - now)
+        return closed_for
 
     def _send(self, n_requests: int) -> None:
         loop = self._loop
-        if not self._door:
-            self._waited_from = self._n_steps
         for _ in range(min(n_requests, loop.n_requests - self._n_sent)):
             item = WorkloadItem(
                 index=self._n_sent,
                 at_s=0.0,
                 prompt_tokens=loop.input.draw(self._random),
-                output_tokens=self._output_tokens(),
+                output_tokens=loop.output.draw(self._random),
             )
             self._n_sent += 1
             request = request_of(item, float(self._n_sent))  # the order of arrival; the instant matters to nobody
             self._open[request.request_id] = _Served(self._n_steps, item.output_tokens)
             self._door.append(request)
-
-    def _output_tokens(self) -> int:
-        loop = self._loop
-        tokens = loop.output.draw(self._random)
-        if loop.is_warm and self._n_sent < loop.streams:  # the rest of an answer that was begun at any time before
-            return self._random.randint(1, tokens)
-        return tokens
 
     def _add(self, gist: tuple[int, ...], n_steps: int) -> None:
         self.steps.append((gist, n_steps))
