@@ -151,11 +151,24 @@ def build_over_ranks(
     config = replace(config, backend="cpu", instruction_set=choose_instruction_set(config.instruction_set))
     ranks = (start or (Ranks if config.tp_address is None else LinkedRanks))(config.tp, config)
     placements = [placement_head(placement) for placement in ranks.placements]
+    if isinstance(blueprint.source, Checkpoint | GgufCheckpoint):
+        blueprint.source.progress = _noticing(ranks, blueprint.source.progress)
     try:
         return RankedModel(blueprint, config, ranks, {**source, "config": asdict(config), "placements": placements})
     except BaseException:
         ranks.end()
         raise
+
+
+def _noticing(ranks: Ranks, progress: Progress | None) -> Progress:
+    """Loading that ends when another rank does, which it would hear of at its end only."""
+
+    def notice(done: int, total: int) -> None:
+        ranks.check()
+        if progress is not None:
+            progress(done, total)
+
+    return notice
 
 
 def _built_once(

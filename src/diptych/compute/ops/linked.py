@@ -8,9 +8,11 @@ LOST_S. Nothing is encrypted and nobody is asked who he is: for networks whose m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import struct
 import threading
@@ -25,6 +27,7 @@ import torch.distributed as dist
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpus import Placement, allowed_cpus, choose_cpus
 from diptych.compute.ops.ranks import Ranks, Verb
+from diptych.ground.clock import MonotonicClock, sleep_s
 from diptych.ground.config import ComputeConfig, host_and_port
 from diptych.ground.errors import ConfigError, EngineError, WorkerLost
 from diptych.ground.version import VERSION
@@ -35,6 +38,8 @@ JOIN_S = 300.0  # for all ranks to come
 STEP_S = 60.0  # the longest that one rank may be behind another within a step
 LOST_S = 20.0  # without a sign of life
 PULSE_S = 0.5
+HEARD_S = 5.0  # for others to hear why they are refused
+RETRY_S = 0.2
 FRAME_BYTES = 16384  # of a message's first piece: most steps fit
 _FRAME = struct.Struct("<qq")  # kind, bytes
 _FOR_EVER = timedelta(days=3650)
@@ -77,11 +82,20 @@ class Carrier:
             self._store.set(place, json.dumps({"version": VERSION, "size": self.size, "torch": torch.__version__}))
             self._store.wait(["refusal"], limit)
             refusal = self._store.get("refusal").decode()
+            self._store.set(f"heard {self.number}", "")
         else:
             refusal = self._refusal(limit)
             self._store.set("refusal", refusal)
+            if refusal:  # the store goes with this process, and with it what the others would hear
+                self._wait_for_listeners()
         if refusal:
             raise ConfigError(refusal)
+
+    def _wait_for_listeners(self) -> None:
+        came = [number for number in range(1, self.size) if self._store.check([f"rank {number}"])]
+        if came:
+            with contextlib.suppress(RuntimeError):
+                self._store.wait([f"heard {number}" for number in came], timedelta(seconds=HEARD_S))
 
     def _refusal(self, limit: timedelta) -> str:
         for number in range(1, self.size):
@@ -165,7 +179,7 @@ class Carrier:
     # ---- who is there ----
 
     def watch(self, lost: Callable[[int, str], object]) -> None:
-        """From now on `lost(rank, why)` is called, on a thread, when one is gone or silent: any, and of rank 0."""
+        """Have `lost(rank, why)` called, on a thread, when a rank is gone or silent; ranks but 0 watch rank 0 alone."""
         others = range(1, self.size) if self.number == 0 else (0,)
         for other in others:
             threading.Thread(target=self._beat, args=(other, lost), daemon=True, name=f"diptych-pulse-{other}").start()
@@ -207,11 +221,30 @@ def _store(host: str, port: int, number: int, size: int, join_s: float) -> Any:
                 hint="tp_address is an address of this machine, and a port that nobody has",
             ) from error
         fd = listener.detach()
+    else:
+        _reach(host, port, join_s)
     try:
         limit = timedelta(seconds=join_s)
         return dist.TCPStore(host, port, size, number == 0, limit, wait_for_workers=False, master_listen_fd=fd)
     except RuntimeError as error:
-        raise ConfigError(f"rank 0 is not at {host}:{port}: {_line(error)}", hint="start rank 0 too") from error
+        raise ConfigError(f"what listens at {host}:{port} is no rank 0: {_line(error)}") from error
+
+
+def _reach(host: str, port: int, join_s: float) -> None:
+    """Waits until somebody listens there; the store's own waiting is loud."""
+    clock = MonotonicClock()
+    deadline_s = clock.now_s() + join_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=join_s).close()
+            return
+        except OSError as error:
+            if clock.now_s() > deadline_s:
+                raise ConfigError(
+                    f"rank 0 is not at {host}:{port} after {join_s:.0f} s: {error.strerror or error}",
+                    hint="start rank 0, too",
+                ) from error
+            sleep_s(RETRY_S)
 
 
 def _own_address(host: str, port: int) -> str:
@@ -222,7 +255,9 @@ def _own_address(host: str, port: int) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """What gloo and the store say, without where in their sources, and without advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line).partition(". ")[0][:200]
 
 
 class LinkedRanks(Ranks):
@@ -241,7 +276,9 @@ class LinkedRanks(Ranks):
         watch = self.watch
 
         def lost(number: int, why: str) -> None:
-            watch.lose(number, f"is gone ({why})", team)
+            if not watch.is_ending:
+                watch.gone[number] = how = f"is gone ({why})"  # a step may have broken the team before
+                watch.lose(number, how, team)
 
         carrier.watch(lost)
         self._ends_with(_end_linked, self.watch, team, self._fd, carrier)

@@ -190,8 +190,7 @@ class Ranks:
     ) -> None:
         """Have every rank do it, rank 0 by `own`, and wait for all. Raises what it was that failed, or WorkerLost."""
         with self.lock:
-            if self.team.is_broken:
-                raise self.failure()
+            self.check()
             message = pack(head, payload)
             self.team.message(len(message))[:] = np.frombuffer(message, dtype=np.uint8)
             try:
@@ -211,6 +210,11 @@ class Ranks:
         said: list[dict[str, Any]] = []
         self.tell(verb, head, payload, own=lambda: said.extend(answer(self.team, own())))
         return said
+
+    def check(self) -> None:
+        """Raise what `failure` says where not all ranks are there any more."""
+        if self.team.is_broken:
+            raise self.failure()
 
     def failure(self) -> EngineError:
         """Why the team is broken."""
