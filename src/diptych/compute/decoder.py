@@ -234,7 +234,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         if self.loader.is_balancing:
             norm, (first, kv) = self._balance_norm(norm, (first, kv))
             down, q = (None, first) if down is None else (first, q)
-        role = self._role(Split.OUTPUTS, q=q_width)
+        role, handle = self._role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root)
         weights = LatentWeights(
             q_down=None if down is None else self.loader.linear(down),
             q_norm=None
@@ -244,7 +244,6 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
         )
         o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
-        handle = self._latent_attention(mla, root)
         return norm, handle, weights, self.loader.linear(o, role=self._role(Split.INPUTS, o=hidden))
 
     def _norm_over(self, name: str, width: int) -> NormParts:
