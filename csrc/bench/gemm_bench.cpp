@@ -1,5 +1,5 @@
 // Microbenchmark of the linear layers: every format and row count on the layers of a model shape, beside the machine's
-// ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64]
+// ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64] [--clock cpu]
 // group8w: group8 met by wide rows
 #include <algorithm>
 #include <cstdio>
@@ -224,6 +224,7 @@ Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string key = argv[i], value = argv[i + 1];
+    if (key == "--clock" && value == "cpu") cpu_threads = 1;  // with --threads 1
     if (key == "--shape") options.shape = value;
     if (key == "--threads") options.threads = std::atoi(value.c_str());
     if (key == "--group") options.group = std::atoi(value.c_str());
