@@ -22,6 +22,7 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
+ACTIVATIONS = ("auto", "int8")
 MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
 TASKS = ("auto", "generate", "embed", "score")
 SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
@@ -123,6 +124,8 @@ class ComputeConfig:
     cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
     tp: processes (ranks) that divide the outputs of every projection, on one machine; threads are those of all of them.
     tp_address: HOST:PORT where rank 0 listens for ranks on other machines, one on each; threads are then those of this one.
+    activations: what meets 8-bit weights that somebody else quantised; auto: 15 bits, which cost no more than a tenth of what
+    those weights lost, and up to twice the time of prefill; int8: 8 bits.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
@@ -134,6 +137,7 @@ class ComputeConfig:
     instruction_set: str = "auto"
     numa: str = "auto"
     longrope: str = "auto"
+    activations: str = "auto"
     tp: int = 1
     tp_address: str | None = None
 
@@ -143,6 +147,7 @@ class ComputeConfig:
         one_of("weights", self.weights, WEIGHT_FORMATS)
         one_of("kv", self.kv, KV_FORMATS)
         one_of("longrope", self.longrope, LONGROPE_FACTORS)
+        one_of("activations", self.activations, ACTIVATIONS)
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             hint = "a CUDA device is named cuda, or cuda:0 where there are several"
             raise ConfigError(f"device is {shown(self.device)}; it must be auto, cpu, cuda or cuda:N", hint=hint)
