@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server ends with it
     context_tokens = options.prompt_tokens + 64
     found: dict[str, dict[str, list[float]]] = {name: {} for name in SETUPS}
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())

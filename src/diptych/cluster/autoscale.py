@@ -60,9 +60,9 @@ def probe(machinery: Machinery, clock: Clock) -> Speeds:
     times_s: list[float] = []
     events: list[Event] = []
     stepper = Stepper(core, machinery.executor, clock, fold=events.extend)
-    for number in (1, 2):  # the first touches memory
+    for number, n_tokens in ((1, min(16, tokens)), (2, tokens)):  # the first, a short one, touches memory
         sampling = SamplingParams(n=n, max_tokens=PROBE_TOKENS, temperature=1.0, seed=number, ignore_eos=True)
-        prompt = tuple((number * 37 + i) % 100 for i in range(tokens))
+        prompt = tuple((number * 37 + i) % 100 for i in range(n_tokens))
         begin_s = clock.now_s()
         stepper.submit(Request(request_id="probe", prompt_token_ids=prompt, sampling=sampling, arrival_s=begin_s))
         while core.has_work:

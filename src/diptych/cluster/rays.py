@@ -310,7 +310,8 @@ class RayCluster:
             except (ConnectionError, ValueError) as error:
                 raise ConfigError(
                     f"no Ray cluster at {self._pools.address}: {_reason(error)}",
-                    hint="ray start --head begins one (docs/cluster.md); without --ray-address one begins here by itself",
+                    hint="ray start --head begins one, RAY_AUTH_MODE=token has its key sent (docs/cluster.md); without "
+                    "--ray-address one begins here by itself",
                 ) from error
             logger.warning(
                 "ray trusts its network: whoever reaches its ports can run code on its machines, and read keys and values "
