@@ -192,6 +192,23 @@ def test_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
     check_golden(load_model(tmp_path, REFERENCE), golden, chunk=None)
 
 
+@pytest.mark.parametrize(("kind", "is_tied"), [("mistral", False), ("ministral3", True)])
+def test_text_part_of_a_multimodal_mistral(kind: str, is_tied: bool, tmp_path: Path) -> None:
+    """Mistral Small 3.1 and Ministral 3 come in one wrapper, whose word on tied embeddings counts."""
+    import transformers
+
+    text = {**COMMON, "model_type": kind, "head_dim": 24, "sliding_window": None}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+              "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+    config._attn_implementation = "eager"
+    reference = transformers.Mistral3ForConditionalGeneration(config).eval().float()
+    enliven(reference, 0)
+    reference.save_pretrained(tmp_path)
+    golden = ask_reference(reference, tmp_path, new_tokens=4)
+    check_golden(load_model(tmp_path, REFERENCE), golden, chunk=9)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 def test_neighbours_change_nothing(family: str, tmp_path: Path) -> None:
     """A mixed step of ragged chunks gives each sequence the logits it has alone."""

@@ -114,7 +114,7 @@ def family_of(config: HfConfig) -> Family:
         if name in WRAPPERS:
             kind = config.section("text_config").raw.get("model_type")
             family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
-        elif known is not None and known.built_as == name:
+        elif known is not None and known.built_as is not None and known.built_as == name:
             family = known
     else:
         what, name = "model_type", kind
@@ -172,7 +172,7 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
     if inner is not None:  # multimodal wrappers: the language part
         raw = dict(config.section("text_config").raw)
         if "tie_word_embeddings" in config.raw:
-            raw.setdefault("tie_word_embeddings", config.raw["tie_word_embeddings"])
+            raw["tie_word_embeddings"] = config.raw["tie_word_embeddings"]
     path = config.path if inner is None else f"text_config of {config.path}"
     for theirs, ours in family.renamed.items():
         if theirs in raw:
