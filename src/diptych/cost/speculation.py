@@ -125,8 +125,8 @@ class DraftPrices:
         self._pools: dict[tuple[str, int], Acceptance] = {}
         self._asked_pools: dict[tuple[str, int], Asked] = {}  # pools of the executor's drafter
         self._refusals: dict[int, _Refusal] = {}  # by sequences of the step, as powers of two
-        # measured over predicted: of decode steps without drafts, with drafts by rows (powers of two), and of the drafter
-        self._plain = _Ratio()
+        # measured over predicted, by rows (powers of two): of decode steps without drafts and with; and of the drafter
+        self._plain: dict[int, _Ratio] = {}
         self._verify: dict[int, _Ratio] = {}
         self._n_plain = 0
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
@@ -220,7 +220,11 @@ class DraftPrices:
         """
         refusal = self._refusals.setdefault(len(guesses).bit_length(), _Refusal())
         refusal.n_silent = 0
-        price_s = partial(self._price_s, shape)
+        guess_s = self._guess_s * sum(n > 0 for _, n, _ in guesses)
+
+        def price_s(depths: Sequence[int]) -> float:  # who drafts guesses in every step
+            return self._price_s(shape, depths) + (guess_s if any(depths) else 0.0)
+
         depths = self._decide(guesses, refusal, price_s, most_rows, limit_s)
         if refusal.worth and refusal.asks_in == _REST:  # the price said no just now
             refusal.every = refusal.guesses_in = self._rarely(len(guesses), shape)
@@ -380,21 +384,21 @@ class DraftPrices:
         ratio = measured_s / max(self._predict_s(shape), 1e-12)
         if shape.decode_tokens == shape.n_sequences:
             if self._has_asked:  # the drafter reads what the step computes
-                plain_s = measured_s / ratio * self._plain.value
+                plain_s = measured_s / ratio * self._plain_ratio(shape)
                 self.purse.pay(min(max(0.0, measured_s - plain_s), (_FARTHEST - 1.0) * plain_s))
                 return
-            self._plain.add(ratio)
+            self._plain.setdefault(shape.decode_tokens.bit_length(), _Ratio()).add(ratio)
             kept = _FADE if self._n_plain <= _PLAIN_EVERY else _FADE**_PLAIN_EVERY
             for known in self._verify.values():
-                known.fade(self._plain.value, kept)
+                known.fade(self._plain_ratio(shape), kept)
         else:
             rows = shape.decode_tokens.bit_length()
-            like = self._ratio(rows) if self._plain.is_known or self._verify else None
+            like = self._ratio(shape, rows) if self._plain or self._verify else None
             self._verify.setdefault(rows, _Ratio()).add(ratio, like)
 
     def observe_drafting(self, shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int) -> None:
         """The executor's drafter took so long in a step of this shape, for these drafts; it read n_read tokens for them."""
-        expected_s = self._predict_s(shape) * self._plain.value  # to read is never dearer than to compute
+        expected_s = self._predict_s(shape) * self._plain_ratio(shape)  # to read is never dearer than to compute
         if any(depths) and self._draft_s is not None:
             drafting_s = self._draft_s(shape, depths)
             expected_s = drafting_s * self._drafting.value
@@ -412,9 +416,9 @@ class DraftPrices:
         """Seconds of the step with these depths of its decode chunks."""
         plain_s, rows = self._predict_s(shape), sum(depths)
         if not rows:
-            return plain_s * self._plain.value
+            return plain_s * self._plain_ratio(shape)
         times = self._times_longer(shape, depths, rows)
-        return plain_s * times * self._ratio((shape.decode_tokens + rows).bit_length())
+        return plain_s * times * self._ratio(shape, (shape.decode_tokens + rows).bit_length())
 
     def _times_longer(self, shape: StepShape, depths: Sequence[int], rows: int) -> float:
         """By what the drafts multiply the predicted time of a step. Remembered: a choice of depth asks for half a dozen."""
@@ -432,16 +436,19 @@ class DraftPrices:
         draft_s = 0.0 if self._draft_s is None or not any(depths) else self._draft_s(shape, depths)
         return self._price_s(shape, depths) + draft_s * self._drafting.value
 
-    def _ratio(self, rows: int) -> float:
-        """Measured over predicted of steps with drafts and about so many rows, or of the nearest number that was seen."""
-        if not self._verify:
-            return self._plain.value
-        known = self._verify.get(rows)
-        return (
-            known.value
-            if known is not None
-            else self._verify[min(self._verify, key=lambda known: abs(known - rows))].value
-        )
+    def _plain_ratio(self, shape: StepShape) -> float:
+        """Measured over predicted of steps without drafts and about so many sequences."""
+        return _nearest(self._plain, shape.n_sequences.bit_length()) if self._plain else 1.0
+
+    def _ratio(self, shape: StepShape, rows: int) -> float:
+        """The same of steps with drafts and about so many rows."""
+        return _nearest(self._verify, rows) if self._verify else self._plain_ratio(shape)
+
+
+def _nearest(ratios: dict[int, _Ratio], rows: int) -> float:
+    """Of the nearest number of rows that was seen."""
+    known = ratios.get(rows)
+    return (ratios[min(ratios, key=lambda seen: abs(seen - rows))] if known is None else known).value
 
 
 def choose_depths(
