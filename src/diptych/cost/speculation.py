@@ -32,6 +32,7 @@ _PROBE_PRICE = 6.0  # of a step without drafts; before anything is learned each 
 _SHARE = 0.005  # of a step's time that guesses in vain may take
 _TRUST = 0.1  # weight of a newest measurement over predicted time, once there are many
 _PLAIN_EVERY = 8
+_BLIND = (4, 128)  # steps with drafts until one of their size goes without, to see what that takes: at first, at most
 _LIKE_TOKENS = 256  # of context: within them drafts multiply the time of a step by the same
 _LIKE_STEPS = 64  # measured, until what was remembered is predicted again
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
@@ -46,9 +47,20 @@ _FARTHEST = 1.5  # what one measurement may say beyond those before it: the mach
 class _Refusal:
     """What the price has refused to steps of about so many sequences: asking again costs time and gives nothing."""
 
-    __slots__ = ("asks_in", "every", "guesses_in", "n_silent", "probe_every", "probes_in", "worth")
+    __slots__ = (
+        "asks_in",
+        "blind_in",
+        "every",
+        "guesses_in",
+        "left_blind",
+        "n_silent",
+        "probe_every",
+        "probes_in",
+        "worth",
+    )
 
     def __init__(self) -> None:
+        self.blind_in = self.left_blind = _BLIND[0]  # steps with drafts until one goes without, and those left of them
         self.n_silent = 0  # steps in a row in which nobody had a guess
         self.worth = 0.0  # the most that was refused; 0: nothing was
         self.asks_in = 0  # steps until the price is asked whatever the worth
@@ -56,6 +68,14 @@ class _Refusal:
         self.guesses_in = 0
         self.probes_in = 0  # refusals until some drafts are verified anyway, to see what they cost
         self.probe_every = _PROBE[0]
+
+    def is_blind(self) -> bool:
+        """Whether a step is to go without drafts that would pay: what it takes without is known from such steps alone."""
+        self.left_blind -= 1
+        if self.left_blind > 0:
+            return False
+        self.blind_in = self.left_blind = min(2 * self.blind_in, _BLIND[1])
+        return True
 
     @property
     def is_guessed_always(self) -> bool:
@@ -226,6 +246,9 @@ class DraftPrices:
             return self._price_s(shape, depths) + (guess_s if any(depths) else 0.0)
 
         depths = self._decide(guesses, refusal, price_s, most_rows, limit_s)
+        size = shape.n_sequences.bit_length()
+        if any(depths) and self._verify and size not in self._plain and refusal.is_blind():
+            return [0] * len(guesses)
         if refusal.worth and refusal.asks_in == _REST:  # the price said no just now
             refusal.every = refusal.guesses_in = self._rarely(len(guesses), shape)
             chances = [estimate.chances(n, confidence) if n else [] for estimate, n, confidence in guesses]
