@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from time import process_time
+from time import perf_counter, process_time
 
 from diptych.compute.runner import random_model
 from diptych.control.speculation import Guesser
@@ -33,10 +34,13 @@ from diptych.lab.rounds import Effort, measure
 from diptych.lab.scripted import Race
 from diptych.models.named import SHAPES
 
+BEGIN_S = perf_counter()
 BATCHES = (1, 4, 16, 64)
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
 QUOTING = 0.95  # of a draft in an answer that copies its prompt, where a random model is timed
-PROMPT, ANSWER = 128, 128
+PROMPT, ANSWER = 128, 128  # tokens, where nobody says
+GRID_TOKENS = 1024  # of all answers of a cell of the grid together, and of all prompts; 32 of each sequence at least
+LONG_S = 2.0  # a run that takes longer warms itself up
 HEAD_DRAFTS = 8
 PASSAGE = (
     "The ferry leaves the harbour at seven in the morning and returns at nine in the evening. On Sundays it leaves at ten. "
@@ -88,7 +92,7 @@ def stage_of(options: argparse.Namespace, n_tokens: int) -> Stage:
     else:
         loaded, name = None, options.shape
         model = random_model(SHAPES[options.shape], config.compute, seed=1)
-    effort = Effort(rounds=options.rounds, budget_s=options.budget)
+    effort = Effort(rounds=options.rounds, budget_s=options.budget, long_s=LONG_S)
     return Stage(
         model=model,
         name=name,
@@ -96,15 +100,27 @@ def stage_of(options: argparse.Namespace, n_tokens: int) -> Stage:
         loaded=loaded,
         longest_tokens=n_tokens,
         effort=effort,
-        progress=lambda _: None,
+        progress=tell,
     )
+
+
+def tell(text: str) -> None:
+    """What is being done, beside the table."""
+    print(f"    {perf_counter() - BEGIN_S:5.0f} s: {text}", file=sys.stderr, flush=True)
 
 
 def race_of(stage: Stage, batch: int, options: argparse.Namespace) -> Race:
     """Over a KV pool of its own."""
-    n_tokens = options.prompt + options.answer
+    prompt_tokens, answer_tokens = lengths(batch, options)
+    n_tokens = prompt_tokens + answer_tokens
     engines = stage.engines(context_tokens=n_tokens, n_tokens=batch * n_tokens)
-    return Race(engines, batch=batch, prompt_tokens=options.prompt, new_tokens=options.answer)
+    return Race(engines, batch=batch, prompt_tokens=prompt_tokens, new_tokens=answer_tokens)
+
+
+def lengths(batch: int, options: argparse.Namespace) -> tuple[int, int]:
+    """Tokens of each prompt and answer: fewer in a large batch, where every step has as many."""
+    most = max(32, GRID_TOKENS // batch)
+    return options.prompt or min(PROMPT, most), options.answer or min(ANSWER, most)
 
 
 def grid(options: argparse.Namespace) -> None:
@@ -113,25 +129,33 @@ def grid(options: argparse.Namespace) -> None:
     --head: drafts come from one random layer of the model's width with its own output head, run by the executor behind every
     draw. That is what an EAGLE head computes, save its fusion and the states that it reads.
     """
-    stage = stage_of(options, options.prompt + options.answer)
+    stage = stage_of(options, max(sum(lengths(batch, options)) for batch in options.batches))
     print(f"{stage.name}, {stage.model.weights_format}: speed with as many drafts as pay over off; acceptance scripted")
     opened = one_layer(stage, options) if options.head else None
     if opened is not None:
         print(f"  drafted by one random layer of {opened.model.n_parameters / 1e6:.0f} M parameters, its time included")
     worst = 9.9
     for batch in options.batches:
+        prompt_tokens, answer_tokens = lengths(batch, options)
+        tell(f"batch {batch}, prompts of {prompt_tokens} tokens and answers of {answer_tokens}: the answers")
         race = race_of(stage, batch, options)
-        lanes = [
-            race.lane(acceptance=acceptance) if opened is None else race.drafting_lane(opened, acceptance=acceptance)
-            for acceptance in options.acceptances
-        ]
+        lanes = []
+        for acceptance in options.acceptances:
+            tell(f"batch {batch}, acceptance {acceptance}: a first run")
+            drafted = opened is not None
+            lanes.append(
+                race.drafting_lane(opened, acceptance=acceptance) if drafted else race.lane(acceptance=acceptance)
+            )
         rounds = stage.measure([race.plain.token_s, *(lane.token_s for lane in lanes)])
         for i, (acceptance, lane) in enumerate(zip(options.acceptances, lanes, strict=True)):
             gain = rounds.of(lambda t, i=i: t[0] / t[1 + i])  # type: ignore[misc]
             worst = min(worst, gain.value)
             held = f"{lane.accepted_tokens} of {lane.drafted_tokens} drafts held" + " (disturbed)" * rounds.is_disturbed
             each = rounds.point(1 + i).times(1e3).text()
-            print(f"  batch {batch:>2}, acceptance {acceptance:<4}: {gain.text()} x, {each} ms per token, {held}")
+            print(
+                f"  batch {batch:>2}, acceptance {acceptance:<4}: {gain.text()} x, {each} ms per token, {held}",
+                flush=True,
+            )
     print(f"worst cell {worst:.3f} (goal: 0.97)")
 
 
@@ -148,7 +172,7 @@ def one_layer(stage: Stage, options: argparse.Namespace) -> OpenDrafter:
 def quoting(options: argparse.Namespace) -> None:
     """Batch 1, answers that quote their prompt: scripted for a shape, lookup's own guesses for the bundled model."""
     if options.shape is not None:
-        stage = stage_of(options, options.prompt + options.answer)
+        stage = stage_of(options, sum(lengths(1, options)))
         race = race_of(stage, 1, options)
         lane = race.lane(acceptance=QUOTING)
         rounds = stage.measure([race.plain.token_s, lane.token_s])
@@ -172,7 +196,7 @@ def versus_off(options: argparse.Namespace, ways: dict[str, dict[str, str]], *, 
     """Decode time of the same answers, each way in turn."""
     loaded = load(str(bundled_dir()), engine_config(weights=options.weights))
     config = replace(EngineConfig(), max_context_tokens=1024, kv_memory_bytes=1 << 28)
-    params = SamplingParams(max_tokens=options.answer, temperature=temperature, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=options.answer or ANSWER, temperature=temperature, seed=1, ignore_eos=True)
     runs: list[Callable[[], float]] = []
     told: list[tuple[int, int, int]] = []
     wanted = None
@@ -211,10 +235,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds to go on until medians are settled")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
-    parser.add_argument(
-        "--prompt", type=int, default=PROMPT, help="tokens of each prompt; fewer make large batches quicker"
-    )
-    parser.add_argument("--answer", type=int, default=ANSWER, help="tokens of each answer")
+    fewer = f"default: {PROMPT}, in a grid's large batches fewer, 32 at least"
+    parser.add_argument("--prompt", type=int, help=f"tokens of each prompt; {fewer}")
+    parser.add_argument("--answer", type=int, help=f"tokens of each answer; {fewer}")
     parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
     options = parser.parse_args()
     if options.case == "proposer":

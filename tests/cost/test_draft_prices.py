@@ -217,3 +217,15 @@ def test_a_choice_of_depth_asks_for_few_prices():
         longer = shape.with_drafts(depths)
         prices.observe(longer, flat(longer))
     assert n_priced < 200 * 2, "one to learn from what the step took"
+
+
+def test_what_a_step_takes_without_drafts_is_seen_at_its_own_size():
+    """The last sequences of a batch made plain steps of sixteen seem dearer by half, so drafts that lost seemed to pay."""
+
+    def real_s(shape: StepShape) -> float:
+        return 0.1 * shape.n_tokens  # rows are free for nobody
+
+    loop = Loop(16, 0.7, real_s, lambda shape: 0.1 * shape.n_sequences)
+    for _ in range(50):
+        loop.prices.observe(StepShape.decode(batch=1, context_tokens=100), 0.3)
+    assert loop.steps(300).gain > 0.9

@@ -32,6 +32,7 @@ _PROBE_PRICE = 6.0  # of a step without drafts; before anything is learned each 
 _SHARE = 0.005  # of a step's time that guesses in vain may take
 _TRUST = 0.1  # weight of a newest measurement over predicted time, once there are many
 _PLAIN_EVERY = 8
+_BLIND = (4, 128)  # steps with drafts until one of their size goes without, to see what that takes: at first, at most
 _LIKE_TOKENS = 256  # of context: within them drafts multiply the time of a step by the same
 _LIKE_STEPS = 64  # measured, until what was remembered is predicted again
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
@@ -46,9 +47,20 @@ _FARTHEST = 1.5  # what one measurement may say beyond those before it: the mach
 class _Refusal:
     """What the price has refused to steps of about so many sequences: asking again costs time and gives nothing."""
 
-    __slots__ = ("asks_in", "every", "guesses_in", "n_silent", "probe_every", "probes_in", "worth")
+    __slots__ = (
+        "asks_in",
+        "blind_in",
+        "every",
+        "guesses_in",
+        "left_blind",
+        "n_silent",
+        "probe_every",
+        "probes_in",
+        "worth",
+    )
 
     def __init__(self) -> None:
+        self.blind_in = self.left_blind = _BLIND[0]  # steps with drafts until one goes without, and those left of them
         self.n_silent = 0  # steps in a row in which nobody had a guess
         self.worth = 0.0  # the most that was refused; 0: nothing was
         self.asks_in = 0  # steps until the price is asked whatever the worth
@@ -56,6 +68,14 @@ class _Refusal:
         self.guesses_in = 0
         self.probes_in = 0  # refusals until some drafts are verified anyway, to see what they cost
         self.probe_every = _PROBE[0]
+
+    def is_blind(self) -> bool:
+        """Whether a step is to go without drafts that would pay: what it takes without is known from such steps alone."""
+        self.left_blind -= 1
+        if self.left_blind > 0:
+            return False
+        self.blind_in = self.left_blind = min(2 * self.blind_in, _BLIND[1])
+        return True
 
     @property
     def is_guessed_always(self) -> bool:
@@ -125,8 +145,8 @@ class DraftPrices:
         self._pools: dict[tuple[str, int], Acceptance] = {}
         self._asked_pools: dict[tuple[str, int], Asked] = {}  # pools of the executor's drafter
         self._refusals: dict[int, _Refusal] = {}  # by sequences of the step, as powers of two
-        # measured over predicted: of decode steps without drafts, with drafts by rows (powers of two), and of the drafter
-        self._plain = _Ratio()
+        # measured over predicted, by rows (powers of two): of decode steps without drafts and with; and of the drafter
+        self._plain: dict[int, _Ratio] = {}
         self._verify: dict[int, _Ratio] = {}
         self._n_plain = 0
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
@@ -220,8 +240,15 @@ class DraftPrices:
         """
         refusal = self._refusals.setdefault(len(guesses).bit_length(), _Refusal())
         refusal.n_silent = 0
-        price_s = partial(self._price_s, shape)
+        guess_s = self._guess_s * sum(n > 0 for _, n, _ in guesses)
+
+        def price_s(depths: Sequence[int]) -> float:  # who drafts guesses in every step
+            return self._price_s(shape, depths) + (guess_s if any(depths) else 0.0)
+
         depths = self._decide(guesses, refusal, price_s, most_rows, limit_s)
+        size = shape.n_sequences.bit_length()
+        if any(depths) and self._verify and size not in self._plain and refusal.is_blind():
+            return [0] * len(guesses)
         if refusal.worth and refusal.asks_in == _REST:  # the price said no just now
             refusal.every = refusal.guesses_in = self._rarely(len(guesses), shape)
             chances = [estimate.chances(n, confidence) if n else [] for estimate, n, confidence in guesses]
@@ -380,21 +407,21 @@ class DraftPrices:
         ratio = measured_s / max(self._predict_s(shape), 1e-12)
         if shape.decode_tokens == shape.n_sequences:
             if self._has_asked:  # the drafter reads what the step computes
-                plain_s = measured_s / ratio * self._plain.value
+                plain_s = measured_s / ratio * self._plain_ratio(shape)
                 self.purse.pay(min(max(0.0, measured_s - plain_s), (_FARTHEST - 1.0) * plain_s))
                 return
-            self._plain.add(ratio)
+            self._plain.setdefault(shape.decode_tokens.bit_length(), _Ratio()).add(ratio)
             kept = _FADE if self._n_plain <= _PLAIN_EVERY else _FADE**_PLAIN_EVERY
             for known in self._verify.values():
-                known.fade(self._plain.value, kept)
+                known.fade(self._plain_ratio(shape), kept)
         else:
             rows = shape.decode_tokens.bit_length()
-            like = self._ratio(rows) if self._plain.is_known or self._verify else None
+            like = self._ratio(shape, rows) if self._plain or self._verify else None
             self._verify.setdefault(rows, _Ratio()).add(ratio, like)
 
     def observe_drafting(self, shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int) -> None:
         """The executor's drafter took so long in a step of this shape, for these drafts; it read n_read tokens for them."""
-        expected_s = self._predict_s(shape) * self._plain.value  # to read is never dearer than to compute
+        expected_s = self._predict_s(shape) * self._plain_ratio(shape)  # to read is never dearer than to compute
         if any(depths) and self._draft_s is not None:
             drafting_s = self._draft_s(shape, depths)
             expected_s = drafting_s * self._drafting.value
@@ -412,9 +439,9 @@ class DraftPrices:
         """Seconds of the step with these depths of its decode chunks."""
         plain_s, rows = self._predict_s(shape), sum(depths)
         if not rows:
-            return plain_s * self._plain.value
+            return plain_s * self._plain_ratio(shape)
         times = self._times_longer(shape, depths, rows)
-        return plain_s * times * self._ratio((shape.decode_tokens + rows).bit_length())
+        return plain_s * times * self._ratio(shape, (shape.decode_tokens + rows).bit_length())
 
     def _times_longer(self, shape: StepShape, depths: Sequence[int], rows: int) -> float:
         """By what the drafts multiply the predicted time of a step. Remembered: a choice of depth asks for half a dozen."""
@@ -432,16 +459,19 @@ class DraftPrices:
         draft_s = 0.0 if self._draft_s is None or not any(depths) else self._draft_s(shape, depths)
         return self._price_s(shape, depths) + draft_s * self._drafting.value
 
-    def _ratio(self, rows: int) -> float:
-        """Measured over predicted of steps with drafts and about so many rows, or of the nearest number that was seen."""
-        if not self._verify:
-            return self._plain.value
-        known = self._verify.get(rows)
-        return (
-            known.value
-            if known is not None
-            else self._verify[min(self._verify, key=lambda known: abs(known - rows))].value
-        )
+    def _plain_ratio(self, shape: StepShape) -> float:
+        """Measured over predicted of steps without drafts and about so many sequences."""
+        return _nearest(self._plain, shape.n_sequences.bit_length()) if self._plain else 1.0
+
+    def _ratio(self, shape: StepShape, rows: int) -> float:
+        """The same of steps with drafts and about so many rows."""
+        return _nearest(self._verify, rows) if self._verify else self._plain_ratio(shape)
+
+
+def _nearest(ratios: dict[int, _Ratio], rows: int) -> float:
+    """Of the nearest number of rows that was seen."""
+    known = ratios.get(rows)
+    return (ratios[min(ratios, key=lambda seen: abs(seen - rows))] if known is None else known).value
 
 
 def choose_depths(

@@ -15,6 +15,7 @@ from diptych.compute.drafter import Drafter
 from diptych.compute.runner import Model
 from diptych.compute.sampler import Sampler
 from diptych.control.loop import EngineCore
+from diptych.control.scheduler import Predict
 from diptych.control.speculation import Depths, NewDrafter
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.speculation import DraftPrices
@@ -22,6 +23,7 @@ from diptych.cost.step_time import StepTimeModel
 from diptych.engine.drafters import OpenDrafter
 from diptych.engine.drafting import Drafting
 from diptych.engine.executor import ModelExecutor
+from diptych.engine.load import once_for_each
 from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
 from diptych.ground.config import BlockConfig, EngineConfig, SchedulerConfig
 from diptych.ground.events import Event, TokenEvent
@@ -134,8 +136,7 @@ class Engines:
     ) -> Driver:
         """The same with drafters and a choice of depths in place of the engine's own (None: these)."""
         clock, step_time = MonotonicClock(), StepTimeModel()
-        # the measured profile where there is one; until then the scheduler learns from its own steps, as the engine's does
-        predict_s = step_time.predict_s if self._predictor is None else self._predictor.predict_s
+        predict_s = self._predict(step_time)
         prices = DraftPrices(predict_s)
         core = self._core(predict_s, settings, drafters=drafters, depths=prices if depths is None else depths)
         return self._joined(core, None, clock, step_time, prices)
@@ -143,11 +144,15 @@ class Engines:
     def drafting(self, settings: dict[str, Any], opened: OpenDrafter, wrap: Callable[[Drafter], Drafter]) -> Driver:
         """The same with a drafter that the executor runs, as `wrap` makes it."""
         clock, step_time = MonotonicClock(), StepTimeModel()
-        predict_s = step_time.predict_s if self._predictor is None else self._predictor.predict_s
+        predict_s = self._predict(step_time)
         prices = opened.prices(predict_s)
         settings = settings | {"speculate": opened.kind, "max_draft_tokens": opened.most_drafts}
         core = self._core(predict_s, settings, depths=prices)
         return self._joined(core, lambda sampler: wrap(self._open(opened, sampler, clock)), clock, step_time, prices)
+
+    def _predict(self, step_time: StepTimeModel) -> Predict:
+        # the measured profile where there is one; until then the scheduler learns from its own steps, as the engine's does
+        return once_for_each(step_time.predict_s if self._predictor is None else self._predictor.predict_s)
 
     def _open(self, opened: OpenDrafter, sampler: Sampler, clock: Clock) -> Drafter:
         return opened.drafter(self._blocks.n_blocks, sampler, clock=clock)
@@ -161,8 +166,9 @@ class Engines:
         prices: DraftPrices,
     ) -> Driver:
         def observe(shape: StepShape, measured_s: float) -> None:
-            step_time.observe(shape, measured_s)
             prices.observe(shape, measured_s)
+            if self._predictor is None:
+                step_time.observe(shape, measured_s)
 
         model = self._model
         vocab = model.spec.vocab_size
