@@ -203,6 +203,9 @@ struct Names {
   void operator()(const RotateOp& op) const {
     buffers({op.qkv, op.q});
     if (op.has_rope) require_below({op.rope}, has.ropes, "rotary table");
+    const RotateShape& part = op.shape;
+    if (part.first_head + part.n_heads > part.row_heads || part.first_kv_head + part.n_kv_heads > part.row_kv_heads)
+      throw std::invalid_argument("a row holds fewer heads than a rotation takes of it");
     if (op.has_q_norm) vectors({op.q_norm});
     if (op.has_k_norm) vectors({op.k_norm});
   }
@@ -226,7 +229,7 @@ struct Names {
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }
-  void operator()(const MeetOp&) const {}
+  void operator()(const MeetOp& op) const { buffers({op.out}); }
 };
 
 // The buffers that an operation reads whole, or rows of it that others wrote, and those that it writes.
@@ -256,7 +259,7 @@ struct Uses {
   void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
   void operator()(const InputOp& op) { writes = {op.x}; }
   void operator()(const TapOp& op) { reads = {op.x}; }
-  void operator()(const MeetOp&) {}
+  void operator()(const MeetOp& op) { writes = {op.out}; }
 };
 
 }  // namespace
@@ -266,7 +269,7 @@ struct Uses {
 void Program::check_order(const OpBody& body) {
   Uses uses;
   std::visit(uses, body);
-  bool meets = std::holds_alternative<MeetOp>(body);
+  bool meets = false;
   for (const int written : uses.writes) {
     if (!buffers_[written].shared) continue;
     meets = true;
@@ -311,6 +314,7 @@ void Program::record(Category category, OpBody body) {
     if (shape.k != buffers_.at(op->x).width) throw std::invalid_argument("a tied embedding is not as wide as its buffer");
     table_rows_ = std::min(table_rows_, op->vocab);
   }
+  if (const auto* op = std::get_if<HeadOp>(&body); op != nullptr && op->vocab < 1) throw std::invalid_argument("a head without a vocabulary");
   if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = op->vocab, hidden_width_ = buffers_[op->x].width;
   if (const auto* op = std::get_if<InputOp>(&body)) input_width_ = buffers_[op->x].width;
   if (const int weight = first_weight(body); weight >= 0)
