@@ -476,6 +476,16 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("table_bytes", &Program::table_bytes)
       .def_prop_ro("kernels", [](const Program& p) { return std::string(p.kernels().name); })
       .def_prop_ro("n_meetings", &Program::n_meetings)
+      .def_prop_ro("written", [](const Program& p) {
+        std::vector<std::pair<int64_t, int64_t>> found;
+        for (const Range& one : p.written()) found.push_back({one.begin, one.end});
+        return found;
+      })
+      .def("know_written", [](Program& p, const std::vector<RowRanges>& by_rank) {
+        std::vector<std::vector<Range>> ranges;
+        for (const RowRanges& one : by_rank) ranges.push_back(ranges_of(one));
+        p.know_written(std::move(ranges));
+      }, nb::arg("by_rank"))
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
 }

@@ -47,6 +47,13 @@ Activations = Annotated[
 Kv = Annotated[str, typer.Option(help=f"KV cache format: {' | '.join(KV_FORMATS)}")]
 Threads = Annotated[int | None, typer.Option(help=CONFIG["threads"].what)]
 Tp = Annotated[int, typer.Option("--tp", help=CONFIG["tp"].what)]
+TpAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--tp-address",
+        help="HOST:PORT of this machine where ranks on others join (`diptych rank`), one on each machine",
+    ),
+]
 Numa = Annotated[str, typer.Option(help="where they are pinned: auto (node by node) | off | nodes such as 0 or 0,1")]
 MaxContext = Annotated[int | None, typer.Option("--max-context-tokens", help=CONFIG["max_context_tokens"].what)]
 KvMemory = Annotated[int | None, typer.Option("--kv-memory-bytes", help=CONFIG["kv_memory_bytes"].what)]
@@ -96,6 +103,7 @@ BACKEND: Block = {
     "threads": (Threads, None),
     "numa": (Numa, "auto"),
     "tp": (Tp, 1),
+    "tp_address": (TpAddress, None),
     "speculate": (Speculate, "off"),
     "draft_model": (DraftModel, None),
     "max_draft_tokens": (MaxDraftTokens, 16),

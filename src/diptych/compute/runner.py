@@ -25,6 +25,7 @@ from diptych.compute.ops.cpu_kernels import choose_instruction_set
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_model import build_cpu_model
 from diptych.compute.ops.cpu_ranks import RankedModel
+from diptych.compute.ops.linked import LinkedRanks
 from diptych.compute.ops.ranks import Ranks, placement_head
 from diptych.compute.ops.shares import copies_of_kv
 from diptych.compute.ops.torch_model import build_torch_model, torch_device
@@ -136,7 +137,7 @@ def build_over_ranks(
     blueprint: Blueprint,
     config: ComputeConfig,
     source: Mapping[str, Any],
-    start: Callable[[int, ComputeConfig], Ranks] = Ranks,
+    start: Callable[[int, ComputeConfig], Ranks] | None = None,
 ) -> Model:
     """A blueprint as a model on `config.tp` ranks, which find it again by `source`. The cache of packed weights is not used."""
     backend, reason = choose_backend(config)
@@ -149,13 +150,26 @@ def build_over_ranks(
         raise ConfigError(cpu_kernels.is_available()[1], hint="leave tp out, which the cpu kernels are needed for")
     # every rank computes with what rank 0 found here, whatever it would choose itself
     config = replace(config, backend="cpu", instruction_set=choose_instruction_set(config.instruction_set))
-    ranks = start(config.tp, config)
+    ranks = (start or (Ranks if config.tp_address is None else LinkedRanks))(config.tp, config)
     placements = [placement_head(placement) for placement in ranks.placements]
+    if isinstance(blueprint.source, Checkpoint | GgufCheckpoint):
+        blueprint.source.progress = _noticing(ranks, blueprint.source.progress)
     try:
         return RankedModel(blueprint, config, ranks, {**source, "config": asdict(config), "placements": placements})
     except BaseException:
         ranks.end()
         raise
+
+
+def _noticing(ranks: Ranks, progress: Progress | None) -> Progress:
+    """Loading that ends when another rank does, which it would hear of at its end only."""
+
+    def notice(done: int, total: int) -> None:
+        ranks.check()
+        if progress is not None:
+            progress(done, total)
+
+    return notice
 
 
 def _built_once(

@@ -46,8 +46,8 @@ class LinearHandle:
 
     Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
     following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
-    order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
     rows: which of n_outputs the packed weight has, in its order; None: all.
+    order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
     """
 
     index: int | None
@@ -60,7 +60,6 @@ class LinearHandle:
     column: int = 0
     is_gathered: bool = False
     pieces: tuple[LinearHandle, ...] = ()
-    order: str = ""
     rows: Rows | None = None
 
     def own_rows(self, begin: int, end: int) -> tuple[int, list[slice]]:
@@ -74,6 +73,7 @@ class LinearHandle:
                 found.append(own)
             at += high - low
         return first, found
+    order: str = ""
 
     @property
     def rows_format(self) -> str:
@@ -441,8 +441,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             n_outputs=n if activation is None else n // 2,
             activation=activation,
             role=role,
-            order=order,
             rows=rows,
+            order=order,
         )
 
     def _note_order(self, key: str, parts: LinearParts, n_inputs: int) -> str:
