@@ -11,6 +11,7 @@ import torch
 from worlds import KERNEL_SETS, Answer, prompt, read_cache
 
 from checkpoints import make_checkpoint
+from coded_files import awq, gptq, quantised_checkpoints
 from diptych.compute.adapters import read_adapter
 from diptych.compute.model import Model, Want
 from diptych.compute.ops.cpu_kernels import instruction_sets
@@ -103,6 +104,31 @@ def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: 
         assert likeness > {"bf16": 0.999, "int8": 0.99, "int4": 0.8}[weights], (weights, likeness, float(effect))
 
 
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_weights_that_others_quantised_take_adapters(
+    base: Path, adapters: list[Path], tmp_path: Path, layout: str
+) -> None:
+    """What an adapter adds to kept weights is what it adds to their values in bf16, and no neighbour changes a bit of it.
+
+    Their rows are int8 with a scale for each group; they were read as bf16, which is noise.
+    """
+    wide = make_checkpoint("llama", tmp_path / "base", num_hidden_layers=2, hidden_size=128, intermediate_size=128)
+    layouts = {"gptq": gptq(4, 32, symmetric=True), "awq": awq(32)}
+    coded, plain = quantised_checkpoints(wide, tmp_path / "quantised", layouts[layout])
+    paths = [write_adapter(tmp_path / str(i), wide, ranks, seed=i) for i, ranks in enumerate(RANKS)]
+    kept, numbers = loaded(coded, paths, CONFIG)
+    values, same = loaded(plain, paths, CONFIG)
+    assert numbers == same
+    for number in numbers:
+        shift, wanted = (
+            (alone(model, number).logits - alone(model, None).logits).flatten() for model in (kept, values)
+        )
+        assert float(torch.nn.functional.cosine_similarity(shift, wanted, dim=0)) > 0.98
+    for name, answer in together(kept, numbers, n_each=2, seed=2).items():
+        number = None if name.startswith("None") else int(name.split()[0])
+        assert not answer.differs_from(alone(kept, number)), name
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_neighbours_and_chunks_change_no_bit(base: Path, adapters: list[Path], kernels: str, weights: str) -> None:
@@ -173,13 +199,15 @@ def test_an_adapter_fits_weights_that_were_packed_before(
 
 
 def test_memory_is_what_the_ranks_call_for(base: Path, tmp_path: Path) -> None:
-    """Bounded memory: twice the rank, twice the bytes; all of it in bf16."""
-    model = load_model(base, CONFIG)
-
-    def taken(rank: int) -> int:
-        folder = write_adapter(tmp_path / str(rank), base, {"down_proj": rank})
-        return model.adapter_bytes(model.add_adapter(read_adapter(folder, max_rank=64)))
-
+    """Bounded memory: twice the rank, twice the bytes; two bytes a number, or one and a scale for each rank and each output."""
     k_padded, n, n_layers = 128, 64, 2
-    assert taken(16) == n_layers * 16 * (k_padded + n) * 2
-    assert taken(32) == 2 * taken(16)
+    for weights in ("bf16", "int8", "int4"):
+        model = load_model(base, replace(CONFIG, weights=weights))
+
+        def taken(rank: int, model: Model = model) -> int:
+            folder = write_adapter(tmp_path / str(rank), base, {"down_proj": rank})
+            return model.adapter_bytes(model.add_adapter(read_adapter(folder, max_rank=64)))
+
+        for rank in (16, 32):
+            numbers = rank * (k_padded + n)
+            assert taken(rank) == n_layers * (2 * numbers if weights == "bf16" else numbers + 4 * (rank + n))
