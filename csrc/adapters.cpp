@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "gemm_driver.h"
@@ -86,7 +87,7 @@ void fill_bf16(const AdapterParts& from, Adapter::Site& site, const LinearKernel
 // Values [count] of one lane as the bytes of its words, `lane` of the steps at `out`; returns the scale.
 float fill_lane(const float* values, int64_t count, const LinearKernels& kernels, std::vector<int8_t>& q, uint8_t* out) {
   const float scale = kernels.abs_max(values, count) / 127.0f;
-  if (scale == 0.0f) return 0.0f;
+  if (scale < std::numeric_limits<float>::min()) return 0.0f;  // nothing, or too little for an inverse
   q.resize(round_up(count, 64));
   kernels.quantize_int8(values, count, 1.0f / scale, q.data());
   for (int64_t i = 0; i < count; ++i) out[i / 4 * kStepBytes + i % 4] = static_cast<uint8_t>(q[i] + 128);

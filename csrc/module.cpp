@@ -370,10 +370,12 @@ void bind_operations(nb::class_<Program>& program) {
       .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
         p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)
-      .def("meet", [](Program& p) { p.record(Category::attention, MeetOp{}); })
-      .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store) {
-        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store)});
-      }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"))
+      .def("meet", [](Program& p, int out) { p.record(Category::attention, MeetOp{out}); })
+      .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store,
+                       int64_t column) {
+        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store), column});
+      }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"),
+         nb::arg("column") = 0)
       .def("cache_latents", [](Program& p, int kv, int layer, int norm, float norm_eps, int rope, int64_t rank) {
         p.record(Category::rope, CacheLatentsOp{kv, layer, norm, rope, rank, norm_eps});
       }, nb::kw_only(), nb::arg("kv"), nb::arg("layer"), nb::arg("norm"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("rank"))

@@ -43,6 +43,7 @@ void bind_team(nb::module_& m) {
       .def("say_error", &Team::say_error)
       .def("error_of", &Team::error_of)
       .def("message", &message_of, nb::arg("bytes"))
+      .def("give_back_message", &Team::give_back_message)
       .def("post", &Team::post, nb::arg("kind"), nb::arg("bytes"))
       .def("next", [](Team& team) {
         std::pair<int32_t, int64_t> message;

@@ -229,7 +229,7 @@ struct Names {
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }
-  void operator()(const MeetOp&) const {}
+  void operator()(const MeetOp& op) const { buffers({op.out}); }
 };
 
 // The buffers that an operation reads whole, or rows of it that others wrote, and those that it writes.
@@ -259,7 +259,7 @@ struct Uses {
   void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
   void operator()(const InputOp& op) { writes = {op.x}; }
   void operator()(const TapOp& op) { reads = {op.x}; }
-  void operator()(const MeetOp&) {}
+  void operator()(const MeetOp& op) { writes = {op.out}; }
 };
 
 }  // namespace
@@ -269,7 +269,7 @@ struct Uses {
 void Program::check_order(const OpBody& body) {
   Uses uses;
   std::visit(uses, body);
-  bool meets = std::holds_alternative<MeetOp>(body);
+  bool meets = false;
   for (const int written : uses.writes) {
     if (!buffers_[written].shared) continue;
     meets = true;

@@ -132,12 +132,13 @@ struct HeadsOp {                             // for each head a product of its o
   int rows, out;                             // rows: H for each token, of width K; out: f32 or bf16
   int64_t out_head_stride;
   Store store;
+  int64_t column = 0;                        // where the first head's outputs begin
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct InputOp { int x; };                                    // x: the caller's rows
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
-struct MeetOp {};                                             // nothing: other ranks write what this one has no part of
+struct MeetOp { int out; };                                   // nothing: other ranks write what this one has no part of
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
                             InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp>;

@@ -11,20 +11,21 @@ constexpr int32_t kStepMessage = 0;
 // How a step is told to other ranks; its arrays follow in the order of Step.
 struct StepMessage {
   int32_t want, cache;
-  int64_t n_tokens, n_sequences, table_width, n_logits;
-  int64_t words() const { return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits; }
+  int64_t n_tokens, n_sequences, table_width, n_logits, n_adapters;
+  int64_t words() const { return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits + n_adapters; }
 };
 
 }  // namespace
 
 void Program::post(const Step& step, const KvCache& kv, Want want) {
-  const StepMessage head{static_cast<int32_t>(want), kv.number, step.n_tokens, step.n_sequences, step.table_width, step.n_logits};
+  const int64_t n_adapters = step.adapters == nullptr ? 0 : step.n_sequences;
+  const StepMessage head{static_cast<int32_t>(want), kv.number, step.n_tokens, step.n_sequences, step.table_width, step.n_logits, n_adapters};
   const int64_t bytes = static_cast<int64_t>(sizeof head) + head.words() * 4;
   uint8_t* at = team_->message(bytes);
   std::memcpy(at, &head, sizeof head);
   at += sizeof head;
   auto put = [&](const int32_t* values, int64_t n) {
-    std::memcpy(at, values, static_cast<size_t>(n) * 4);
+    if (n > 0) std::memcpy(at, values, static_cast<size_t>(n) * 4);
     at += n * 4;
   };
   put(step.token_ids, step.n_tokens);
@@ -32,6 +33,7 @@ void Program::post(const Step& step, const KvCache& kv, Want want) {
   put(step.context_tokens, step.n_sequences);
   put(step.block_table, step.n_sequences * step.table_width);
   put(step.logits_rows, step.n_logits);
+  put(step.adapters, n_adapters);
   team_->post(kStepMessage, bytes);
 }
 
@@ -53,6 +55,7 @@ std::pair<int32_t, int64_t> Program::serve(const std::vector<KvCache*>& caches) 
     step.context_tokens = take(step.n_sequences);
     step.block_table = take(step.n_sequences * step.table_width);
     step.logits_rows = take(step.n_logits);
+    if (head.n_adapters > 0) step.adapters = take(head.n_adapters);
     KvCache& kv = *caches.at(head.cache);
     switch (static_cast<Want>(head.want)) {
       case Want::logits: run(step, kv, nullptr); break;

@@ -232,7 +232,7 @@ void Program::Run::run(const HeadsOp& op, size_t, int thread, int threads) const
   for (int64_t head = 0; head < heads; ++head) {
     Epilogue epilogue;
     epilogue.store = op.store;
-    epilogue.out = out.data + head * op.out_head_stride * (op.store == Store::bf16 ? 2 : 4);
+    epilogue.out = out.data + (op.column + head * op.out_head_stride) * (op.store == Store::bf16 ? 2 : 4);
     epilogue.out_stride = out.width;
     linear(set, program.linears_[op.weights[head]], rows, program.head_rows_.data() + head * step.n_tokens, step.n_tokens, epilogue, thread,
            threads);

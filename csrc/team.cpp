@@ -119,6 +119,10 @@ uint8_t* Team::message(int64_t bytes) {
   return messages_->data();
 }
 
+void Team::give_back_message() {
+  if (messages_ != nullptr) give_back(fd_, kMessages, messages_->bytes());
+}
+
 void Team::post(int32_t kind, int64_t bytes) {
   control_->message_kind = kind;
   control_->message_bytes = bytes;

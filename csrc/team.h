@@ -72,6 +72,7 @@ class Team {
 
   // Room for a message of `bytes`, valid until the next call that asks for more.
   uint8_t* message(int64_t bytes);
+  void give_back_message();                   // rank 0, between messages: its memory
   void post(int32_t kind, int64_t bytes);     // rank 0
   bool next(int32_t* kind, int64_t* bytes);   // others; false: the team is broken
 

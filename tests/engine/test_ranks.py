@@ -15,7 +15,8 @@ import psutil
 import pytest
 import torch
 from tests.embedding_files import make_embedder
-from tests.lora import write_adapter
+from tests.engine.test_speculation import unpriced
+from tests.lora import ALL, write_adapter
 from tests.server_process import ServerProcess
 from tests.thread_ranks import load_over_threads
 
@@ -73,17 +74,25 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) ->
 
 
 def test_two_processes_answer_as_one_and_end_as_one(tmp_path: Path) -> None:
-    """Text, log-probabilities, cached tokens and drafts by lookup; then one dies while both decode."""
+    """Text, log-probabilities, cached tokens, drafts by lookup, and an adapter that comes and goes; then one dies while both
+    decode.
+    """
     shared = set(os.listdir("/dev/shm"))
     one = engine(1)
     expected = answers(one)
+    adapter = write_adapter(tmp_path / "late", bundled_dir(), {**ALL, "q_proj": 3})
     llm = engine(2, speculate="lookup")
     assert llm.loaded.model.weight_bytes == pytest.approx(
         one.loaded.model.weight_bytes, rel=0.02
     )  # held once, all in all
     assert [a[:2] for a in answers(llm)] == [a[:2] for a in expected]
-    with pytest.raises(ConfigError, match="adapters are computed in one process only"):
-        llm.load_lora("late", write_adapter(tmp_path / "late", bundled_dir(), {"q_proj": 2}))
+    for each in (one, llm):
+        each.load_lora("late", adapter)
+    said, plain = [llm.generate(PROMPTS[0], SAMPLING[0], adapter=name)[0].choices for name in ("late", None)]
+    assert said == one.generate(PROMPTS[0], SAMPLING[0], adapter="late")[0].choices != plain
+    llm.unload_lora("late")
+    assert answers(llm)[0][0] == expected[0][0]
+    llm.load_lora("late", adapter)  # is there when the rank dies, and no error of its own then
     (rank,) = rank_processes()
     killed: list[bool] = []
 
@@ -107,8 +116,6 @@ def test_what_ranks_cannot_do_is_refused() -> None:
     """Never ignored: one says why, and what to do."""
     for settings, what in (
         ({"backend": "torch"}, "the torch backend computes in one process"),
-        ({"speculate": "draft"}, "drafters with weights run beside one process only"),
-        ({"loras": {"poet": "somewhere"}}, "loras has 1 adapters and tp is 2"),
         ({"tp": 0}, "tp"),
     ):
         with pytest.raises(ConfigError, match=what):
@@ -129,6 +136,33 @@ def test_texts_are_embedded_as_by_one(tmp_path: Path) -> None:
     ranked = LLM(replace(one.loaded, model=over), **settings)
     pairs = zip(one.embed(texts), ranked.embed(texts), strict=True)
     assert [(ours.vector == theirs.vector).all() for ours, theirs in pairs] == [True, True]
+    over.close()
+
+
+@pytest.mark.parametrize("kind", ["draft", "medusa", "eagle", "itself"])
+def test_drafters_guess_for_ranks_as_for_one(kind: str) -> None:
+    """They run on the first rank and read states that all ranks have: the same guesses, and the answers of no drafter. A
+    drafter that is the model itself, in one process, is right every time.
+    """
+    settings: dict[str, object] = {"max_context_tokens": 256, "max_draft_tokens": 4, "enable_prefix_cache": False}
+    settings["speculate"] = "draft" if kind == "itself" else kind
+    if kind == "itself":
+        settings["draft_model"] = str(bundled_dir())
+    one = LLM("bundled", backend="cpu", threads=1, **settings)
+    compute = ComputeConfig(backend="cpu", tp=2, threads=2)
+    over = load_over_threads(bundled_dir(), compute)
+    ranked = LLM(replace(one.loaded, model=over, compute=compute), **settings)
+    found = []
+    for llm in (unpriced(ranked), unpriced(one)):
+        done = llm.generate(PROMPTS, SAMPLING)
+        found.append([(answer.choices, answer.usage) for answer in done])
+    assert found[0] == found[1]
+    drafted, accepted = (
+        sum(getattr(usage, name) for _, usage in found[0]) for name in ("drafted_tokens", "accepted_tokens")
+    )
+    assert 0 < accepted <= drafted
+    assert kind != "itself" or accepted == drafted
+    assert ranked.engine.stepper.executor.drafting.failures == 0
     over.close()
 
 

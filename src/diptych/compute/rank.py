@@ -18,8 +18,8 @@ import torch
 
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpu_model import CpuModel
-from diptych.compute.ops.cpu_ranks import Member, report
-from diptych.compute.ops.ranks import TeamBroken, Verb, placement_of, unpack
+from diptych.compute.ops.cpu_ranks import Member, about
+from diptych.compute.ops.ranks import TeamBroken, Verb, answer, placement_of, unpack
 from diptych.compute.ops.shares import Rank
 from diptych.compute.runner import open_blueprint, random_blueprint
 from diptych.ground.config import ComputeConfig
@@ -54,7 +54,7 @@ def run(team: Any) -> None:
                 placement = placement_of(head["placements"][team.rank])
                 rank = Rank(number=team.rank, size=team.size, team=team, placement=placement)
                 member = load_part(rank, head)
-                report(team, member.model)
+                answer(team, about(member.model))
             else:
                 assert member is not None, "a verb came before a model"
                 member.do(Verb(kind), head, payload)

@@ -32,7 +32,7 @@ from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_model_dir
 from diptych.ground.config import ComputeConfig, packed_cache
-from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
@@ -144,7 +144,6 @@ def build_over_ranks(
             f"tp is {config.tp}, and the backend is {backend} ({reason}), which computes in one process",
             hint="use --backend cpu, or leave tp out",
         )
-    _refuse_latents(blueprint.spec, config.tp)
     if not cpu_kernels.is_available()[0]:
         raise ConfigError(cpu_kernels.is_available()[1], hint="leave tp out, which the cpu kernels are needed for")
     # every rank computes with what rank 0 found here, whatever it would choose itself
@@ -156,15 +155,6 @@ def build_over_ranks(
     except BaseException:
         ranks.end()
         raise
-
-
-def _refuse_latents(spec: ModelSpec, tp: int) -> None:
-    """A latent serves all heads, so every rank would keep the whole cache: what ranks are to divide."""
-    if any(layer.attention.mla is not None for layer in spec.layers):
-        raise UnsupportedModel(
-            f"tp is {tp}, and {spec.architecture} has latent attention, which is computed in one process only",
-            hint="leave tp out; threads divide its work",
-        )
 
 
 def _built_once(
@@ -252,9 +242,9 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
     backend, _ = choose_backend(config)
     if backend == "cpu" and cpu_kernels.is_available()[0]:
         kv_format = "bf16" if config.kv == "auto" else config.kv
-        n_heads, n_kv_heads = spec.attention.n_heads, spec.n_kv_heads
-        kept = copies_of_kv(n_heads, n_kv_heads, config.tp)  # by all ranks
-        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens) * kept // n_kv_heads
+        n_heads, cached = spec.attention.n_heads, spec.attention.cache.n_heads
+        kept = copies_of_kv(n_heads, cached, config.tp)  # by all ranks
+        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens) * kept // cached
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
     block_bytes = spec.n_layers * spec.attention.cache.elements * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes

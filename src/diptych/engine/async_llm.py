@@ -210,8 +210,11 @@ class AsyncLLM:
         adapter: str | AdapterRef | None = None,
         arrival_s: float | None = None,
         pooling: Pooling | None = None,
+        trace: str | None = None,
     ) -> RequestHandle:
         """Submit a request and return its handle once the engine has taken it. pooling: for its state and no tokens.
+
+        trace: the W3C traceparent of its span, where somebody follows it.
 
         adapter: the name of a loaded adapter, or what `Adapters.find` gave for it.
         arrival_s: when the request came in, on this engine's clock (default now), so that TTFT includes its rendering.
@@ -232,6 +235,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             adapter=adapter,
             pooling=pooling,
+            trace=trace,
         )
         loop = asyncio.get_running_loop()
         handle = RequestHandle(request, lambda: self.abort(request.request_id))

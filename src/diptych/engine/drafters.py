@@ -210,6 +210,7 @@ def open_drafter(
     if kind not in MODEL_DRAFTERS:
         return None
     folder = _folder(config, kind, directory)
+    config = replace(config, compute=_in_one_process(config.compute))
     if kind == "draft":
         opened = _open_model(config, target, folder, tokenizer)
     else:
@@ -223,6 +224,12 @@ def open_drafter(
     opened.kind = kind
     logger.info("drafter loaded kind=%s path=%s parameters=%d", kind, folder, opened.model.n_parameters)
     return opened
+
+
+def _in_one_process(compute: ComputeConfig) -> ComputeConfig:
+    """A drafter runs on the first rank alone: what it guesses is the same, and a small forward is not worth its meetings."""
+    threads = None if compute.threads is None else compute.threads // compute.tp
+    return replace(compute, tp=1, threads=threads)
 
 
 def _without_folder(directory: Path | None) -> str:

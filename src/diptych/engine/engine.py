@@ -223,6 +223,7 @@ class Engine:
         cache_salt: str | None = None,
         adapter: str | AdapterRef | None = None,
         pooling: Pooling | None = None,
+        trace: str | None = None,
     ) -> Request:
         """Turn a prompt into a Request, and compile its grammar. Safe on any thread; may take up to seconds.
 
@@ -244,6 +245,7 @@ class Engine:
             prediction_token_ids=self._prediction_ids(sampling),
             adapter=adapter if adapter is None or isinstance(adapter, AdapterRef) else self.adapters.find(adapter),
             pooling=pooling,
+            trace=trace,
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)

@@ -186,21 +186,6 @@ class EngineConfig:
         one_of("task", self.task, TASKS)
         self._check_draft_model()
         self._check_loras()
-        self._check_ranks()
-
-    def _check_ranks(self) -> None:
-        """What is computed beside or within the projections has to be in one process."""
-        tp = self.compute.tp
-        if tp > 1 and self.scheduler.speculate in MODEL_DRAFTERS:
-            raise ConfigError(
-                f"speculate is {self.scheduler.speculate!r} and tp is {tp}; drafters with weights run beside one process only",
-                hint="speculate with lookup, or leave tp out",
-            )
-        if tp > 1 and self.loras:
-            raise ConfigError(
-                f"loras has {len(self.loras)} adapters and tp is {tp}; adapters are computed in one process only",
-                hint="leave tp out, or merge the adapter into the weights and load those",
-            )
 
     def _check_loras(self) -> None:
         """Names and paths, no more of them than may be loaded."""

@@ -28,13 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from diptych.compute.structured import MAX_REGEX_BYTES
-from diptych.ground.request import (
-    BOUNDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_BYTES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from diptych.ground.request import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, FieldRefused, Refusal, check_extra
 
 MAX_PROMPTS = 64
@@ -451,6 +445,16 @@ class SamplingBody(RequestBody):
     max_draft_tokens: Whole | None = Field(
         None, ge=0, le=2**31 - 1, validation_alias=AliasChoices("max_draft_tokens", "speculative.n_max")
     )
+    _trace_parent: Mapping[str, str] = PrivateAttr({})
+
+    @property
+    def trace_parent(self) -> Mapping[str, str]:
+        """The headers that came with the body and say of which trace it is a part."""
+        return self._trace_parent
+
+    def follow(self, headers: Mapping[str, str]) -> None:
+        """Take these as `trace_parent`."""
+        self._trace_parent = headers
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ class LinearHandle:
 
     Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
     following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
+    rows: which of n_outputs the packed weight has, in its order; None: all.
     """
 
     index: int | None
@@ -57,6 +58,19 @@ class LinearHandle:
     column: int = 0
     is_gathered: bool = False
     pieces: tuple[LinearHandle, ...] = ()
+    rows: Rows | None = None
+
+    def own_rows(self, begin: int, end: int) -> tuple[int, list[slice]]:
+        """Where in the packed weight its part of outputs [begin, end) begins, and which of them that is, counted from begin."""
+        first, at = 0, 0
+        found: list[slice] = []
+        for low, high in ((0, end),) if self.rows is None else self.rows:
+            own = slice(max(low, begin) - begin, min(high, end) - begin)
+            if own.start < own.stop:
+                first = first if found else at + own.start + begin - low
+                found.append(own)
+            at += high - low
+        return first, found
 
     @property
     def rows_format(self) -> str:
@@ -194,10 +208,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        is_heads = role is not None and tuple(site for site, _ in role.sites) == ("q", "k", "v")
+        is_heads = role is not None and role.sites[0][0] == "q"
         if self.rank.size > 1 and is_heads and role is not None and role.layer is not None:
-            return self._heads_projection(parts, role, *self._heads[role.layer])
-        handle = self._pack_own(parts, self.weights_format, role)
+            handle = self._heads_projection(parts, role, *self._heads[role.layer])
+        else:
+            handle = self._pack_own(parts, self.weights_format, role)
         self.sites.note(parts, handle)
         return handle
 
@@ -239,13 +254,14 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
     ) -> AttentionHandle:
-        """Each head's matrices packed by themselves, in one process (`build_over_ranks` refuses more)."""
-        assert self.rank.size == 1
+        """Each head's matrices packed by themselves: of a rank, those of its heads. Latents are every rank's, whole."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
+        self._heads[spec.layer] = spec, own
+        mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
         latent = LatentHandle(
             norm=self._vector(norm.weight),
-            keys=tuple(self.linear(parts) for parts in keys),
-            values=tuple(self.linear(parts) for parts in values),
+            keys=tuple(self._pack(parts, self.weights_format) for parts in keys[mine]),
+            values=tuple(self._pack(parts, self.weights_format) for parts in values[mine]),
         )
         return AttentionHandle(
             spec=spec,
@@ -324,9 +340,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     ) -> LinearHandle:
         """q, k and v of the rank's heads, which nobody else reads; of a norm over all heads, gathered.
 
-        Ranks that hold the same KV head write the same numbers to its columns then.
+        Ranks that hold the same KV head write the same numbers to its columns then. Latent attention has q alone.
         """
-        d, (q, k, _) = spec.head_dim, (outputs for _, outputs in role.sites)
+        widths = [outputs for _, outputs in role.sites]
         is_gathered, kept = spec.qk_norm is QkNorm.FULL, self._kept(parts)
         nobody = LinearHandle(
             index=None,
@@ -338,13 +354,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             is_gathered=is_gathered,
         )
         if own is None:
-            return replace(nobody, pieces=(nobody,) * 3) if is_gathered else nobody
-        kv = own.first_kv_head * d, (own.first_kv_head + own.n_kv_heads) * d
-        rows = (
-            (own.first_head * d, (own.first_head + own.n_heads) * d),
-            (q + kv[0], q + kv[1]),
-            (q + k + kv[0], q + k + kv[1]),
+            return replace(nobody, pieces=(nobody,) * len(widths)) if is_gathered else nobody
+        heads = (
+            (own.first_head, own.n_heads, spec.n_heads),
+            *((own.first_kv_head, own.n_kv_heads, spec.n_kv_heads),) * 2,
         )
+        begin, rows = 0, ()  # type: tuple[int, Rows]
+        for width, (first, n, of) in zip(widths, heads, strict=False):
+            rows += ((begin + first * width // of, begin + (first + n) * width // of),)
+            begin += width
         if not is_gathered:
             return self._pack(parts, self.weights_format, role=role, rows=rows)
         pieces = [
@@ -408,6 +426,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             n_outputs=n if activation is None else n // 2,
             activation=activation,
             role=role,
+            rows=rows,
         )
 
     def _add_read(

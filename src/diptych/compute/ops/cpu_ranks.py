@@ -6,11 +6,11 @@ enter the cache in the bytes that one rank would have written, so `revision` and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,20 @@ from diptych.compute.kv_store import KVHeader, KVPayload, KVStore
 from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpu_kernels import _cpu
-from diptych.compute.ops.cpu_kv import LAYOUT, CpuKVStore
+from diptych.compute.ops.cpu_kv import CpuKVStore, layout_of
 from diptych.compute.ops.cpu_model import KEPT_LOGITS_ROWS, CpuModel
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb
+from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb, answer, outputs_view, raised
 from diptych.compute.ops.shares import Rank, together
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel, WorkerLost
+from diptych.ground.errors import EngineError, UnsupportedModel, WorkerLost
+
+ERROR_CHARS = 300  # of an answer
 
 
 def cache_of(model: CpuModel, rank: Rank) -> tuple[int, int]:
     """(first KV head, KV heads) of a rank's cache. UnsupportedModel where layers would have different ones."""
-    found = {rank.heads(layer.attention.n_heads, layer.attention.n_kv_heads) for layer in model.spec.layers}
+    found = {rank.heads(layer.attention.n_heads, layer.attention.cache.n_heads) for layer in model.spec.layers}
     caches = {(heads.first_kv_head, heads.n_kv_heads) if heads is not None else (0, 0) for heads in found}
     if len(caches) > 1:
         raise UnsupportedModel("the layers have different numbers of heads, which ranks cannot divide alike")
@@ -174,13 +176,6 @@ class RankedKVStore:
         self._ranks.tell(verb, {"kv": self._number, **head}, payload, own=own)
 
 
-def outputs_view(team: Any, shape: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
-    """An array in the memory that ranks give results back in."""
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    view: np.ndarray = team.outputs(nbytes)[:nbytes].view(dtype).reshape(shape)
-    return view
-
-
 class RankedModel(CpuModel):
     """Rank 0's program, and the others behind it. `load` has them load: it is told before this one packs its own part."""
 
@@ -189,14 +184,15 @@ class RankedModel(CpuModel):
         self._n_caches = 0
         self._dropped: list[int] = []  # numbers of caches that nobody holds any more
 
-        def own() -> None:
-            super(RankedModel, self).__init__(blueprint, config, rank=ranks.rank(0))
-            report(ranks.team, self)
+        self._adapter_bytes: dict[int, int] = {}
 
-        ranks.tell(Verb.LOAD, load, own=own)
-        reports = outputs_view(ranks.team, (ranks.size, 2), np.int64)
-        self.weight_bytes = int(reports[:, 0].sum())
-        self.threads = int(reports[:, 1].sum())
+        def own() -> dict[str, Any]:
+            super(RankedModel, self).__init__(blueprint, config, rank=ranks.rank(0))
+            return about(self)
+
+        loaded = ranks.ask(Verb.LOAD, load, own=own)
+        self.weight_bytes = sum(one["weight_bytes"] for one in loaded)
+        self.threads = sum(one["threads"] for one in loaded)
         self.placement = together(ranks.placements)
         self._is_large = False
 
@@ -221,7 +217,7 @@ class RankedModel(CpuModel):
         (store,) = made
         header = KVHeader(
             revision=self.revision,
-            layout=LAYOUT.format(**self._cache),
+            layout=layout_of(self._cache),
             dtype=self.kv_format,
             n_layers=self.spec.n_layers,
             block_tokens=block_tokens,
@@ -261,11 +257,37 @@ class RankedModel(CpuModel):
         return torch.from_numpy(outputs_view(self.ranks.team, (n_rows, self.spec.vocab_size), np.float32))
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Refused: its products would have to be divided as the projections are."""
-        raise ConfigError(
-            f"adapter {adapter.path} cannot be loaded: tp is {self.ranks.size}, and adapters are computed in one process only",
-            hint="start without tp, or merge the adapter into the weights and load those",
-        )
+        """On every rank or on none: where one of them cannot take it, the others give it back, and its error is raised."""
+        self._sites.fit(adapter)  # what nobody could take is refused before anybody is asked
+        head, payload = adapter.told()
+        with self.ranks.lock:
+            said = self.ranks.ask(
+                Verb.ADD_ADAPTER, head, payload, own=lambda: added(super(RankedModel, self).add_adapter, self, adapter)
+            )
+            self.ranks.team.give_back_message()
+            failed = [(number, one) for number, one in enumerate(said) if "error" in one]
+            if failed:
+                self._drop([one.get("number") for one in said])
+                raise raised(f"adapter {adapter.path} was refused by rank {failed[0][0]}", failed[0][1])
+        (number,) = {int(one["number"]) for one in said}
+        self._adapter_bytes[number] = sum(one["bytes"] for one in said)
+        return number
+
+    def drop_adapter(self, number: int) -> None:
+        """On every rank; it is gone with them where they are gone."""
+        self.program.adapter_bytes(number)  # raises where there is none
+        with contextlib.suppress(WorkerLost):
+            self._drop([number] * self.ranks.size)
+        self._adapter_bytes.pop(number, None)
+
+    def _drop(self, numbers: list[int | None]) -> None:
+        own = numbers[0]
+        drop = super().drop_adapter
+        self.ranks.tell(Verb.DROP_ADAPTER, {"numbers": numbers}, own=lambda: None if own is None else drop(own))
+
+    def adapter_bytes(self, number: int) -> int:
+        """On all ranks."""
+        return self._adapter_bytes[number]
 
     def on_loss(self, tell: Callable[[EngineError], object]) -> Callable[[], object]:
         """See Model."""
@@ -283,7 +305,7 @@ class RankedModel(CpuModel):
         self.ranks.end()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _held(placement: Placement) -> Iterator[None]:
     """While a step runs, rank 0's only thread stays on its CPU, off those of other ranks; a pool of several does so itself."""
     if placement.threads > 1 or not placement.cpus:
@@ -297,9 +319,18 @@ def _held(placement: Placement) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def report(team: Any, model: CpuModel) -> None:
-    """What rank 0 wants to know of each rank, where it reads it after loading."""
-    outputs_view(team, (team.size, 2), np.int64)[team.rank] = model.program.weight_bytes, model.program.threads
+def about(model: CpuModel) -> dict[str, Any]:
+    """What rank 0 wants to know of each rank after loading."""
+    return {"weight_bytes": int(model.program.weight_bytes), "threads": int(model.program.threads)}
+
+
+def added(add: Callable[[Adapter], int], model: CpuModel, adapter: Adapter) -> dict[str, Any]:
+    """A rank's answer to an adapter: its number there and its bytes, or what was wrong. It is no rank's end."""
+    try:
+        number = add(adapter)
+        return {"number": number, "bytes": int(model.program.adapter_bytes(number))}
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error)[:ERROR_CHARS]}
 
 
 def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: int, number: int) -> CpuKVStore:
@@ -314,7 +345,8 @@ def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: in
 def part_of(model: CpuModel, rank: Rank, store: CpuKVStore) -> Part:
     """A rank's store with the place of its heads among all."""
     first, n = cache_of(model, rank)
-    return Part(store, first, n, n_heads=model.spec.n_kv_heads, head_dim=model.spec.head_dim)
+    cache = model.spec.attention.cache
+    return Part(store, first, n, n_heads=cache.n_heads, head_dim=cache.head_dim)
 
 
 class Member:
@@ -331,7 +363,13 @@ class Member:
         return int(kind), int(n)
 
     def do(self, verb: Verb, head: dict[str, Any], payload: bytes) -> None:
-        """One verb over the cache that it names."""
+        """One verb over an adapter, or over the cache that it names."""
+        if verb is Verb.ADD_ADAPTER:
+            answer(self.rank.team, added(self.model.add_adapter, self.model, Adapter.heard(head, payload)))
+            return
+        if verb is Verb.DROP_ADAPTER:
+            own = head["numbers"][self.rank.number]
+            return None if own is None else self.model.drop_adapter(own)
         if verb is Verb.MAKE_KV:
             store = make_part_store(self.model, self.rank, head["n_blocks"], head["block_tokens"], head["number"])
             made = part_of(self.model, self.rank, store)

@@ -115,10 +115,8 @@ class CpuOps(
         h = self._as_value(h)
         category = CATEGORIES[h.kind]
         if weight.index is None:  # of a rank without heads; what ranks share lies at the same places in all of them
-            if weight.is_gathered:
-                self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
             for _ in weight.pieces:
-                self.program.meet()
+                self.program.meet(self._f32(f"{category} out", weight.n_outputs, weight.is_gathered))
             return Value("projection", weight.n_outputs)
         out = self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
         rows = self._rows(h, weight)
@@ -207,6 +205,8 @@ class CpuOps(
         spec, latent = attention.spec, attention.latent
         assert spec.mla is not None
         assert latent is not None
+        if attention.own is None:
+            return
         self.program.cache_latents(
             kv=self._materialised(kv),
             layer=spec.layer,
@@ -218,10 +218,12 @@ class CpuOps(
 
     def absorb(self, q: Value, attention: AttentionHandle) -> Value:
         """q in bf16 for the attention kernel, by a product for each head."""
-        spec, latent = attention.spec, attention.latent
+        spec, latent, own = attention.spec, attention.latent, attention.own
         assert spec.mla is not None
         assert latent is not None
-        width, n_heads = spec.n_heads * spec.head_dim, spec.n_heads
+        if own is None:
+            return Value("query", 0)
+        width, n_heads = own.n_heads * spec.head_dim, own.n_heads
         out = self._buffer("q", width, lambda width: self.program.add_bf16(width))
         x = self._materialised(q)
         self.program.heads(
@@ -237,35 +239,41 @@ class CpuOps(
         return Value("query", width, buffer=out)
 
     def expand(self, a: Value, attention: AttentionHandle) -> Value:
-        """A product for each head."""
-        spec, latent = attention.spec, attention.latent
+        """A product for each head, gathered."""
+        spec, latent, own = attention.spec, attention.latent, attention.own
         assert spec.mla is not None
         assert latent is not None
-        out = self._f32("heads", spec.n_heads * spec.mla.v_dim)
-        self.program.heads(
-            weights=[head.index for head in latent.values],
-            x=self._materialised(a),
-            head_stride=spec.head_dim,
-            rows=self._rows_buffer("expand", spec.mla.kv_rank, latent.values[0], spec.n_heads),
-            out=out,
-            out_head_stride=spec.mla.v_dim,
-            store="f32",
-        )
+        out = self._f32("heads", spec.n_heads * spec.mla.v_dim, self._is_team)
+        if own is None:
+            self.program.meet(out)
+        else:
+            self.program.heads(
+                weights=[head.index for head in latent.values],
+                x=self._materialised(a),
+                head_stride=spec.head_dim,
+                rows=self._rows_buffer("expand", spec.mla.kv_rank, latent.values[0], own.n_heads),
+                out=out,
+                out_head_stride=spec.mla.v_dim,
+                store="f32",
+                column=own.first_head * spec.mla.v_dim,
+            )
         return Value("attention", spec.n_heads * spec.mla.v_dim, buffer=out)
 
     def attention(self, q: Value, attention: AttentionHandle) -> Value:
-        """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised."""
-        spec, program = attention.spec, self.program
-        value = Value("attention", spec.n_heads * spec.head_dim, is_shared=self._is_team)
-        if attention.own is None:
-            value.emit_f32 = value.emit_rows = lambda out: program.meet()
+        """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised. Of latents a rank reads its own heads alone."""
+        spec, own, program = attention.spec, attention.own, self.program
+        is_gathered = attention.latent is None
+        n_heads = spec.n_heads if is_gathered or own is None else own.n_heads
+        value = Value("attention", n_heads * spec.head_dim, is_shared=is_gathered and self._is_team)
+        if own is None:
+            value.emit_f32 = value.emit_rows = program.meet
             return value
         settings = {
             "q": q.buffer,
             "layer": spec.layer,
             "shape": attention.shape,
             "sinks": attention.sinks,
-            "column": attention.own.first_head * spec.head_dim,
+            "column": own.first_head * spec.head_dim if is_gathered else 0,
         }
         value.emit_f32 = lambda out: program.attention(out=out, **settings)
         value.emit_rows = lambda out: program.attention(out=out, **settings)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -29,11 +29,20 @@ from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpus import Placement, allowed_cpus
 from diptych.compute.ops.shares import Rank, rank_placements
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import CapacityError, ConfigError, EngineError, LoadError, UnsupportedModel, WorkerLost
+from diptych.ground.errors import (
+    CapacityError,
+    ConfigError,
+    EngineError,
+    ExecutorError,
+    LoadError,
+    UnsupportedModel,
+    WorkerLost,
+)
 
 logger = logging.getLogger("diptych.compute")
 
 END_S = 5.0  # for ranks to leave by themselves
+ANSWER_BYTES = 1024
 NOTICE_S = 1.0  # for the system to say who it was that died
 _HEAD = struct.Struct("<q")
 # what may go wrong with a part as with the whole, and is said as the same error
@@ -52,6 +61,8 @@ class Verb(IntEnum):
     IMPORT = 6
     READ = 7
     WRITE = 8
+    ADD_ADAPTER = 9
+    DROP_ADAPTER = 10
 
 
 def pack(head: dict[str, Any], payload: bytes = b"") -> bytes:
@@ -65,6 +76,28 @@ def unpack(message: bytes) -> tuple[dict[str, Any], bytes]:
     (n,) = _HEAD.unpack_from(message)
     head: dict[str, Any] = json.loads(message[_HEAD.size : _HEAD.size + n])
     return head, message[_HEAD.size + n :]
+
+
+def outputs_view(team: Any, shape: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
+    """An array in the memory that ranks give results back in."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    view: np.ndarray = team.outputs(nbytes)[:nbytes].view(dtype).reshape(shape)
+    return view
+
+
+def answer(team: Any, said: dict[str, Any]) -> None:
+    """What this rank says to what was asked of all; no longer than ANSWER_BYTES."""
+    text = json.dumps(said).encode()
+    own = outputs_view(team, (team.size, ANSWER_BYTES), np.uint8)[team.rank]
+    own[:] = ord(" ")
+    own[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+
+
+def raised(what: str, said: dict[str, Any]) -> EngineError:
+    """The error that a rank's answer tells of."""
+    if said["error"] == MemoryError.__name__:
+        return CapacityError(f"{what}: it has no memory for it")
+    return _TOLD.get(said["error"], ExecutorError)(f"{what}: {said['message']}")
 
 
 class _Watch:
@@ -152,6 +185,15 @@ class Ranks:
             except BaseException:
                 self.end()  # the others wait in the middle of something
                 raise
+
+    def ask(
+        self, verb: Verb, head: dict[str, Any], payload: bytes = b"", *, own: Callable[[], dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """As `tell`, and the answers of all ranks in their order; `own` gives rank 0's."""
+        with self.lock:
+            self.tell(verb, head, payload, own=lambda: answer(self.team, own()))
+            said = outputs_view(self.team, (self.size, ANSWER_BYTES), np.uint8)
+            return [json.loads(one.tobytes()) for one in said]
 
     def failure(self) -> EngineError:
         """Why the team is broken."""
