@@ -74,6 +74,24 @@ void fill_b(const AdapterParts& site, const Adapter::Strip& strip, int64_t first
   }
 }
 
+// A row of groups as bf16, its inputs in the order that the layer's own weights had: each value is rounded by itself.
+void widen_groups(const LinearKernels& kernels, const Rows& x, int64_t row, uint16_t* out) {
+  const int8_t* q = reinterpret_cast<const int8_t*>(x.data + row * x.stride_bytes);
+  const int64_t group = group_of(x.kind);
+  for (int64_t begin = 0; begin < x.k_padded; begin += group) {
+    const float scale = x.scales[row * x.groups + begin / group];
+    float values[kMaxGroup];
+    for (int64_t i = 0; i < group; ++i) {
+      const int32_t high = q[begin + i];
+      values[i] = scale * static_cast<float>(is_wide(x.kind) ? high * (1 << kLowBits) + q[x.k_padded + begin + i] : high);
+    }
+    uint16_t rounded[kMaxGroup];
+    kernels.round_inputs(values, group, x.order == nullptr ? out + begin : rounded);
+    if (x.order != nullptr)
+      for (int64_t i = begin; i < std::min(begin + group, x.k_padded); ++i) out[i < x.k ? x.order[i] : i] = rounded[i - begin];
+  }
+}
+
 void fill_bf16(const AdapterParts& from, Adapter::Site& site, const LinearKernels& kernels, uint16_t* a, uint16_t* b) {
   int64_t rank = 0;
   for (const AdapterPart& part : from.parts)
@@ -121,18 +139,6 @@ void fill_whole(const AdapterParts& from, Adapter::Site& site, const LinearKerne
   site.lanes.shape.format = Format::int8;
   site.lanes.shape.gated = false;
   site.lanes.scales = lane_scales;
-}
-
-// A row of int8 with a scale for each group, as bf16.
-void widen_row(const LinearKernels& kernels, const Rows& x, int64_t row, uint16_t* out) {
-  const int8_t* q = reinterpret_cast<const int8_t*>(x.data + row * x.stride_bytes);
-  const int64_t group = group_of(x.kind);
-  alignas(64) float values[kMaxGroup];
-  for (int64_t g = 0; g * group < x.k_padded; ++g) {
-    const float scale = x.scales[row * x.groups + g];
-    for (int64_t i = 0; i < group; ++i) values[i] = scale * static_cast<float>(q[g * group + i]);
-    kernels.round_inputs(values, group, out + g * group);
-  }
 }
 
 // One tile of few rows that the set reads by their pointers, a strip wide.
@@ -287,7 +293,7 @@ void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int th
       float* out[kBlock];
       for (int64_t i = 0; i < rows; ++i) {
         inputs[i] = is_grouped ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(x.data + rows_[row + i] * x.stride_bytes);
-        if (is_grouped) widen_row(*set.linear, x, rows_[row + i], wide + i * x.k_padded);
+        if (is_grouped) widen_groups(*set.linear, x, rows_[row + i], wide + i * x.k_padded);
         out[i] = const_cast<float*>(shrunk_.data()) + (row + i) * stride_ + rank;
       }
       set.step->shrink_rows(inputs, rows, site->a + rank * site->stride, site->stride, ranks, out);

@@ -1,4 +1,5 @@
 #include "program.h"
+#include "program_uses.h"
 
 #include <algorithm>
 #include <cmath>
@@ -232,36 +233,6 @@ struct Names {
   void operator()(const MeetOp& op) const { buffers({op.out}); }
 };
 
-// The buffers that an operation reads whole, or rows of it that others wrote, and those that it writes.
-struct Uses {
-  std::vector<int> reads, writes;
-
-  void operator()(const EmbedOp& op) { writes = {op.x}; }
-  void operator()(const TiedEmbedOp& op) { writes = {op.x}; }
-  void operator()(const NormOp& op) { reads = {op.x}, writes = {op.out}; }
-  void operator()(const AddNormOp& op) { reads = {op.y}, writes = {op.x}; }
-  void operator()(const AddOp& op) {
-    reads = {op.y}, writes = {op.x};
-    if (op.gate != -1) reads.push_back(op.gate);
-  }
-  void operator()(const PrepareOp& op) { reads = {op.x}, writes = {op.rows}; }
-  void operator()(const LinearOp& op) { reads = {op.rows}, writes = {op.out}; }
-  void operator()(const RotateOp& op) { reads = {op.qkv}, writes = {op.q}; }
-  void operator()(const AttentionOp& op) { reads = {op.q}, writes = {op.out}; }
-  void operator()(const MoeOp& op) {
-    reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};
-    if (op.has_hidden) writes.push_back(op.hidden);
-    if (op.is_clamped) writes.push_back(op.wide);
-  }
-  void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
-  void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
-  void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
-  void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
-  void operator()(const InputOp& op) { writes = {op.x}; }
-  void operator()(const TapOp& op) { reads = {op.x}; }
-  void operator()(const MeetOp& op) { writes = {op.out}; }
-};
-
 }  // namespace
 
 // All ranks meet behind what writes a shared buffer, so nobody reads it too early. Nobody writes it too early either if they have met
@@ -297,6 +268,7 @@ void Program::join(Team& team) {
 void Program::record(Category category, OpBody body) {
   std::visit(Names{{buffers_.size(), linears_.size(), vectors_.size(), tables_.size(), ropes_.size()}}, body);
   check_order(body);
+  note_meetings(body);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
     auto same = [&](const AttentionShape& other) { return other.window == op->shape.window; };
@@ -373,6 +345,7 @@ void Program::reserve(int64_t tokens) {
       buffer.data = place;
       if (buffer.kind == BufferKind::rows)
         buffer.rows = view_rows(buffer.rows_kind, wanted * buffer.rows_per_token, buffer.width, place);
+      if (!buffer.order.empty()) buffer.rows.order = buffer.order.data();
       place += buffer_bytes(buffer, wanted);
     }
     arena_tokens_ = wanted;

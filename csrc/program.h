@@ -58,6 +58,7 @@ struct Buffer {
   int64_t width = 0;
   int64_t rows_per_token = 1;
   RowsKind rows_kind = RowsKind::bf16;
+  std::vector<int32_t> order;  // of the inputs of rows (Rows::order); empty: as they come
   bool shared = false;      // by the ranks
   uint8_t* data = nullptr;  // set by the arena
   Rows rows;                // the view of `data`, kind rows only
@@ -148,6 +149,15 @@ struct Op {
   OpBody body;
 };
 
+// What a rank writes for the others before they meet: columns [begin, end) of a buffer's rows, its share of the rows, or the rows of
+// tokens in [begin, end). Ranks meet in one order, so the i-th meeting of one is that of all.
+enum class Part : int32_t { columns, rows, tokens };
+struct Meeting {
+  Part part;
+  int buffer;  // -1: the logits
+  Range own;
+};
+
 // Which expert rows belong together this step; written by one thread, read by all.
 struct Routing {
   std::vector<int32_t> expert_ids;     // [T, k] ascending within a token
@@ -209,6 +219,9 @@ class Program {
   const KernelSet& kernels() const { return kernels_; }
   int threads() const { return pool_.size(); }
   int64_t n_meetings() const;    // of all ranks, in a step
+  // Of ranks that are linked: what this one writes at each of its meetings, and after loading what all do [size][meetings].
+  std::vector<Range> written() const;
+  void know_written(std::vector<std::vector<Range>> by_rank);
   int64_t weight_bytes() const;  // packed weights and vectors: what a step reads whole
   int64_t table_bytes() const;   // embedding tables beside them, of which a step reads single rows
   int64_t vocab() const { return vocab_; }
@@ -234,6 +247,10 @@ class Program {
   void compute(const Step& step, KvCache& kv, const Results& results);
   void check_order(const OpBody& body);
   void meet();  // the step's last
+  void note_meetings(const OpBody& body);
+  template <class See>
+  void visit_part(const Meeting& meeting, Range part, int rank, const Step& step, float* logits, See&& see) const;
+  bool exchange(size_t meeting, const Step& step, float* logits);
   bool is_rank_0() const { return team_ == nullptr || team_->rank() == 0; }
   void check(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
@@ -262,6 +279,10 @@ class Program {
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   std::vector<uint8_t> meets_;                    // by op: whether all ranks meet behind it
   std::vector<int> read_since_meeting_;           // shared buffers
+  std::vector<Meeting> meetings_;
+  std::vector<size_t> first_meeting_;             // by op
+  std::vector<std::vector<Range>> written_;       // [size][meetings], of ranks that are linked
+  std::vector<uint8_t> slots_of_ranks_;           // what they carry to each other
   Team* team_ = nullptr;
   std::unique_ptr<SharedPages> shared_arena_;
   PageBuffer arena_, scratch_, partials_;

@@ -63,6 +63,8 @@ class Verb(IntEnum):
     WRITE = 8
     ADD_ADAPTER = 9
     DROP_ADAPTER = 10
+    KNOW_WRITTEN = 11
+    END = 12
 
 
 def pack(head: dict[str, Any], payload: bytes = b"") -> bytes:
@@ -85,12 +87,20 @@ def outputs_view(team: Any, shape: Sequence[int], dtype: type[np.generic]) -> np
     return view
 
 
-def answer(team: Any, said: dict[str, Any]) -> None:
-    """What this rank says to what was asked of all; no longer than ANSWER_BYTES."""
-    text = json.dumps(said).encode()
-    own = outputs_view(team, (team.size, ANSWER_BYTES), np.uint8)[team.rank]
-    own[:] = ord(" ")
-    own[: len(text)] = np.frombuffer(text, dtype=np.uint8)
+def gathered(team: Any, own: np.ndarray, slot_bytes: int) -> np.ndarray:
+    """What every rank gives, [size, slot_bytes], own at the beginning of its slot; for rank 0 to know."""
+    slots = outputs_view(team, (team.size, slot_bytes), np.uint8)
+    data = np.ascontiguousarray(own).reshape(-1).view(np.uint8)
+    slots[team.rank, : len(data)] = data
+    team.gather(slot_bytes)
+    return slots
+
+
+def answer(team: Any, said: dict[str, Any]) -> list[dict[str, Any]]:
+    """What this rank says to what was asked of all, no longer than ANSWER_BYTES; what all have said, for rank 0 to know."""
+    text = json.dumps(said).encode().ljust(ANSWER_BYTES)
+    slots = gathered(team, np.frombuffer(text, dtype=np.uint8), ANSWER_BYTES)
+    return [json.loads(one.tobytes()) for one in slots] if team.rank == 0 else []
 
 
 def raised(what: str, said: dict[str, Any]) -> EngineError:
@@ -105,17 +115,20 @@ class _Watch:
 
     def __init__(self) -> None:
         self.is_ending = False
-        self.gone: dict[int, int] = {}  # rank -> exit status
+        self.gone: dict[int, str] = {}  # rank -> how it ended
         self.noticed = threading.Event()
         self.listeners: list[Callable[[], object]] = []
 
     def wait_for(self, number: int, process: subprocess.Popen[bytes], team: Any) -> None:
         """Until the process ends; without being asked to, it breaks the team."""
-        status = process.wait()
+        self.lose(number, _end_of(process.wait()), team)
+
+    def lose(self, number: int, how: str, team: Any) -> None:
+        """A rank is gone."""
         if self.is_ending:
             return
         if not team.is_broken:  # else it left because of another
-            self.gone[number] = status
+            self.gone[number] = how
             team.break_up()
         self.noticed.set()
         for tell in tuple(self.listeners):
@@ -129,12 +142,8 @@ class Ranks:
         if not hasattr(os, "memfd_create"):
             raise ConfigError(f"tp is {size}; ranks share memory as Linux has it", hint="leave tp out")
         cpus = allowed_cpus()
-        self.size = size
         self.placements = rank_placements(size, config.threads, config.numa, cpus)
-        self.threads = sum(placement.threads for placement in self.placements)
-        self.is_crowded = self.threads > len(cpus)
-        self.lock = threading.RLock()
-        self.watch = _Watch()
+        self._begin(size, is_crowded=sum(placement.threads for placement in self.placements) > len(cpus))
         self._fd = os.memfd_create("diptych", os.MFD_CLOEXEC)
         try:
             self.team = _cpu.Team(self._fd, 0, size, self.is_crowded)
@@ -142,13 +151,22 @@ class Ranks:
             os.close(self._fd)
             raise CapacityError("the system has no shared memory for ranks to meet in") from error
         others: list[Any] = []
-        self._end = weakref.finalize(self, _end_ranks, self.watch, self.team, self._fd, others, os.getpid())
+        self._ends_with(_end_ranks, self.watch, self.team, self._fd, others)
         try:
             for number in range(1, size):
                 others.append(self._start(number))
         except BaseException:
             self._end()
             raise
+
+    def _begin(self, size: int, *, is_crowded: bool) -> None:
+        self.size = size
+        self.is_crowded = is_crowded
+        self.lock = threading.RLock()
+        self.watch = _Watch()
+
+    def _ends_with(self, end: Callable[..., None], *arguments: Any) -> None:
+        self._end = weakref.finalize(self, _if_ours, os.getpid(), end, *arguments)
 
     def rank(self, number: int) -> Rank:
         """What rank `number` knows of itself."""
@@ -172,8 +190,7 @@ class Ranks:
     ) -> None:
         """Have every rank do it, rank 0 by `own`, and wait for all. Raises what it was that failed, or WorkerLost."""
         with self.lock:
-            if self.team.is_broken:
-                raise self.failure()
+            self.check()
             message = pack(head, payload)
             self.team.message(len(message))[:] = np.frombuffer(message, dtype=np.uint8)
             try:
@@ -190,26 +207,33 @@ class Ranks:
         self, verb: Verb, head: dict[str, Any], payload: bytes = b"", *, own: Callable[[], dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """As `tell`, and the answers of all ranks in their order; `own` gives rank 0's."""
-        with self.lock:
-            self.tell(verb, head, payload, own=lambda: answer(self.team, own()))
-            said = outputs_view(self.team, (self.size, ANSWER_BYTES), np.uint8)
-            return [json.loads(one.tobytes()) for one in said]
+        said: list[dict[str, Any]] = []
+        self.tell(verb, head, payload, own=lambda: said.extend(answer(self.team, own())))
+        return said
+
+    def check(self) -> None:
+        """Raise what `failure` says where not all ranks are there any more."""
+        if self.team.is_broken:
+            raise self.failure()
 
     def failure(self) -> EngineError:
         """Why the team is broken."""
         for number in range(1, self.size):
-            kind, _, text = str(self.team.error_of(number)).partition("|")
+            kind, _, text = self._said_by(number).partition("|")
             message, _, hint = text.partition("\nhint: ")
             if kind in _TOLD:
                 return _TOLD[kind](message, hint=hint or None)
             if kind:
                 return WorkerLost(f"rank {number} of {self.size} failed: {kind}: {message}")
         self.watch.noticed.wait(NOTICE_S)
-        gone = ", ".join(f"rank {number} {_end_of(status)}" for number, status in sorted(self.watch.gone.items()))
+        gone = ", ".join(f"rank {number} {how}" for number, how in sorted(self.watch.gone.items()))
         return WorkerLost(
             f"the engine computes with {self.size} processes, and not all are there any more: {gone or 'they were ended'}",
             hint="start the engine again; the system's log says whether memory ran out",
         )
+
+    def _said_by(self, number: int) -> str:
+        return str(self.team.error_of(number))
 
     def end(self) -> None:
         """Let the other ranks go and wait for them."""
@@ -220,9 +244,12 @@ def _end_of(status: int) -> str:
     return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
-def _end_ranks(watch: _Watch, team: Any, fd: int, others: list[Any], owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a fork of rank 0 that ends has no say
+def _if_ours(owner: int, end: Callable[..., None], *arguments: Any) -> None:
+    if os.getpid() == owner:  # a fork of rank 0 that ends has no say
+        end(*arguments)
+
+
+def _end_ranks(watch: _Watch, team: Any, fd: int, others: list[Any]) -> None:
     watch.is_ending = True
     team.break_up()
     for process in others:
