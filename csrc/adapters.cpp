@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "gemm_driver.h"
@@ -11,14 +12,19 @@ namespace diptych {
 namespace {
 
 constexpr int64_t kBlock = kAdapterRows;  // rows of x that pass over A together
+constexpr int64_t kMostRows = 8;          // of int8: at most so many, of what the set's tiles take by their pointers
+constexpr int64_t kBlockRanks = 16;       // of int8: a strip of A, four steps of B
+constexpr int64_t kBlockSteps = kBlockRanks / 4, kBlockBytes = kBlockSteps * kStepBytes;
 // A bias that changes no sum, of whatever sign its zero is.
 alignas(64) const float kNone[kStripLanes] = {-0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f,
                                               -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f, -0.0f};
 
-int64_t all_ranks(const AdapterParts& site) {
-  int64_t ranks = 0;
-  for (const AdapterPart& part : site.parts) ranks += part.ranks;
-  return ranks;
+int64_t units_of(const AdapterPart& part, bool is_whole) { return is_whole ? (part.ranks + kBlockRanks - 1) / kBlockRanks : part.ranks; }
+
+int64_t all_units(const AdapterParts& site, bool is_whole) {
+  int64_t units = 0;
+  for (const AdapterPart& part : site.parts) units += units_of(part, is_whole);
+  return units;
 }
 
 void check_parts(const AdapterParts& site) {
@@ -32,7 +38,7 @@ void check_parts(const AdapterParts& site) {
 }
 
 // Which parts have lanes in a strip. Of a gated layer a strip holds rows of one half; parts are ascending, so they follow one another.
-std::vector<Adapter::Strip> lay_strips(const AdapterParts& site, int64_t& b_size) {
+std::vector<Adapter::Strip> lay_strips(const AdapterParts& site, bool is_whole, int64_t& b_size) {
   std::vector<Adapter::Strip> strips(site.layer.n_panels * kPanelStrips);
   for (size_t s = 0; s < strips.size(); ++s) {
     int64_t rank = 0, first = -1, end = 0;
@@ -41,14 +47,14 @@ std::vector<Adapter::Strip> lay_strips(const AdapterParts& site, int64_t& b_size
         const int64_t row = row_of_lane(site.layer.shape, lane);
         if (row < part.row_begin || row >= part.row_end) continue;
         if (first < 0) first = rank;
-        end = rank + part.ranks;
+        end = rank + units_of(part, is_whole);
         break;
       }
-      rank += part.ranks;
+      rank += units_of(part, is_whole);
     }
     if (first < 0) continue;
     strips[s] = {static_cast<int32_t>(first), static_cast<int32_t>(end - first), b_size};
-    b_size += (end - first) * kStripLanes;
+    b_size += (end - first) * (is_whole ? kBlockBytes : kStripLanes);
   }
   return strips;
 }
@@ -58,12 +64,12 @@ void fill_b(const AdapterParts& site, const Adapter::Strip& strip, int64_t first
   int64_t rank = 0;
   for (const AdapterPart& part : site.parts) {
     for (int64_t r = 0; r < part.ranks; ++r, ++rank) {
-      if (rank < strip.first_rank || rank >= strip.first_rank + strip.ranks) continue;
+      if (rank < strip.first || rank >= strip.first + strip.count) continue;
       for (int64_t lane = 0; lane < kStripLanes; ++lane) {
         const int64_t row = row_of_lane(site.layer.shape, first_lane + lane);
         lanes[lane] = row >= part.row_begin && row < part.row_end ? part.b[(row - part.row_begin) * part.ranks + r] : 0.0f;
       }
-      kernels.round_inputs(lanes, kStripLanes, b + strip.begin + (rank - strip.first_rank) * kStripLanes);
+      kernels.round_inputs(lanes, kStripLanes, b + strip.begin + (rank - strip.first) * kStripLanes);
     }
   }
 }
@@ -86,48 +92,113 @@ void widen_groups(const LinearKernels& kernels, const Rows& x, int64_t row, uint
   }
 }
 
-// A row of activations as bf16: whole numbers where one scale is behind all of them, else what they stand for.
-const uint16_t* widened(const KernelSet& set, const Rows& x, int64_t row, uint16_t* out) {
-  const uint8_t* data = x.data + row * x.stride_bytes;
-  if (x.kind == RowsKind::bf16) return reinterpret_cast<const uint16_t*>(data);
-  if (group_of(x.kind) != 0) widen_groups(*set.linear, x, row, out);
-  else set.step->widen_row(reinterpret_cast<const int8_t*>(data), x.k_padded, out);
-  return out;
+void fill_bf16(const AdapterParts& from, Adapter::Site& site, const LinearKernels& kernels, uint16_t* a, uint16_t* b) {
+  int64_t rank = 0;
+  for (const AdapterPart& part : from.parts)
+    for (int64_t r = 0; r < part.ranks; ++r, ++rank)  // fresh pages are zero behind k
+      kernels.round_inputs(part.a + r * from.layer.shape.k, from.layer.shape.k, a + rank * site.stride);
+  for (size_t s = 0; s < site.strips.size(); ++s)
+    if (site.strips[s].count > 0) fill_b(from, site.strips[s], static_cast<int64_t>(s) * kStripLanes, kernels, b);
+  site.a = a, site.b = b;
 }
+
+// Values [count] of one lane as the bytes of its words, `lane` of the steps at `out`; returns the scale.
+float fill_lane(const float* values, int64_t count, const LinearKernels& kernels, std::vector<int8_t>& q, uint8_t* out) {
+  const float scale = kernels.abs_max(values, count) / 127.0f;
+  if (scale < std::numeric_limits<float>::min()) return 0.0f;  // nothing, or too little for an inverse
+  q.resize(round_up(count, 64));
+  kernels.quantize_int8(values, count, 1.0f / scale, q.data());
+  for (int64_t i = 0; i < count; ++i) out[i / 4 * kStepBytes + i % 4] = static_cast<uint8_t>(q[i] + 128);
+  return scale;
+}
+
+void fill_whole(const AdapterParts& from, Adapter::Site& site, const LinearKernels& kernels, uint8_t* a, uint8_t* b, float* scales) {
+  const int64_t k = from.layer.shape.k, block_bytes = site.stride * kStripLanes;
+  std::memset(a, 128, static_cast<size_t>(site.ranks * block_bytes));
+  std::vector<int8_t> q;
+  float* lane_scales = scales + site.ranks * kStripLanes;
+  int64_t block = 0;
+  for (const AdapterPart& part : from.parts) {
+    for (int64_t r = 0; r < part.ranks; ++r) {
+      uint8_t* out = a + (block + r / kBlockRanks) * block_bytes + r % kBlockRanks * 4;
+      scales[block * kStripLanes + r] = fill_lane(part.a + r * k, k, kernels, q, out);
+    }
+    for (size_t s = 0; s < site.strips.size(); ++s) {
+      const Adapter::Strip& strip = site.strips[s];
+      if (block < strip.first || block >= strip.first + strip.count) continue;
+      for (int64_t lane = 0; lane < kStripLanes; ++lane) {
+        const int64_t at = static_cast<int64_t>(s) * kStripLanes + lane, row = row_of_lane(from.layer.shape, at);
+        if (row < part.row_begin || row >= part.row_end) continue;
+        uint8_t* out = b + strip.begin + (block - strip.first) * kBlockBytes + lane * 4;
+        lane_scales[at] = fill_lane(part.b + (row - part.row_begin) * part.ranks, part.ranks, kernels, q, out);
+      }
+    }
+    block += units_of(part, true);
+  }
+  site.a8 = a, site.b8 = b, site.a_scales = scales;
+  site.lanes.shape.format = Format::int8;
+  site.lanes.shape.gated = false;
+  site.lanes.scales = lane_scales;
+}
+
+// One tile of few rows that the set reads by their pointers, a strip wide.
+const TileShape& tile_of(const KernelSet& set, int64_t rows) {
+  const TileShape* shape = set.tiles[static_cast<int>(Format::int8)]->narrow;
+  while (shape->rows < rows) ++shape;
+  return *shape;
+}
+
+int64_t most_rows(const KernelSet& set) {
+  int64_t most = 1;
+  for (const TileShape* shape = set.tiles[static_cast<int>(Format::int8)]->narrow; shape->rows != 0 && !shape->interleaved(); ++shape)
+    most = std::min(kMostRows, shape->rows);
+  return most;
+}
+
+// What a packed site takes.
+struct Sizes {
+  int64_t a, b, scales;  // bytes, each a multiple of 64
+  int64_t all() const { return a + b + scales; }
+};
 
 }  // namespace
 
 std::unique_ptr<Adapter> pack_adapter(const KernelSet& set, const std::vector<AdapterParts>& sites) {
   auto adapter = std::make_unique<Adapter>();
-  std::vector<std::pair<int64_t, int64_t>> begins;  // of a and b, in elements
-  int64_t elements = 0;
+  std::vector<Sizes> sizes;
+  int64_t bytes = 0;
   for (const AdapterParts& site : sites) {
     check_parts(site);
     if (site.weight >= static_cast<int>(adapter->places_.size())) adapter->places_.resize(site.weight + 1, -1);
     if (adapter->places_[site.weight] >= 0) throw std::invalid_argument("an adapter names a layer twice");
     adapter->places_[site.weight] = static_cast<int32_t>(adapter->sites_.size());
     Adapter::Site made;
-    made.ranks = all_ranks(site);
+    made.is_whole = has_lane_scales(site.layer.shape.format);
+    made.ranks = all_units(site, made.is_whole);
     made.stride = round_up(site.layer.shape.k, kMaxGroup);
     int64_t b_size = 0;
-    made.strips = lay_strips(site, b_size);
-    begins.push_back({elements, elements + made.ranks * made.stride});
-    elements += round_up(made.ranks * made.stride + b_size, 32);
+    made.strips = lay_strips(site, made.is_whole, b_size);
+    if (made.is_whole) {
+      const int64_t scales = made.ranks * kStripLanes + site.layer.n_panels * kPanelLanes;
+      sizes.push_back({made.ranks * kStripLanes * made.stride, b_size, scales * 4});
+    } else {
+      sizes.push_back({made.ranks * made.stride * 2, round_up(b_size * 2, 64), 0});
+    }
+    bytes += sizes.back().all();
     adapter->most_ranks_ = std::max(adapter->most_ranks_, made.ranks);
     adapter->sites_.push_back(std::move(made));
   }
-  adapter->memory_ = PageBuffer(elements * 2);
-  uint16_t* memory = reinterpret_cast<uint16_t*>(adapter->memory_.data());
-  for (size_t i = 0; i < sites.size(); ++i) {
+  adapter->memory_ = PageBuffer(bytes);
+  uint8_t* memory = adapter->memory_.data();
+  for (size_t i = 0; i < sites.size(); memory += sizes[i].all(), ++i) {
     Adapter::Site& made = adapter->sites_[i];
-    uint16_t *a = memory + begins[i].first, *b = memory + begins[i].second;
-    int64_t rank = 0;
-    for (const AdapterPart& part : sites[i].parts)
-      for (int64_t r = 0; r < part.ranks; ++r, ++rank)  // fresh pages are zero behind k
-        set.linear->round_inputs(part.a + r * sites[i].layer.shape.k, sites[i].layer.shape.k, a + rank * made.stride);
-    for (size_t s = 0; s < made.strips.size(); ++s)
-      if (made.strips[s].ranks > 0) fill_b(sites[i], made.strips[s], static_cast<int64_t>(s) * kStripLanes, *set.linear, b);
-    made.a = a, made.b = b;
+    uint8_t* b = memory + sizes[i].a;
+    if (made.is_whole) {
+      std::memset(b, 128, static_cast<size_t>(sizes[i].b));
+      fill_whole(sites[i], made, *set.linear, memory, b, reinterpret_cast<float*>(b + sizes[i].b));
+    } else {
+      fill_bf16(sites[i], made, *set.linear, reinterpret_cast<uint16_t*>(memory), reinterpret_cast<uint16_t*>(b));
+    }
   }
   return adapter;
 }
@@ -156,18 +227,53 @@ void AdaptedRows::plan(const int32_t* adapter_of, const int32_t* query_start, in
     groups_.push_back({adapters[number].get(), begin, end});
     stride_ = std::max(stride_, round_up(adapters[number]->ranks(), 16));
   }
-  if (static_cast<int64_t>(shrunk_.size()) < static_cast<int64_t>(rows_.size()) * stride_) shrunk_.resize(rows_.size() * stride_);
+  const size_t needed = rows_.size() * static_cast<size_t>(stride_);
+  if (shrunk_.size() < needed) shrunk_.resize(needed), blocks_.resize(needed);
+}
+
+// Block `block` of u for rows_[first, first + rows).
+void AdaptedRows::shrink_whole(const KernelSet& set, const Adapter::Site& site, const Rows& x, int64_t first, int64_t rows,
+                               int64_t block) const {
+  alignas(64) int32_t sums[kMostRows * kPanelLanes];
+  alignas(64) float u[kMostRows * kStripLanes];
+  const TileShape& shape = tile_of(set, rows);
+  PackedLinear lanes = site.lanes;
+  lanes.scales = site.a_scales + block * kStripLanes;
+  TileArgs args = {};
+  FinishArgs last = {};
+  for (int64_t i = 0; i < shape.rows; ++i) {
+    const int64_t row = rows_[first + std::min(i, rows - 1)];  // the shape's spare rows repeat the last one
+    args.x[i] = x.data + row * x.stride_bytes;
+    last.row_scales[i] = x.scales + row, last.row_sums[i] = x.sums + row, last.out[i] = u + i * kStripLanes;
+  }
+  args.units = site.stride / 4;
+  args.strip_bytes = args.units * kStepBytes;
+  args.strip = args.next = args.next_strip = site.a8 + block * args.strip_bytes;
+  args.ahead_bytes = std::min(kAheadBytes, args.strip_bytes);
+  args.acc = sums;
+  shape.run(args);
+  last.w = &lanes, last.lanes = last.outputs = kStripLanes, last.rows = rows, last.acc = sums, last.store = Store::f32;
+  set.linear->finish(last);
+  for (int64_t i = 0; i < rows; ++i) {
+    alignas(64) int8_t q[kMaxGroup];
+    Block& out = const_cast<Block&>(blocks_[(first + i) * stride_ + block]);
+    set.linear->quantize_row(u + i * kStripLanes, Source::f32, kStripLanes, q, &out.scale, &out.sum);
+    std::memcpy(out.q, q, sizeof out.q);
+  }
 }
 
 void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int thread, int threads) const {
   int64_t units = 0;  // some rows times some ranks
+  const int64_t most = most_rows(set);
   auto units_of = [&](const Group& group, const Adapter::Site& site) {
+    if (site.is_whole) return ((group.end - group.begin + most - 1) / most) * site.ranks;
     return ((group.end - group.begin + kBlock - 1) / kBlock) * ((site.ranks + kAdapterRanks - 1) / kAdapterRanks);
   };
   for (const Group& group : groups_)
     if (const Adapter::Site* site = group.adapter->site(weight)) units += units_of(group, *site);
   const Range own = share(units, thread, threads);
-  uint16_t* wide = x.kind != RowsKind::bf16 ? reinterpret_cast<uint16_t*>(linear_scratch(kBlock * x.k_padded * 2)) : nullptr;
+  const bool is_grouped = group_of(x.kind) != 0;
+  uint16_t* wide = is_grouped ? reinterpret_cast<uint16_t*>(linear_scratch(kBlock * x.k_padded * 2)) : nullptr;
   int64_t first = 0;
   for (const Group& group : groups_) {
     const Adapter::Site* site = group.adapter->site(weight);
@@ -175,21 +281,66 @@ void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int th
     const int64_t tiles = (site->ranks + kAdapterRanks - 1) / kAdapterRanks, count = units_of(group, *site);
     const int64_t begin = std::max<int64_t>(own.begin - first, 0), end = std::min(own.end - first, count);
     first += count;
-    for (int64_t unit = begin; unit < end;) {
+    for (int64_t unit = begin; site->is_whole && unit < end; ++unit) {
+      const int64_t row = group.begin + unit / site->ranks * most;
+      shrink_whole(set, *site, x, row, std::min(most, group.end - row), unit % site->ranks);
+    }
+    for (int64_t unit = begin; !site->is_whole && unit < end;) {
       const int64_t block = unit / tiles, row = group.begin + block * kBlock, rows = std::min(kBlock, group.end - row);
       const int64_t rank = unit % tiles * kAdapterRanks;
       const int64_t taken = std::min(end, (block + 1) * tiles) - unit, ranks = std::min(site->ranks - rank, taken * kAdapterRanks);
       const uint16_t* inputs[kBlock];
       float* out[kBlock];
       for (int64_t i = 0; i < rows; ++i) {
-        inputs[i] = widened(set, x, rows_[row + i], wide != nullptr ? wide + i * x.k_padded : nullptr);
+        inputs[i] = is_grouped ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(x.data + rows_[row + i] * x.stride_bytes);
+        if (is_grouped) widen_groups(*set.linear, x, rows_[row + i], wide + i * x.k_padded);
         out[i] = const_cast<float*>(shrunk_.data()) + (row + i) * stride_ + rank;
       }
       set.step->shrink_rows(inputs, rows, site->a + rank * site->stride, site->stride, ranks, out);
-      if (x.kind == RowsKind::int8)
-        for (int64_t i = 0; i < rows; ++i)
-          for (int64_t r = 0; r < ranks; ++r) out[i][r] *= x.scales[rows_[row + i]];
       unit += taken;
+    }
+  }
+}
+
+// What B adds to rows row + of_tile[i] of the call, which have one adapter, at out + of_tile[i] * 64.
+void AdapterBiases::write_whole(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane,
+                                int64_t lanes, float* out) const {
+  alignas(64) int32_t sums[kMostRows * kPanelLanes];
+  const Adapter::Strip* strips = site.strips.data() + first_lane / kStripLanes;
+  int64_t together = lanes / kStripLanes;  // strips that the same blocks reach
+  for (int64_t s = 1; s < lanes / kStripLanes; ++s)
+    if (strips[s].first != strips[0].first || strips[s].count != strips[0].count) together = 1;
+  const TileShape& wide = set_.tiles[static_cast<int>(Format::int8)]->wide;
+  const bool is_wide = together == wide.strips && together > 1 && !wide.interleaved() && wide.rows <= kMostRows && count <= wide.rows && 2 * count > wide.rows;
+  const TileShape& shape = is_wide ? wide : tile_of(set_, count);
+  TileArgs args = {};
+  FinishArgs last = {};
+  args.units = kBlockSteps;
+  last.w = &site.lanes, last.lanes = last.outputs = together * kStripLanes, last.rows = count, last.acc = sums;
+  std::fill_n(last.row_weights, count, 1.0f);
+  for (int64_t lane = 0; lane < lanes; lane += together * kStripLanes) {
+    const Adapter::Strip& strip = strips[lane / kStripLanes];
+    const float* bias = layer_.bias != nullptr ? layer_.bias + first_lane + lane : nullptr;
+    for (int64_t i = 0; i < count; ++i) last.out[i] = out + of_tile[i] * kPanelLanes + lane;
+    if (strip.count == 0)
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t s = 0; s < together; ++s)
+          std::memcpy(static_cast<float*>(last.out[i]) + s * kStripLanes, bias != nullptr ? bias + s * kStripLanes : kNone, sizeof kNone);
+    last.first_lane = first_lane + lane, last.bias = bias, last.store = Store::f32;
+    args.strip_bytes = strip.count * kBlockBytes;
+    for (int64_t block = 0; block < strip.count; ++block, last.bias = nullptr, last.store = Store::add_f32) {
+      for (int64_t i = 0; i < shape.rows; ++i) {
+        const int64_t place = rows_.places_[row + of_tile[std::min(i, count - 1)]];  // the shape's spare rows repeat the last one
+        const AdaptedRows::Block& shrunk = rows_.blocks_[place * rows_.stride_ + strip.first + block];
+        args.x[i] = reinterpret_cast<const uint8_t*>(shrunk.q);
+        last.row_scales[i] = &shrunk.scale, last.row_sums[i] = &shrunk.sum;
+      }
+      for (int64_t s = 0; s < together; s += shape.strips) {
+        args.strip = args.next = args.next_strip = site.b8 + strip.begin + s * args.strip_bytes + block * kBlockBytes;
+        args.acc = sums + s * kStripLanes;
+        shape.run(args);
+      }
+      set_.linear->finish(last);
     }
   }
 }
@@ -203,19 +354,25 @@ bool AdapterBiases::write(int64_t row, int64_t n_rows, int64_t first_lane, int64
     if (groups[i] != seen) seen = groups[i], has_any = site_of(seen) != nullptr;
   if (!has_any) return false;
   bool is_written[kMaxTileRows] = {};
+  const int64_t most = most_rows(set_);
   for (int64_t i = 0; i < n_rows; ++i) {
     if (is_written[i]) continue;
     const Adapter::Site* site = site_of(groups[i]);
-    int64_t count = 0, of_tile[kBlock];
-    for (int64_t j = i; j < n_rows && count < kBlock; ++j)  // sequences of one adapter seldom stand together
+    const bool is_whole = site != nullptr && site->is_whole;
+    int64_t count = 0, of_tile[kMostRows];
+    for (int64_t j = i; j < n_rows && count < (is_whole ? most : kBlock); ++j)  // sequences of one adapter seldom stand together
       if (groups[j] == groups[i] && !is_written[j]) is_written[j] = true, of_tile[count++] = j;
+    if (is_whole) {
+      write_whole(*site, row, of_tile, count, first_lane, lanes, out);
+      continue;
+    }
     alignas(64) float made[kBlock * kPanelLanes];
     for (int64_t lane = 0; lane < lanes; lane += kStripLanes) {
       const Adapter::Strip strip = site != nullptr ? site->strips[(first_lane + lane) / kStripLanes] : Adapter::Strip{};
       const float *shrunk[kBlock] = {}, *bias = layer_.bias != nullptr ? layer_.bias + first_lane + lane : kNone;
       for (int64_t j = 0; site != nullptr && j < count; ++j)
-        shrunk[j] = rows_.shrunk_.data() + rows_.places_[row + of_tile[j]] * rows_.stride_ + strip.first_rank;
-      set_.step->expand_rows(shrunk, count, site != nullptr ? site->b + strip.begin : nullptr, strip.ranks, bias, made + lane, kPanelLanes);
+        shrunk[j] = rows_.shrunk_.data() + rows_.places_[row + of_tile[j]] * rows_.stride_ + strip.first;
+      set_.step->expand_rows(shrunk, count, site != nullptr ? site->b + strip.begin : nullptr, strip.count, bias, made + lane, kPanelLanes);
     }
     for (int64_t j = 0; j < count; ++j)
       std::memcpy(out + of_tile[j] * kPanelLanes, made + j * kPanelLanes, static_cast<size_t>(lanes) * sizeof(float));
@@ -229,7 +386,9 @@ void AdapterBiases::fetch(int64_t first_lane, int64_t lanes) const {
     if (site == nullptr) continue;
     for (int64_t lane = first_lane; lane < first_lane + lanes; lane += kStripLanes) {
       const Adapter::Strip& strip = site->strips[lane / kStripLanes];
-      for (int64_t i = 0; i < strip.ranks; i += 2) __builtin_prefetch(site->b + strip.begin + i * kStripLanes, 0, 2);  // 32 bytes a rank
+      const uint8_t* b = site->is_whole ? site->b8 + strip.begin : reinterpret_cast<const uint8_t*>(site->b + strip.begin);
+      const int64_t bytes = strip.count * (site->is_whole ? kBlockBytes : kStripLanes * 2);
+      for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(b + i, 0, 2);
     }
   }
 }

@@ -1,7 +1,8 @@
 // Low-rank adapters (LoRA): y += B (A x) beside a packed linear layer, for the rows of a step that ask for one.
 //
 // Two phases around one barrier. `shrink` gives u = A x of every adapted row, from the rows that the product reads, so that a
-// format's rounding of x is the same for both. What B adds then enters as a bias of the row's own, tile by tile where the sums lie
+// format's rounding of x is the same for both. Over rows of int8, A and B are int8 too, with a scale for each rank of A and each lane
+// of B: u is rounded by blocks of 16 ranks, sums are whole, and the tiles are those of the layer. What B adds then enters as a bias of the row's own, tile by tile where the sums lie
 // in cache (RowBiases), before activation and store. A row's part depends on that row and its adapter alone, summed in one order.
 //
 //   auto adapter = pack_adapter(set, sites);      // once; A and B in bf16, B by strips of 16 lanes as the layer is packed
@@ -31,16 +32,21 @@ struct AdapterParts {
 
 class Adapter {
  public:
-  // The ranks that reach one strip's lanes: of the parts that it has lanes of, which follow one another.
+  // The ranks (of int8: blocks of them) that reach one strip's lanes: of the parts that it has lanes of, which follow one another.
   struct Strip {
-    int32_t first_rank = 0, ranks = 0;
-    int64_t begin = 0;  // into b: [ranks][16] bf16
+    int32_t first = 0, count = 0;
+    int64_t begin = 0;  // into b: [ranks][16] bf16, or into b8: [blocks][4 steps][16] words of int8
   };
   struct Site {
-    int64_t ranks = 0;              // of all parts
+    bool is_whole = false;          // int8
+    int64_t ranks = 0;              // of all parts; of int8: blocks, a part's last one filled up with zeros
     int64_t stride = 0;             // from row to row of a, zero behind k
     const uint16_t* a = nullptr;    // [ranks, stride] bf16
     const uint16_t* b = nullptr;
+    const uint8_t* a8 = nullptr;    // [blocks][stride / 4 steps][16] words, u8 = q + 128
+    const uint8_t* b8 = nullptr;
+    const float* a_scales = nullptr;  // [blocks][16]
+    PackedLinear lanes;             // of b: its scales [lanes]
     std::vector<Strip> strips;
   };
 
@@ -89,6 +95,15 @@ class AdaptedRows {
   std::vector<int32_t> group_of_;  // [T] number of the group, or -1
   std::vector<float> shrunk_;      // u [rows, most ranks]
   int64_t stride_ = 0;
+  // A block of u as int8, as Rows describes a row.
+  struct Block {
+    int8_t q[16];
+    float scale;
+    int32_t sum;
+  };
+  std::vector<Block> blocks_;      // [rows, most ranks]
+
+  void shrink_whole(const KernelSet& set, const Adapter::Site& site, const Rows& x, int64_t first, int64_t rows, int64_t block) const;
 };
 
 // Of one call of linear() over the rows of a step in their order.
@@ -100,6 +115,9 @@ class AdapterBiases final : public RowBiases {
   void fetch(int64_t first_lane, int64_t lanes) const override;
 
  private:
+  void write_whole(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane, int64_t lanes,
+                   float* out) const;
+
   const KernelSet& set_;
   const AdaptedRows& rows_;
   int weight_;

@@ -148,8 +148,6 @@ using DrawRow = void (*)(const float* x, int64_t n, float temperature, double qu
 constexpr int64_t kAdapterRows = 4;   // rows that one call takes at most
 constexpr int64_t kAdapterRanks = 4;  // threads share an adapter's A by so many of its rows
 
-// A row of int8 as bf16, exactly; n a multiple of 32.
-using WidenRow = void (*)(const int8_t* x, int64_t n, uint16_t* out);
 // out[i][r] = sum over k of x[i][k] * a[r][k], all bf16: x [rows][stride], a [ranks, stride]; stride a multiple of 128, zero behind K.
 using ShrinkRows = void (*)(const uint16_t* const* x, int64_t rows, const uint16_t* a, int64_t stride, int64_t ranks, float* const* out);
 // out[i * stride + lane] = bias[lane] + sum over r of shrunk[i][r] * b[r][lane], 16 lanes; b [ranks][16] bf16.
@@ -176,7 +174,6 @@ struct StepKernels {
   ClampedGateRow clamped_gate_row;
   FindBest find_best;
   DrawRow draw_row;
-  WidenRow widen_row;
   ShrinkRows shrink_rows;
   ExpandRows expand_rows;
 };

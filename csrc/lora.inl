@@ -71,9 +71,5 @@ static void expand_rows(const float* const* shrunk, int64_t rows, const uint16_t
   }
 }
 
-static void widen_row(const int8_t* x, int64_t n, uint16_t* out) {
-  for (int64_t i = 0; i < n; i += 32) widen_i8(x + i, out + i);
-}
-
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych

@@ -195,13 +195,15 @@ def test_over_kept_weights_an_adapter_adds_what_it_adds_to_their_values(layout: 
 
 
 def test_memory_is_what_the_ranks_call_for(base: Path, tmp_path: Path) -> None:
-    """Bounded memory: twice the rank, twice the bytes; all of it in bf16."""
-    model = load_model(base, CONFIG)
-
-    def taken(rank: int) -> int:
-        folder = write_adapter(tmp_path / str(rank), base, {"down_proj": rank})
-        return model.adapter_bytes(model.add_adapter(read_adapter(folder, max_rank=64)))
-
+    """Bounded memory: twice the rank, twice the bytes; two bytes a number, or one and a scale for each rank and each output."""
     k_padded, n, n_layers = 128, 64, 2
-    assert taken(16) == n_layers * 16 * (k_padded + n) * 2
-    assert taken(32) == 2 * taken(16)
+    for weights in ("bf16", "int8", "int4"):
+        model = load_model(base, replace(CONFIG, weights=weights))
+
+        def taken(rank: int, model: Model = model) -> int:
+            folder = write_adapter(tmp_path / str(rank), base, {"down_proj": rank})
+            return model.adapter_bytes(model.add_adapter(read_adapter(folder, max_rank=64)))
+
+        for rank in (16, 32):
+            numbers = rank * (k_padded + n)
+            assert taken(rank) == n_layers * (2 * numbers if weights == "bf16" else numbers + 4 * (rank + n))
