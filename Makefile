@@ -17,7 +17,7 @@ help:
 	@echo "make test-slow    the minutes-long tests (soak, fuzzing)"
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make test-cluster workers on Ray, killed in every state (twenty minutes)"
-	@echo "make test-arm64   the kernels on an emulated ARM64 (Debian, root; an hour)"
+	@echo "make test-arm64   the kernels on an emulated ARM64 (Debian, root; hours, goes on where it stopped)"
 	@echo "make sanitize     the kernels under AddressSanitizer and UBSan with random shapes"
 	@echo "make bench-peers  measure other engines beside this one on the same random weights"
 

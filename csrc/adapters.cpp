@@ -68,6 +68,24 @@ void fill_b(const AdapterParts& site, const Adapter::Strip& strip, int64_t first
   }
 }
 
+// A row of activations as bf16: whole numbers where one scale is behind all of them, else what they stand for.
+const uint16_t* widened(const KernelSet& set, const Rows& x, int64_t row, uint16_t* out) {
+  const uint8_t* data = x.data + row * x.stride_bytes;
+  if (x.kind == RowsKind::bf16) return reinterpret_cast<const uint16_t*>(data);
+  const int8_t* whole = reinterpret_cast<const int8_t*>(data);
+  const int64_t group = group_of(x.kind);
+  if (group == 0) {
+    set.step->widen_row(whole, x.k_padded, out);
+    return out;
+  }
+  float values[kMaxGroup];
+  for (int64_t g = 0; g < x.groups; ++g) {
+    for (int64_t k = 0; k < group; ++k) values[k] = x.scales[row * x.groups + g] * static_cast<float>(whole[g * group + k]);
+    set.linear->round_inputs(values, group, out + g * group);
+  }
+  return out;
+}
+
 }  // namespace
 
 std::unique_ptr<Adapter> pack_adapter(const KernelSet& set, const std::vector<AdapterParts>& sites) {
@@ -132,18 +150,6 @@ void AdaptedRows::plan(const int32_t* adapter_of, const int32_t* query_start, in
   if (static_cast<int64_t>(shrunk_.size()) < static_cast<int64_t>(rows_.size()) * stride_) shrunk_.resize(rows_.size() * stride_);
 }
 
-namespace {
-
-// A row with a scale for each group: what its codes stand for, in bf16.
-void widen_groups(const KernelSet& set, const Rows& x, int64_t row, float* values, uint16_t* out) {
-  const int8_t* codes = reinterpret_cast<const int8_t*>(x.data + row * x.stride_bytes);
-  const int64_t group = group_of(x.kind);
-  for (int64_t i = 0; i < x.k_padded; ++i) values[i] = i < x.k ? codes[i] * x.scales[row * x.groups + i / group] : 0.0f;
-  set.linear->round_inputs(values, x.k_padded, out);
-}
-
-}  // namespace
-
 void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int thread, int threads) const {
   int64_t units = 0;  // some rows times some ranks
   auto units_of = [&](const Group& group, const Adapter::Site& site) {
@@ -152,10 +158,7 @@ void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int th
   for (const Group& group : groups_)
     if (const Adapter::Site* site = group.adapter->site(weight)) units += units_of(group, *site);
   const Range own = share(units, thread, threads);
-  const bool is_int8 = x.kind == RowsKind::int8;
-  uint8_t* memory = x.kind == RowsKind::bf16 ? nullptr : linear_scratch(kBlock * x.k_padded * 2 + x.k_padded * 4);
-  uint16_t* wide = reinterpret_cast<uint16_t*>(memory);
-  float* values = memory == nullptr ? nullptr : reinterpret_cast<float*>(wide + kBlock * x.k_padded);
+  uint16_t* wide = x.kind != RowsKind::bf16 ? reinterpret_cast<uint16_t*>(linear_scratch(kBlock * x.k_padded * 2)) : nullptr;
   int64_t first = 0;
   for (const Group& group : groups_) {
     const Adapter::Site* site = group.adapter->site(weight);
@@ -170,14 +173,11 @@ void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int th
       const uint16_t* inputs[kBlock];
       float* out[kBlock];
       for (int64_t i = 0; i < rows; ++i) {
-        const uint8_t* data = x.data + rows_[row + i] * x.stride_bytes;
-        inputs[i] = wide != nullptr ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(data);
-        if (group_of(x.kind) != 0) widen_groups(set, x, rows_[row + i], values, wide + i * x.k_padded);
-        if (is_int8) set.step->widen_row(reinterpret_cast<const int8_t*>(data), x.k_padded, wide + i * x.k_padded);
+        inputs[i] = widened(set, x, rows_[row + i], wide != nullptr ? wide + i * x.k_padded : nullptr);
         out[i] = const_cast<float*>(shrunk_.data()) + (row + i) * stride_ + rank;
       }
       set.step->shrink_rows(inputs, rows, site->a + rank * site->stride, site->stride, ranks, out);
-      if (is_int8)
+      if (x.kind == RowsKind::int8)
         for (int64_t i = 0; i < rows; ++i)
           for (int64_t r = 0; r < ranks; ++r) out[i][r] *= x.scales[rows_[row + i]];
       unit += taken;

@@ -1,6 +1,7 @@
 // Random shapes through whole programs for a number of seconds, every kernel set, meant to run under sanitizers:
 //   kernels_fuzz [seconds [seed]]
-// Each round builds a small random model (dense or experts, every weight and cache format, some adapters) for two sets, computes one prompt whole,
+// Each round builds a small random model (dense or experts, with latent attention or without, every weight and cache format, some adapters) for
+// two sets, computes one prompt whole,
 // and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit for bit, and the best found without them must
 // be theirs. Exit 1 on a difference.
 #include <algorithm>
@@ -26,6 +27,7 @@ struct Model {
   Activation activation;
   bool has_softcap, has_norms, has_full_norm;
   int64_t n_adapters;
+  int64_t rank, rotary;  // of latent attention, whose one cached vector is both; 0: none
 };
 
 class World {
@@ -49,6 +51,11 @@ class World {
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);
+    if (pick(0, 4) == 0) {
+      m.rank = pick(0, 4) == 0 ? pick(1, 900) : pick(1, 120), m.rotary = 2 * pick(0, 40);
+      m.rank += m.rank % 2;
+      m.n_kv_heads = 1, m.n_heads = pick(0, 4) == 0 ? pick(60, 90) : pick(1, 20), m.head_dim = m.rank + m.rotary;
+    }
     return m;
   }
 
@@ -85,29 +92,30 @@ class Recorder {
       p_.record(Category::embed, TiedEmbedOp{head, x_, 1.0f, 0, m.vocab});
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f});
-    const AttentionShape shape{m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
-    const int64_t q_width = m.n_heads * m.head_dim, kv_width = m.n_kv_heads * m.head_dim;
+    shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
+    const bool is_latent = m.rank != 0, is_direct = m.weights == Format::bf16 && !is_latent;
+    const int64_t q_width = m.n_heads * m.head_dim, heads_width = is_latent ? m.n_heads * value_dim_ : q_width;
     const int rows = rows_buffer(p_, m, m.hidden), router_rows = rows_buffer(p_, m, m.hidden);
-    const int qkv = plain_buffer(p_, BufferKind::f32, q_width + 2 * kv_width), q = plain_buffer(p_, BufferKind::bf16, q_width);
-    const int heads_out = plain_buffer(p_, BufferKind::f32, q_width), heads_rows = rows_buffer(p_, m, q_width);
+    q_ = plain_buffer(p_, BufferKind::bf16, q_width), heads_ = plain_buffer(p_, BufferKind::f32, q_width);
+    if (is_latent) begin_latent(); else qkv_ = plain_buffer(p_, BufferKind::f32, q_width + 2 * m.n_kv_heads * m.head_dim);
+    const int heads_rows = rows_buffer(p_, m, heads_width);
     const int hidden = plain_buffer(p_, BufferKind::f32, m.ffn), hidden_rows = rows_buffer(p_, m, m.ffn);
-    const int y = plain_buffer(p_, BufferKind::f32, m.hidden);
-    const int rope = p_.add_rope(std::vector<double>(std::min<int64_t>(m.head_dim / 2, 20), 0.01), 1.0);
+    const int y = plain_buffer(p_, BufferKind::f32, m.hidden), gate = plain_buffer(p_, BufferKind::f32, 1);
+    const int64_t rotary = is_latent ? m.rotary / 2 : std::min<int64_t>(m.head_dim / 2, 20);
+    rope_ = p_.add_rope(std::vector<double>(rotary, 0.01), 1.0);
     for (int layer = 0; layer < m.layers; ++layer) {
       p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
-      p_.record(Category::qkv, LinearOp{linear(q_width + 2 * kv_width, m.hidden), rows, qkv, Store::f32, Activation::silu});
-      RotateOp rotate{};
-      rotate.qkv = qkv, rotate.q = q, rotate.layer = layer, rotate.rope = rope, rotate.has_rope = w_.pick(0, 3) != 0;
-      rotate.has_q_norm = rotate.has_k_norm = m.has_norms;
-      rotate.q_norm = norm(m.has_full_norm ? q_width : m.head_dim), rotate.k_norm = norm(m.has_full_norm ? kv_width : m.head_dim);
-      rotate.shape.n_heads = rotate.shape.row_heads = m.n_heads, rotate.shape.n_kv_heads = rotate.shape.row_kv_heads = m.n_kv_heads;
-      rotate.shape.head_dim = m.head_dim;
-      rotate.shape.has_full_width_norm = m.has_full_norm, rotate.shape.norm_eps = 1e-5f;
-      p_.record(Category::rope, rotate);
-      const bool is_direct = m.weights == Format::bf16;
-      p_.record(Category::attention, AttentionOp{q, is_direct ? heads_rows : heads_out, layer, shape, some(m.n_heads)});
-      if (!is_direct) p_.record(Category::norm, PrepareOp{heads_out, heads_rows});
-      p_.record(Category::o, LinearOp{linear(m.hidden, q_width), heads_rows, x_, Store::add_f32, Activation::silu});
+      if (is_latent) latent(rows, layer); else rotate(rows, layer);
+      p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, layer, shape_, some(m.n_heads)});
+      if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
+      if (!is_direct) p_.record(Category::norm, PrepareOp{is_latent ? expanded_ : heads_, heads_rows});
+      if (w_.pick(0, 3) == 0) {  // a gate of the token's own
+        p_.record(Category::o, LinearOp{linear(1, m.hidden), rows, gate, Store::f32, Activation::silu});
+        p_.record(Category::o, LinearOp{linear(m.hidden, heads_width), heads_rows, y, Store::f32, Activation::silu});
+        p_.record(Category::norm, AddOp{y, x_, gate});
+      } else {
+        p_.record(Category::o, LinearOp{linear(m.hidden, heads_width), heads_rows, x_, Store::add_f32, Activation::silu});
+      }
       p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, rows, some(m.hidden), w_.pick(0, 1) == 1});
       if (m.n_experts) {
         p_.record(Category::norm, NormOp{x_, norm(m.hidden), 1e-5f, router_rows, some(m.hidden), w_.pick(0, 1) == 1});
@@ -116,18 +124,50 @@ class Recorder {
         p_.record(Category::norm, AddOp{y, x_});
         continue;
       }
-      p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden, true), rows, is_direct ? hidden_rows : hidden,
-                                            is_direct ? Store::bf16 : Store::f32, m.activation});
-      if (!is_direct) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
+      const bool writes_rows = m.weights == Format::bf16;
+      p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden, true), rows, writes_rows ? hidden_rows : hidden,
+                                            writes_rows ? Store::bf16 : Store::f32, m.activation});
+      if (!writes_rows) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
       p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
     }
-    HeadOp last{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true};
-    last.vocab = m.vocab;
-    p_.record(Category::head, last);
+    p_.record(Category::head, HeadOp{x_, norm(m.hidden), 1e-5f, rows_buffer(p_, m, m.hidden), head, 1.0f, 9.0f, m.has_softcap, true, some(m.hidden), w_.pick(0, 1) == 1, 0,
+                                    m.vocab});
     for (int64_t i = 0; i < m.n_adapters; ++i) add_adapter();
   }
 
  private:
+  void rotate(int rows, int layer) {
+    const int64_t q_width = m_.n_heads * m_.head_dim, kv_width = m_.n_kv_heads * m_.head_dim;
+    p_.record(Category::qkv, LinearOp{linear(q_width + 2 * kv_width, m_.hidden), rows, qkv_, Store::f32, Activation::silu});
+    RotateOp rotate{};
+    rotate.qkv = qkv_, rotate.q = q_, rotate.layer = layer, rotate.rope = rope_, rotate.has_rope = w_.pick(0, 3) != 0;
+    rotate.has_q_norm = rotate.has_k_norm = m_.has_norms;
+    rotate.q_norm = norm(m_.has_full_norm ? q_width : m_.head_dim), rotate.k_norm = norm(m_.has_full_norm ? kv_width : m_.head_dim);
+    rotate.shape.n_heads = m_.n_heads, rotate.shape.n_kv_heads = m_.n_kv_heads, rotate.shape.head_dim = m_.head_dim;
+    rotate.shape.row_heads = m_.n_heads, rotate.shape.row_kv_heads = m_.n_kv_heads;
+    rotate.shape.has_full_width_norm = m_.has_full_norm, rotate.shape.norm_eps = 1e-5f;
+    p_.record(Category::rope, rotate);
+  }
+
+  void begin_latent() {
+    latents_ = plain_buffer(p_, BufferKind::f32, m_.head_dim);
+    queries_ = plain_buffer(p_, BufferKind::f32, m_.n_heads * (key_dim_ + m_.rotary));
+    expanded_ = plain_buffer(p_, BufferKind::f32, m_.n_heads * value_dim_);
+    for (int64_t head = 0; head < m_.n_heads; ++head) keys_of_heads_.push_back(linear(m_.rank, key_dim_)), values_of_heads_.push_back(linear(value_dim_, m_.rank));
+  }
+
+  HeadsOp heads_op(const std::vector<int>& weights, int x, int64_t head_stride, int64_t k, int out, int64_t out_stride, Store store) {
+    return {weights, x, head_stride, rows_buffer(p_, m_, k, m_.n_heads), out, out_stride, store};
+  }
+
+  void latent(int rows, int layer) {
+    p_.record(Category::qkv, LinearOp{linear(m_.head_dim, m_.hidden), rows, latents_, Store::f32, Activation::silu});
+    p_.record(Category::rope, CacheLatentsOp{latents_, layer, norm(m_.rank), rope_, m_.rank, 1e-5f});
+    p_.record(Category::qkv, LinearOp{linear(m_.n_heads * (key_dim_ + m_.rotary), m_.hidden), rows, queries_, Store::f32, Activation::silu});
+    p_.record(Category::qkv, heads_op(keys_of_heads_, queries_, key_dim_ + m_.rotary, key_dim_, q_, m_.head_dim, Store::bf16));
+    p_.record(Category::rope, RotateQueriesOp{queries_, q_, rope_, m_.n_heads});
+  }
+
   // Random ranks for one or two parts of some of the layers; some adapters have nothing at all.
   void add_adapter() {
     std::vector<std::vector<float>> values;
@@ -160,7 +200,8 @@ class Recorder {
       const int64_t kind = w_.pick(0, is_bytes ? 1 : 4);
       shape.grid.offset = kind == 1 ? Offset::minima : kind == 2 ? Offset::zeros : Offset::none;
       if (!is_bytes) shape.grid.levels = kind == 1 || kind == 2 ? Table4::unsigned4 : kind == 3 ? Table4::iq4_nl : kind == 4 ? Table4::e2m1 : Table4::signed4;
-      return p_.add_random_linear(shape, static_cast<uint64_t>(w_.pick(0, 1 << 30)), bound);
+      dense_.push_back(p_.add_random_linear(shape, static_cast<uint64_t>(w_.pick(0, 1 << 30)), bound));
+      return dense_.back();
     }
     const std::vector<float> values = w_.floats(n * k, -bound, bound), bias = w_.floats(n, -0.5f, 0.5f);
     const int weight = p_.add_linear(shape, {{values.data(), Source::f32, n, k}}, shape.has_bias ? bias.data() : nullptr);
@@ -188,8 +229,13 @@ class Recorder {
   Program& p_;
   World& w_;
   const Model& m_;
-  std::vector<int> dense_;  // experts among them: what they have is never asked for
-  int x_;
+  std::vector<int> dense_;  // experts and the heads' products among them: what they have is never asked for
+  AttentionShape shape_;
+  int x_, q_, heads_, rope_, qkv_ = -1;
+  // of latent attention
+  const int64_t key_dim_ = w_.pick(1, 40), value_dim_ = w_.pick(1, 40);
+  int latents_ = -1, queries_ = -1, expanded_ = -1;
+  std::vector<int> keys_of_heads_, values_of_heads_;
 };
 
 // Whether a step asked for the best alone finds what lies in the logits of the same step.
@@ -208,7 +254,7 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   const int64_t n = static_cast<int64_t>(prompt.size()), per_sequence = (n + m.block_tokens - 1) / m.block_tokens;
   KvShape shape;
   shape.n_layers = m.layers, shape.n_blocks = per_sequence * (1 + neighbours), shape.block_tokens = m.block_tokens;
-  shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.format = m.kv;
+  shape.n_kv_heads = m.n_kv_heads, shape.head_dim = m.head_dim, shape.format = m.kv, shape.has_values = m.rank == 0;
   KvCache kv(shape);
   if (neighbours) std::memset(kv.layer(0).data, 0xff, static_cast<size_t>(kv.bytes()));  // NaN everywhere
   std::vector<int32_t> table(shape.n_blocks);

@@ -11,7 +11,7 @@ import torch
 from worlds import KERNEL_SETS, Answer, prompt, read_cache
 
 from checkpoints import make_checkpoint
-from coded_files import awq, quantised_checkpoints
+from coded_files import Layout, awq, gptq, quantised_checkpoints
 from diptych.compute.adapters import read_adapter
 from diptych.compute.model import Model, Want
 from diptych.compute.ops.cpu_kernels import instruction_sets
@@ -173,18 +173,21 @@ def test_an_adapter_fits_weights_that_were_packed_before(
         assert not alone(now, number).differs_from(alone(before, other))
 
 
-def test_an_adapter_beside_weights_that_keep_their_values(tmp_path: Path) -> None:
-    """Their rows have a scale for each group of inputs. They were read as bf16 once: what the adapter added was noise."""
-    original = make_checkpoint(
-        "llama", tmp_path / "original", num_hidden_layers=2, dtype=torch.bfloat16, intermediate_size=160
-    )
-    coded, valued = quantised_checkpoints(original, tmp_path, awq(32))
-    adapter = write_adapter(tmp_path / "all", original, ALL)
+@pytest.mark.parametrize("layout", [awq(32), gptq(8, -1, symmetric=False)], ids=["group4", "group8"])
+def test_over_kept_weights_an_adapter_adds_what_it_adds_to_their_values(layout: Layout, tmp_path: Path) -> None:
+    """Rows with a scale for each group were read as bf16, so A met their bytes. Oracle: the values themselves, in bf16."""
+    wide = {"num_hidden_layers": 2, "intermediate_size": 160}
+    original = make_checkpoint("llama", tmp_path / "original", dtype=torch.bfloat16, **wide)
+    coded, plain = quantised_checkpoints(original, tmp_path, layout)
+    path = write_adapter(tmp_path / "adapter", plain, RANKS[0], seed=1)
     shifts = []
-    for path in (coded, valued):
-        model, (number,) = loaded(path, [adapter], CONFIG)
-        shifts.append((alone(model, number).logits - alone(model, None).logits).flatten())
-    assert float(torch.nn.functional.cosine_similarity(*shifts, dim=0)) > 0.98
+    for folder in (coded, plain):
+        model, (number,) = loaded(folder, [path], CONFIG)
+        whole = alone(model, number)
+        assert not alone(model, number, 5).differs_from(whole)
+        shifts.append((whole.logits - alone(model, None).logits).flatten())
+    likeness = float(torch.nn.functional.cosine_similarity(*shifts, dim=0))
+    assert likeness > 0.98, likeness
 
 
 def test_memory_is_what_the_ranks_call_for(base: Path, tmp_path: Path) -> None:

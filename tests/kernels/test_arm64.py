@@ -18,5 +18,4 @@ def test_kernels_and_phase_equality_hold_on_an_emulated_arm64() -> None:
     script = Path(__file__).resolve().parents[1] / "arm64.sh"
     run = subprocess.run([script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert run.returncode == 0, run.stdout[-4000:]
-    assert " passed" in run.stdout
-    assert run.stdout.count("without a differing bit") == 3
+    assert "all of ARM64 passed" in run.stdout

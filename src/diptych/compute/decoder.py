@@ -259,11 +259,8 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         return LinearParts(weights=weights, biases=biases)
 
     def _latent_attention(self, mla: MlaSpec, root: str) -> Heads:
-        attention, size = self.parts.attention, mla.nope_dim + mla.v_dim
-        up = self.source.tensor(f"{root}kv_b_proj.weight", attention.n_heads * size, mla.kv_rank)
-        begins = [head * size for head in range(attention.n_heads)]
-        keys = (TransposedTensor(RowsTensor(up, at, at + mla.nope_dim)) for at in begins)
-        values = (RowsTensor(up, at + mla.nope_dim, at + size) for at in begins)
+        attention = self.parts.attention
+        keys, values = self._latent_matrices(mla, root)
         spec = AttentionSpec(
             layer=self.layer,
             n_heads=attention.n_heads,
@@ -280,6 +277,21 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank),
             keys=tuple(LinearParts(weights=(one,)) for one in keys),
             values=tuple(LinearParts(weights=(one,)) for one in values),
+        )
+
+    def _latent_matrices(self, mla: MlaSpec, root: str) -> tuple[list[WeightTensor], list[WeightTensor]]:
+        """Each head's [kv_rank, nope_dim] and [v_dim, kv_rank]: rows of what expands latents, or by themselves (GGUF)."""
+        heads, size = range(self.parts.attention.n_heads), mla.nope_dim + mla.v_dim
+        if self.source.has(f"{root}k_b_proj.0.weight"):
+            return (
+                [self.source.tensor(f"{root}k_b_proj.{head}.weight", mla.kv_rank, mla.nope_dim) for head in heads],
+                [self.source.tensor(f"{root}v_b_proj.{head}.weight", mla.v_dim, mla.kv_rank) for head in heads],
+            )
+        up = self.source.tensor(f"{root}kv_b_proj.weight", len(heads) * size, mla.kv_rank)
+        begins = [head * size for head in heads]
+        return (
+            [TransposedTensor(RowsTensor(up, at, at + mla.nope_dim)) for at in begins],
+            [RowsTensor(up, at + mla.nope_dim, at + size) for at in begins],
         )
 
     def _in_halves(self, qkv: LinearParts) -> LinearParts:

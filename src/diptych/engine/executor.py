@@ -67,6 +67,11 @@ class ModelExecutor:
         """Of the model; see `compute.model.Model`."""
         return self._model.lineage
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block over all layers, as it travels."""
+        return self._kv.header.block_bytes
+
     def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
         """The bytes of these blocks, for another engine; between steps."""
         return self._kv.export_blocks(block_ids)

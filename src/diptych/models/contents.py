@@ -17,17 +17,19 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import GGUF_KEPT
 from diptych.models.config import HfConfig, read_json
-from diptych.models.gguf import ROPE_TENSOR
-from diptych.models.gguf_file import find_gguf, open_gguf
+from diptych.models.gguf import ROPE_TENSOR, is_beside
+from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
 from diptych.models.quantised import Quantisation, quantisation_of
 from diptych.models.stored import safetensors_header
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
-    ("vision", "other"), ("multi_modal", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"),
+    ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
+    ("rope_f", "positions"), ("rotary_emb", "positions"),
     ("embed_tokens", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"), ("lm_head", "head"),
-    ("norm", "norms"), ("layernorm", "norms"), ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"),
-    ("mlp.gate.", "router"), ("moe.gate.", "router"), ("gate_inp", "router"), ("attn", "attention"), ("mlp", "mlp"),
+    ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),
+    ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"), ("mlp.gate.", "router"),
+    ("moe.gate.", "router"), ("attn", "attention"), ("mlp", "mlp"),
     ("ffn", "mlp"), ("output.weight", "head"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "mlp", "router", "experts", "norms", "positions", "other")
@@ -95,7 +97,7 @@ Entry = tuple[str, str, int, int]  # name, stored type, parameters, bytes
 
 def _gguf(path: Path) -> Contents:
     file = open_gguf(path)
-    entries = ((t.name, t.type.name, math.prod(t.shape), t.nbytes) for t in file.tensors.values())
+    entries = ((_named(t.name, file), t.type.name, math.prod(t.shape), t.nbytes) for t in file.tensors.values())
     contents = _contents("GGUF", list(file.paths), file.file_bytes, entries)
     layers: Counter[str] = Counter()
     for tensor in file.tensors.values():
@@ -103,6 +105,11 @@ def _gguf(path: Path) -> Contents:
             layers[tensor.type.name] += math.prod(tensor.shape)
     kept = GGUF_KEPT.get(layers.most_common(1)[0][0]) if layers else None
     return contents if kept is None else replace(contents, kept=kept.name)
+
+
+def _named(name: str, file: GgufFile) -> str:
+    """A tensor's name, by which those of layers that only draft are known as such."""
+    return f"nextn.{name}" if is_beside(name, file) and not ROPE_TENSOR.match(name) else name
 
 
 def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:

@@ -24,7 +24,7 @@ HARMLESS: frozenset[str] = frozenset((
     "top_p", "do_sample", "repetition_penalty", "num_beams", "model_max_length", "neftune_noise_alpha", "unsloth_fixed",
     "unsloth_version", "reorder_and_upcast_attn", "slow_but_exact", "qk_head_dim", "n_ctx",
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps",
+    "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps", "pooling_type",
 ))  # fmt: skip
 HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
 
