@@ -25,18 +25,31 @@ constexpr int kRows = 4;  // by 1 vector: 16 accumulators of 32 registers
 constexpr int kRows = 1;
 #endif
 
+// How the products read what they multiply keys and values with: bf16, or the same numbers in fp32 where no instruction takes bf16.
+#if defined(DIPTYCH_AVX512) && !defined(__AVX512BF16__) && !defined(DIPTYCH_ATTENTION_TILES)
+using Input = float;
+DIPTYCH_INLINE void store_inputs(Input* out, F32 x) { store(out, bf16_numbers(x)); }
+DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) {
+  for (int64_t i = 0; i < n; i += 16) store_n(out + i, load_bf16_n(x + i, n - i < 16 ? n - i : 16), n - i < 16 ? n - i : 16);
+}
+#else
+using Input = uint16_t;
+DIPTYCH_INLINE void store_inputs(Input* out, F32 x) { store_bf16(out, x); }
+DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std::memcpy(out, x, static_cast<size_t>(n) * 2); }
+#endif
+
 constexpr int64_t kTileGroups = kTileTokens / kGroupTokens;
 constexpr float kLog2e = 1.44269504088896f;
 
 // Scratch of one thread, carved from one 64-byte aligned buffer.
 struct Scratch {
-  uint16_t* queries;       // [rows and kRows to spare, query_stride(d)], zero behind d
+  Input* queries;          // [rows and kRows to spare, query_stride(d)], zero behind d
   int32_t* positions;      // [rows]
   float* state_max;        // [rows] in units of log2
   float* state_sum;        // [rows]
   float* state_values;     // [rows, dv]
   float* scores;           // [kRows, 256]
-  uint16_t* weights;       // [kRows, 256] bf16
+  Input* weights;          // [kRows, 256]
   uint16_t* wide_keys;     // [256 d] int8 cache only
   uint16_t* wide_values;   // [256 dv]
   float* key_scales;       // [256]
@@ -60,13 +73,13 @@ DIPTYCH_INLINE T* carve(uint8_t*& at, int64_t n) {
 DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
   const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
   Scratch s;
-  s.queries = carve<uint16_t>(at, (rows + kRows) * query_stride(d));
+  s.queries = carve<Input>(at, (rows + kRows) * query_stride(d));
   s.positions = carve<int32_t>(at, rows);
   s.state_max = carve<float>(at, rows);
   s.state_sum = carve<float>(at, rows);
   s.state_values = carve<float>(at, rows * dv);
   s.scores = carve<float>(at, kRows * kTileTokens);
-  s.weights = carve<uint16_t>(at, kRows * kTileTokens);
+  s.weights = carve<Input>(at, kRows * kTileTokens);
   s.wide_keys = carve<uint16_t>(at, kTileTokens * d);
   s.wide_values = carve<uint16_t>(at, kTileTokens * dv);
   s.key_scales = carve<float>(at, kTileTokens);
@@ -115,7 +128,7 @@ DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
     F32 wide[Z];
     for (int z = 0; z < Z; ++z) wide[z] = widen_half(load_pairs(y(z)), half);
     for (int r = 0; r < R; ++r) {
-      const F32 b = widen_half(broadcast_pair(x(r)), half);
+      const F32 b = set1(x(r)[half]);
       for (int z = 0; z < Z; ++z) acc[r][z] = fma(b, wide[z], acc[r][z]);
     }
   }
@@ -130,7 +143,7 @@ DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
 }
 
 template <int R, int Z>
-DIPTYCH_INLINE void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, const char* const* next, float* out) {
+DIPTYCH_INLINE void score_columns(const Input* q, int64_t d, const uint16_t* const* keys, const char* const* next, float* out) {
   F32 acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) acc[r][z] = zero();
@@ -163,7 +176,7 @@ DIPTYCH_INLINE int64_t vectors_at_once(int64_t n) {
 }
 
 template <int R>
-static void score_rows(const uint16_t* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
+static void score_rows(const Input* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
   for (int64_t g = seen.first; g < seen.end;) {
     const int64_t z = vectors_at_once<R>(seen.end - g);
     const char* const* next = fetches ? tile.next_keys + g : nullptr;
@@ -185,7 +198,7 @@ static void score_rows(const uint16_t* q, int64_t d, const Tile& tile, const Spa
 
 // values [R, Z * 16] = old * keep + (weights V) * take; without `keep` the fresh product is stored as it is.
 template <int R, int Z>
-DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv,
+DIPTYCH_INLINE void weigh_columns(const Input* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv,
                                   bool fetches, const float* keep, const float* take, float* out, int64_t out_stride) {
   F32 acc[R][Z];
   for (int r = 0; r < R; ++r)
@@ -208,7 +221,7 @@ DIPTYCH_INLINE void weigh_columns(const uint16_t* weights, const Tile& tile, con
 }
 
 template <int R>
-static void weigh_rows(const uint16_t* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
+static void weigh_rows(const Input* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
                        const float* keep, const float* take, float* out, int64_t out_stride) {
   for (int64_t column = 0; column < dv;) {
     const int64_t z = vectors_at_once<R>((dv - column) / 16);
@@ -228,8 +241,8 @@ static void weigh_rows(const uint16_t* weights, const Tile& tile, const Span& se
   }
 }
 
-using ScoreRows = void (*)(const uint16_t*, int64_t, const Tile&, const Span&, bool, float*);
-using WeighRows = void (*)(const uint16_t*, const Tile&, const Span&, int64_t, bool, const float*, const float*, float*, int64_t);
+using ScoreRows = void (*)(const Input*, int64_t, const Tile&, const Span&, bool, float*);
+using WeighRows = void (*)(const Input*, const Tile&, const Span&, int64_t, bool, const float*, const float*, float*, int64_t);
 #if defined(DIPTYCH_AVX512)
 static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>,
                                        score_rows<5>, score_rows<6>, score_rows<7>, score_rows<8>};
@@ -246,10 +259,10 @@ static const ScoreRows kScoreRows[] = {score_rows<1>};
 static const WeighRows kWeighRows[] = {weigh_rows<1>};
 #endif
 
-DIPTYCH_INLINE void score(int64_t n, const uint16_t* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
+DIPTYCH_INLINE void score(int64_t n, const Input* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
   kScoreRows[n - 1](q, d, tile, seen, fetches, scores);
 }
-DIPTYCH_INLINE void weigh(int64_t n, const uint16_t* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
+DIPTYCH_INLINE void weigh(int64_t n, const Input* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
                           const float* keep, const float* take, float* out, int64_t out_stride) {
   kWeighRows[n - 1](weights, tile, seen, dv, fetches, keep, take, out, out_stride);
 }
@@ -290,8 +303,8 @@ DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int
   return first < end ? max(max(most[0], most[1]), load(scores + first * 16)) : max(most[0], most[1]);
 }
 
-// weights = exp2(score * unit - most) in bf16; returns their sum, lane by lane.
-DIPTYCH_INLINE F32 weigh_scores(const float* scores, uint16_t* weights, const Span& seen, float unit, float most,
+// weights = exp2(score * unit - most) rounded to bf16; returns their sum, lane by lane.
+DIPTYCH_INLINE F32 weigh_scores(const float* scores, Input* weights, const Span& seen, float unit, float most,
                                 const float* value_scales) {
   const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
   F32 sum = zero();
@@ -299,7 +312,7 @@ DIPTYCH_INLINE F32 weigh_scores(const float* scores, uint16_t* weights, const Sp
     F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
     sum = add(sum, p);
     if (value_scales) p = mul(p, load(value_scales + g * 16));
-    store_bf16(weights + g * 16, p);
+    store_inputs(weights + g * 16, p);
   }
   return sum;
 }
@@ -495,9 +508,9 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
   for (int64_t r = 0; r < rows.n; r += rows.group) {  // a token's heads of the group lie side by side
     const int64_t token = rows.token + r / rows.group;
     for (int64_t g = 0; g < rows.group; ++g) {
-      uint16_t* query = scratch.queries + (r + g) * stride;
-      std::memcpy(query, call.q + (token * call.shape.n_heads + rows.head + g) * d, static_cast<size_t>(d) * 2);
-      std::memset(query + d, 0, static_cast<size_t>(stride - d) * 2);
+      Input* query = scratch.queries + (r + g) * stride;
+      take_inputs(call.q + (token * call.shape.n_heads + rows.head + g) * d, d, query);
+      std::memset(query + d, 0, static_cast<size_t>(stride - d) * sizeof(Input));
       scratch.positions[r + g] = call.positions[token];
     }
   }

@@ -345,6 +345,7 @@ void Program::reserve(int64_t tokens) {
       buffer.data = place;
       if (buffer.kind == BufferKind::rows)
         buffer.rows = view_rows(buffer.rows_kind, wanted * buffer.rows_per_token, buffer.width, place);
+      if (!buffer.order.empty()) buffer.rows.order = buffer.order.data();
       place += buffer_bytes(buffer, wanted);
     }
     arena_tokens_ = wanted;

@@ -58,6 +58,7 @@ struct Buffer {
   int64_t width = 0;
   int64_t rows_per_token = 1;
   RowsKind rows_kind = RowsKind::bf16;
+  std::vector<int32_t> order;  // of the inputs of rows (Rows::order); empty: as they come
   bool shared = false;      // by the ranks
   uint8_t* data = nullptr;  // set by the arena
   Rows rows;                // the view of `data`, kind rows only

@@ -107,6 +107,10 @@ DIPTYCH_INLINE F32 dot2(F32 acc, Pairs a, Pairs b) {
   return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
 }
 #else
+// x as bf16 holds it.
+DIPTYCH_INLINE F32 bf16_numbers(F32 x) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(pack_bf16(x)), 16))};
+}
 // The even (0) or the odd (1) values of the pairs.
 DIPTYCH_INLINE F32 widen_half(Pairs x, int half) {
   return {_mm512_castsi512_ps(half == 0 ? _mm512_slli_epi32(x.v, 16) : _mm512_and_si512(x.v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
@@ -118,10 +122,12 @@ DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) {
   if (parity) wide = _mm512_slli_epi32(wide, 16);
   _mm512_mask_storeu_epi16(out, parity ? 0xAAAAAAAAu : 0x55555555u, wide);
 }
-// 32 int8 -> 32 bf16, exact
+// 32 int8 -> 32 bf16, exact: nothing is to be rounded
 DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) {
-  store_bf16(out, load_i8(p));
-  store_bf16(out + 16, load_i8(p + 16));
+  for (int i = 0; i < 32; i += 16) {
+    const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(load_i8(p + i).v), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm512_cvtepi32_epi16(high));
+  }
 }
 
 #elif defined(DIPTYCH_AVX2)

@@ -46,6 +46,9 @@ cp "$out"/kernels/_cpu*.so "$out/stage/diptych/compute/ops/_cpu.so"
 
 export QEMU_LD_PREFIX="$root" PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 CXX=aarch64-linux-gnu-g++
 export PYTHONPATH="$out/stage:$site:$here/tests"
+# qemu looks for every path below the root first, where /tmp is another one.
+export TMPDIR="$out/tmp"
+mkdir -p "$TMPDIR"
 cd "$here"
 sources=$(find csrc src CMakeLists.txt tests/kernels tests/*.py -type f ! -name '*.pyc' ! -name '*.so' -print0 | sort -z | xargs -0 sha256sum | sha256sum | cut -c1-16)
 passed=$out/passed/$sources

@@ -28,6 +28,8 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe", "cohere": "command-r", "cohere2": "cohere2", "stablelm": "stablelm", "olmoe": "olmoe",
     "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "internlm3": "llama", "olmo3": "olmo2", "exaone4": "exaone4", "ministral3": "mistral3", "dots1": "dots1",
+    "youtu": "deepseek2", "glm4_moe_lite": "deepseek2",
 }  # fmt: skip
 # what a GGUF file cannot say, so that the model must be without it
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -43,6 +45,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen2_moe": {"mlp_only_layers": []},
+    "dots1": {"sliding_window": None},
     "deepseek_v2": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -180,19 +183,24 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     if full.get("rope_type") == "yarn" and "beta_fast" in full:
         out.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
         out.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
+    if full.get("attention_factor"):
+        out.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
     if full.get("mscale_all_dim"):
-        out.add_rope_scaling_yarn_log_mul(0.1 * full["mscale_all_dim"])
+        out.add_rope_scaling_yarn_log_mul((0.1 if hasattr(config, "kv_lora_rank") else 1.0) * full["mscale_all_dim"])
+    if full.get("llama_4_scaling_beta"):
+        out.add_attn_temperature_scale(full["llama_4_scaling_beta"])
     if config.model_type == "phi3" and full.get("long_factor"):
         stretch = config.max_position_embeddings / full["original_max_position_embeddings"]
         attention = math.sqrt(1 + math.log(stretch) / math.log(full["original_max_position_embeddings"]))
         out.add_rope_scaling_attn_factors(attention)
-    if config.model_type in ("phi3", "gemma2", "gemma3_text", "cohere2", "gpt_oss"):
+    if config.model_type in ("phi3", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "olmo3", "exaone4"):
         out.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
         out.add_attn_logit_softcapping(config.attn_logit_softcapping)
         out.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "olmo3", "exaone4"):
         out.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if "sliding_attention" in rope:
         out.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     if config.model_type == "stablelm":
         out.add_parallel_residual(config.use_parallel_residual)
@@ -237,11 +245,11 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
         out.add_expert_shared_count(config.moe_num_shared_experts)
         out.add_leading_dense_block_count(config.moe_layer_start_index)
         out.add_interleave_moe_layer_step(config.moe_layer_interval)
-    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3"):
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe_lite"):
         out.add_expert_group_count(config.n_group or 1)
         out.add_expert_group_used_count(config.topk_group or 1)
         out.add_expert_shared_count(config.n_shared_experts)
-        out.add_leading_dense_block_count(config.first_k_dense_replace)
+        out.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
         out.add_expert_weights_scale(config.routed_scaling_factor)
         if config.norm_topk_prob:
             out.add_expert_weights_norm(True)
@@ -310,7 +318,8 @@ def joined(tensors: Tensors) -> Tensors:
 
 
 def is_permuted(config: Any) -> bool:
-    return config.model_type in ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe")
+    kinds = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe", "internlm3", "ministral3")
+    return config.model_type in kinds
 
 
 def permuted(weights: torch.Tensor, n_heads: int) -> torch.Tensor:

@@ -21,7 +21,9 @@ NODE = {"num_cpus": 3, "object_store_memory": 100 * 2**20}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    # how soon a lost node is called so (docs/cluster.md); what Ray has by itself takes a minute on a busy machine
+    health = {"health_check_period_ms": 2000, "health_check_timeout_ms": 3000, "health_check_failure_threshold": 3}
+    nodes = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": health})
     yield nodes
     nodes.shutdown()
 

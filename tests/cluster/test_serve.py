@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import pytest
 
 from diptych.engine.llm import LLM
 from diptych.ground.clock import sleep_s
+from diptych.ground.config import EngineConfig, quiet_ray
+from diptych.ground.errors import ConfigError
 from diptych.ground.request import SamplingParams
 from server_process import CLOCK, ServerProcess, check_account
 from span_receiver import SpanReceiver
@@ -224,3 +227,17 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told as an output that could not be written: Ray's error is an OSError."""
+    quiet_ray(is_local=True)
+    rays = importlib.import_module("diptych.cluster.rays")
+
+    def init(**options: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(rays.ray, "init", init)
+    with pytest.raises(ConfigError, match=r"no Ray cluster at auto: .*Could not find") as caught:
+        rays.RayCluster("bundled", EngineConfig(), rays.PoolConfig(address="auto"))
+    assert "ray start --head" in str(caught.value.hint)

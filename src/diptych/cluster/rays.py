@@ -305,7 +305,13 @@ class RayCluster:
     def _start_ray(self) -> None:
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "diptych"}
         if self._pools.address is not None:
-            ray.init(address=self._pools.address, **options)
+            try:
+                ray.init(address=self._pools.address, **options)
+            except (ConnectionError, ValueError) as error:
+                raise ConfigError(
+                    f"no Ray cluster at {self._pools.address}: {_reason(error)}",
+                    hint="ray start --head begins one (docs/cluster.md); without --ray-address one begins here by itself",
+                ) from error
             logger.warning(
                 "ray trusts its network: whoever reaches its ports can run code on its machines, and read keys and values "
                 "on their way; give it a network of its own (docs/cluster.md)"

@@ -41,7 +41,7 @@ from diptych.ground.errors import EngineError, TransferError
 from diptych.ground.events import Event, FinishEvent, ScheduledEvent, StepBeginEvent, StepEndEvent, TransferEvent
 from diptych.ground.handoff import HandOff
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import READ_ONLY, Request
 from diptych.stepper import Stepper
 
 logger = logging.getLogger("diptych.cluster")
@@ -50,8 +50,6 @@ LEASE_S = 30.0  # without news of a reader; it may have a line before it
 LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
 # of one parcel at most: its memory then comes from what the last one gave back; larger ones are new pages, each a fault
 PARCEL_BYTES = 4 * 2**20
-# of a prompt that is read for somebody else: its token is not wanted, and may not end it
-_READ_ONLY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(slots=True)
@@ -427,7 +425,7 @@ class Worker:
         request = Request(
             request_id=request_id,
             prompt_token_ids=order.token_ids,
-            sampling=_READ_ONLY,
+            sampling=READ_ONLY,
             arrival_s=now_s,
             priority=order.priority,
             cache_salt=order.cache_salt,

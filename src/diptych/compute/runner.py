@@ -80,7 +80,7 @@ def load_model(
         return build(blueprint, config, beside=beside, on_packed=on_packed)
 
     model = _built_once(built, checkpoint, hf_config, config)
-    if isinstance(checkpoint, GgufCheckpoint | CodedCheckpoint):
+    if checkpoint.is_keeping:
         checkpoint.log_formats(model.formats)
     return model
 
@@ -127,8 +127,9 @@ def _load_over_ranks(
     check(opened.blueprint.spec)
     source = {"path": path, "max_context_tokens": max_context_tokens}
     model = build_over_ranks(opened.blueprint, opened.config, source)
-    if isinstance(opened.blueprint.source, GgufCheckpoint | CodedCheckpoint):
-        opened.blueprint.source.log_formats(model.formats)
+    source_read = opened.blueprint.source
+    if isinstance(source_read, GgufCheckpoint | Checkpoint) and source_read.is_keeping:
+        source_read.log_formats(model.formats)
     return model
 
 
@@ -205,11 +206,14 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     stored = stored_weights(hf_config)
     if stored is not None:
         return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
-    how = None if reads_mxfp4(parsed) else quantisation_of(parsed)
-    checkpoint = (
-        Checkpoint(directory) if how is None else CodedCheckpoint(directory, how, dtype=_dequantised_dtype(config))
-    )
-    return hf_config, parsed.path, checkpoint, config
+    if reads_mxfp4(parsed):
+        checkpoint = Checkpoint(directory)
+        checkpoint.is_keeping = True
+        return hf_config, parsed.path, checkpoint, config
+    how = quantisation_of(parsed)
+    if how is None:
+        return hf_config, parsed.path, Checkpoint(directory), config
+    return hf_config, parsed.path, CodedCheckpoint(directory, how, dtype=_dequantised_dtype(config)), config
 
 
 def _dequantised_dtype(config: ComputeConfig) -> torch.dtype:

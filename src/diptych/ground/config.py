@@ -22,6 +22,7 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
+ACTIVATIONS = ("auto", "int8")
 MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
 TASKS = ("auto", "generate", "embed", "score")
 SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
@@ -76,7 +77,8 @@ class SchedulerConfig:
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves. speculate: who
     guesses tokens ahead (`control.speculation`; `MODEL_DRAFTERS` are run by the executor); it changes speed and no answer.
     max_draft_tokens: most guesses of one sequence and step. lookup_memory_tokens: recent answers that `lookup` knows beside the
-    sequence's own text, those with the same cache salt only; about 200 bytes each.
+    sequence's own text, those with the same cache salt only; about 200 bytes each. prefills_alone: a step with prompts holds
+    nothing else, and comes before decode; as other engines do, for the simulator.
     """
 
     max_step_tokens: int = 2048
@@ -89,6 +91,7 @@ class SchedulerConfig:
     speculate: str = "off"
     lookup_memory_tokens: int = 0
     max_draft_tokens: int = 16
+    prefills_alone: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
@@ -121,6 +124,8 @@ class ComputeConfig:
     cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
     tp: processes (ranks) that divide the outputs of every projection, on one machine; threads are those of all of them.
     tp_address: HOST:PORT where rank 0 listens for ranks on other machines, one on each; threads are then those of this one.
+    activations: what meets 8-bit weights that somebody else quantised; auto: 15 bits, which cost no more than a tenth of what
+    those weights lost, and up to twice the time of prefill; int8: 8 bits.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
@@ -132,6 +137,7 @@ class ComputeConfig:
     instruction_set: str = "auto"
     numa: str = "auto"
     longrope: str = "auto"
+    activations: str = "auto"
     tp: int = 1
     tp_address: str | None = None
 
@@ -141,6 +147,7 @@ class ComputeConfig:
         one_of("weights", self.weights, WEIGHT_FORMATS)
         one_of("kv", self.kv, KV_FORMATS)
         one_of("longrope", self.longrope, LONGROPE_FACTORS)
+        one_of("activations", self.activations, ACTIVATIONS)
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             hint = "a CUDA device is named cuda, or cuda:0 where there are several"
             raise ConfigError(f"device is {shown(self.device)}; it must be auto, cpu, cuda or cuda:N", hint=hint)

@@ -280,4 +280,6 @@ class Request:
         return self.cache_salt if self.adapter is None else (self.adapter.revision, self.cache_salt)
 
 
+# of a prompt that is read for another engine: its token is not wanted, and may not end it
+READ_ONLY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 _ARRIVAL = Bound(float, -1e12, 1e12, "when the request came in, on the engine's clock")

@@ -168,10 +168,19 @@ DEEPSEEK_V2 = GgufArchitecture(
     values={"expert_gating_func": (0, SOFTMAX)},
     present={"attention_bias": "attn_kv_a_mqa.bias"},
 )
+YOUTU = GgufArchitecture(
+    architecture="YoutuForCausalLM",
+    keys={**LATENT, **dict.fromkeys(("expert_feed_forward_length", "leading_dense_block_count"), "")},
+    fixed={"q_lora_rank": None},
+    present={"attention_bias": "attn_kv_a_mqa.bias"},
+)
+OLMO2 = GgufArchitecture(architecture="Olmo2ForCausalLM", norms=AFTER)
+OLMO3 = GgufArchitecture(architecture="Olmo3ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4)
 DEEPSEEK_V3 = replace(DEEPSEEK_V2, architecture="DeepseekV3ForCausalLM", values={"expert_gating_func": (0, SIGMOID)})
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
     "llama": LLAMA,
+    "internlm2": LLAMA,
     "qwen2": GgufArchitecture(architecture="Qwen2ForCausalLM"),
     "qwen2moe": GgufArchitecture(
         architecture="Qwen2MoeForCausalLM",
@@ -188,8 +197,22 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     # wide_layers: the one size whose scores are scaled by the width of the model over its heads (llama.cpp knows it so too)
     "gemma2": GgufArchitecture(architecture="Gemma2ForCausalLM", wide_layers=46, window_every=2, **GEMMA),
     "gemma3": GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, window_every=6, **GEMMA),
-    "olmo2": GgufArchitecture(architecture="Olmo2ForCausalLM", norms=AFTER),
+    # with windows it is OLMo 3
+    "olmo2": OLMO2,
     "olmoe": GgufArchitecture(architecture="OlmoeForCausalLM", keys=EXPERTS),
+    "exaone4": GgufArchitecture(architecture="Exaone4ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4),
+    "mistral3": GgufArchitecture(
+        architecture="Ministral3ForCausalLM",
+        keys=dict.fromkeys(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"), ""),
+        is_permuted=True,
+    ),
+    "dots1": GgufArchitecture(
+        architecture="Dots1ForCausalLM",
+        keys=GROUPED,
+        fixed={**UNGROUPED, "sliding_window": None},
+        values={"expert_gating_func": (0, SIGMOID)},
+        present={"attention_bias": Q_BIAS},
+    ),
     "smollm3": GgufArchitecture(architecture="SmolLM3ForCausalLM", is_permuted=True),
     "granite": GgufArchitecture(
         architecture="GraniteForCausalLM", keys=SCALED, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}, **GRANITE
@@ -271,6 +294,10 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
             f"architecture {name!r} in {file.path} is not supported; of GGUF files {', '.join(ARCHITECTURES)} are",
             hint="its Hugging Face checkpoint may be: the list of those is longer",
         )
+    if found is OLMO2 and file.metadata.get("olmo2.attention.sliding_window"):
+        return OLMO3
+    if found is DEEPSEEK_V2 and not file.metadata.get("deepseek2.expert_count"):
+        return YOUTU
     if found is DEEPSEEK_V2 and any(name.endswith(".exp_probs_b.bias") for name in file.tensors):
         return DEEPSEEK_V3
     return MIXTRAL if found is LLAMA and file.metadata.get("llama.expert_count") else found
@@ -403,9 +430,14 @@ def _add_rope(config: dict[str, Any], keys: _Keys, file: GgufFile, kind_of_file:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
                    "attention_factor": attention, "beta_fast": keys.number("rope.scaling.yarn_beta_fast"),
                    "beta_slow": keys.number("rope.scaling.yarn_beta_slow"), **kind_of_file.yarn}  # fmt: skip
-        stretch = keys.number("rope.scaling.yarn_log_multiplier")
-        if stretch:  # a tenth of what is the same for both here, as all published models have it
-            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), stretch / 0.1)
+        stretch, bend = (
+            keys.number(name) for name in ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
+        )
+        if stretch:  # is the same for both here, as all published models have it; of latent attention a tenth of it
+            stretch = stretch / 0.1 if "attention.kv_lora_rank" in kind_of_file.keys else stretch
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), stretch)
+        if bend:
+            scaling["llama_4_scaling_beta"] = bend
     elif kind == "linear" or (kind is None and factor not in (None, 0, 1)):
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind not in (None, "none", "longrope"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
-from diptych.models.contents import EXPONENTS
+from diptych.models.contents import EXPONENTS, INPUT_ORDER
 from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
@@ -46,6 +47,7 @@ class LinearHandle:
     Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
     following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
     rows: which of n_outputs the packed weight has, in its order; None: all.
+    order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
     """
 
     index: int | None
@@ -71,12 +73,13 @@ class LinearHandle:
                 found.append(own)
             at += high - low
         return first, found
+    order: str = ""
 
     @property
     def rows_format(self) -> str:
         """The form of the rows it multiplies: int8 and int4 weights share one."""
         if self.format.startswith("group"):
-            return f"group{KeptFormat.named(self.format).group}"
+            return KeptFormat.named(self.format).rows
         return "bf16" if self.format == "bf16" else "int8"
 
 
@@ -141,8 +144,14 @@ def native_shape(weights: KeptFormat | str, n: int, k: int, *, is_gated: bool = 
     common = {"n": n, "k": k, "is_gated": is_gated, "has_bias": has_bias}
     if isinstance(weights, str):
         return _cpu.LinearShape(format=weights, group=INT4_GROUP, **common)
-    group = weights.group or INT4_GROUP
-    return _cpu.LinearShape(format=weights.kind, group=group, scale=weights.scale, grid=weights.grid, **common)
+    return _cpu.LinearShape(
+        format=weights.kind,
+        group=weights.group or INT4_GROUP,
+        scale=weights.scale,
+        grid=weights.grid,
+        is_wide=weights.is_wide,
+        **common,
+    )
 
 
 class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
@@ -176,11 +185,14 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self._heads: dict[int, tuple[AttentionSpec, OwnHeads | None]] = {}  # by layer
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.is_keeping = config.weights == "auto"
+        self._meets_narrow_rows = config.activations == "int8"
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.kept: dict[str, KeptFormat] = {}  # key -> format, of those that kept their values
         self.n_values: Counter[str] = Counter()  # format -> weights of the layers that were packed in it
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
         self.exponents: dict[str, torch.Tensor] = {}  # likewise, of what may be balanced: see `balance.exponents_of`
+        self.orders: dict[str, torch.Tensor] = {}  # key -> `WeightTensor.order` of those that have one
+        self.input_orders: dict[str, np.ndarray] = {}  # the same by name
         self.sites = Sites()
         self._ropes: dict[RopeSpec, int] = {}
 
@@ -295,7 +307,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
         Experts share their rows, so all keep their values or none.
         """
-        keep = all(len({self._kept(getattr(expert, name)) for expert in experts}) == 1 for name in ("gate_up", "down"))
+        stored = [[getattr(expert, name) for expert in experts] for name in ("gate_up", "down")]
+        keep = all(len({(self._kept(part), _name_of(_order_of(part))) for part in parts}) == 1 for parts in stored)
         # halves that are clamped are joined by an operation of its own
         joined = None if spec.activation is Activation.CLAMPED else spec.activation
         return ExpertsHandle(
@@ -373,7 +386,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             )
             for own_rows in rows
         ]
-        return replace(nobody, index=pieces[0].index, pieces=tuple(pieces))
+        return replace(nobody, index=pieces[0].index, pieces=tuple(pieces), order=pieces[0].order)
 
     @property
     def main_format(self) -> str:
@@ -382,8 +395,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _kept(self, parts: LinearParts) -> KeptFormat | None:
         """What holds the stored values of all parts."""
-        formats = {part.kept for part in parts.weights} if self.is_keeping else {None}
-        return formats.pop() if len(formats) == 1 else None
+        formats = {(part.kept, _name_of(part.order)) for part in parts.weights} if self.is_keeping else {(None, "")}
+        kept = formats.pop()[0] if len(formats) == 1 else None
+        return replace(kept, is_wide=False) if kept is not None and self._meets_narrow_rows else kept
 
     def _pack(
         self,
@@ -403,7 +417,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         shape, whole = (native_shape(kept or weights_format, outputs, k, **form) for outputs in (n, parts.n_outputs))
         key = "+".join(part.name for part in (*parts.weights, *parts.biases))
         if kept is not None:
-            self.kept[key] = kept
+            self.kept[key] = parts.weights[0].kept or kept
             weights_format = kept.name
         if role is not None and role.layer is not None and key not in self.packed:
             self.n_values[weights_format] += parts.n_outputs * k
@@ -416,6 +430,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         else:
             index = self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept)
         self.packed[key] = index
+        order = self._note_order(key, parts, k) if kept is not None else ""
         if weights_format != "bf16":
             self._note_exponents(key, parts, is_packed=saved is not None)
         return LinearHandle(
@@ -427,7 +442,20 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             activation=activation,
             role=role,
             rows=rows,
+            order=order,
         )
+
+    def _note_order(self, key: str, parts: LinearParts, n_inputs: int) -> str:
+        """The name of the order in which a kept weight has its inputs."""
+        order = _order_of(parts)
+        saved = self.source.find_packed(key + INPUT_ORDER, 4 * n_inputs)
+        if saved is not None:
+            order = torch.from_numpy(np.frombuffer(saved, dtype=np.int32).copy())
+        name = _name_of(order)
+        if order is not None:
+            self.orders[key] = order
+            self.input_orders[name] = order.numpy()
+        return name
 
     def _add_read(
         self, shape: Any, parts: LinearParts, rows: Rows, weights_format: str, kept: KeptFormat | None
@@ -465,6 +493,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         saved = self.source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
         if saved is not None:
             self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
+
+
+def _order_of(parts: LinearParts) -> torch.Tensor | None:
+    """Of all of them: what is kept has one."""
+    return parts.weights[0].order
+
+
+def _name_of(order: torch.Tensor | None) -> str:
+    return "" if order is None else f" {hashlib.sha256(order.numpy().tobytes()).hexdigest()}"
 
 
 def _own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[WeightTensor, slice]]:

@@ -69,6 +69,7 @@ class CpuOps(
         self._owner: dict[int, Value] = {}
         self._n_inputs = 0
         self._is_team = loader.rank.size > 1
+        self._orders = loader.input_orders
 
     def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
@@ -367,20 +368,21 @@ class CpuOps(
     def _rows_buffer(
         self, role: str, width: int, weight: LinearHandle, rows_per_token: int = 1, is_shared: bool = False
     ) -> int:
-        kind = weight.rows_format
+        kind, order = weight.rows_format, self._orders.get(weight.order)
         return self._buffer(
             f"{role} rows",
             width,
-            lambda width: self.program.add_rows(kind, width, rows_per_token, is_shared),
+            lambda width: self.program.add_rows(kind, width, rows_per_token, is_shared, order),
             kind,
+            weight.order,
             rows_per_token,
             is_shared,
         )
 
     def _rows(self, h: Value, weight: LinearHandle) -> int:
         """The rows buffer of h in the form the weight reads; recorded on first use, again if another took the buffer."""
-        key = weight.rows_format
-        is_direct = h.emit_rows is not None and (h.kind == "norm" or key == "bf16")
+        form, key = weight.rows_format, weight.rows_format + weight.order
+        is_direct = h.emit_rows is not None and (h.kind == "norm" or form == "bf16")
         rows = self._rows_buffer(h.kind, h.width, weight, is_shared=is_direct and h.is_shared)
         if h.rows.get(key) == rows and self._owner.get(rows) is h:
             return rows
@@ -388,7 +390,7 @@ class CpuOps(
         if is_direct:
             assert h.emit_rows is not None
             h.emit_rows(rows)
-        elif h.emit_bf16 is not None:
+        elif h.emit_bf16 is not None and not form.startswith("wide"):  # which bf16 would make narrow
             half = self._buffer(f"{h.kind} bf16", h.width, lambda width: self.program.add_bf16(width, h.is_shared))
             h.emit_bf16(half)
             self.program.prepare(half, rows)
