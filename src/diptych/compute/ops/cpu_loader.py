@@ -61,6 +61,7 @@ class LinearHandle:
     is_gathered: bool = False
     pieces: tuple[LinearHandle, ...] = ()
     rows: Rows | None = None
+    order: str = ""
 
     def own_rows(self, begin: int, end: int) -> tuple[int, list[slice]]:
         """Where in the packed weight its part of outputs [begin, end) begins, and which of them that is, counted from begin."""
@@ -73,7 +74,6 @@ class LinearHandle:
                 found.append(own)
             at += high - low
         return first, found
-    order: str = ""
 
     @property
     def rows_format(self) -> str:
