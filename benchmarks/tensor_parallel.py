@@ -110,12 +110,19 @@ def gather(rank: int, ranks: int, fd: int, store: str, rounds: int) -> None:
         tell(rank, "meeting", rows, times_s(team.meet, rounds))
         tell(rank, "write and meet", rows, times_s(write_and_meet, rounds))
         tell(rank, "all-reduce (gloo)", rows, times_s(partial_sum(partial), rounds // 10))
+        tell(rank, "all-gather (gloo)", rows, times_s(gathering(torch.from_numpy(own), ranks), rounds // 10))
     dist.destroy_process_group()
 
 
 def partial_sum(partial: torch.Tensor) -> Callable[[], object]:
     """The all-reduce of these rows, in place."""
     return lambda: dist.all_reduce(partial)
+
+
+def gathering(own: torch.Tensor, ranks: int) -> Callable[[], object]:
+    """What ranks on several machines do instead of a meeting: everybody gets everybody's columns."""
+    every = [torch.empty_like(own) for _ in range(ranks)]
+    return lambda: dist.all_gather(every, own)
 
 
 def times_s(run: Callable[[], object], rounds: int) -> list[float]:

@@ -69,6 +69,11 @@ def memfds() -> int:
     return sum("memfd:diptych" in os.readlink(path) for path in links)
 
 
+def named_memory() -> list[str]:
+    """Segments with a name of ours or of torch's; other processes of this machine have theirs."""
+    return [name for name in os.listdir("/dev/shm") if "diptych" in name or "torch" in name]
+
+
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
     deadline_s = CLOCK.now_s() + timeout_s
     while not holds():
@@ -80,7 +85,6 @@ def test_two_processes_answer_as_one_and_end_as_one(tmp_path: Path) -> None:
     """Text, log-probabilities, cached tokens, drafts by lookup, and an adapter that comes and goes; then one dies while both
     decode.
     """
-    shared = set(os.listdir("/dev/shm"))
     one = engine(1)
     expected = answers(one)
     adapter = write_adapter(tmp_path / "late", bundled_dir(), {**ALL, "q_proj": 3})
@@ -112,7 +116,7 @@ def test_two_processes_answer_as_one_and_end_as_one(tmp_path: Path) -> None:
     llm.engine.back_memory(lambda: True)  # on a thread of its own, where nobody would catch what it raised
     llm.loaded.model.close()
     wait_until(lambda: not rank_processes() and memfds() == 0, "a process or its memory stayed")
-    assert set(os.listdir("/dev/shm")) == shared
+    assert not named_memory()
 
 
 def test_what_ranks_cannot_do_is_refused() -> None:
@@ -219,7 +223,6 @@ STATES = ("loading", "prefilling", "decoding", "idle")
 @pytest.mark.parametrize(("victim", "size"), [(0, 2), (1, 2), (2, 4)])
 def test_whoever_is_killed_nobody_stays(state: str, victim: int, size: int) -> None:
     """SIGKILL of any rank in every state: the others end, the engine's process with an error that names who is gone."""
-    shared = set(os.listdir("/dev/shm"))
     process = rank_zero(state, size)
     assert process.stdout is not None
     assert process.stdout.readline() == f"{state}\n"
@@ -229,7 +232,7 @@ def test_whoever_is_killed_nobody_stays(state: str, victim: int, size: int) -> N
     (everybody[0] if victim == 0 else ranks[victim]).send_signal(signal.SIGKILL)
     said = process.communicate(timeout=20)[1]
     wait_until(lambda: not any(one.is_running() for one in everybody), f"left: {everybody}")
-    assert set(os.listdir("/dev/shm")) == shared
+    assert not named_memory()
     if victim != 0:
         assert process.returncode == 1
         assert f"rank {victim} was ended by signal 9" in said, said[-2000:]

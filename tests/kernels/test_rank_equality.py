@@ -134,6 +134,9 @@ LAYOUTS: dict[str, tuple[str, Layout, dict[str, int]]] = {
     "bytes": ("gemma2", gptq(8, -1, symmetric=False), {}),
     "experts": ("mixtral", gptq(4, 32, symmetric=True), {}),
     "full norms": ("olmo2", awq(32), {}),
+    "shared experts": ("qwen2_moe", awq(32), {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
+    "latents": ("deepseek_v2", awq(32), {"v_head_dim": 16, "moe_intermediate_size": 64}),
+    "windows": ("mistral", gptq(4, 32, symmetric=False), {}),
     "rows": ("qwen2", compressed("int-quantized", BY_TOKEN, num_bits=8, type="int", strategy="channel"), {}),
 }
 
@@ -157,7 +160,7 @@ def test_weights_that_keep_their_values_are_divided(tmp_path: Path, layout: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("weights", "kv"), FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_ranks_change_no_bit_in_any_format(tmp_path: Path, family: str, weights: str, kv: str) -> None:
     """All of them, and as many ranks as divide nothing evenly."""
     path = checkpoint(family, tmp_path)

@@ -15,6 +15,8 @@ from diptych.cost.roofline import ring_bytes
 from diptych.models.spec import Activation, LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
 
 FP32, BF16 = 4, 2
+# one meeting of two ranks: through shared memory, and a small collective of gloo over loopback (LAB.md, Ranks)
+SHARED_MEETING_S, GLOO_MEETING_S = 0.4e-6, 288e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,10 @@ class Exchange:
 
     meetings: int
     row_bytes: float
+
+    def time_s(self, rows: int, *, meeting_s: float, bytes_per_s: float | None = None) -> float:
+        """Of a step of so many tokens, with nothing computed meanwhile. bytes_per_s None: ranks write to one memory."""
+        return self.meetings * meeting_s + (0.0 if bytes_per_s is None else rows * self.row_bytes / bytes_per_s)
 
 
 def all_reduced(model: ModelSpec, *, tp: int, activation_bytes: float = BF16) -> Exchange:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from diptych.cost.acceptance import MOST_DEPTH
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
-from diptych.cost.exchange import all_reduced, gathered
+from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
 from diptych.cost.layout import PLAIN
 from diptych.cost.memory import Capacity, capacity_of
 from diptych.cost.parameters import (
@@ -323,7 +323,8 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
         notes.append(
             f"priced with {reduced.meetings} all-reduces a step, {reduced.row_bytes / 1e3:,.0f} kB a token and device; "
             f"gathering, which keeps the bits of one device, would meet {whole.meetings} times for "
-            f"{whole.row_bytes / 1e3:,.0f} kB"
+            f"{whole.row_bytes / 1e3:,.0f} kB: {whole.time_s(1, meeting_s=SHARED_MEETING_S) * 1e3:.3g} ms of meetings through "
+            f"shared memory, {whole.time_s(1, meeting_s=GLOO_MEETING_S) * 1e3:,.0f} ms by gloo between machines"
         )
     return tuple(notes)
 
