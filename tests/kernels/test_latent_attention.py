@@ -41,7 +41,7 @@ def expected(path: Path) -> torch.Tensor:
     return alone(model, prompt(N_TOKENS), None).logits
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("name", KERNEL_SETS)
 def test_published_sizes_on_every_set(path: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """Near fp32, and the same bits in one prefill, in chunks, beside others and with the work of a decode split."""
