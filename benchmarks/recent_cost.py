@@ -29,13 +29,14 @@ def replay_s(llm: LLM, steps: list[StepRecord], taken: list[OpenRequest], *, mos
     """Seconds to remember a run."""
     engine = llm.engine
     kept = Recent(engine, keep_s=120.0, machine=None)
-    tell_step, tell_request = engine.book.on_step.pop(), engine.on_submit.pop()
+    tell_step, tell_request, tell_end = engine.book.on_step.pop(), engine.on_submit.pop(), engine.on_end.pop()
     recent.MAX_CHUNKS = most_chunks
     begin_s = CLOCK.now_s()
     for step in steps:
         tell_step(step)
     for one in taken:
         tell_request(one)
+        tell_end(one)
     spent_s = CLOCK.now_s() - begin_s
     assert kept.minutes().steps
     return spent_s

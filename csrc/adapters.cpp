@@ -68,21 +68,30 @@ void fill_b(const AdapterParts& site, const Adapter::Strip& strip, int64_t first
   }
 }
 
+// A row of groups as bf16, its inputs in the order that the layer's own weights had: each value is rounded by itself.
+void widen_groups(const LinearKernels& kernels, const Rows& x, int64_t row, uint16_t* out) {
+  const int8_t* q = reinterpret_cast<const int8_t*>(x.data + row * x.stride_bytes);
+  const int64_t group = group_of(x.kind);
+  for (int64_t begin = 0; begin < x.k_padded; begin += group) {
+    const float scale = x.scales[row * x.groups + begin / group];
+    float values[kMaxGroup];
+    for (int64_t i = 0; i < group; ++i) {
+      const int32_t high = q[begin + i];
+      values[i] = scale * static_cast<float>(is_wide(x.kind) ? high * (1 << kLowBits) + q[x.k_padded + begin + i] : high);
+    }
+    uint16_t rounded[kMaxGroup];
+    kernels.round_inputs(values, group, x.order == nullptr ? out + begin : rounded);
+    if (x.order != nullptr)
+      for (int64_t i = begin; i < std::min(begin + group, x.k_padded); ++i) out[i < x.k ? x.order[i] : i] = rounded[i - begin];
+  }
+}
+
 // A row of activations as bf16: whole numbers where one scale is behind all of them, else what they stand for.
 const uint16_t* widened(const KernelSet& set, const Rows& x, int64_t row, uint16_t* out) {
   const uint8_t* data = x.data + row * x.stride_bytes;
   if (x.kind == RowsKind::bf16) return reinterpret_cast<const uint16_t*>(data);
-  const int8_t* whole = reinterpret_cast<const int8_t*>(data);
-  const int64_t group = group_of(x.kind);
-  if (group == 0) {
-    set.step->widen_row(whole, x.k_padded, out);
-    return out;
-  }
-  float values[kMaxGroup];
-  for (int64_t g = 0; g < x.groups; ++g) {
-    for (int64_t k = 0; k < group; ++k) values[k] = x.scales[row * x.groups + g] * static_cast<float>(whole[g * group + k]);
-    set.linear->round_inputs(values, group, out + g * group);
-  }
+  if (group_of(x.kind) != 0) widen_groups(*set.linear, x, row, out);
+  else set.step->widen_row(reinterpret_cast<const int8_t*>(data), x.k_padded, out);
   return out;
 }
 

@@ -260,7 +260,7 @@ constexpr int64_t kInputPad = kMaxGroup;  // x is zero up to there, whatever the
 // Rows one after the other, one cache line more than their data so that a power-of-two K does not put all rows of a tile in the
 // same cache sets.
 int64_t row_stride(RowsKind kind, int64_t k) {
-  return round_up(k, kInputPad) * (kind == RowsKind::bf16 ? 2 : 1) + 64;
+  return round_up(k, kInputPad) * (kind == RowsKind::bf16 || is_wide(kind) ? 2 : 1) + 64;
 }
 
 int64_t count_groups(RowsKind kind, int64_t k) { return group_of(kind) == 0 ? 1 : round_up(k, kInputPad) / group_of(kind); }
@@ -290,11 +290,21 @@ Rows view_rows(RowsKind kind, int64_t m, int64_t k, void* memory) {
 
 namespace {
 
+template <typename Value>
+const void* reordered(const Rows& rows, const void* x) {
+  Value* out = reinterpret_cast<Value*>(linear_scratch(rows.k * static_cast<int64_t>(sizeof(Value))));
+  for (int64_t i = 0; i < rows.k; ++i) out[i] = static_cast<const Value*>(x)[rows.order[i]];
+  return out;
+}
+
 void prepare_source(const KernelSet& set, const Rows& rows, int64_t row, const void* x, Source source) {
   const LinearKernels& kernels = *set.linear;
   uint8_t* data = rows.data + row * rows.stride_bytes;
+  if (rows.order != nullptr) x = source == Source::bf16 ? reordered<uint16_t>(rows, x) : reordered<float>(rows, x);
   if (const int64_t group = group_of(rows.kind); group != 0) {
-    set.groups->quantize(x, source, rows.k, group, reinterpret_cast<int8_t*>(data), rows.scales + row * rows.groups, rows.sums + row * rows.groups);
+    int8_t* high = reinterpret_cast<int8_t*>(data);
+    int8_t* low = is_wide(rows.kind) ? high + rows.k_padded : nullptr;
+    set.groups->quantize(x, source, rows.k, group, high, low, rows.scales + row * rows.groups, rows.sums + row * rows.groups);
     return;
   }
   if (rows.kind == RowsKind::int8) {

@@ -50,10 +50,11 @@ struct LinearShape {
   Format format = Format::bf16;
   int64_t n = 0;         // output lanes of W as the checkpoint counts them (gated: gate and up together)
   int64_t k = 0;         // inputs
-  int64_t group = 64;    // int4, group4, group8: inputs that share a grid: 32, 64 or 128; ignored otherwise
+  int64_t group = 64;    // int4, group4, group8: inputs that share a grid: 32, 64 or 128, of group4 and group8 16 too; ignored otherwise
   bool gated = false;    // W = gate rows then up rows, n even; the epilogue gives act(gate) * up, n / 2 outputs
   bool has_bias = false;
   Grid grid = {};        // group4 and group8
+  bool wide = false;     // group8: met by rows of 15 bits, as rows of 8 bits cost more than the weights' own rounding did
 };
 
 // Rows [begin, begin + rows) of W from one tensor, concatenated along n in the order given (q, k, v / gate, up).
@@ -140,27 +141,35 @@ void read_bf16_row(const PackedLinear& w, int64_t row, uint16_t* out);
 
 // ---- activations -------------------------------------------------------------------------------------------------
 
-// What the rows of x become for a weight format: int8 and int4 share one kind. The last three are int8 with a scale for each group.
-enum class RowsKind : int32_t { bf16 = 0, int8 = 1, group32 = 2, group64 = 3, group128 = 4 };
+// What the rows of x become for a weight format: int8 and int4 share one kind. group: int8 with a scale for each group. wide: two
+// int8 for each input with a scale for each group, x ~ scale * (128 high + low).
+enum class RowsKind : int32_t {
+  bf16 = 0, int8 = 1, group16 = 2, group32 = 3, group64 = 4, group128 = 5, wide16 = 6, wide32 = 7, wide64 = 8, wide128 = 9
+};
 
-inline RowsKind rows_kind(const LinearShape& shape) {
-  if (is_grouped(shape.format)) return shape.group == 32 ? RowsKind::group32 : shape.group == 64 ? RowsKind::group64 : RowsKind::group128;
-  return shape.format == Format::bf16 ? RowsKind::bf16 : RowsKind::int8;
-}
-inline RowsKind rows_kind(Format format, int64_t group = 64) { return rows_kind(LinearShape{format, 0, 0, group, false, false, {}}); }
+inline bool is_wide(RowsKind kind) { return kind >= RowsKind::wide16; }
 inline int64_t group_of(RowsKind kind) {  // 0: the whole row
-  return kind == RowsKind::group32 ? 32 : kind == RowsKind::group64 ? 64 : kind == RowsKind::group128 ? 128 : 0;
+  if (kind < RowsKind::group16) return 0;
+  return int64_t{16} << (static_cast<int>(kind) - static_cast<int>(is_wide(kind) ? RowsKind::wide16 : RowsKind::group16));
 }
+inline RowsKind rows_kind(const LinearShape& shape) {
+  if (!is_grouped(shape.format)) return shape.format == Format::bf16 ? RowsKind::bf16 : RowsKind::int8;
+  RowsKind kind = shape.wide ? RowsKind::wide16 : RowsKind::group16;
+  while (group_of(kind) < shape.group) kind = static_cast<RowsKind>(static_cast<int>(kind) + 1);
+  return kind;
+}
+inline RowsKind rows_kind(Format format, int64_t group = 64) { return rows_kind(LinearShape{format, 0, 0, group, false, false, {}, false}); }
 
 struct Rows {
   RowsKind kind = RowsKind::bf16;
   int64_t m = 0, k = 0;
   int64_t k_padded = 0;         // k rounded up to 128; [k, k_padded) is zero
   int64_t stride_bytes = 0;     // from row to row
-  uint8_t* data = nullptr;      // [m, stride_bytes]: bf16 or s8
+  uint8_t* data = nullptr;      // [m, stride_bytes]: bf16 or s8; wide: the high halves [k_padded], then the low ones
+  const int32_t* order = nullptr;  // [k]: input i is x[order[i]]; null: as they come
   int64_t groups = 1;           // with a scale of their own, k_padded / group; 1: the whole row
-  float* scales = nullptr;      // [m, groups]     int8: x ~ scale * q, q in [-127, 127], scale = max|x| / 127
-  int32_t* sums = nullptr;      // [m, groups]     int8: sum of q
+  float* scales = nullptr;      // [m, groups]     x ~ scale * q, |q| at most 127, scale = max|x| / 127; wide: 127 * 128
+  int32_t* sums = nullptr;      // [m, groups]     sum of q
 };
 
 int64_t rows_bytes(RowsKind kind, int64_t m, int64_t k);  // a multiple of 64

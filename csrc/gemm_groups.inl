@@ -38,12 +38,11 @@ void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first
   }
 }
 
-// The tile over expanded strips: kRows rows, one strip, sums by the set's int8 tile of that height.
-template <int kRows, TileKernel kTile>
+// The tile over expanded strips: kRows rows, one strip, sums by the set's int8 tile of that height, of both halves where rows are wide.
+template <int kRows, TileKernel kTile, bool kWide>
 void tile_groups(const GroupArgs& args) {
-  alignas(64) int32_t sums[kRows * kPanelLanes];
+  alignas(64) int32_t sums[kRows * kPanelLanes], low_sums[kRows * kPanelLanes];
   TileArgs tile{};
-  tile.acc = sums;
   tile.units = args.shape->group / 4;
   tile.strip_bytes = args.steps_bytes;
   if (!args.resume)
@@ -51,13 +50,21 @@ void tile_groups(const GroupArgs& args) {
   for (int64_t g = 0; g < args.groups; ++g) {
     tile.strip = args.steps + g * tile.units * kStepBytes;
     for (int row = 0; row < kRows; ++row) tile.x[row] = args.x[row] + g * args.shape->group;
+    tile.acc = sums;
     kTile(tile);
+    if constexpr (kWide) {
+      for (int row = 0; row < kRows; ++row) tile.x[row] += args.low;
+      tile.acc = low_sums;
+      kTile(tile);
+    }
     const Lanes scale = reinterpret_cast<const Lanes*>(args.scales)[g];
     for (int row = 0; row < kRows; ++row) {
       Lanes* acc = reinterpret_cast<Lanes*>(args.acc + row * kPanelLanes);
       const float x_scale = args.x_scales[row][g];
       const int32_t x_sum = args.x_sums[row][g];
-      const Whole sum = *reinterpret_cast<const Whole*>(sums + row * kPanelLanes) - 128 * x_sum;
+      Whole sum = *reinterpret_cast<const Whole*>(sums + row * kPanelLanes);
+      if constexpr (kWide) sum = (sum << kLowBits) + *reinterpret_cast<const Whole*>(low_sums + row * kPanelLanes);
+      sum = sum - 128 * x_sum;
       *acc = fused(__builtin_convertvector(sum, Lanes) * x_scale, scale, *acc);
       if (args.minima != nullptr) *acc = fused(fill(x_scale * static_cast<float>(x_sum)), reinterpret_cast<const Lanes*>(args.minima)[g], *acc);
     }
@@ -65,17 +72,27 @@ void tile_groups(const GroupArgs& args) {
 }
 
 template <LoadInputs kLoad, AbsMax kMost, QuantizeInt8 kQuantize>
-void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, float* scales, int32_t* sums) {
+void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales, int32_t* sums) {
   float values[kMaxGroup];
+  const float top = low == nullptr ? 127.0f : kMostWide;
   for (int64_t begin = 0; begin < round_up(count, kMaxGroup); begin += group, out += group) {
     const int64_t left = count - begin, present = left < 0 ? 0 : left < group ? left : group;
     if (present > 0) kLoad(x, source, begin, present, values);
     std::memset(values + present, 0, sizeof(float) * static_cast<size_t>(group - present));
-    const float highest = kMost(values, group);
-    kQuantize(values, group, highest > 0.0f ? 127.0f / highest : 0.0f, out);
+    const float highest = kMost(values, group), inverse = highest > 0.0f ? top / highest : 0.0f;
     int32_t sum = 0;
-    for (int64_t i = 0; i < group; ++i) sum += out[i];
-    *scales++ = highest / 127.0f;
+    if (low == nullptr) {
+      kQuantize(values, group, inverse, out);
+      for (int64_t i = 0; i < group; ++i) sum += out[i];
+    } else {
+      for (int64_t i = 0; i < group; ++i) {
+        const int32_t q = static_cast<int32_t>((values[i] * inverse + 12582912.0f) - 12582912.0f);  // to nearest, ties to even
+        out[i] = static_cast<int8_t>((q + 64) >> kLowBits);
+        *low++ = static_cast<int8_t>(q - out[i] * 128);
+        sum += q;
+      }
+    }
+    *scales++ = short_scale(highest / top);
     *sums++ = sum;
   }
 }

@@ -2,8 +2,9 @@
 
 constexpr int64_t kGroupAheadBytes = 4096;  // strips and panels follow one another, so reading ahead never asks where it is
 
-// How a packed step becomes operands: nibbles as they are, nibbles by a table of levels, or bytes.
-enum class Codes { linear, table, bytes };
+// How a packed step becomes operands: nibbles as they are (in groups of 16 or larger ones), nibbles by a table of levels, or bytes, met
+// by rows of one or two halves.
+enum class Codes { linear, linear16, table, bytes, wide };
 
 inline __m512 load_scales(const uint8_t* scales, Source source) {
   if (source == Source::f32) return _mm512_load_ps(scales);
@@ -23,8 +24,11 @@ void tile_direct(const GroupArgs& args) {
   const LinearShape& shape = *args.shape;
   const int64_t words = shape.group / 4, head_bytes = bytes_of_group_head(shape), scale_bytes = kStripLanes * bytes_of_scale(shape);
   const int64_t offset_bytes = kStripLanes * bytes_of_offset(shape);
+  constexpr bool kNibbles = kCodes == Codes::linear || kCodes == Codes::linear16, kIsBytes = kCodes == Codes::bytes || kCodes == Codes::wide;
+  constexpr int kSteps = kCodes == Codes::linear16 ? 2 : 4;
   const __m512i levels = kCodes == Codes::table ? load_levels(shape) : _mm512_setzero_si512();
-  const int32_t middle = kCodes != Codes::linear ? 128 : shape.grid.levels == Table4::signed4 ? 8 : 0;
+  const int32_t middle = !kNibbles ? 128 : shape.grid.levels == Table4::signed4 ? 8 : 0;
+  const int64_t low_words = args.low / 4;
   const uint8_t *x[kRows], *w = args.strip, *head = w;
   __m512 sums[kRows];
 #pragma GCC unroll 8
@@ -41,11 +45,14 @@ void tile_direct(const GroupArgs& args) {
     for (int row = 0; row < kRows; ++row) low_sums[row] = _mm512_set1_epi32(-middle * args.x_sums[row][group]), high_sums[row] = _mm512_setzero_si512();
     for (const int64_t end = at + words; at < end;) {
 #pragma GCC unroll 4
-      for (int step = 0; step < 4; ++step, at += kCodes == Codes::bytes ? 1 : 2, w += kStepBytes) {
+      for (int step = 0; step < kSteps; ++step, at += kIsBytes ? 1 : 2, w += kStepBytes) {
         _mm_prefetch(reinterpret_cast<const char*>(w + kGroupAheadBytes), _MM_HINT_T0);
         const __m512i packed = _mm512_load_si512(w);
         auto word = [&](int row, int64_t i) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
-        if constexpr (kCodes == Codes::bytes) {
+        if constexpr (kCodes == Codes::wide) {
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], packed, word(row, at + low_words)), add_dot_int8(high_sums[row], packed, word(row, at));
+        } else if constexpr (kCodes == Codes::bytes) {
 #pragma GCC unroll 8
           for (int row = 0; row < kRows; ++row) add_dot_int8(step % 2 == 0 ? low_sums[row] : high_sums[row], packed, word(row, at));
         } else {
@@ -61,12 +68,13 @@ void tile_direct(const GroupArgs& args) {
     const int64_t within = group % kHeadGroups;
     const uint8_t* offsets = head + kHeadGroups * scale_bytes + within * offset_bytes;
     const __m512 scale = load_scales(head + within * scale_bytes, shape.grid.scale);
-    const bool has_zeros = kCodes == Codes::linear && shape.grid.offset == Offset::zeros;
+    const bool has_zeros = kNibbles && shape.grid.offset == Offset::zeros;
     const __m512i zero = has_zeros ? _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(offsets))) : _mm512_setzero_si512();
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const int32_t x_sum = args.x_sums[row][group];
       const float x_scale = args.x_scales[row][group];
+      if constexpr (kCodes == Codes::wide) high_sums[row] = _mm512_slli_epi32(high_sums[row], kLowBits);
       __m512i whole = _mm512_add_epi32(low_sums[row], high_sums[row]);
       if (has_zeros) whole = _mm512_sub_epi32(whole, _mm512_mullo_epi32(zero, _mm512_set1_epi32(x_sum)));
       sums[row] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(x_scale)), scale, sums[row]);
@@ -82,9 +90,14 @@ void tile_direct(const GroupArgs& args) {
   {tile_direct<codes, 1>, tile_direct<codes, 2>, tile_direct<codes, 3>, tile_direct<codes, 4>, tile_direct<codes, 5>, tile_direct<codes, 6>}
 
 // Expanded strips. The registers hold a group's whole sums, which begin with what the levels' offset of 128 adds too much; sums over
-// the groups lie in L1 meanwhile.
-template <int kRows, int kStrips>
+// the groups lie in L1 meanwhile. Wide rows count as two, of their halves. The sums of others begin at 3 * 2^22 as a float's bits too,
+// and so are floats when they end: one fma instead of a conversion and a product.
+constexpr int32_t kFloatBits = 0x4b400000;
+constexpr float kFloatStart = 12582912.0f;
+
+template <int kRows, int kStrips, bool kWide>
 void tile_expanded(const GroupArgs& args) {
+  constexpr int kHalves = kWide ? 2 : 1;
   const int64_t words = args.shape->group / 4;
   const uint8_t* w = args.steps;
   if (!args.resume)
@@ -92,14 +105,20 @@ void tile_expanded(const GroupArgs& args) {
       for (int v = 0; v < kStrips; ++v) _mm512_store_ps(args.acc + row * kPanelLanes + v * kStripLanes, _mm512_setzero_ps());
   int64_t at = 0;
   for (int64_t group = 0; group < args.groups; ++group) {
-    __m512i whole[kRows][kStrips];
+    __m512i whole[kRows * kHalves][kStrips];
+    const uint8_t* x[kRows * kHalves];
 #pragma GCC unroll 24
-    for (int row = 0; row < kRows; ++row)
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i start = _mm512_set1_epi32(-128 * args.x_sums[row][group] + (kWide ? 0 : kFloatBits));
 #pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) whole[row][v] = _mm512_set1_epi32(-128 * args.x_sums[row][group]);
-    const uint8_t* x[kRows];
-#pragma GCC unroll 24
-    for (int row = 0; row < kRows; ++row) x[row] = args.x[row];
+      for (int v = 0; v < kStrips; ++v) whole[row][v] = start;
+      x[row] = args.x[row];
+      if constexpr (kWide) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kStrips; ++v) whole[kRows + row][v] = _mm512_setzero_si512();
+        x[kRows + row] = x[row], x[row] += args.low;
+      }
+    }
     for (const int64_t end = at + words; at < end; at += 4) {
 #pragma GCC unroll 4
       for (int step = 0; step < 4; ++step, w += kStepBytes) {
@@ -107,7 +126,7 @@ void tile_expanded(const GroupArgs& args) {
 #pragma GCC unroll 4
         for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * args.steps_bytes);
 #pragma GCC unroll 24
-        for (int row = 0; row < kRows; ++row) {
+        for (int row = 0; row < kRows * kHalves; ++row) {
           const __m512i word = _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + (at + step) * 4));
 #pragma GCC unroll 4
           for (int v = 0; v < kStrips; ++v) add_dot_int8(whole[row][v], lanes[v], word);
@@ -117,11 +136,18 @@ void tile_expanded(const GroupArgs& args) {
     const float* scales = args.scales + group * kStripLanes;
 #pragma GCC unroll 24
     for (int row = 0; row < kRows; ++row) {
-      const __m512 x_scale = _mm512_set1_ps(args.x_scales[row][group]);
+      const float x_scale_value = args.x_scales[row][group];
+      const __m512 x_scale = _mm512_set1_ps(x_scale_value), start = _mm512_set1_ps(-kFloatStart * x_scale_value);
       float* acc = args.acc + row * kPanelLanes;
 #pragma GCC unroll 4
       for (int v = 0; v < kStrips; ++v, acc += kStripLanes) {
-        const __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(whole[row][v]), x_scale);
+        __m512 scaled;
+        if constexpr (kWide) {
+          const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(whole[kRows + row][v], kLowBits), whole[row][v]);
+          scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(both), x_scale);
+        } else {
+          scaled = _mm512_fmadd_ps(_mm512_castsi512_ps(whole[row][v]), x_scale, start);
+        }
         _mm512_store_ps(acc, _mm512_fmadd_ps(scaled, _mm512_load_ps(scales + v * args.scales_stride), _mm512_load_ps(acc)));
       }
     }
@@ -163,8 +189,9 @@ void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first
 }
 
 template <typename Value>
-inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int8_t* out, float* scales, int32_t* sums) {
+inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales, int32_t* sums) {
   const int64_t vectors = group / 16;
+  const float top = low == nullptr ? 127.0f : kMostWide;
   for (int64_t begin = 0; begin < round_up(count, kMaxGroup); begin += group) {
     __m512 values[kMaxGroup / 16], most = _mm512_setzero_ps();
     for (int64_t v = 0; v < vectors; ++v) {
@@ -172,19 +199,25 @@ inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int
       most = _mm512_max_ps(most, _mm512_abs_ps(values[v]));
     }
     const float highest = _mm512_reduce_max_ps(most);
-    const __m512 inverse = _mm512_set1_ps(highest > 0.0f ? 127.0f / highest : 0.0f);
+    const __m512 inverse = _mm512_set1_ps(highest > 0.0f ? top / highest : 0.0f);
     __m512i sum = _mm512_setzero_si512();
     for (int64_t v = 0; v < vectors; ++v) {
       const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(values[v], inverse));
       sum = _mm512_add_epi32(sum, level);
-      _mm_store_si128(reinterpret_cast<__m128i*>(out + begin + 16 * v), _mm512_cvtsepi32_epi8(level));
+      __m512i high = level;
+      if (low != nullptr) {
+        high = _mm512_srai_epi32(_mm512_add_epi32(level, _mm512_set1_epi32(64)), kLowBits);
+        const __m512i rest = _mm512_sub_epi32(level, _mm512_slli_epi32(high, kLowBits));
+        _mm_store_si128(reinterpret_cast<__m128i*>(low + begin + 16 * v), _mm512_cvtepi32_epi8(rest));
+      }
+      _mm_store_si128(reinterpret_cast<__m128i*>(out + begin + 16 * v), _mm512_cvtsepi32_epi8(high));
     }
-    *scales++ = highest / 127.0f;
+    *scales++ = short_scale(highest / top);
     *sums++ = _mm512_reduce_add_epi32(sum);
   }
 }
 
-void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, float* scales, int32_t* sums) {
-  if (source == Source::bf16) return quantize_groups_of(static_cast<const uint16_t*>(x), count, group, out, scales, sums);
-  quantize_groups_of(static_cast<const float*>(x), count, group, out, scales, sums);
+void quantize_groups(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales, int32_t* sums) {
+  if (source == Source::bf16) return quantize_groups_of(static_cast<const uint16_t*>(x), count, group, out, low, scales, sums);
+  quantize_groups_of(static_cast<const float*>(x), count, group, out, low, scales, sums);
 }

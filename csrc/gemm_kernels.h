@@ -12,6 +12,8 @@
 // Gated weights interleave 16 gate lanes with the 16 up lanes of the same features.
 #pragma once
 
+#include <cstring>
+
 #include "gemm.h"
 
 namespace diptych {
@@ -20,7 +22,7 @@ constexpr int64_t kStripLanes = 16;
 constexpr int64_t kPanelStrips = kPanelLanes / kStripLanes;
 constexpr int64_t kStepBytes = kStripLanes * 4;       // of one strip
 constexpr int64_t kHeadBytes = kStripLanes * 2;       // unit and zero of one int4 group of a strip
-constexpr int64_t kMaxGroup = 128;                    // the largest int4 group
+constexpr int64_t kMaxGroup = 128;                    // the largest group of any format
 constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
 // How far a tile that takes W from memory reads ahead. From kBalancedRows on a bf16 or int8 tile computes about as long as the
@@ -125,10 +127,25 @@ inline const int8_t* levels_of(const LinearShape& shape) { return kLevels[static
 
 // A tile over whole groups: acc [rows][64] fp32, 64-byte aligned. For each group in ascending order, of each row and lane:
 //   sum = whole sum of level * q;   acc = fma(float(sum) * x_scale, scale, acc);   acc = fma(x_scale * float(sum of q), minimum, acc)
-// the last with minima only. Every tile of every set computes exactly that.
+// the last with minima only. Every tile of every set computes exactly that. q of wide rows is 128 high + low, of 15 bits: their sums
+// fit 32 bits, those of other rows 22 and a sign.
+constexpr int kLowBits = 7;
+constexpr float kMostWide = 127 * 128;   // the highest q of wide rows; low halves reach from -64 to 63
+
+// Scales of rows have 22 significant bits, so that 3 * 2^22 times one is exact: a tile may take the float of a sum from the
+// mantissa of 3 * 2^22 + sum.
+inline float short_scale(float scale) {
+  uint32_t bits;
+  std::memcpy(&bits, &scale, 4);
+  bits &= ~uint32_t{3};
+  std::memcpy(&scale, &bits, 4);
+  return scale;
+}
+
 struct GroupArgs {
   const LinearShape* shape;
   const uint8_t* x[kMaxTileRows];         // of each row at the first group
+  int64_t low;                            // wide: from a row's high halves to its low ones, bytes
   const float* x_scales[kMaxTileRows];
   const int32_t* x_sums[kMaxTileRows];
   int64_t groups;
@@ -146,13 +163,29 @@ using GroupKernel = void (*)(const GroupArgs& args);
 // Groups [first, first + count) of a strip as GroupArgs reads them; minima is not written where there are none.
 using ExpandGroups = void (*)(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales,
                               float* minima);
-// A row of activations as quantize_row does it, each group by itself: scales, sums [count rounded up to kMaxGroup / group].
-using QuantizeGroups = void (*)(const void* x, Source source, int64_t count, int64_t group, int8_t* out, float* scales, int32_t* sums);
+// A row of activations as quantize_row does it, each group by itself: scales, sums [count rounded up to kMaxGroup / group]. out: q, or
+// of wide rows the high halves, with the low ones in `low`.
+using QuantizeGroups = void (*)(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales,
+                                int32_t* sums);
+
+// Over expanded strips: computes all its rows.
+struct ExpandedTile {
+  int64_t rows, strips;  // strips 1, 2 or 4
+  GroupKernel run;
+};
+
+// One strip, by rows - 1; null: none.
+struct DirectTiles {
+  GroupKernel linear[kDirectRows];    // group4 with linear levels
+  GroupKernel linear16[kDirectRows];  //   in groups of 16
+  GroupKernel table[kDirectRows];     // group4 with others, in larger groups
+  GroupKernel bytes[kDirectRows];     // group8
+  GroupKernel wide[kDirectRows];      //   met by wide rows
+};
 
 struct GroupTiles {
-  GroupKernel direct[3][kDirectRows];  // one strip, by rows - 1: group4 with linear levels, group4 with others, group8; null: none
-  int64_t rows, strips;                // of the tile over expanded strips; strips 1, 2 or 4
-  GroupKernel expanded;                // computes all its rows
+  DirectTiles direct;
+  ExpandedTile expanded, expanded_wide;
   ExpandGroups expand;
   QuantizeGroups quantize;
 };

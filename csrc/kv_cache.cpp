@@ -89,7 +89,7 @@ KvCache::KvCache(const KvShape& shape) : shape_(shape) {
   const int64_t most = shape.has_values ? 512 : kMostLatentDim;
   if (shape.head_dim < 2 || shape.head_dim % 2 != 0 || shape.head_dim > most)
     throw std::invalid_argument("head_dim is " + std::to_string(shape.head_dim) + "; it must be even and at most " + std::to_string(most));
-  if (!shape.has_values && shape.n_kv_heads != 1) throw std::invalid_argument("a cache of latents has one head");
+  if (!shape.has_values && shape.n_kv_heads > 1) throw std::invalid_argument("a cache of latents has one head");
   if (shape.n_layers < 1 || shape.n_blocks < 1 || shape.n_kv_heads < 0)  // a rank may have none of the heads
     throw std::invalid_argument("a KV cache needs at least one layer and block");
   buffer_ = PageBuffer(shape.n_layers * shape.layer_bytes());

@@ -53,8 +53,10 @@ Grid grid_of(const std::string& format, const std::string& scale, const std::str
 }
 
 RowsKind rows_kind_of(const std::string& name) {
-  return named<RowsKind>("kind of rows", name, {{"bf16", RowsKind::bf16}, {"int8", RowsKind::int8}, {"group32", RowsKind::group32},
-                                                {"group64", RowsKind::group64}, {"group128", RowsKind::group128}});
+  return named<RowsKind>("kind of rows", name, {{"bf16", RowsKind::bf16}, {"int8", RowsKind::int8},
+                                                {"group16", RowsKind::group16}, {"group32", RowsKind::group32}, {"group64", RowsKind::group64},
+                                                {"group128", RowsKind::group128}, {"wide16", RowsKind::wide16}, {"wide32", RowsKind::wide32},
+                                                {"wide64", RowsKind::wide64}, {"wide128", RowsKind::wide128}});
 }
 
 Store store_of(const std::string& name) {
@@ -156,8 +158,14 @@ int add_table(Program& program, AnyArray array) {
                             static_cast<int64_t>(array.shape(1))});
 }
 
-int add_rows(Program& program, const std::string& format, int64_t width, int64_t rows_per_token, bool is_shared) {
+int add_rows(Program& program, const std::string& format, int64_t width, int64_t rows_per_token, bool is_shared, std::optional<I32> order) {
   Buffer buffer;
+  if (order) {
+    if (static_cast<int64_t>(order->shape(0)) != width) throw std::invalid_argument("the order of inputs is not the rows' width long");
+    buffer.order.assign(order->data(), order->data() + width);
+    for (const int32_t input : buffer.order)
+      if (input < 0 || input >= width) throw std::invalid_argument("the order of inputs names one that is not there");
+  }
   buffer.shared = is_shared;
   buffer.kind = BufferKind::rows;
   buffer.width = width;
@@ -321,12 +329,14 @@ AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head
 void bind_shapes(nb::module_& m) {
   nb::class_<LinearShape>(m, "LinearShape")
       .def("__init__", [](LinearShape* self, const std::string& format, int64_t n, int64_t k, int64_t group, bool is_gated, bool has_bias,
-                          const std::string& scale, const std::string& grid) {
+                          const std::string& scale, const std::string& grid, bool is_wide) {
         if (n < 1 || k < 1 || (is_gated && n % 2 != 0)) throw std::invalid_argument("n and k must be at least 1, and n even where it is gated");
-        if (group != 32 && group != 64 && group != 128) throw std::invalid_argument("group must be 32, 64 or 128");
-        new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid)};
+        const bool has_least = format == "group4" || format == "group8";
+        if (group != 32 && group != 64 && group != 128 && !(group == 16 && has_least)) throw std::invalid_argument("group must be 32, 64 or 128, or 16 of group4 and group8");
+        if (is_wide && format != "group8") throw std::invalid_argument("wide rows meet group8 alone");
+        new (self) LinearShape{format_of(format), n, k, group, is_gated, has_bias, grid_of(format, scale, grid), is_wide};
       }, nb::kw_only(), nb::arg("format"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 64, nb::arg("is_gated") = false, nb::arg("has_bias") = false,
-         nb::arg("scale") = "f32", nb::arg("grid") = "signed")
+         nb::arg("scale") = "f32", nb::arg("grid") = "signed", nb::arg("is_wide") = false)
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
@@ -370,10 +380,12 @@ void bind_operations(nb::class_<Program>& program) {
       .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
         p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)
-      .def("meet", [](Program& p) { p.record(Category::attention, MeetOp{}); })
-      .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store) {
-        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store)});
-      }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"))
+      .def("meet", [](Program& p, int out) { p.record(Category::attention, MeetOp{out}); })
+      .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store,
+                       int64_t column) {
+        p.record(Category::qkv, HeadsOp{std::move(weights), x, head_stride, rows, out, out_head_stride, store_of(store), column});
+      }, nb::kw_only(), nb::arg("weights"), nb::arg("x"), nb::arg("head_stride"), nb::arg("rows"), nb::arg("out"), nb::arg("out_head_stride"), nb::arg("store"),
+         nb::arg("column") = 0)
       .def("cache_latents", [](Program& p, int kv, int layer, int norm, float norm_eps, int rope, int64_t rank) {
         p.record(Category::rope, CacheLatentsOp{kv, layer, norm, rope, rank, norm_eps});
       }, nb::kw_only(), nb::arg("kv"), nb::arg("layer"), nb::arg("norm"), nb::arg("norm_eps"), nb::arg("rope"), nb::arg("rank"))
@@ -440,7 +452,8 @@ void bind_program(nb::module_& m) {
            nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false)
       .def("add_bf16", [](Program& p, int64_t width, bool is_shared) { return add_plain(p, BufferKind::bf16, width, 1, is_shared); },
            nb::arg("width"), nb::arg("is_shared") = false)
-      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false)
+      .def("add_rows", &add_rows, nb::arg("format"), nb::arg("width"), nb::arg("rows_per_token") = 1, nb::arg("is_shared") = false,
+           nb::arg("order").none() = nb::none())
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
            nb::arg("adapters").none() = nb::none())
@@ -463,6 +476,16 @@ void bind_program(nb::module_& m) {
       .def_prop_ro("table_bytes", &Program::table_bytes)
       .def_prop_ro("kernels", [](const Program& p) { return std::string(p.kernels().name); })
       .def_prop_ro("n_meetings", &Program::n_meetings)
+      .def_prop_ro("written", [](const Program& p) {
+        std::vector<std::pair<int64_t, int64_t>> found;
+        for (const Range& one : p.written()) found.push_back({one.begin, one.end});
+        return found;
+      })
+      .def("know_written", [](Program& p, const std::vector<RowRanges>& by_rank) {
+        std::vector<std::vector<Range>> ranges;
+        for (const RowRanges& one : by_rank) ranges.push_back(ranges_of(one));
+        p.know_written(std::move(ranges));
+      }, nb::arg("by_rank"))
       .def_prop_ro("threads", &Program::threads);
   bind_operations(program);
 }

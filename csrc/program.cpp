@@ -1,4 +1,5 @@
 #include "program.h"
+#include "program_uses.h"
 
 #include <algorithm>
 #include <cmath>
@@ -203,6 +204,9 @@ struct Names {
   void operator()(const RotateOp& op) const {
     buffers({op.qkv, op.q});
     if (op.has_rope) require_below({op.rope}, has.ropes, "rotary table");
+    const RotateShape& part = op.shape;
+    if (part.first_head + part.n_heads > part.row_heads || part.first_kv_head + part.n_kv_heads > part.row_kv_heads)
+      throw std::invalid_argument("a row holds fewer heads than a rotation takes of it");
     if (op.has_q_norm) vectors({op.q_norm});
     if (op.has_k_norm) vectors({op.k_norm});
   }
@@ -226,37 +230,7 @@ struct Names {
   void operator()(const RotateQueriesOp& op) const { buffers({op.q, op.out}), require_below({op.rope}, has.ropes, "rotary table"); }
   void operator()(const InputOp& op) const { buffers({op.x}); }
   void operator()(const TapOp& op) const { buffers({op.x}); }
-  void operator()(const MeetOp&) const {}
-};
-
-// The buffers that an operation reads whole, or rows of it that others wrote, and those that it writes.
-struct Uses {
-  std::vector<int> reads, writes;
-
-  void operator()(const EmbedOp& op) { writes = {op.x}; }
-  void operator()(const TiedEmbedOp& op) { writes = {op.x}; }
-  void operator()(const NormOp& op) { reads = {op.x}, writes = {op.out}; }
-  void operator()(const AddNormOp& op) { reads = {op.y}, writes = {op.x}; }
-  void operator()(const AddOp& op) {
-    reads = {op.y}, writes = {op.x};
-    if (op.gate != -1) reads.push_back(op.gate);
-  }
-  void operator()(const PrepareOp& op) { reads = {op.x}, writes = {op.rows}; }
-  void operator()(const LinearOp& op) { reads = {op.rows}, writes = {op.out}; }
-  void operator()(const RotateOp& op) { reads = {op.qkv}, writes = {op.q}; }
-  void operator()(const AttentionOp& op) { reads = {op.q}, writes = {op.out}; }
-  void operator()(const MoeOp& op) {
-    reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};
-    if (op.has_hidden) writes.push_back(op.hidden);
-    if (op.is_clamped) writes.push_back(op.wide);
-  }
-  void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
-  void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
-  void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
-  void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
-  void operator()(const InputOp& op) { writes = {op.x}; }
-  void operator()(const TapOp& op) { reads = {op.x}; }
-  void operator()(const MeetOp&) {}
+  void operator()(const MeetOp& op) const { buffers({op.out}); }
 };
 
 }  // namespace
@@ -266,7 +240,7 @@ struct Uses {
 void Program::check_order(const OpBody& body) {
   Uses uses;
   std::visit(uses, body);
-  bool meets = std::holds_alternative<MeetOp>(body);
+  bool meets = false;
   for (const int written : uses.writes) {
     if (!buffers_[written].shared) continue;
     meets = true;
@@ -294,6 +268,7 @@ void Program::join(Team& team) {
 void Program::record(Category category, OpBody body) {
   std::visit(Names{{buffers_.size(), linears_.size(), vectors_.size(), tables_.size(), ropes_.size()}}, body);
   check_order(body);
+  note_meetings(body);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
     auto same = [&](const AttentionShape& other) { return other.window == op->shape.window; };
@@ -311,6 +286,7 @@ void Program::record(Category category, OpBody body) {
     if (shape.k != buffers_.at(op->x).width) throw std::invalid_argument("a tied embedding is not as wide as its buffer");
     table_rows_ = std::min(table_rows_, op->vocab);
   }
+  if (const auto* op = std::get_if<HeadOp>(&body); op != nullptr && op->vocab < 1) throw std::invalid_argument("a head without a vocabulary");
   if (const auto* op = std::get_if<HeadOp>(&body)) vocab_ = op->vocab, hidden_width_ = buffers_[op->x].width;
   if (const auto* op = std::get_if<InputOp>(&body)) input_width_ = buffers_[op->x].width;
   if (const int weight = first_weight(body); weight >= 0)
@@ -369,6 +345,7 @@ void Program::reserve(int64_t tokens) {
       buffer.data = place;
       if (buffer.kind == BufferKind::rows)
         buffer.rows = view_rows(buffer.rows_kind, wanted * buffer.rows_per_token, buffer.width, place);
+      if (!buffer.order.empty()) buffer.rows.order = buffer.order.data();
       place += buffer_bytes(buffer, wanted);
     }
     arena_tokens_ = wanted;

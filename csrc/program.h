@@ -58,6 +58,7 @@ struct Buffer {
   int64_t width = 0;
   int64_t rows_per_token = 1;
   RowsKind rows_kind = RowsKind::bf16;
+  std::vector<int32_t> order;  // of the inputs of rows (Rows::order); empty: as they come
   bool shared = false;      // by the ranks
   uint8_t* data = nullptr;  // set by the arena
   Rows rows;                // the view of `data`, kind rows only
@@ -132,12 +133,13 @@ struct HeadsOp {                             // for each head a product of its o
   int rows, out;                             // rows: H for each token, of width K; out: f32 or bf16
   int64_t out_head_stride;
   Store store;
+  int64_t column = 0;                        // where the first head's outputs begin
 };
 struct CacheLatentsOp { int kv, layer, norm, rope; int64_t rank; float norm_eps; };
 struct RotateQueriesOp { int q, out, rope; int64_t n_heads; };   // the end of each head of q, turned, to the end of each head of out
 struct InputOp { int x; };                                    // x: the caller's rows
 struct TapOp { int x, number; };                              // x to the caller, where the step asks for this number
-struct MeetOp {};                                             // nothing: other ranks write what this one has no part of
+struct MeetOp { int out; };                                   // nothing: other ranks write what this one has no part of
 
 using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, PrepareOp, LinearOp, RotateOp, AttentionOp, MoeOp, HeadOp,
                             InputOp, TapOp, MeetOp, HeadsOp, CacheLatentsOp, RotateQueriesOp>;
@@ -145,6 +147,15 @@ using OpBody = std::variant<EmbedOp, TiedEmbedOp, NormOp, AddNormOp, AddOp, Prep
 struct Op {
   Category category;
   OpBody body;
+};
+
+// What a rank writes for the others before they meet: columns [begin, end) of a buffer's rows, its share of the rows, or the rows of
+// tokens in [begin, end). Ranks meet in one order, so the i-th meeting of one is that of all.
+enum class Part : int32_t { columns, rows, tokens };
+struct Meeting {
+  Part part;
+  int buffer;  // -1: the logits
+  Range own;
 };
 
 // Which expert rows belong together this step; written by one thread, read by all.
@@ -208,6 +219,9 @@ class Program {
   const KernelSet& kernels() const { return kernels_; }
   int threads() const { return pool_.size(); }
   int64_t n_meetings() const;    // of all ranks, in a step
+  // Of ranks that are linked: what this one writes at each of its meetings, and after loading what all do [size][meetings].
+  std::vector<Range> written() const;
+  void know_written(std::vector<std::vector<Range>> by_rank);
   int64_t weight_bytes() const;  // packed weights and vectors: what a step reads whole
   int64_t table_bytes() const;   // embedding tables beside them, of which a step reads single rows
   int64_t vocab() const { return vocab_; }
@@ -233,6 +247,10 @@ class Program {
   void compute(const Step& step, KvCache& kv, const Results& results);
   void check_order(const OpBody& body);
   void meet();  // the step's last
+  void note_meetings(const OpBody& body);
+  template <class See>
+  void visit_part(const Meeting& meeting, Range part, int rank, const Step& step, float* logits, See&& see) const;
+  bool exchange(size_t meeting, const Step& step, float* logits);
   bool is_rank_0() const { return team_ == nullptr || team_->rank() == 0; }
   void check(const Step& step, const KvCache& kv) const;
   uint8_t* reserve_weights(int64_t bytes);
@@ -261,6 +279,10 @@ class Program {
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   std::vector<uint8_t> meets_;                    // by op: whether all ranks meet behind it
   std::vector<int> read_since_meeting_;           // shared buffers
+  std::vector<Meeting> meetings_;
+  std::vector<size_t> first_meeting_;             // by op
+  std::vector<std::vector<Range>> written_;       // [size][meetings], of ranks that are linked
+  std::vector<uint8_t> slots_of_ranks_;           // what they carry to each other
   Team* team_ = nullptr;
   std::unique_ptr<SharedPages> shared_arena_;
   PageBuffer arena_, scratch_, partials_;

@@ -91,12 +91,12 @@ void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights,
 }
 
 // The experts' gated rows, in the form that `down` reads.
-void Program::Run::gate_experts(const MoeOp& op, int thread, int threads) const {
+void Program::Run::gate_experts(const MoeOp& op, size_t index, int thread, int threads) const {
   const bool is_direct = !op.is_clamped && !op.has_hidden;
   const int out = op.is_clamped ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
   run_experts(op, op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, is_direct ? Store::bf16 : Store::f32, op.activation, op.hidden_column),
               thread, threads);
-  meet(thread);  // their columns are those of all ranks
+  meet(thread, index);  // their columns are those of all ranks
   if (is_direct) return;
   const Buffer& from = buffer(out);
   const Rows& rows = buffer(op.hidden_rows).rows;
@@ -113,7 +113,7 @@ void Program::Run::gate_experts(const MoeOp& op, int thread, int threads) const 
   barrier(thread);
 }
 
-void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
+void Program::Run::run(const MoeOp& op, size_t index, int thread, int threads) const {
   const Range tokens = share(step.n_tokens, thread, threads);
   linear(set, program.linears_[op.router], buffer(op.router_rows).rows, nullptr, step.n_tokens,
          epilogue_to(op.scores, Store::f32, Activation::silu, 0), thread, threads);
@@ -122,10 +122,10 @@ void Program::Run::run(const MoeOp& op, size_t, int thread, int threads) const {
   barrier(thread);
   if (thread == 0) group_by_expert(op);
   barrier(thread);
-  gate_experts(op, thread, threads);
+  gate_experts(op, index, thread, threads);
   const Rows& hidden_rows = buffer(op.hidden_rows).rows;
   run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation, op.column), thread, threads);
-  meet(thread);  // their columns are those of all ranks
+  meet(thread, index, 1);  // their columns are those of all ranks
   const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
   const Range summed = part_of_rows(out, step.n_tokens, thread, threads);
   for (int64_t t = summed.begin; t < summed.end; ++t) {

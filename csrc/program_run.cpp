@@ -232,7 +232,7 @@ void Program::Run::run(const HeadsOp& op, size_t, int thread, int threads) const
   for (int64_t head = 0; head < heads; ++head) {
     Epilogue epilogue;
     epilogue.store = op.store;
-    epilogue.out = out.data + head * op.out_head_stride * (op.store == Store::bf16 ? 2 : 4);
+    epilogue.out = out.data + (op.column + head * op.out_head_stride) * (op.store == Store::bf16 ? 2 : 4);
     epilogue.out_stride = out.width;
     linear(set, program.linears_[op.weights[head]], rows, program.head_rows_.data() + head * step.n_tokens, step.n_tokens, epilogue, thread,
            threads);
@@ -318,7 +318,12 @@ void Program::run(const Step& step, KvCache& kv, float* logits) {
   if (team_ != nullptr) shared = team_->outputs(bytes);
   results.logits = shared != nullptr ? reinterpret_cast<float*>(shared->data()) : logits;
   execute(step, kv, Want::logits, results);
-  meet();
+  if (team_ != nullptr && team_->is_linked()) {
+    if (!exchange(meetings_.size() - 1, step, results.logits)) throw TeamBroken("a rank is gone");
+    if (!is_rank_0()) team_->give_back_outputs();
+  } else {
+    meet();
+  }
   if (is_rank_0() && results.logits != logits) std::memcpy(logits, results.logits, static_cast<size_t>(bytes));
 }
 
@@ -351,7 +356,7 @@ std::vector<Best> Program::run_best(const Step& step, KvCache& kv) {
   const std::shared_ptr<SharedPages> shared = team_->outputs(bytes);
   Best* all = reinterpret_cast<Best*>(shared->data());
   std::copy(best.begin(), best.end(), all + team_->rank() * rows);
-  meet();
+  if (!team_->gather(shared->data(), rows * static_cast<int64_t>(sizeof(Best)))) throw TeamBroken("a rank is gone");
   if (!is_rank_0()) return {};
   join_best(all, rows, size);
   best.assign(all, all + rows);
@@ -372,6 +377,7 @@ void Program::execute(const Step& step, KvCache& kv, Want want, const Results& r
 }
 
 void Program::compute(const Step& step, KvCache& kv, const Results& results) {
+  if (team_ != nullptr && team_->is_linked() && written_.empty()) throw std::logic_error("a rank does not know what the others write");
   reserve(step.n_tokens);
   place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);
@@ -397,7 +403,7 @@ void Program::compute(const Step& step, KvCache& kv, const Results& results) {
       if (run.is_idle(ops_[i].body)) continue;
       std::visit([&](const auto& op) { run.run(op, i, thread, threads); }, ops_[i].body);
       if (first_weight(ops_[i].body) >= 0) run.look_ahead(i, thread, threads);
-      meets_[i] != 0 ? run.meet(thread) : run.barrier(thread);
+      meets_[i] != 0 ? run.meet(thread, i, std::holds_alternative<MoeOp>(ops_[i].body) ? 2 : 0) : run.barrier(thread);
       if (is_left.load(std::memory_order_relaxed)) return;
       if (thread != 0) continue;
       const int64_t after = now_ns();

@@ -34,11 +34,14 @@ struct Program::Run {
     program.pool_.barrier([&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); });
   }
   // All threads of all ranks: those of one, and the last of them for it. Once the team is broken nothing that is computed counts.
-  void meet(int thread) const {
+  void meet(int thread, size_t op, size_t of_op = 0) const {
     if (program.team_ == nullptr) return barrier(thread);
     ReadAhead& ahead = program.waiting_[thread].ahead;
     auto idle = [&] { ahead.line() ? static_cast<void>(0) : ThreadPool::relax(); };
-    program.pool_.barrier(idle, [&] { is_left.store(is_left.load() || !program.team_->meet(idle)); });
+    auto all = [&] {
+      return program.team_->is_linked() ? program.exchange(program.first_meeting_[op] + of_op, step, nullptr) : program.team_->meet(idle);
+    };
+    program.pool_.barrier(idle, [&] { is_left.store(is_left.load() || !all()); });
   }
   // The thread's part of the rows of a buffer: of all of them, or of the rank's where ranks share it.
   Range part_of_rows(const Buffer& out, int64_t rows, int thread, int threads) const {
@@ -62,7 +65,7 @@ struct Program::Run {
   void run(const LinearOp& op, size_t, int thread, int threads) const;
   void run(const RotateOp& op, size_t, int thread, int threads) const;
   void run(const AttentionOp& op, size_t index, int thread, int threads) const;
-  void run(const MoeOp& op, size_t, int thread, int threads) const;
+  void run(const MoeOp& op, size_t index, int thread, int threads) const;
   void run(const HeadOp& op, size_t, int thread, int threads) const;
   void run(const InputOp& op, size_t, int thread, int threads) const;
   void run(const TapOp& op, size_t, int thread, int threads) const;
@@ -84,7 +87,7 @@ struct Program::Run {
   Epilogue epilogue_to(int out, Store store, Activation activation, int64_t column) const;
   void route_token(const MoeOp& op, int64_t token, float* choice) const;
   void leave_best_groups(const MoeOp& op, float* choice, float* worths) const;
-  void gate_experts(const MoeOp& op, int thread, int threads) const;
+  void gate_experts(const MoeOp& op, size_t index, int thread, int threads) const;
   void group_by_expert(const MoeOp& op) const;
   void run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
                    int thread, int threads) const;

@@ -52,8 +52,8 @@ void wake_all(std::atomic<uint32_t>&) {}
 void give_back(int, int64_t, int64_t) {}
 #endif
 
-int sized(int fd, int rank) {
-  if (rank == 0 && ftruncate(fd, kFileBytes) != 0) throw std::bad_alloc();
+int sized(int fd, bool is_owner) {
+  if (is_owner && ftruncate(fd, kFileBytes) != 0) throw std::bad_alloc();
   return fd;
 }
 
@@ -70,12 +70,18 @@ SharedPages::SharedPages(int fd, int64_t offset, int64_t bytes) : offset_(offset
 
 SharedPages::~SharedPages() { munmap(data_, static_cast<size_t>(bytes_)); }
 
-Team::Team(int fd, int rank, int size, bool is_crowded)
-    : fd_(sized(fd, rank)), rank_(rank), size_(size), spins_(is_crowded ? kCrowdedSpins : kSpins),
+Team::Team(int fd, int rank, int size, bool is_crowded, std::unique_ptr<Link> link)
+    : fd_(sized(fd, rank == 0 || link != nullptr)), rank_(rank), size_(size), spins_(is_crowded ? kCrowdedSpins : kSpins), link_(std::move(link)),
       control_pages_(fd, 0, kControlBytes), control_(reinterpret_cast<Control*>(control_pages_.data())), next_arena_(kArenas) {
   static_assert(sizeof(Control) <= kControlBytes, "the control block has its pages");
   static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared between processes");
   if (size < 1 || size > kMostRanks || rank < 0 || rank >= size) throw std::invalid_argument("a rank is 0 .. size - 1, at most 64");
+}
+
+bool Team::gather(uint8_t* slots, int64_t bytes) {
+  if (!is_linked()) return meet();
+  if (!is_broken() && !link_->gather(slots, size_, bytes)) break_up();
+  return !is_broken();
 }
 
 bool Team::arrive(uint32_t* seen) {
@@ -119,7 +125,15 @@ uint8_t* Team::message(int64_t bytes) {
   return messages_->data();
 }
 
+void Team::give_back_message() {
+  if (messages_ != nullptr) give_back(fd_, kMessages, messages_->bytes());
+}
+
 void Team::post(int32_t kind, int64_t bytes) {
+  if (is_linked()) {
+    if (is_broken() || !link_->post(kind, message(bytes), bytes)) break_up();
+    return;  // the meeting at its end tells
+  }
   control_->message_kind = kind;
   control_->message_bytes = bytes;
   control_->posted.value.fetch_add(1);
@@ -127,6 +141,13 @@ void Team::post(int32_t kind, int64_t bytes) {
 }
 
 bool Team::next(int32_t* kind, int64_t* bytes) {
+  if (is_linked()) {
+    if (is_broken() || !link_->next(kind, &heard_bytes_)) break_up();
+    if (is_broken()) return false;
+    *bytes = static_cast<int64_t>(heard_bytes_.size());
+    std::memcpy(message(*bytes), heard_bytes_.data(), heard_bytes_.size());
+    return true;
+  }
   auto is_there = [&] { return control_->posted.load(std::memory_order_acquire) != heard_; };
   const int spins = std::min(spins_, kSpinsOfListeners), yields = spins_ == kSpins ? kYields : 0;
   for (int spin = 0; spin < spins && !is_there(); ++spin) ThreadPool::relax();
@@ -154,7 +175,7 @@ void Team::give_back_outputs() {
 }
 
 std::unique_ptr<SharedPages> Team::arena(int64_t bytes, std::unique_ptr<SharedPages> before) {
-  if (before != nullptr && rank_ == 0) give_back(fd_, before->offset(), before->bytes());
+  if (before != nullptr && (rank_ == 0 || is_linked())) give_back(fd_, before->offset(), before->bytes());
   before.reset();
   auto pages = std::make_unique<SharedPages>(fd_, next_arena_, whole_pages(bytes));
   next_arena_ += pages->bytes();

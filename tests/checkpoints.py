@@ -109,6 +109,67 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
          "routed_scaling_factor": 1.5, "head_dim": 24, "use_qk_norm": True, "rope_parameters": {
              "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "ministral": (
+        "MinistralConfig",
+        "MinistralForCausalLM",
+        {"head_dim": 16, "sliding_window": 16,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    # positions from 128 on are not run; what is asked stays below
+    "ministral3": (
+        "Ministral3Config",
+        "Ministral3ForCausalLM",
+        {"head_dim": 24, "rope_parameters": {
+            "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 1e4,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    ),
+    "internlm3": ("InternLM3Config", "LlamaForCausalLM", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),
+    "helium": ("HeliumConfig", "HeliumForCausalLM", {"head_dim": 16}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        "VaultGemmaForCausalLM",
+        {"head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+         "final_logit_softcapping": 5.0},
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {"sliding_window": 16, "num_hidden_layers": 4, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 1.2,
+                               "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", {"sliding_window": 16, "num_hidden_layers": 4}),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        "HyperCLOVAXForCausalLM",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 0.7},
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        "SolarOpenForCausalLM",
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "head_dim": 24,
+         "attention_bias": True},
+    ),
+    "dots1": (
+        "Dots1Config",
+        "Dots1ForCausalLM",
+        {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "norm_topk_prob": True, "max_window_layers": 2,
+         "sliding_window": 16},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        "Glm4MoeLiteForCausalLM",
+        {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "q_lora_rank": 24,
+         "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "youtu": (
+        "YoutuConfig",
+        "YoutuForCausalLM",
+        {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16,
+         "qk_rope_head_dim": 8, "v_head_dim": 12},
+    ),
     # the shape of V2-Lite: queries directly, greedy choice; V2's groups are a variant
     "deepseek_v2": (
         "DeepseekV2Config",

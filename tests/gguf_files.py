@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -23,6 +24,12 @@ from checkpoints import make_reference
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "phi3": "phi3", "gemma2": "gemma2",
     "gemma3": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3", "mixtral": "llama", "qwen3_moe": "qwen3moe",
+    "gemma": "gemma", "granite": "granite", "granitemoe": "granitemoe", "glm": "chatglm", "glm4": "glm4",
+    "glm4_moe": "glm4moe", "cohere": "command-r", "cohere2": "cohere2", "stablelm": "stablelm", "olmoe": "olmoe",
+    "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
+    "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "internlm3": "llama", "olmo3": "olmo2", "exaone4": "exaone4", "ministral3": "mistral3", "dots1": "dots1",
+    "youtu": "deepseek2", "glm4_moe_lite": "deepseek2",
 }  # fmt: skip
 # what a GGUF file cannot say, so that the model must be without it
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -33,8 +40,29 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
     "qwen3_moe": {"mlp_only_layers": []},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
+    # the converter knows neither its epsilon nor its length
+    "glm": {"rms_norm_eps": 1e-5, "max_position_embeddings": 64, "num_attention_heads": 4, "head_dim": 16},
+    "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
+    "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "dots1": {"sliding_window": None},
+    "deepseek_v2": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 1e4,
+            "mscale": 0.5,
+            "mscale_all_dim": 0.5,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        }
+    },
 }
+SAVED_AS = {"block_sparse_moe.router.": "block_sparse_moe.router.layer.", "block_sparse_moe.experts.": "mlp.experts.",
+            "mlp.gate.moe_statics.": "mlp.moe_statics."}  # fmt: skip
 Choose = Callable[[str], str]
+Tensors = dict[str, np.ndarray]
 
 
 def gguf_reference(family: str, **overrides: Any) -> Any:
@@ -57,9 +85,15 @@ def write_gguf(
     *,
     choose: Choose = lambda name: "F32",
     add_words: Callable[[gguf.GGUFWriter], None] | None = None,
+    change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    metadata: Mapping[str, Any] = MappingProxyType({}),
     **writer: Any,
 ) -> Path:
-    """Write the model; `choose` says a tensor's type by its GGUF name, `add_words` adds a vocabulary."""
+    """Write the model; `choose` says a tensor's type by its GGUF name, `add_words` adds a vocabulary.
+
+    change: made to all tensors, by their GGUF names. metadata: keys after the architecture's name, in place of the usual;
+    None: without it.
+    """
     config = model.config
     name = ARCHITECTURES["gemma3" if config.model_type == "gemma3_text" else config.model_type]
     out = gguf.GGUFWriter(str(path), name, **writer)
@@ -70,9 +104,17 @@ def write_gguf(
         add_words(out)
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for key, value in metadata.items():
+        out.kv_data[0].pop(f"{name}.{key}", None)
+        if value is None:
+            continue
+        kind = gguf.GGUFValueType.get_type(value)
+        out.kv_data[0][f"{name}.{key}"] = gguf.gguf_writer.GGUFValue(value=value, type=kind)
+    tensors = {}
     for theirs, values in tensors_of(model).items():
         stem, ending = theirs.rsplit(".", 1)
-        full = f"{names.get_name(stem)}.{ending}"
+        tensors[f"{names.get_name(stem)}.{ending}"] = values
+    for full, values in change(tensors).items():
         kind = gguf.GGMLQuantizationType[choose(full) if values.ndim > 1 else "F32"]
         out.add_tensor(full, quantised(values, kind), raw_dtype=kind)
     rope = dict(config.rope_parameters)
@@ -120,35 +162,99 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_block_count(config.num_hidden_layers)
     out.add_feed_forward_length(config.intermediate_size)
     out.add_head_count(heads)
-    out.add_head_count_kv(config.num_key_value_heads)
-    out.add_layer_norm_rms_eps(config.rms_norm_eps)
     out.add_rope_freq_base(full["rope_theta"])
-    out.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
-    out.add_key_length(head_dim)
-    out.add_value_length(head_dim)
     out.add_vocab_size(config.vocab_size)
+    if hasattr(config, "layer_norm_eps"):
+        out.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        out.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "kv_lora_rank"):
+        write_latent(out, config)
+    else:
+        out.add_head_count_kv(config.num_key_value_heads)
+        out.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+        out.add_key_length(head_dim)
+        out.add_value_length(head_dim)
     if full.get("rope_type") in ("linear", "yarn"):
         out.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
         out.add_rope_scaling_factor(full["factor"])
     if full.get("original_max_position_embeddings"):
         out.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if full.get("rope_type") == "yarn" and "beta_fast" in full:
+        out.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
+        out.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
+    if full.get("attention_factor"):
+        out.add_rope_scaling_yarn_attn_factor(full["attention_factor"])
+    if full.get("mscale_all_dim"):
+        out.add_rope_scaling_yarn_log_mul((0.1 if hasattr(config, "kv_lora_rank") else 1.0) * full["mscale_all_dim"])
+    if full.get("llama_4_scaling_beta"):
+        out.add_attn_temperature_scale(full["llama_4_scaling_beta"])
     if config.model_type == "phi3" and full.get("long_factor"):
         stretch = config.max_position_embeddings / full["original_max_position_embeddings"]
         attention = math.sqrt(1 + math.log(stretch) / math.log(full["original_max_position_embeddings"]))
         out.add_rope_scaling_attn_factors(attention)
-    if config.model_type in ("phi3", "gemma2", "gemma3_text"):
+    if config.model_type in ("phi3", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "olmo3", "exaone4"):
         out.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "gemma2":
         out.add_attn_logit_softcapping(config.attn_logit_softcapping)
         out.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "olmo3", "exaone4"):
         out.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if "sliding_attention" in rope:
         out.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if config.model_type == "stablelm":
+        out.add_parallel_residual(config.use_parallel_residual)
+    write_scales(out, config)
     if getattr(config, "num_experts_per_tok", None):
-        out.add_expert_count(getattr(config, "num_experts", None) or config.num_local_experts)
-        out.add_expert_used_count(config.num_experts_per_tok)
-        if config.model_type == "qwen3_moe":
-            out.add_expert_feed_forward_length(config.moe_intermediate_size)
+        write_experts(out, config)
+
+
+def write_latent(out: gguf.GGUFWriter, config: Any) -> None:
+    """Heads as wide as latents, of which one serves all queries."""
+    out.add_head_count_kv(1)
+    out.add_rope_dimension_count(config.qk_rope_head_dim)
+    out.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    out.add_value_length(config.kv_lora_rank)
+    out.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    out.add_value_length_mla(config.v_head_dim)
+    out.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        out.add_q_lora_rank(config.q_lora_rank)
+
+
+def write_scales(out: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type.startswith("granite"):
+        out.add_attention_scale(config.attention_multiplier)
+        out.add_embedding_scale(config.embedding_multiplier)
+        out.add_residual_scale(config.residual_multiplier)
+        out.add_logit_scale(config.logits_scaling)
+    if config.model_type.startswith("cohere"):
+        out.add_logit_scale(config.logit_scale)
+
+
+def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
+    kind = config.model_type
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    out.add_expert_count(next(n for n in (getattr(config, name, None) for name in names) if n))
+    out.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size") or kind == "gpt_oss":
+        out.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if kind == "qwen2_moe":
+        out.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if kind == "ernie4_5_moe":
+        out.add_expert_shared_count(config.moe_num_shared_experts)
+        out.add_leading_dense_block_count(config.moe_layer_start_index)
+        out.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe_lite"):
+        out.add_expert_group_count(config.n_group or 1)
+        out.add_expert_group_used_count(config.topk_group or 1)
+        out.add_expert_shared_count(config.n_shared_experts)
+        out.add_leading_dense_block_count(getattr(config, "first_k_dense_replace", 1))
+        out.add_expert_weights_scale(config.routed_scaling_factor)
+        if config.norm_topk_prob:
+            out.add_expert_weights_norm(True)
+    if kind in ("glm4_moe", "deepseek_v3"):
+        out.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def tensors_of(model: Any) -> dict[str, np.ndarray]:
@@ -157,26 +263,63 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     tensors: dict[str, torch.Tensor] = {}
-    for name, values in state.items():
+    for full, values in state.items():
+        name = full
+        for new, old in SAVED_AS.items():  # what transformers calls it in a file
+            name = name.replace(new, old)
         if name.endswith(("q_proj.weight", "q_proj.bias")) and is_permuted(config):
             values = permuted(values, config.num_attention_heads)
         if name.endswith(("k_proj.weight", "k_proj.bias")) and is_permuted(config):
             values = permuted(values, config.num_key_value_heads)
-        if name.endswith("norm.weight") and config.model_type in ("gemma2", "gemma3_text"):
+        if name.endswith("norm.weight") and config.model_type in ("gemma", "gemma2", "gemma3_text"):
             values = values + 1
-        if name.endswith("experts.gate_up_proj"):
+        if config.model_type == "gpt_oss" and ".experts." in name:
+            tensors |= clamped_experts(name, values)
+        elif name.endswith("experts.gate_up_proj"):
             root = name.removesuffix("gate_up_proj")
             gate, up = values.chunk(2, dim=1)
             tensors |= {f"{root}gate_proj.weight": gate, f"{root}up_proj.weight": up}
         elif name.endswith("experts.down_proj"):
             tensors[f"{name}.weight"] = values
+        elif name.endswith("kv_b_proj.weight"):
+            keys, heads = values.view(config.num_attention_heads, -1, config.kv_lora_rank).split(
+                [config.qk_nope_head_dim, config.v_head_dim], dim=1
+            )
+            tensors[name.replace("kv_b", "k_b")] = keys.transpose(1, 2)
+            tensors[name.replace("kv_b", "v_b")] = heads
+        elif name.endswith("sinks"):
+            tensors[f"{name}.weight"] = values
         else:
-            tensors[name] = values
-    return {name: values.detach().float().contiguous().numpy() for name, values in tensors.items()}
+            tensors[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
+    return {name: values.detach().float().squeeze().contiguous().numpy() for name, values in tensors.items()}
+
+
+def clamped_experts(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of gpt-oss: [inputs, outputs] and biases, gate and up in turn."""
+    root, _, part = name.rpartition(".")
+    stem, ending = (part.removesuffix("_bias"), "bias") if part.endswith("_bias") else (part, "weight")
+    values = values.transpose(-1, -2) if ending == "weight" else values
+    if stem == "down_proj":
+        return {f"{root}.{stem}.{ending}": values}
+    return {f"{root}.gate_proj.{ending}": values[:, ::2], f"{root}.up_proj.{ending}": values[:, 1::2]}
+
+
+def joined(tensors: Tensors) -> Tensors:
+    """q, k and v in one tensor, and gate and up of all experts, as the converter's options have it."""
+    left = dict(tensors)
+    for name in tensors:
+        if ".attn_q." in name:
+            parts = [left.pop(name.replace("attn_q", one)) for one in ("attn_q", "attn_k", "attn_v")]
+            left[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+        if ".ffn_gate_exps." in name:
+            parts = [left.pop(name.replace("gate", one)) for one in ("gate", "up")]
+            left[name.replace("gate", "gate_up")] = np.concatenate(parts, axis=1)
+    return left
 
 
 def is_permuted(config: Any) -> bool:
-    return config.model_type in ("llama", "mistral", "mixtral", "smollm3")
+    kinds = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe", "internlm3", "ministral3")
+    return config.model_type in kinds
 
 
 def permuted(weights: torch.Tensor, n_heads: int) -> torch.Tensor:

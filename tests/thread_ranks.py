@@ -4,8 +4,10 @@ to import torch. What only processes can show (being killed, leaving nothing) is
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,31 @@ class _Thread:
 class ThreadRanks(Ranks):
     def _start(self, number: int) -> Any:
         return _Thread(_cpu.Team(self._fd, number, self.size, self.is_crowded))
+
+
+def free_address() -> str:
+    """On loopback; whoever takes the port meanwhile fails the test, which says so."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def load_over_links(path: Path, config: ComputeConfig) -> Model:
+    """The checkpoint on `config.tp` ranks that have no memory in common, as on so many machines."""
+    config = replace(config, tp_address=free_address(), threads=1, numa="off")
+    failures: list[BaseException] = []
+
+    def join(number: int) -> None:
+        try:
+            rank.run_linked(str(path), config, number)
+        except BaseException as error:
+            failures.append(error)
+
+    for number in range(1, config.tp):
+        threading.Thread(target=join, args=(number,), daemon=True).start()
+    opened = open_blueprint(path, config)
+    model = build_over_ranks(opened.blueprint, opened.config, {"path": str(path), "max_context_tokens": None})
+    assert not failures, failures
+    return model
 
 
 def load_over_threads(path: Path, config: ComputeConfig) -> Model:

@@ -1,5 +1,6 @@
 // Microbenchmark of the linear layers: every format and row count on the layers of a model shape, beside the machine's
-// ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64]
+// ceilings measured in the same run.   gemm_bench [--shape 0.5b|1b] [--threads N] [--rows 1,16,512] [--formats bf16,int8] [--group 64] [--clock cpu]
+// group8w: group8 met by wide rows
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -87,14 +88,14 @@ PackedLinear make_linear(ThreadPool& pool, Model& model, LinearShape shape) {
 }
 
 // As many layers as hold `bytes`, so that no cache holds the model.
-Model make_model(ThreadPool& pool, const ModelShape& shape, Format format, int64_t group, int64_t bytes) {
+Model make_model(ThreadPool& pool, const ModelShape& shape, Format format, int64_t group, bool wide, int64_t bytes) {
   Model model;
   while (model.bytes < bytes) {
     Layer layer;
-    layer.qkv = make_linear(pool, model, {format, shape.qkv, shape.hidden, group, false, true, {}});
-    layer.out = make_linear(pool, model, {format, shape.hidden, shape.hidden, group, false, false, {}});
-    layer.gate_up = make_linear(pool, model, {format, 2 * shape.ffn, shape.hidden, group, true, false, {}});
-    layer.down = make_linear(pool, model, {format, shape.hidden, shape.ffn, group, false, false, {}});
+    layer.qkv = make_linear(pool, model, {format, shape.qkv, shape.hidden, group, false, true, {}, wide});
+    layer.out = make_linear(pool, model, {format, shape.hidden, shape.hidden, group, false, false, {}, wide});
+    layer.gate_up = make_linear(pool, model, {format, 2 * shape.ffn, shape.hidden, group, true, false, {}, wide});
+    layer.down = make_linear(pool, model, {format, shape.hidden, shape.ffn, group, false, false, {}, wide});
     model.layers.push_back(layer);
   }
   return model;
@@ -106,9 +107,9 @@ struct Buffers {
   float *f32_hidden, *f32_out, *residual;
 };
 
-Buffers make_buffers(const ModelShape& shape, Format format, int64_t group, int64_t m) {
+Buffers make_buffers(const ModelShape& shape, const LinearShape& layer, int64_t m) {
   Buffers buffers;
-  const RowsKind kind = rows_kind(format, group);
+  const RowsKind kind = rows_kind(layer);
   const int64_t wide = std::max(shape.qkv, shape.ffn);
   const int64_t sizes[] = {rows_bytes(kind, m, shape.hidden), rows_bytes(kind, m, shape.ffn), m * shape.hidden * 4,
                            m * wide * 4, m * shape.hidden * 4};
@@ -175,6 +176,7 @@ Format format_of(const std::string& name) {
          : name == "int8"   ? Format::int8
          : name == "group4" ? Format::group4
          : name == "group8" ? Format::group8
+         : name == "group8w" ? Format::group8
                             : Format::int4;
 }
 
@@ -197,11 +199,11 @@ Sample measure(ThreadPool& pool, const ModelShape& shape, const Model& model, co
 
 void run_format(ThreadPool& pool, const ModelShape& shape, const std::string& name, const Options& options, const PageBuffer& buffer) {
   const Format format = format_of(name);
-  const Model model = make_model(pool, shape, format, options.group, options.megabytes << 20);
+  const Model model = make_model(pool, shape, format, options.group, name == "group8w", options.megabytes << 20);
   const double layer_bytes = static_cast<double>(model.bytes) / model.layers.size();
   const double layer_weights = static_cast<double>(model.weights) / model.layers.size();
   for (int64_t m : options.rows) {
-    const Buffers buffers = make_buffers(shape, format, options.group, m);
+    const Buffers buffers = make_buffers(shape, model.layers[0].qkv.shape, m);
     const double operations = 2.0 * static_cast<double>(m) * layer_weights;
     const int64_t wanted = std::max<int64_t>(1, static_cast<int64_t>(2.5e11 / operations));
     const int64_t layers = std::min<int64_t>(wanted, model.layers.size());
@@ -222,6 +224,7 @@ Options parse(int argc, char** argv) {
   Options options;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string key = argv[i], value = argv[i + 1];
+    if (key == "--clock" && value == "cpu") cpu_threads = 1;  // with --threads 1
     if (key == "--shape") options.shape = value;
     if (key == "--threads") options.threads = std::atoi(value.c_str());
     if (key == "--group") options.group = std::atoi(value.c_str());

@@ -15,9 +15,9 @@ namespace {
 
 using namespace diptych;
 
-LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias, scale, offset, levels
+LinearShape make_shape(const int64_t* v) {  // format, n, k, group, gated, has_bias, scale, offset, levels, wide
   return {static_cast<Format>(v[0]), v[1], v[2], v[3], v[4] != 0, v[5] != 0,
-          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Table4>(v[8])}};
+          {static_cast<Source>(v[6]), static_cast<Offset>(v[7]), static_cast<Table4>(v[8])}, v[9] != 0};
 }
 
 }  // namespace
@@ -57,11 +57,14 @@ EXPORT void kernels_unpack(const int64_t* shape, const void* blob, float* out) {
   unpack_rows(view_packed(wanted, blob), 0, wanted.n, out, wanted.k);
 }
 
-// x [x_rows_count, k] fp32 -> the raw values of the rows, int8 or bf16, and the scales of the int8 rows [m, groups].
-EXPORT void kernels_prepare(const KernelSet* set, int kind, int64_t m, int64_t k, const float* x, int8_t* q, float* scales) {
+// x [x_rows_count, k] fp32 -> the raw values of the rows, int8 or bf16, and the scales of the int8 rows [m, groups]. low: the other
+// halves of wide rows, else null. order [k] or null.
+EXPORT void kernels_prepare(const KernelSet* set, int kind, int64_t m, int64_t k, const float* x, int8_t* q, int8_t* low, float* scales, const int32_t* order) {
   PageBuffer memory(rows_bytes(static_cast<RowsKind>(kind), m, k));
-  const Rows rows = view_rows(static_cast<RowsKind>(kind), m, k, memory.data());
+  Rows rows = view_rows(static_cast<RowsKind>(kind), m, k, memory.data());
+  rows.order = order;
   prepare_rows(*set, rows, x, k, 0, m);
+  for (int64_t row = 0; low != nullptr && row < m; ++row) std::memcpy(low + row * k, rows.data + row * rows.stride_bytes + rows.k_padded, k);
   const int64_t element = rows.kind == RowsKind::bf16 ? 2 : 1;
   for (int64_t row = 0; row < m; ++row) std::memcpy(q + row * k * element, rows.data + row * rows.stride_bytes, k * element);
   if (rows.kind != RowsKind::bf16) std::memcpy(scales, rows.scales, m * rows.groups * sizeof(float));

@@ -22,6 +22,7 @@ namespace {
 struct Model {
   int64_t hidden, ffn, n_heads, n_kv_heads, head_dim, layers, vocab, block_tokens, n_experts, top_k;
   int64_t window, group;
+  bool is_wide;
   Format weights;
   KvFormat kv;
   Activation activation;
@@ -47,7 +48,7 @@ class World {
     m.n_experts = pick(0, 3) == 0 ? pick(2, 6) : 0;
     m.top_k = m.n_experts ? pick(1, m.n_experts) : 0;
     m.window = pick(0, 1) ? pick(1, 300) : INT64_MAX;
-    m.weights = static_cast<Format>(pick(0, 4)), m.group = 32 << pick(0, 2), m.kv = static_cast<KvFormat>(pick(0, 2));
+    m.weights = static_cast<Format>(pick(0, 4)), m.group = is_grouped(m.weights) ? 16 << pick(0, 3) : 32 << pick(0, 2), m.is_wide = m.weights == Format::group8 && pick(0, 1) == 1, m.kv = static_cast<KvFormat>(pick(0, 2));
     m.activation = static_cast<Activation>(pick(0, 1));
     m.has_softcap = pick(0, 3) == 0, m.has_norms = pick(0, 1), m.has_full_norm = pick(0, 1);
     m.n_adapters = pick(0, 3);
@@ -72,7 +73,7 @@ class World {
 
 int rows_buffer(Program& program, const Model& m, int64_t width, int64_t rows_per_token = 1) {
   Buffer buffer;
-  buffer.kind = BufferKind::rows, buffer.width = width, buffer.rows_kind = rows_kind(m.weights, m.group), buffer.rows_per_token = rows_per_token;
+  buffer.kind = BufferKind::rows, buffer.width = width, buffer.rows_kind = rows_kind(LinearShape{m.weights, 0, 0, m.group, false, false, {}, m.is_wide}), buffer.rows_per_token = rows_per_token;
   return program.add_buffer(buffer);
 }
 
@@ -192,7 +193,7 @@ class Recorder {
   int norm(int64_t n) { return p_.add_vector(w_.floats(n, 0.5f, 1.5f)); }
 
   int linear(int64_t n, int64_t k, bool is_gated = false) {
-    LinearShape shape{m_.weights, n, k, m_.group, is_gated, w_.pick(0, 1) == 1, {}};
+    LinearShape shape{m_.weights, n, k, m_.group, is_gated, w_.pick(0, 1) == 1, {}, m_.is_wide};
     const float bound = 1.7f / std::max(1.0f, __builtin_sqrtf(static_cast<float>(k)));
     if (is_grouped(shape.format)) {
       const bool is_bytes = shape.format == Format::group8;

@@ -26,7 +26,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "diptych", "inspect", *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "phi3", "qwen2_moe"])
 def test_every_tensor_of_a_gguf_file_is_counted_once(family: str, tmp_path: Path) -> None:
     """Parts, types and bytes are of this file; together they are all parameters that the model has."""
     path = write_gguf(
@@ -38,7 +38,7 @@ def test_every_tensor_of_a_gguf_file_is_counted_once(family: str, tmp_path: Path
     assert {group.stored for group in groups if group.part == "attention"} - {"F32"} == {"Q8_0"}
     assert next(group.bits for group in groups if group.stored == "Q8_0") == 8.5
     assert not [group for group in groups if group.part == "other"]
-    assert any(group.part == "experts" for group in groups) == (family == "qwen3_moe")
+    assert any(group.part == "experts" for group in groups) == (family in ("qwen3_moe", "qwen2_moe"))
 
 
 @pytest.mark.native

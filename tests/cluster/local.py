@@ -22,6 +22,7 @@ from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, make_machinery
+from diptych.engine.spans import Spans
 from diptych.ground.config import EngineConfig
 from diptych.ground.phase import Status
 
@@ -58,9 +59,12 @@ class LocalCluster:
         takes_other_kernels: bool = False,
         lease_s: float = 30.0,
         late_s: float = 0.05,
+        spans: Callable[[str], Spans | None] = lambda name: None,
+        parcel_bytes: int = 2048,
     ) -> None:
         self.loaded, self.engine_config = loaded, config
         self._late = (lease_s, late_s)
+        self._spans, self._parcel_bytes = spans, parcel_bytes
         self._reader, self._takes_other_kernels = reader or loaded, takes_other_kernels
         self.fault = fault
         self.on_message: Callable[[str, ToWorker], object] = lambda name, message: None
@@ -100,6 +104,8 @@ class LocalCluster:
             takes_other_kernels=self._takes_other_kernels,
             lease_s=lease_s,
             late_s=late_s,
+            spans=self._spans(name),
+            parcel_bytes=self._parcel_bytes,
         )
         self.workers[name] = worker
         self.core.attach(LocalLink(self, name), Facts.of(name, machinery.core), decodes=decodes)

@@ -19,6 +19,7 @@ from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import SchedulerConfig
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
+from diptych.server.accounting import chunk_times
 
 pytestmark = pytest.mark.native
 BLOCK = 16
@@ -198,7 +199,7 @@ FAULTS: dict[str, tuple[Fault, set[str]]] = {
     "bit": (_parcels_only(lambda message: [(0, flipped(message))]), {"checksum"}),
     "revision": (_with_header(revision="of another model"), {"revision"}),
     "layout": (_with_header(layout="of another backend"), {"layout"}),
-    "wrong_tokens": (_parcels_only(lambda m: [(0, replace(m, digests=m.digests[::-1] + m.digests[:0]))]), {"tokens"}),
+    "wrong_tokens": (_parcels_only(lambda m: [(0, replace(m, digests=tuple(d[::-1] for d in m.digests)))]), {"tokens"}),
     "silence": (lambda message: [] if isinstance(message, Parcel | Done) else [(0, message)], {"lease"}),
     "never_done": (lambda message: [] if isinstance(message, Done) else [(0, message)], {"lease"}),
     "never_asked": (lambda message: [] if isinstance(message, Read) else [(0, message)], {"lease"}),
@@ -228,6 +229,37 @@ def test_no_fault_of_a_link_changes_an_answer(loaded: LoadedModel, name: str) ->
     assert found or not reasons or name in ("drop_10", "never_done"), "the fault was seen"
     assert bool(cluster.total("recomputed_tokens")) == bool(found)
     cluster.fault = lambda message: []
+    cluster.check()
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
+def test_the_time_of_a_prompt_is_charged_to_its_parts(loaded: LoadedModel, kept: float) -> None:
+    """What another worker had read for nothing was charged to no token, so segments did not add up to the prefill."""
+    rng = random.Random(2)
+    fault = _parcels_only(lambda message: [(0, message)] if rng.random() < kept else [])
+    cluster = LocalCluster(loaded, tiny_config("cpu"), fault=fault)
+    engine = cluster.engine
+    opened = engine.submit(
+        engine.make_request(prompts((200,))[0], GREEDY, arrival_s=engine.clock.now_s()), lambda delta: None
+    )
+    while not opened.is_finished:
+        engine.step()
+    record = opened.record
+    assert record is not None
+    assert record.transferred_tokens == {0.0: 0, 1.0: 192}.get(kept, record.transferred_tokens)
+    timings = record.timings()
+    charged_s = sum(one.seconds for one in chunk_times(record, timings) if one.start < one.end)
+    assert charged_s == pytest.approx(timings.prefill_s)
+    cluster.check()
+
+
+def test_a_lost_end_is_not_waited_for(loaded: LoadedModel) -> None:
+    """All blocks were there, and the request stood still for the whole lease, as nobody had said that there are no more."""
+    lost = lambda message: [] if isinstance(message, Done) else [(0, message)]  # noqa: E731
+    cluster = LocalCluster(loaded, tiny_config("cpu"), fault=lost, lease_s=1e6, late_s=0.05)
+    got = cluster.llm.generate(prompts((130,)), GREEDY)[0]
+    assert got.usage.transferred_tokens == 128
+    assert not cluster.reasons("recomputes")
     cluster.check()
 
 

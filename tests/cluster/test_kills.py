@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 from collections.abc import Iterator
 
 import pytest
+from tests.cluster.states import N_ROUNDS, SAMPLED, STATES, is_in
 from tests.cluster.test_serve import OPTIONS, RECOVERY_S, WORDS, Stream, body, held, wait_for, worker_pids
 
 from diptych.engine.llm import LLM
@@ -16,9 +16,6 @@ from diptych.ground.request import SamplingParams
 from server_process import CLOCK, ServerProcess, check_account
 
 pytestmark = [pytest.mark.native, pytest.mark.cluster, pytest.mark.slow]
-N_ROUNDS = int(os.environ.get("DIPTYCH_KILL_ROUNDS", "2"))
-STATES = ("queued", "prefilling", "transferring", "decoding")
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -27,24 +24,6 @@ def pools() -> Iterator[ServerProcess]:
         yield process
         code, errors = process.stop()
         assert code == 0, errors
-
-
-def gauge(text: str, name: str, worker: str) -> float:
-    rows = re.findall(rf'^diptych_worker_{name}{{[^}}]*worker="{worker}"[^}}]*}} (\S+)$', text, re.MULTILINE)
-    return sum(map(float, rows))
-
-
-def is_in(server: ServerProcess, worker: str, state: str, streams: list[Stream], before: str) -> bool:
-    """Whether the load is in that state at that worker now."""
-    text = server.scrape()
-    if state == "queued":
-        return True
-    if state == "decoding":
-        return sum(one.n_events for one in streams) > 20
-    if state == "prefilling":
-        return gauge(text, "requests_reading", worker) + gauge(text, "sequences_running", worker) > 0
-    name = "sent_bytes_total" if worker.startswith("prefill") else "received_bytes_total"
-    return gauge(text, name, worker) > gauge(before, name, worker)
 
 
 def wait_until_received(server: ServerProcess, n_bytes: float) -> None:
@@ -94,10 +73,11 @@ def test_clients_that_leave_free_everything(pools: ServerProcess, state: str) ->
         client = pools.client(timeout_s=60)
         answers = [
             client.stream("POST", "/v1/completions", json=body(f"{state} {round_number} {n} " + WORDS * 60, stream=True,
-                          max_tokens=900, ignore_eos=True))
+                          max_tokens=800, ignore_eos=True))
             for n in range(3)
         ]  # fmt: skip
         opened = [answer.__enter__() for answer in answers]
+        assert all(answer.status_code == 200 for answer in opened)
         if state == "decoding":
             lines = [answer.iter_lines() for answer in opened]
             for line in lines:

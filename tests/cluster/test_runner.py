@@ -93,3 +93,11 @@ def test_a_failed_step_is_told_and_then_raised(
     with pytest.raises(ExecutorError, match="the device is gone"):
         fetch_for_ever(runner)  # what it said before comes first
     assert runner.has_failed
+
+
+def test_a_loss_that_no_step_sees_is_raised_all_the_same(runner: WorkerRunner) -> None:
+    """An idle worker whose rank had died looked well until the next request, which then had to move."""
+    runner.fail(ExecutorError("rank 1 is gone"))
+    with pytest.raises(ExecutorError, match="rank 1 is gone"):
+        fetch_for_ever(runner)
+    assert runner.has_failed

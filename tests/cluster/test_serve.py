@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -10,13 +11,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
+import httpx
 import psutil
 import pytest
 
 from diptych.engine.llm import LLM
 from diptych.ground.clock import sleep_s
+from diptych.ground.config import EngineConfig, quiet_ray
+from diptych.ground.errors import ConfigError
 from diptych.ground.request import SamplingParams
 from server_process import CLOCK, ServerProcess, check_account
+from span_receiver import SpanReceiver
 
 pytestmark = [pytest.mark.native, pytest.mark.cluster]
 WORDS = "Once upon a time there was a little dog who lived in a house near the wood and "
@@ -25,8 +30,16 @@ RECOVERY_S = 45.0
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[ServerProcess]:
-    with ServerProcess("--prefill", "1", "--decode", "1", *OPTIONS) as process:
+def collector() -> Iterator[SpanReceiver]:
+    receiver = SpanReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def pools(collector: SpanReceiver) -> Iterator[ServerProcess]:
+    traced = ("--otlp-traces-endpoint", collector.endpoint)
+    with ServerProcess("--prefill", "1", "--decode", "1", *traced, *OPTIONS) as process:
         yield process
         code, errors = process.stop()
         assert code == 0, errors
@@ -56,11 +69,18 @@ class Stream:
 
     def __init__(self, server: ServerProcess, prompt: str, **options: object) -> None:
         self.text, self.n_events, self.end, self.error = "", 0, {}, None
+        self.broke: httpx.TransportError | None = None  # the connection, before the answer was over
         self._server, self._body = server, body(prompt, stream=True, stream_options={"include_usage": True}, **options)
         self.thread = threading.Thread(target=self._read)
         self.thread.start()
 
     def _read(self) -> None:
+        try:
+            self._read_all()
+        except httpx.TransportError as error:
+            self.broke = error
+
+    def _read_all(self) -> None:
         with self._server.client() as http, http.stream("POST", "/v1/completions", json=self._body) as answer:
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
@@ -90,6 +110,37 @@ def test_pools_answer_as_one_engine(pools: ServerProcess, one: LLM) -> None:
     assert pools.metric("diptych_worker_received_tokens_total") > 0
     assert 'diptych_prompt_tokens_total{source="transferred"}' in pools.scrape()
     pools.check_balance()
+
+
+def test_a_trace_goes_through_every_process(pools: ServerProcess, collector: SpanReceiver) -> None:
+    """The client's `traceparent` is the root of what the server and both workers tell; times by phase are those answered."""
+    trace_id, client_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    with pools.client() as http:
+        headers = {"traceparent": f"00-{trace_id}-{client_id}-01"}
+        http.post("/v1/completions", json=body("trace " + WORDS * 20), headers=headers).raise_for_status()
+        silent = {"traceparent": f"00-{'b' * 32}-{client_id}-00"}
+        http.post("/v1/completions", json=body("trace " + WORDS * 21), headers=silent).raise_for_status()
+    workers = {("prefill-0", "read"), ("decode-0", "receive"), ("decode-0", "answer")}
+    wait_for(
+        lambda: {("server", "llm_request"), *workers} <= {(s.process, s.name) for s in collector.of_trace(trace_id)},
+        "every process has told its part",
+    )
+    spans = collector.of_trace(trace_id)
+    whole = next(span for span in spans if span.name == "llm_request")
+    assert whole.parent_id == client_id
+    assert {span.parent_id for span in spans if span is not whole} == {whole.span_id}
+    phases = [span for span in spans if span.process == "server" and span is not whole]
+    assert (
+        {"queue", "prefill", "decode"} <= {span.name for span in phases} <= {"queue", "prefill", "transfer", "decode"}
+    )
+    lasted_ns = sum(span.end_ns - span.begin_ns for span in phases)
+    assert abs(lasted_ns - (whole.end_ns - whole.begin_ns)) < 10_000, "phases add up to the request"
+    read = whole.attributes
+    sources = [read[f"diptych.prompt_tokens.{source}"] for source in ("computed", "cached", "transferred")]
+    assert sum(sources) == read["gen_ai.usage.prompt_tokens"]
+    assert sources[2] > 0
+    assert not collector.of_trace("b" * 32), "who asks for no spans gets none"
+    assert WORDS[:15] not in str(spans), "no text in a span"
 
 
 def test_a_stream_survives_the_worker_that_writes_it(pools: ServerProcess, one: LLM) -> None:
@@ -176,3 +227,17 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told as an output that could not be written: Ray's error is an OSError."""
+    quiet_ray(is_local=True)
+    rays = importlib.import_module("diptych.cluster.rays")
+
+    def init(**options: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(rays.ray, "init", init)
+    with pytest.raises(ConfigError, match=r"no Ray cluster at auto: .*Could not find") as caught:
+        rays.RayCluster("bundled", EngineConfig(), rays.PoolConfig(address="auto"))
+    assert "ray start --head" in str(caught.value.hint)

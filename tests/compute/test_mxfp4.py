@@ -18,6 +18,8 @@ from diptych.compute.runner import load_model
 from diptych.compute.views import Mxfp4Tensor
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
+from diptych.ground.formats import KEPT_MXFP4
+from diptych.models.contents import contents_of
 from stepping import Stepper
 
 QUANTISATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
@@ -92,6 +94,23 @@ def test_blocks_of_another_family_or_shape_are_refused(tmp_path: Path) -> None:
     (llama / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISATION}))
     with pytest.raises(LoadError, match="mxfp4"):
         load_model(llama, ComputeConfig(backend="torch", device="cpu"))
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed")
+def test_experts_stay_in_four_bits(tmp_path: Path) -> None:
+    """They were unpacked to bf16, at nearly four times the memory; `inspect` and the model agree."""
+    path, _ = mxfp4_checkpoint(tmp_path)
+    tokens = list(range(5, 30))
+    kept, plain = (
+        load_model(path, ComputeConfig(backend="cpu", weights=weights, threads=1)) for weights in ("auto", "bf16")
+    )
+    assert kept.formats[KEPT_MXFP4.name] > 0
+    assert KEPT_MXFP4.name not in plain.formats
+    assert kept.weight_bytes < plain.weight_bytes
+    assert contents_of(path).kept == KEPT_MXFP4.name
+    got, exact = (Stepper(model).prefill("it", tokens) for model in (kept, plain))
+    assert (got - exact).abs().mean() < 0.02 * exact.abs().max()
 
 
 @pytest.mark.native

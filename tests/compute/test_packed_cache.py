@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from coded_files import awq, quantised_checkpoints
+from coded_files import awq, gptq, quantised_checkpoints
 from diptych.compute import packed_cache, runner
 from diptych.compute.model import Model
 from diptych.compute.packed_cache import FILE, PackedCache
@@ -67,17 +67,19 @@ def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp
     assert (entry / FILE).stat().st_mtime_ns == before.st_mtime_ns, "it was written again"
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(("family", "layout"), [("llama", "awq"), ("mixtral", "awq"), ("llama", "act-order")])
 def test_kept_values_come_back_from_the_cache(
-    family: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, layout: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their format is in no option and no config: the entry itself has to say it."""
+    """Their format is in no option and no config, nor the order of their inputs: the entry itself has to say it."""
     original = make_checkpoint(family, tmp_path / "model", dtype=torch.bfloat16)
-    path, _ = quantised_checkpoints(original, tmp_path, awq(32))
+    made = awq(32) if layout == "awq" else gptq(4, 32, symmetric=True, act_order=True)
+    path, _ = quantised_checkpoints(original, tmp_path, made)
     first = load(path, "auto")
     monkeypatch.setattr("diptych.compute.coded.CodedTensor.codes", lambda *_: pytest.fail("read again"))
     second = load(path, "auto")
-    assert first.weights_format == second.weights_format == "group4-g32-f16-zeros"
+    kept = "group4-g32-f16-zeros" if layout == "awq" else "group4-g32-f16"
+    assert first.weights_format == second.weights_format == kept
     assert torch.equal(logits(first), logits(second))
     assert first.revision == second.revision
     monkeypatch.undo()

@@ -66,6 +66,28 @@ def test_prefill_gets_what_decode_leaves():
     assert [chunk.samples for plan in plans for chunk in plan.chunks[1:]] == [False, False, True]
 
 
+def test_prefills_alone_take_steps_of_their_own_before_decode():
+    """Other engines' policy, for the simulator: streams wait while any prompt is read, and answers stay what they were."""
+    driver = Driver(max_step_tokens=10, prefills_alone=True)
+    driver.core.submit(request(prompt=4, max_tokens=20, request_id="a"))
+    driver.step()
+    driver.core.submit(request(prompt=range(5, 30), max_tokens=2, request_id="b", arrival_s=1.0))
+    plans = [driver.step() for _ in range(4)]
+    read, both = Phase.PREFILL, [(Phase.DECODE, 1), (Phase.DECODE, 1)]
+    assert [sizes(plan) for plan in plans] == [[(read, 10)], [(read, 10)], [(read, 5)], both]
+    driver.run()
+    assert driver.text("b") == greedy(range(5, 30), 2)
+
+
+def test_prefills_alone_end_in_a_pool_that_is_too_small_for_all():
+    """Where a prompt finds no blocks, those who decode go on, and give theirs back."""
+    driver = Driver(n_blocks=10, max_step_tokens=16, prefills_alone=True)
+    for number in range(4):
+        driver.core.submit(request(prompt=12, max_tokens=12, request_id=str(number), arrival_s=float(number)))
+    driver.run()
+    assert [len(driver.text(str(number))) for number in range(4)] == [12] * 4
+
+
 def test_the_stall_budget_is_searched_over_shapes_that_share_their_start():
     """Every probe of the bisection used to build a whole plan: O(chunks) each, several times per prefill."""
     asked = []

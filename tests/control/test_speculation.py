@@ -15,8 +15,9 @@ from diptych.cost.speculation import DraftPrices
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import TokenEvent
+from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
-from diptych.ground.step import StepPlan, StepResult
+from diptych.ground.step import ChunkResult, StepPlan, StepResult
 
 from .counting import CountingList, operations
 from .toy import VOCAB, ToyExecutor, greedy, request
@@ -350,3 +351,99 @@ def test_a_drafter_that_costs_more_than_it_gives_is_not_asked():
         return sum(filter(None, executor.wanted))
 
     assert asked(0.0) > 30 > asked(2.0)
+
+
+@pytest.mark.parametrize("speculate", ["draft", "lookup"])
+def test_steps_do_not_notice_drafters_that_are_silent(speculate):
+    """Where nothing paid, each step still asked everybody: a twentieth of a small model's step, at temperature 0.8."""
+    calls: list[str] = []
+
+    class Counted(DraftPrices):
+        def ask(self, *args, **settings):
+            calls.append("ask")
+            return super().ask(*args, **settings)
+
+        def is_due(self, n_decodes):
+            calls.append("guess")
+            return super().is_due(n_decodes)
+
+    n_steps = 600
+    prompt = tuple(range(40))
+    answer = list(range(1000, 1000 + n_steps))  # nothing in it stands twice
+    depths = Counted(lambda shape: 1e-4, draft_s=lambda shape, wanted: 2e-4 * max(wanted))
+    core = EngineCore(
+        SchedulerConfig(speculate=speculate),
+        BlockConfig(n_blocks=128, block_tokens=8),
+        model_revision="toy",
+        depths=depths,
+    )
+    core.submit(request(prompt, max_tokens=n_steps))
+    told = iter(answer)
+    while core.has_work:
+        plan, _ = core.begin_step(0.0)
+        results = [
+            ChunkResult(seq_id=one.seq_id, token_ids=(next(told),), draft_token_ids=(3,) * (one.wanted_drafts or 0))
+            for one in plan.chunks
+        ]
+        core.end_step(plan, StepResult(step_id=plan.step_id, results=tuple(results), device_s=0.0, host_s=0.0), 0.0)
+        depths.observe(plan.shape, 1e-4)
+    assert 0 < calls.count("guess") < n_steps / 4
+    assert calls.count("ask") < n_steps / 4
+    assert (calls.count("ask") > 0) == (speculate == "draft")
+
+
+def test_a_text_that_begins_to_quote_after_a_silence_gets_its_drafts():
+    """Guesses are made rarely after a long silence; the first that is found ends it."""
+    prompt = tuple(range(40))
+    answer = [*range(1000, 1100), *range(40), *range(40)]
+    core = EngineCore(
+        SchedulerConfig(speculate="lookup"),
+        BlockConfig(n_blocks=128, block_tokens=8),
+        model_revision="toy",
+        depths=DraftPrices(lambda shape: 1e-4),
+    )
+    core.submit(request(prompt, max_tokens=len(answer)))
+    text, n_steps = [], 0
+    while core.has_work:
+        plan, _ = core.begin_step(0.0)
+        results = []
+        for chunk in plan.chunks:
+            drafts, right = chunk.draft_token_ids, answer[len(text) :]
+            n = 0
+            while n < len(drafts) and drafts[n] == right[n]:
+                n += 1
+            results.append(ChunkResult(seq_id=chunk.seq_id, token_ids=tuple(right[: n + 1])))
+        text += results[0].token_ids
+        n_steps += len(text) > 100
+        core.end_step(plan, StepResult(step_id=plan.step_id, results=tuple(results), device_s=0.0, host_s=0.0), 0.0)
+    assert text == answer
+    assert n_steps < 50, "of 80 tokens"
+
+
+def test_a_new_sequence_ends_the_rest_of_those_before_it():
+    """Drafts that came up with its first token would wait until those that were given up are asked again."""
+    prompt = tuple(range(40))
+    core = EngineCore(
+        SchedulerConfig(speculate="draft"),
+        BlockConfig(n_blocks=128, block_tokens=8),
+        model_revision="toy",
+        depths=DraftPrices(lambda shape: 1.0, draft_s=lambda shape, wanted: 0.05 * max(wanted)),
+    )
+    executor = Handing(128, 8, [*prompt, *greedy(prompt, 200)], lies=True)
+
+    def step() -> StepPlan:
+        plan, _ = core.begin_step(0.0)
+        core.end_step(plan, executor.execute(plan), 0.0)
+        return plan
+
+    core.submit(request(prompt, max_tokens=200, request_id="first"))
+    while core.stats().waiting or not core._scheduler.drafts._idle_steps:
+        step()
+    executor.lies = False
+    second = request(prompt, max_tokens=60, request_id="second")
+    core.submit(replace(second, sampling=replace(second.sampling, temperature=1.0)))
+    while not any(chunk.phase is Phase.PREFILL and chunk.samples for chunk in step().chunks):
+        pass
+    core.cancel("first", 0.0)  # as many sequences as rested
+    (chunk,) = step().chunks
+    assert chunk.draft_token_ids

@@ -296,7 +296,7 @@ def test_full_purses_do_not_grow():
     """Or a good hour would let the next one be as bad."""
     purse = Purse()
     for _ in range(1000):
-        purse.pass_step()
+        purse.pass_steps(1)
         purse.fill(1.0, 2)
         purse.gain(10)
     purse.fill(1.0, 2)
@@ -304,6 +304,6 @@ def test_full_purses_do_not_grow():
     purse.pay(9.0)
     assert purse.is_empty
     for _ in range(201):
-        purse.pass_step()
+        purse.pass_steps(1)
     purse.fill(1.0, 2)
     assert not purse.is_empty

@@ -254,3 +254,24 @@ def test_fp8_weights_on_a_device_without_fp8_are_unpacked():
 def test_first_token_of_a_one_token_prompt_counts_as_prefill():
     """A prompt of one token starts at position 0: it has no cache and is not a decode step."""
     assert StepShape.prefill(batch=1, new_tokens=1).phase is Phase.PREFILL
+
+
+def test_latent_attention_is_absorbed_in_prefill_where_the_engine_was_measured():
+    """The engine takes queries to the latents in both phases; priced as expanded, a long prompt of DeepSeek cost a third
+    of its attention. Software behind published rows expands them.
+    """
+    model, device, quant = model_spec("deepseek-v2-lite"), device_spec("a100-80gb-sxm"), quant_spec("bf16")
+    step = StepShape.prefill(batch=1, new_tokens=1000, cached_tokens=15_000)
+    published, local = (
+        CalibratedModel(model, device, quant, calibration=replace(calibration(PERFECT), is_local=is_local))
+        for is_local in (False, True)
+    )
+    pairs = sum(range(15_001, 16_001))
+    flops = 2.0 * 27 * 16 * pairs * (512 + 64 + 512)
+    assert local.predict(step).parts_s["attention"] == pytest.approx(flops / 312e12, rel=1e-3)
+    assert published.predict(step).parts_s["attention"] == pytest.approx(flops / 3.4 / 312e12, rel=1e-3)
+    expanded = 2.0 * 27 * 16 * 512 * (128 + 128) * 15_000 / 312e12  # of the cached latents
+    assert published.predict(step).parts_s["linear"] - local.predict(step).parts_s["linear"] == pytest.approx(
+        expanded, rel=0.02
+    )
+    assert local.predict_s(step) == pytest.approx(local.predict(step).total_s)

@@ -183,3 +183,37 @@ def test_a_drafted_shape_is_the_step_it_stands_for():
         [ChunkShape(Phase.DECODE, 4, 9, True), ChunkShape(Phase.DECODE, 1, 20, True), prefill]
     )
     assert plain.with_drafts([0, 2]).n_logits_rows == 4
+
+
+def test_one_disturbed_measurement_does_not_end_drafts():
+    """The first step with drafts took 30 times as long while the machine did something else: no draft for a thousand steps."""
+    loop = Loop(1, 0.9, flat)
+    for _ in range(20):
+        loop.prices.observe(StepShape.decode(batch=1, context_tokens=100), 1.0)
+    loop.prices.observe(StepShape([ChunkShape(Phase.DECODE, 8, 100, True)]), 30.0)
+    assert loop.steps(200).tokens > 400
+
+
+def test_a_choice_of_depth_asks_for_few_prices():
+    """Six shapes were made and priced for each choice, and each step has two: a tenth of a small model's step."""
+    n_priced = 0
+
+    def counted(shape: StepShape) -> float:
+        nonlocal n_priced
+        n_priced += shape.n_tokens > 1
+        return flat(shape)
+
+    prices = DraftPrices(counted, draft_s=lambda shape, depths: 0.01 * max(depths))
+    own = prices.begin_asked("draft")
+    for start in range(300, 700):
+        if start == 500:
+            n_priced = 0
+        shape = StepShape([ChunkShape(Phase.DECODE, 1, start, True)])
+        choice = {"shape": shape, "most_rows": 64, "limit_s": None}
+        depths = prices.choose([(own, 7, 1)], **choice)
+        prices.ask([(own, 7, 1)], **choice)
+        own.learn(7, 7, 1)
+        own.kept(depths[0])
+        longer = shape.with_drafts(depths)
+        prices.observe(longer, flat(longer))
+    assert n_priced < 200 * 2, "one to learn from what the step took"

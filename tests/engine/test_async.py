@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -63,6 +65,39 @@ def test_abort_ends_the_stream_and_frees_the_blocks(engine: AsyncLLM) -> None:
 
     assert asyncio.run(leave_early()) is FinishReason.ABORT
     assert engine.stats().blocks_in_use == 0
+
+
+def test_a_request_that_is_over_goes_without_the_garbage_collector(engine: AsyncLLM) -> None:
+    """Each was a circle of handle, callback and request: thousands waited for a full collection, which held every stream."""
+    seen: list[weakref.ref[object]] = []
+
+    async def one(*, ends_by: str) -> None:
+        stop = ("e",) if ends_by == "stop" else ()
+        handle = await engine.generate(PROMPTS[0], SamplingParams(max_tokens=8, stop=stop, ignore_eos=True))
+        seen.extend([weakref.ref(handle), weakref.ref(handle.opened)])
+        async for _ in handle:
+            if ends_by == "abort":
+                engine.abort(handle.request_id)
+            if ends_by == "leaving":
+                break
+
+    async def everyone() -> None:
+        for ends_by in ("length", "stop", "abort", "leaving"):
+            await one(ends_by=ends_by)
+        for _ in range(500):  # who left is told of on the engine's thread, and its last delta comes back from there
+            if not any(ref() for ref in seen):
+                return
+            await asyncio.sleep(0.01)
+
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        asyncio.run(everyone())
+        assert len(seen) == 8
+        assert [ref() for ref in seen if ref() is not None] == []
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def test_refusals_come_at_once_and_by_name(engine: AsyncLLM) -> None:

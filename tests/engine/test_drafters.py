@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import tiny_config
@@ -18,12 +19,14 @@ from diptych.compute.drafter import DraftModel
 from diptych.compute.ops import cpu_kernels
 from diptych.control.speculation import EveryGuess
 from diptych.engine.drafters import open_drafter
+from diptych.engine.drafting import Drafting
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, load, size_pool
 from diptych.ground.config import EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
 from diptych.ground.request import SamplingParams
-from diptych.ground.step import Chunk
+from diptych.ground.step import Chunk, ChunkResult, SequenceStart, StepPlan
 
 
 @pytest.fixture
@@ -319,3 +322,51 @@ def test_the_bundled_drafters_save_steps(drafter: str, temperature: float) -> No
     got = llm.generate(prompts, params)
     assert [said(done) for done in got] == [said(done) for done in wanted]
     assert len(steps) < 60
+
+
+def test_a_step_that_asks_nothing_of_a_drafter_does_not_call_it(tiny_dir: Path) -> None:
+    """Every step told it what came, which a small model's step noticed: now it is told when it is asked, and misses nothing."""
+    calls: list[tuple[str, int]] = []
+
+    class Noting:
+        taps: tuple[int, ...] = ()
+        n_read = 0
+
+        def begin(self, start: SequenceStart) -> None:
+            calls.append(("begin", start.seq_id))
+
+        def end(self, seq_id: int) -> None:
+            calls.append(("end", seq_id))
+
+        def follow(self, chunks, token_ids) -> None:
+            calls.extend(("follow", given[0]) for given in token_ids)
+
+        def reads(self, chunk: Chunk) -> bool:
+            return bool(chunk.wanted_drafts)
+
+        def propose(self, chunks, token_ids, tables_CM, states=None):
+            return {chunks[0].seq_id: [7]}
+
+    drafting = Drafting(Noting(), vocab_size=100)  # type: ignore[arg-type]
+
+    def step(token_id: int, wanted: int | None) -> None:
+        chunk = Chunk(1, Phase.DECODE, token_id, (token_id,), 0, (), True, wanted)
+        plan = StepPlan(step_id=token_id, chunks=(chunk,))
+        results = (ChunkResult(seq_id=1, token_ids=(token_id + 1,)),)
+        drafting.follow(plan)
+        if drafting.is_asked(plan):
+            drafting.taps_of(plan)
+            (done,) = drafting.propose(plan, results, lambda seq_ids: np.zeros((1, 1), dtype=np.int32))
+            assert done.draft_token_ids == (7,)
+        else:
+            drafting.miss(plan, results)
+
+    for token_id in range(10):
+        step(token_id, None)
+    assert calls == []
+    step(10, 1)
+    assert calls == [("follow", token_id + 1) for token_id in range(11)]
+    for token_id in range(11, 20):
+        step(token_id, None)
+    drafting.follow(StepPlan(step_id=20, chunks=(), ended_seq_ids=(1,)))
+    assert calls[11:] == [*(("follow", token_id + 1) for token_id in range(11, 20)), ("end", 1)], "in their order"

@@ -8,7 +8,9 @@ from functools import cache
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
+import torch
 import transformers
 from tests.gguf_files import write_gguf
 
@@ -16,7 +18,7 @@ from diptych.cost.parameters import parameter_count
 from diptych.cost.setup import find_model
 from diptych.engine.llm import LLM
 from diptych.engine.load import bundled_dir
-from diptych.ground.errors import LoadError
+from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.request import SamplingParams
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -27,8 +29,8 @@ def bundled_reference() -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(bundled_dir())
 
 
-def write_bundled(path: Path, kind: str = "BF16", **writer: object) -> Path:
-    """The bundled model as one GGUF file, with its tokenizer and template."""
+def write_bundled(path: Path, kind: str = "BF16", pooling: int | None = None, **writer: object) -> Path:
+    """The bundled model as one GGUF file, with its tokenizer and template. pooling: what an embedding model says."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_dir())
 
     def add_words(out: gguf.GGUFWriter) -> None:
@@ -41,6 +43,8 @@ def write_bundled(path: Path, kind: str = "BF16", **writer: object) -> Path:
             [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(words))]
         )
         gguf.SpecialVocab(bundled_dir(), load_merges=True).add_to_gguf(out)
+        if pooling is not None:
+            out.add_pooling_type(gguf.PoolingType(pooling))
 
     return write_gguf(bundled_reference(), path, choose=lambda name: kind, add_words=add_words, **writer)
 
@@ -72,6 +76,21 @@ def test_the_folder_of_one_file_and_a_split_file_are_the_model_too(whole: Path, 
     parts[1].rename(tmp_path / "elsewhere")
     with pytest.raises(LoadError, match=f"1 of {len(parts)} parts are missing"):
         LLM(str(parts[0]))
+
+
+@pytest.mark.native
+def test_a_file_may_be_an_embedding_model(whole: Path, tmp_path: Path) -> None:
+    """pooling_type was refused, and Qwen3-Embedding's files with it. Mean and last token against transformers."""
+    text = "The fox went into the woods."
+    ids = torch.tensor([transformers.AutoTokenizer.from_pretrained(bundled_dir())(text)["input_ids"]])
+    with torch.no_grad():
+        states = bundled_reference().model(ids).last_hidden_state[0].float()
+    for pooling, state in ((1, states.mean(0)), (3, states[-1])):
+        llm = LLM(str(write_bundled(tmp_path / f"{pooling}.gguf", pooling=pooling)), threads=1)
+        vector = llm.embed(text)[0].vector
+        assert float(np.dot(vector, state / state.norm())) > 0.999, pooling
+    with pytest.raises(UnsupportedModel, match=r"pooling_type .* is 4"):
+        LLM(str(write_bundled(tmp_path / "rank.gguf", pooling=4)))
 
 
 def test_planner_and_engine_count_alike(whole: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +17,13 @@ import psutil
 import pytest
 import torch
 from tests.embedding_files import make_embedder
-from tests.lora import write_adapter
+from tests.engine.test_speculation import unpriced
+from tests.lora import ALL, write_adapter
 from tests.server_process import ServerProcess
-from tests.thread_ranks import load_over_threads
+from tests.thread_ranks import free_address, load_over_threads
 
 from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.linked import Carrier
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import bundled_dir
@@ -73,17 +77,25 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) ->
 
 
 def test_two_processes_answer_as_one_and_end_as_one(tmp_path: Path) -> None:
-    """Text, log-probabilities, cached tokens and drafts by lookup; then one dies while both decode."""
+    """Text, log-probabilities, cached tokens, drafts by lookup, and an adapter that comes and goes; then one dies while both
+    decode.
+    """
     shared = set(os.listdir("/dev/shm"))
     one = engine(1)
     expected = answers(one)
+    adapter = write_adapter(tmp_path / "late", bundled_dir(), {**ALL, "q_proj": 3})
     llm = engine(2, speculate="lookup")
     assert llm.loaded.model.weight_bytes == pytest.approx(
         one.loaded.model.weight_bytes, rel=0.02
     )  # held once, all in all
     assert [a[:2] for a in answers(llm)] == [a[:2] for a in expected]
-    with pytest.raises(ConfigError, match="adapters are computed in one process only"):
-        llm.load_lora("late", write_adapter(tmp_path / "late", bundled_dir(), {"q_proj": 2}))
+    for each in (one, llm):
+        each.load_lora("late", adapter)
+    said, plain = [llm.generate(PROMPTS[0], SAMPLING[0], adapter=name)[0].choices for name in ("late", None)]
+    assert said == one.generate(PROMPTS[0], SAMPLING[0], adapter="late")[0].choices != plain
+    llm.unload_lora("late")
+    assert answers(llm)[0][0] == expected[0][0]
+    llm.load_lora("late", adapter)  # is there when the rank dies, and no error of its own then
     (rank,) = rank_processes()
     killed: list[bool] = []
 
@@ -107,8 +119,6 @@ def test_what_ranks_cannot_do_is_refused() -> None:
     """Never ignored: one says why, and what to do."""
     for settings, what in (
         ({"backend": "torch"}, "the torch backend computes in one process"),
-        ({"speculate": "draft"}, "drafters with weights run beside one process only"),
-        ({"loras": {"poet": "somewhere"}}, "loras has 1 adapters and tp is 2"),
         ({"tp": 0}, "tp"),
     ):
         with pytest.raises(ConfigError, match=what):
@@ -129,6 +139,33 @@ def test_texts_are_embedded_as_by_one(tmp_path: Path) -> None:
     ranked = LLM(replace(one.loaded, model=over), **settings)
     pairs = zip(one.embed(texts), ranked.embed(texts), strict=True)
     assert [(ours.vector == theirs.vector).all() for ours, theirs in pairs] == [True, True]
+    over.close()
+
+
+@pytest.mark.parametrize("kind", ["draft", "medusa", "eagle", "itself"])
+def test_drafters_guess_for_ranks_as_for_one(kind: str) -> None:
+    """They run on the first rank and read states that all ranks have: the same guesses, and the answers of no drafter. A
+    drafter that is the model itself, in one process, is right every time.
+    """
+    settings: dict[str, object] = {"max_context_tokens": 256, "max_draft_tokens": 4, "enable_prefix_cache": False}
+    settings["speculate"] = "draft" if kind == "itself" else kind
+    if kind == "itself":
+        settings["draft_model"] = str(bundled_dir())
+    one = LLM("bundled", backend="cpu", threads=1, **settings)
+    compute = ComputeConfig(backend="cpu", tp=2, threads=2)
+    over = load_over_threads(bundled_dir(), compute)
+    ranked = LLM(replace(one.loaded, model=over, compute=compute), **settings)
+    found = []
+    for llm in (unpriced(ranked), unpriced(one)):
+        done = llm.generate(PROMPTS, SAMPLING)
+        found.append([(answer.choices, answer.usage) for answer in done])
+    assert found[0] == found[1]
+    drafted, accepted = (
+        sum(getattr(usage, name) for _, usage in found[0]) for name in ("drafted_tokens", "accepted_tokens")
+    )
+    assert 0 < accepted <= drafted
+    assert kind != "itself" or accepted == drafted
+    assert ranked.engine.stepper.executor.drafting.failures == 0
     over.close()
 
 
@@ -160,24 +197,119 @@ def test_two_phases_on_ranks() -> None:
         assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
+def started(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def rank_zero(state: str, ranks: int, *address: str) -> subprocess.Popen[str]:
+    return started(str(Path(__file__).with_name("rank_zero.py")), state, str(ranks), *address)
+
+
+def other_rank(number: int, ranks: int, address: str) -> subprocess.Popen[str]:
+    """`diptych rank`, as on a machine of its own."""
+    where = ("--tp", str(ranks), "--tp-address", address, "--tp-rank", str(number), "--threads", "1", "--numa", "off")
+    return started("-m", "diptych", "rank", "bundled", *where)
+
+
+STATES = ("loading", "prefilling", "decoding", "idle")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_whoever_is_killed_nobody_stays(victim: int) -> None:
-    """SIGKILL of each rank while all decode: the others end, the engine's process with an error that names who is gone."""
-    script = Path(__file__).with_name("rank_zero.py")
-    process = subprocess.Popen(
-        [sys.executable, str(script), "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("victim", "size"), [(0, 2), (1, 2), (2, 4)])
+def test_whoever_is_killed_nobody_stays(state: str, victim: int, size: int) -> None:
+    """SIGKILL of any rank in every state: the others end, the engine's process with an error that names who is gone."""
+    shared = set(os.listdir("/dev/shm"))
+    process = rank_zero(state, size)
     assert process.stdout is not None
-    assert process.stdout.readline() == "decoding\n"
+    assert process.stdout.readline() == f"{state}\n"
     everybody = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
     ranks = {int(one.cmdline()[5]): one for one in everybody[1:] if "diptych.compute.rank" in one.cmdline()}
-    assert sorted(ranks) == [1, 2, 3]
+    assert sorted(ranks) == list(range(1, size))
     (everybody[0] if victim == 0 else ranks[victim]).send_signal(signal.SIGKILL)
     said = process.communicate(timeout=20)[1]
     wait_until(lambda: not any(one.is_running() for one in everybody), f"left: {everybody}")
+    assert set(os.listdir("/dev/shm")) == shared
     if victim != 0:
+        assert process.returncode == 1
         assert f"rank {victim} was ended by signal 9" in said, said[-2000:]
+
+
+def test_linked_processes_answer_as_one_and_end_as_one() -> None:
+    """Two process groups that share nothing but a port on loopback, and hear of nobody else; then one is killed."""
+    address = free_address()
+    other = other_rank(1, 2, address)
+    llm = LLM("bundled", tp=2, tp_address=address, threads=1, backend="cpu", max_context_tokens=512)
+    assert answers(llm) == answers(engine(1))
+    listening = [one.laddr.ip for one in psutil.Process(other.pid).net_connections() if one.status == "LISTEN"]
+    listening += [one.laddr.ip for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert set(listening) <= {"127.0.0.1"}, listening
+    killed: list[bool] = []
+
+    def kill(number: int, delta: object) -> None:
+        if not killed:
+            killed.append(True)
+            other.send_signal(signal.SIGKILL)
+
+    with pytest.raises(WorkerLost, match="rank 1 is gone"):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), on_delta=kill)
+    assert llm.engine.n_open == 0
+    with pytest.raises(WorkerLost):
+        llm.generate("again")
+    llm.loaded.model.close()
+    other.communicate(timeout=10)
+    assert memfds() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_linked_rank_that_is_killed_ends_the_others(state: str, victim: int) -> None:
+    """As on one machine: whoever waits is told by the system, and says whom it lost."""
+    address = free_address()
+    both = [rank_zero(state, 2, address), other_rank(1, 2, address)]
+    assert both[0].stdout is not None
+    assert both[0].stdout.readline() == f"{state}\n"
+    both[victim].send_signal(signal.SIGKILL)
+    said = both[1 - victim].communicate(timeout=30)[1]
+    assert both[1 - victim].returncode == 1, said[-2000:]
+    assert f"rank {victim} is gone" in said, said[-2000:]
+    both[victim].communicate(timeout=10)
+
+
+def test_who_cannot_join_is_told_why() -> None:
+    """Addresses, numbers and models that do not fit, each by name; nobody waits for what cannot come."""
+    for settings, what in (
+        ({"tp": 2, "tp_address": "nowhere"}, "must be HOST:PORT"),
+        ({"tp": 2, "tp_address": "127.0.0.1:0"}, "must be HOST:PORT"),
+        ({"tp_address": "127.0.0.1:29500"}, "tp is 1"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            engine_config(**settings)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="cannot listen"):
+            LLM("bundled", tp=2, tp_address=address, threads=1)
+    address = free_address()
+    with pytest.raises(ConfigError, match=r"rank 1 of 2 has not come within 0 s"):
+        Carrier(address, 0, 2, join_s=0.2)
+    with pytest.raises(ConfigError, match="rank 0 is not at"):
+        Carrier(free_address(), 1, 2, join_s=0.2)
+    found: list[BaseException] = []
+
+    def join(size: int) -> None:
+        try:
+            Carrier(address, 1, size, join_s=10)
+        except ConfigError as error:
+            found.append(error)
+
+    address = free_address()
+    threads = [threading.Thread(target=join, args=(3,))]
+    threads[0].start()
+    with pytest.raises(ConfigError, match="rank 1 has size 3, and rank 0 has 2"):
+        Carrier(address, 0, 2, join_s=10)
+    threads[0].join()
+    assert "rank 1 has size 3" in str(found[0])
 
 
 @pytest.mark.slow

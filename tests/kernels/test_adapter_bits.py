@@ -104,6 +104,30 @@ def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: 
         assert likeness > {"bf16": 0.999, "int8": 0.99, "int4": 0.8}[weights], (weights, likeness, float(effect))
 
 
+@pytest.mark.parametrize("layout", ["groups", "wide", "act-order"])
+def test_adapters_add_the_same_over_weights_that_somebody_else_quantised(
+    layout: str, base: Path, tmp_path: Path
+) -> None:
+    """Rows of whole numbers in groups were read as bf16, and what the adapter added was noise. Oracle: the adapter over plain
+    weights of the same values.
+    """
+    layouts = {
+        "groups": awq(32),
+        "wide": gptq(8, 32, symmetric=True),
+        "act-order": gptq(4, 32, symmetric=True, act_order=True),
+    }
+    wide = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    original = make_checkpoint("llama", tmp_path / "original", dtype=torch.bfloat16, **wide)
+    coded, plain = quantised_checkpoints(original, tmp_path, layouts[layout])
+    adapter = write_adapter(tmp_path / "adapter", original, RANKS[0], seed=1)
+    shifts = []
+    for path in (coded, plain):
+        model, (number,) = loaded(path, [adapter], CONFIG)
+        assert (path == plain) is (model.weights_format == "bf16")
+        shifts.append((alone(model, number).logits - alone(model, None).logits).flatten())
+    assert float(torch.nn.functional.cosine_similarity(*shifts, dim=0)) > 0.99
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("kernels", KERNEL_SETS)
 def test_neighbours_and_chunks_change_no_bit(base: Path, adapters: list[Path], kernels: str, weights: str) -> None:

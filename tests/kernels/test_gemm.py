@@ -39,8 +39,9 @@ KINDS = {
     "group4-fp4": (3, "bf16", NO_OFFSET, E2M1),
     "group8": (4, "f16", NO_OFFSET, SIGNED),
     "group8-minima": (4, "f32", MINIMA, SIGNED),
+    "group8-wide": (4, "f32", MINIMA, SIGNED),
 }
-FORMATS = ("bf16", "int8", "int4", "group4-zeros", "group8")  # what most tests draw from
+FORMATS = ("bf16", "int8", "int4", "group4-zeros", "group8", "group8-wide")  # what most tests draw from
 GROUPED = tuple(name for name in KINDS if name.startswith("group"))
 WHOLE = ("int8", "int4")  # sums are exact over the whole K
 STORE_F32, STORE_BF16, ADD_F32 = 0, 1, 2
@@ -172,7 +173,10 @@ def encode(w: np.ndarray, format_name: str, group: int) -> Codes:
 def pack_codes(kernels, isa, format_name, parts, *, group, gated, bias, threads) -> Packed:
     number, scale_type, offset, levels = KINDS[format_name]
     n, k = sum(len(p) for p in parts), parts[0].shape[1]
-    shape = np.array([number, n, k, group, gated, bias is not None, SOURCES[scale_type], offset, levels], np.int64)
+    is_wide = format_name.endswith("-wide")
+    shape = np.array(
+        [number, n, k, group, gated, bias is not None, SOURCES[scale_type], offset, levels, is_wide], np.int64
+    )
     blob = aligned(kernels.kernels_packed_bytes(address(shape)))
     stored = [encode(part, format_name, group) for part in parts]
     table = np.array(
@@ -197,7 +201,7 @@ def pack(kernels, isa, format_name, parts, *, group=32, gated=False, bias=None, 
     if len(KINDS[format_name]) > 1:
         return pack_codes(kernels, isa, format_name, parts, group=group, gated=gated, bias=bias, threads=threads)
     n, k = sum(len(p) for p in parts), parts[0].shape[1]
-    shape = np.array([KINDS[format_name][0], n, k, group, gated, bias is not None, 0, 0, 0], np.int64)
+    shape = np.array([KINDS[format_name][0], n, k, group, gated, bias is not None, 0, 0, 0, 0], np.int64)
     blob = aligned(kernels.kernels_packed_bytes(address(shape)))
     table = np.array([[p.ctypes.data, SOURCES[source], len(p), p.shape[1]] for p in stored], np.int64)
     kernels.kernels_pack(
@@ -212,25 +216,28 @@ def pack(kernels, isa, format_name, parts, *, group=32, gated=False, bias=None, 
     return Packed(kernels, isa, shape, blob, bias)
 
 
-def prepared(kernels, isa, format_name, x, group=32) -> np.ndarray:
+def prepared(kernels, isa, format_name, x, group=32, order=None) -> np.ndarray:
     """What the activations stand for after preparation, in fp64. group: of group4 and group8."""
     x = np.ascontiguousarray(x, np.float32)
     m, k = x.shape
     if format_name == "bf16":
         bits = np.zeros((m, k), np.uint16)
         kernels.kernels_prepare(
-            kernel_set(kernels, isa), 0, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(bits), address(None)
-        )
+            kernel_set(kernels, isa), 0, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(bits), address(None),
+            address(None), address(order),
+        )  # fmt: skip
         return from_bf16(bits).astype(np.float64)
     is_whole = format_name in WHOLE
-    kind = 1 if is_whole else {32: 2, 64: 3, 128: 4}[group]
+    is_wide = format_name.endswith("-wide")
+    kind = 1 if is_whole else {16: 2, 32: 3, 64: 4, 128: 5}[group] + 4 * is_wide
     groups = 1 if is_whole else -(-k // 128) * 128 // group
-    q, scales = np.zeros((m, k), np.int8), np.zeros((m, groups), np.float32)
+    q, low, scales = np.zeros((m, k), np.int8), np.zeros((m, k), np.int8), np.zeros((m, groups), np.float32)
     kernels.kernels_prepare(
-        kernel_set(kernels, isa), kind, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(q), address(scales)
-    )
+        kernel_set(kernels, isa), kind, ctypes.c_int64(m), ctypes.c_int64(k), address(x), address(q),
+        address(low) if is_wide else address(None), address(scales), address(order),
+    )  # fmt: skip
     of_group = scales if is_whole else scales.repeat(group, 1)[:, :k]
-    return q.astype(np.float64) * of_group
+    return (q.astype(np.float64) * 128 + low if is_wide else q.astype(np.float64)) * of_group
 
 
 def reference(packed: Packed, format_name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -349,7 +356,7 @@ def test_what_is_compiled_for_amx_has_the_bits_of_its_twin(kernels):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
 @pytest.mark.parametrize("format_name", GROUPED)
 def test_groups_stand_for_the_values_of_their_codes(kernels, isa, format_name, group):
     """The file's values are kept: no other grid, no rounding of a scale. Also in a ragged last group, and gated."""
@@ -369,8 +376,8 @@ def test_groups_stand_for_the_values_of_their_codes(kernels, isa, format_name, g
         assert np.array_equal(got, expected.astype(np.float32))
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("format_name", ["group4", "group4-zeros", "group8-minima"])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+@pytest.mark.parametrize("format_name", ["group4", "group4-zeros", "group4-table", "group8-minima", "group8-wide"])
 def test_rows_of_groups_are_exact_products_at_every_group_size(kernels, isa, format_name, group):
     """The other tests have groups of 32; heads of four groups lie otherwise at 64 and 128, and a channel of large values must
     take the levels of its own group alone.
@@ -381,7 +388,17 @@ def test_rows_of_groups_are_exact_products_at_every_group_size(kernels, isa, for
     exact, scale = reference(packed, format_name, x)
     assert np.all(np.abs(packed.apply(x) - exact) <= scale * 900 * 2.0**-24)
     seen = prepared(kernels, isa, format_name, x, group)[:, group:]
-    assert np.abs(seen - x[:, group:]).max() <= np.abs(x[:, group:]).max() / 127 * 0.501
+    levels = 127 * 128 if format_name == "group8-wide" else 127
+    assert np.abs(seen - x[:, group:]).max() <= np.abs(x[:, group:]).max() / levels * 0.501
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "int8", "group4", "group8-wide"])
+def test_inputs_are_taken_in_another_order(kernels, isa, format_name):
+    """act-order: the weights of a group lie together, and so must their inputs before they share a scale."""
+    x, _, _ = world(25, 3, 4, 300)
+    order = np.random.default_rng(25).permutation(300).astype(np.int32)
+    expected = prepared(kernels, isa, format_name, x[:, order])
+    assert np.array_equal(prepared(kernels, isa, format_name, x, order=order), expected)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])

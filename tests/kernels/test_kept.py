@@ -22,6 +22,7 @@ LAYOUTS: dict[str, tuple[str, Layout]] = {
     "zeros": ("llama", awq(32)),
     "bytes": ("gemma2", gptq(8, -1, symmetric=False)),
     "experts": ("mixtral", gptq(4, 32, symmetric=True)),
+    "act-order": ("llama", gptq(4, 32, symmetric=True, act_order=True)),
 }
 
 

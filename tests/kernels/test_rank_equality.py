@@ -19,10 +19,10 @@ from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.ops.cpus import Cpu
 from diptych.compute.ops.shares import OwnHeads, Rank, copies_of_kv, rank_placements
 from diptych.compute.quant import save_quantised
-from diptych.compute.runner import load_model
+from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.exchange import gathered
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, ExecutorError, LoadError, UnsupportedModel
+from diptych.ground.errors import ConfigError, ExecutorError, LoadError
 from gguf_files import gguf_reference, write_gguf
 from stepping import Stepper
 from thread_ranks import load_over_threads
@@ -93,10 +93,7 @@ def test_ranks_change_no_bit(tmp_path: Path, family: str) -> None:
     assert not (found := differences(path, replace(CONFIG, weights=weights, kv=kv))), found
 
 
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
-
-
-@pytest.mark.parametrize("family", sorted({*MORE_FAMILIES} - {*LATENT_FAMILIES}))
+@pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_ranks_change_no_bit_of_what_other_families_have(tmp_path: Path, family: str) -> None:
     """Sinks, shared experts, clamped gates, centred norms, a parallel residual: on ranks that divide nothing evenly."""
     path = checkpoint(family, tmp_path)
@@ -111,11 +108,23 @@ def test_ranks_change_no_bit_of_what_other_families_have(tmp_path: Path, family:
     model.close()
 
 
-@pytest.mark.parametrize("family", LATENT_FAMILIES)
-def test_latent_attention_is_refused_on_ranks(tmp_path: Path, family: str) -> None:
-    """Its one latent serves all heads; before, nobody asked."""
-    with pytest.raises(UnsupportedModel, match=r"tp is 2, and .* latent attention"):
-        over(checkpoint(family, tmp_path), CONFIG, 2)
+LATENTS = [("deepseek_v2", "int8", "int8", 4), ("deepseek_v3", "bf16", "bf16", 2), ("deepseek_v3", "int4", "bf16", 4)]
+
+
+@pytest.mark.parametrize(("family", "weights", "kv", "heads"), LATENTS)
+def test_latents_are_every_rank_s_and_heads_are_divided(
+    tmp_path: Path, family: str, weights: str, kv: str, heads: int
+) -> None:
+    """One latent serves all heads, so each rank that has heads keeps it: counted so, and sent on as one. Two heads leave
+    two of four ranks without attention.
+    """
+    path = checkpoint(family, tmp_path, num_attention_heads=heads, num_key_value_heads=heads)
+    config = replace(CONFIG, weights=weights, kv=kv)
+    assert not (found := differences(path, config)), found
+    one, four = load_model(path, config), over(path, config, 4)
+    assert four.kv_bytes_per_block(16) == heads * one.kv_bytes_per_block(16)
+    assert memory_of_block(one.spec, replace(config, tp=4), 16)[1] == four.kv_bytes_per_block(16)
+    four.close()
 
 
 BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from diptych.cost.parameters import parameter_count
 from diptych.cost.setup import find_model
 from diptych.cost.tables import model_spec
 from diptych.ground.errors import ConfigError, EngineError, LoadError, UnsupportedModel
 from diptych.models.config import MAX_JSON_DEPTH, HfConfig, read_json
-from diptych.models.families import PRICED, SUPPORTED
-from diptych.models.read import load_model_file, read_model, refuse_unrun
+from diptych.models.families import BY_MODEL_TYPE, PRICED, SUPPORTED
+from diptych.models.gguf import ARCHITECTURES
+from diptych.models.read import family_of, load_model_file, read_model, refuse_unrun
+from diptych.models.refused import MISSING
 from diptych.models.spec import ModelSpec
 
 SMALL: dict[str, Any] = {
@@ -75,6 +79,46 @@ def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     assert all(name in str(caught.value) for name in (*SUPPORTED, *PRICED))
 
 
+@pytest.mark.parametrize(("kind", "named"), sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
+def test_every_kind_that_transformers_knows_is_read_or_refused_by_name(kind: str, named: str) -> None:
+    """By its type alone, and as its files are written: no kind may pass for another one's."""
+    config = HfConfig({**SMALL, "model_type": kind, "architectures": [named]})
+    for given in (config, HfConfig({**SMALL, "model_type": kind})):
+        if kind in BY_MODEL_TYPE:
+            assert kind in family_of(given).model_types
+        else:
+            with pytest.raises(UnsupportedModel, match=f"{named}|{kind}|text_config"):
+                family_of(given)
+
+
+def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:
+    """A reason that outlives its refusal, or a family that the page does not name, misleads."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert not [name for name in (*SUPPORTED, *ARCHITECTURES) if f"`{name}`" not in page]
+    for reason, kinds in MISSING.items():
+        assert reason in page
+        assert not set(kinds) & set(BY_MODEL_TYPE)
+        assert set(kinds) <= set(transformers.CONFIG_MAPPING.keys())
+    with pytest.raises(UnsupportedModel, match=r"not supported \(experts that weigh their input"):
+        read("llama4_text", architectures=["Llama4ForCausalLM"])
+
+
+def test_a_wrapper_is_the_decoder_that_it_names() -> None:
+    """Mistral Small 3 and Ministral 3 come in the same wrapper, around decoders of two families."""
+    for kind in ("mistral", "ministral3"):
+        wrapped = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"],
+                   "text_config": {**SMALL, "model_type": kind}, "vision_config": {"x": 1}}  # fmt: skip
+        assert read_model(HfConfig(wrapped)).layers == read(kind).layers
+    with pytest.raises(UnsupportedModel, match="Mistral3"):
+        read("mistral3", architectures=["Mistral3ForConditionalGeneration"], text_config={"model_type": "qwen9"})
+
+
+def test_positions_that_would_scale_queries_are_not_run() -> None:
+    """Ministral 3 from its original length on; a longer context would be wrong without a word."""
+    assert read("ministral3").max_context_tokens == 16_384
+    assert read("ministral3", 100_000).max_context_tokens == 16_384
+
+
 def test_what_is_priced_only_is_not_run() -> None:
     refuse_unrun(HfConfig({"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(UnsupportedModel, match=r"BloomForCausalLM.*not run"):
@@ -85,6 +129,7 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
     """transformers takes the class, and with it every default, from model_type."""
     with pytest.raises(UnsupportedModel, match="ministral"):
         read("ministral", architectures=["MistralForCausalLM"])
+    assert read("internlm3", architectures=["LlamaForCausalLM"]).family == "internlm3"  # as transformers builds it
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""The JavaScript clients people have, where node and they are at hand.
+"""The JavaScript clients people have (`javascript/package.json` pins them), where node and npm are at hand.
 
-npm install --prefix DIR openai @anthropic-ai/sdk ai @ai-sdk/openai zod; DIPTYCH_NODE_MODULES=DIR/node_modules pytest ...
+npm fetches them once, without running their scripts, into the user's cache; offline it finds them there or in its own. Where it
+cannot, the test is skipped with what npm said.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -14,22 +16,51 @@ import pytest
 
 from server_process import ServerProcess
 
-MODULES = os.environ.get("DIPTYCH_NODE_MODULES")
+HERE = Path(__file__).parent / "javascript"
+PINS = ("package.json", "package-lock.json")
+INSTALL = (
+    "ci",
+    "--ignore-scripts",
+    "--prefer-offline",
+    "--no-audit",
+    "--no-fund",
+    "--fetch-retries=0",
+    "--fetch-timeout=20000",
+)
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-@pytest.mark.skipif(MODULES is None, reason="DIPTYCH_NODE_MODULES names no folder with the clients")
-def test_openai_anthropic_and_vercel_s_ai_in_their_default_modes(server: ServerProcess, tmp_path: Path) -> None:
-    """Whole and streamed, a stored conversation, an agent with a tool, a structured object."""
-    (tmp_path / "node_modules").symlink_to(Path(MODULES or "").resolve())
-    script = tmp_path / "clients.mjs"
-    script.write_text((Path(__file__).parent / "clients.mjs").read_text())
+@pytest.fixture(scope="module")
+def clients() -> Path:
+    """A folder with the script and everything it imports; its name has the pins' digest, so that new pins get a new one."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("node and npm are not installed")
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PINS)).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diptych-tests" / f"javascript-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "installed").exists():
+        for name in PINS:
+            shutil.copy(HERE / name, folder)
+        try:
+            done = subprocess.run([npm, *INSTALL], cwd=folder, capture_output=True, text=True, timeout=120)
+        except subprocess.TimeoutExpired:
+            pytest.skip("npm took over two minutes")
+        if done.returncode != 0:
+            pytest.skip(f"npm could not fetch the clients: {done.stderr[-300:]}")
+        (folder / "installed").touch()
+    shutil.copy(HERE / "clients.mjs", folder)
+    return folder
+
+
+def test_openai_anthropic_and_vercel_s_ai_in_their_default_modes(clients: Path, server: ServerProcess) -> None:
+    """Whole and streamed, a stored conversation, agents with a tool, structured objects; one text through all protocols."""
     done = subprocess.run(
-        ["node", str(script)],
+        ["node", "clients.mjs"],
+        cwd=clients,
         env={**os.environ, "DIPTYCH_URL": server.url},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "all clients agree"
+    assert done.stdout.strip() == "all clients agree", done.stderr
+    assert done.returncode == 0

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import anthropic
 import httpx
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 from anthropic.types import message_count_tokens_params, message_create_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
 
 from diptych.engine.text.tools import ToolCallDelta
 from diptych.server.messages.answer import Blocks, read_input
@@ -172,6 +173,33 @@ def test_blocks_become_the_turns_that_the_template_knows(http: httpx.Client) -> 
     assert cached == first["cache_creation_input_tokens"] > 0, "another prompt would not be found in the cache"
 
 
+def test_a_tool_runner_goes_on_with_the_whole_conversation(client: Anthropic, http: httpx.Client) -> None:
+    """It asks the server to keep the conversation (`thread`) and sends the tool's result alone, unless that is refused in
+    the words it knows. The field was ignored: the model read a result without the question before it.
+    """
+    asked: list[str] = []
+
+    @beta_tool
+    def get_time(city: typing.Literal["Rome", "Oslo"]) -> str:
+        """The time of a city."""
+        asked.append(city)
+        return "12:00"
+
+    runner = client.beta.messages.tool_runner(
+        model=MODEL, max_tokens=120, extra_body=GREEDY, tools=[get_time], max_iterations=2,
+        messages=[{"role": "user", "content": "What time is it in Rome?"}],
+        tool_choice={"type": "tool", "name": "get_time", "disable_parallel_tool_use": True},
+    )  # fmt: skip
+    first, second = (one.usage for one in runner)
+    assert asked
+    assert second.input_tokens + (second.cache_read_input_tokens or 0) > first.input_tokens
+    refused = http.post("/v1/messages", json={"max_tokens": 1, "messages": ASK, "thread": {"type": "create"}})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["message"].startswith("thread is not supported")
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_thinking_comes_as_its_own_block_and_is_counted(client: Anthropic) -> None:
     ask: dict = {"model": MODEL, "max_tokens": 200, "extra_body": GREEDY,
                  "messages": [{"role": "user", "content": "What is 3 + 4?"}]}  # fmt: skip
@@ -287,6 +315,7 @@ def test_every_field_of_anthropic_s_client_is_known() -> None:
     """Honoured, refused by name, or harmless and said to be; and the page shows them all."""
     asked = set(typing.get_type_hints(message_create_params.MessageCreateParamsBase)) | {"stream"}
     asked |= set(typing.get_type_hints(message_count_tokens_params.MessageCountTokensParams))
+    asked |= set(typing.get_type_hints(beta_message_create_params.MessageCreateParamsBase)) - {"betas"}  # a header
     honoured = set(MessagesBody.model_fields)
     assert sorted(asked - honoured - REFUSED.keys() - NO_EFFECT.keys()) == []
     assert not honoured & (REFUSED.keys() | NO_EFFECT.keys())

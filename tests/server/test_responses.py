@@ -15,7 +15,6 @@ import openai
 import pytest
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
-from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import response_create_params
 from openai.types.responses.input_token_count_params import InputTokenCountParams
 from pydantic import BaseModel
@@ -26,6 +25,7 @@ from diptych.server.responses.body import NO_EFFECT, REFUSED, ResponsesBody, Res
 from diptych.server.responses.items import without_first
 from diptych.server.responses.output import OutputItems
 from diptych.server.turn_parts import TextPart, ThinkingPart
+from open_responses import check_resource, events_of, put_together, texts_of
 from server_process import CLOCK, ServerProcess
 
 MODEL = "diptych-10m"
@@ -35,131 +35,6 @@ TOOL: dict = {
     "type": "function", "name": "get_time", "description": "the time of a city",
     "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]},
 }  # fmt: skip
-# Open Responses 2026-04-24: what a ResponseResource, its usage and each kind of item must have
-RESOURCE = set(
-    """id object created_at completed_at status incomplete_details model previous_response_id instructions output error tools
-    tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs temperature reasoning
-    usage max_output_tokens max_tool_calls store background service_tier metadata safety_identifier prompt_cache_key""".split()  # noqa: SIM905
-)
-ITEMS = {
-    "message": {"type", "id", "status", "role", "content"},
-    "function_call": {"type", "id", "call_id", "name", "arguments", "status"},
-    "reasoning": {"type", "id", "summary"},
-}
-_AT = {"type", "sequence_number", "item_id", "output_index"}
-EVENTS = {
-    **{
-        f"response.{word}": {"type", "sequence_number", "response"}
-        for word in ("created", "in_progress", "completed", "incomplete", "failed")
-    },
-    "response.output_item.added": {"type", "sequence_number", "output_index", "item"},
-    "response.output_item.done": {"type", "sequence_number", "output_index", "item"},
-    "response.content_part.added": _AT | {"content_index", "part"},
-    "response.content_part.done": _AT | {"content_index", "part"},
-    "response.output_text.delta": _AT | {"content_index", "delta"},
-    "response.output_text.done": _AT | {"content_index", "text"},
-    "response.reasoning.delta": _AT | {"content_index", "delta"},
-    "response.reasoning.done": _AT | {"content_index", "text"},
-    "response.function_call_arguments.delta": _AT | {"delta"},
-    "response.function_call_arguments.done": _AT | {"arguments"},
-}  # fmt: skip
-
-
-def check_resource(response: dict[str, Any]) -> None:
-    """The shape that the specification requires, and that the openai package reads without a warning."""
-    assert sorted(RESOURCE - response.keys()) == []
-    for item in response["output"]:
-        assert sorted(ITEMS[item["type"]] - item.keys()) == []
-    for tool in response["tools"]:
-        assert {"type", "name", "description", "parameters", "strict"} <= tool.keys()
-    usage = response["usage"]
-    if usage is not None:
-        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
-        assert {"cached_tokens"} <= usage["input_tokens_details"].keys()
-        assert {"reasoning_tokens"} <= usage["output_tokens_details"].keys()
-    OpenAIResponse.model_validate(response, strict=False)
-
-
-def events_of(raw: str) -> list[dict[str, Any]]:
-    """The events of a stream: named, numbered, of the specified shapes, and with [DONE] at the end."""
-    *blocks, done, rest = raw.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    events = []
-    for block in blocks:
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        assert sorted(EVENTS[event["type"]] - event.keys()) == []
-        events.append(event)
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    return events
-
-
-def put_together(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(type, text) of the output items, from the deltas alone."""
-    items: list[list[str]] = []
-    for event in events:
-        if event["type"] == "response.output_item.added":
-            items.append([event["item"]["type"], ""])
-        elif event["type"].endswith(".delta"):
-            items[event["output_index"]][1] += event["delta"]
-    return [(kind, text) for kind, text in items]
-
-
-def texts_of(response: dict[str, Any]) -> list[tuple[str, str]]:
-    """(type, text) of the output items of a response."""
-    return [
-        (item["type"], item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
-        for item in response["output"]
-    ]
-
-
-# the cases of the specification's compliance suite; a model of 10M parameters is told to call where the suite hopes for it
-COMPLIANCE: dict[str, dict[str, Any]] = {
-    "basic-response": {"input": [{"type": "message", "role": "user", "content": "Say hello in exactly 3 words."}]},
-    "streaming-response": {"input": [{"type": "message", "role": "user", "content": "Count from 1 to 5."}]},
-    "system-prompt": {
-        "input": [
-            {"type": "message", "role": "system", "content": "You are a pirate. Always respond in pirate speak."},
-            {"type": "message", "role": "user", "content": "Say hello."},
-        ]
-    },
-    "tool-calling": {
-        "input": [{"type": "message", "role": "user", "content": "What's the weather like in San Francisco?"}],
-        "tools": [{"type": "function", "name": "get_weather", "description": "Get the current weather for a location",
-                   "parameters": {"type": "object", "properties": {"location": {"type": "string", "maxLength": 20}},
-                                  "required": ["location"]}}],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-    },
-    "multi-turn": {
-        "input": [
-            {"type": "message", "role": "user", "content": "My name is Alice."},
-            {"type": "message", "role": "assistant", "content": "Hello Alice! Nice to meet you."},
-            {"type": "message", "role": "user", "content": "What is my name?"},
-        ]
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", COMPLIANCE)
-def test_compliance(http: httpx.Client, name: str) -> None:
-    """Whole and streamed: the shapes hold, and what the events build is the response."""
-    body = {"model": MODEL, "temperature": 0, **COMPLIANCE[name]}
-    whole = http.post("/v1/responses", json=body).json()
-    check_resource(whole)
-    assert whole["status"] == "completed"
-    assert whole["output"]
-    kinds = [item["type"] for item in whole["output"]]
-    assert ("function_call" in kinds) == (name == "tool-calling")
-    events = events_of(http.post("/v1/responses", json={**body, "stream": True}).text)
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
-    last = events[-1]["response"]
-    check_resource(last)
-    assert events[-1]["type"] == "response.completed"
-    assert put_together(events) == texts_of(last) == texts_of(whole)
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-    assert done == last["output"]
 
 
 def test_the_openai_package_reads_streams_and_parses(server: ServerProcess) -> None:

@@ -6,13 +6,14 @@ import random
 
 import pytest
 
+from diptych.cost.recipes import Scheduling
 from diptych.cost.setup import setup_of
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import Event, FinishEvent
 from diptych.ground.shape import StepShape
 from diptych.metrics import RequestRecord
-from diptych.sim.closed import BLOCK_TOKENS, ClosedLoop, schedule_of
+from diptych.sim.closed import BLOCK_TOKENS, ClosedLoop, Schedule, schedule_of
 from diptych.sim.engine import SimulatedEngine
 from diptych.sim.load import request_of
 from diptych.workload import LengthRange, WorkloadItem
@@ -27,8 +28,9 @@ def simulated(loop: ClosedLoop, predict_s) -> list[RequestRecord]:
 
     longest = loop.input.high + loop.output.high
     config = SchedulerConfig(
-        max_step_tokens=loop.max_step_tokens, max_running_sequences=loop.streams, max_context_tokens=longest,
+        max_step_tokens=loop.scheduling.step_tokens, max_running_sequences=loop.streams, max_context_tokens=longest,
         max_waiting_tokens=(loop.streams + 1) * longest, enable_prefix_cache=False,
+        prefills_alone=loop.scheduling.prefills_alone,
     )  # fmt: skip
     kv_tokens = loop.kv_tokens or loop.streams * (longest + BLOCK_TOKENS)
     blocks = BlockConfig(n_blocks=-(-kv_tokens // BLOCK_TOKENS), block_tokens=BLOCK_TOKENS)
@@ -51,8 +53,15 @@ def simulated(loop: ClosedLoop, predict_s) -> list[RequestRecord]:
     return list(engine.book.records.values())
 
 
-@pytest.mark.parametrize("kv_tokens", [None, 6400])
-def test_what_a_schedule_says_is_what_a_simulation_does(kv_tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("kv_tokens", "scheduling"),
+    [
+        (None, Scheduling(step_tokens=2048)),
+        (6400, Scheduling(step_tokens=2048)),
+        (None, Scheduling(step_tokens=2048, prefills_alone=True)),
+    ],
+)
+def test_what_a_schedule_says_is_what_a_simulation_does(kv_tokens: int | None, scheduling: Scheduling) -> None:
     """The schedule is made without any prices; if decisions depended on them, or steps were lumped too coarsely, the two
     would part. With 6,400 tokens of KV, requests wait for blocks.
     """
@@ -62,7 +71,7 @@ def test_what_a_schedule_says_is_what_a_simulation_does(kv_tokens: int | None) -
         output=LengthRange(low=60, high=140),
         n_requests=48,
         of_each=4,
-        max_step_tokens=2048,
+        scheduling=scheduling,
         kv_tokens=kv_tokens,
     )
     predict_s = setup_of("llama-3.1-8b", "h100-80gb-sxm").model_of_time().predict_s
@@ -102,20 +111,57 @@ def test_a_pool_that_holds_no_request_is_refused() -> None:
         )
 
 
-def test_separate_steps_cost_what_their_phases_cost() -> None:
-    """SGLang reads prompts in steps of their own; where there is nothing to mix that is the same."""
+LENGTHS = LengthRange(low=40, high=60)
 
-    def predict_s(shape: StepShape) -> float:
-        return 1.0 + 0.01 * shape.n_tokens
 
-    lengths = LengthRange(low=40, high=60)
-    mixed = schedule_of(ClosedLoop(streams=4, input=lengths, output=lengths, n_requests=12))
-    together, apart = (mixed.times(predict_s, is_separate=apart) for apart in (False, True))
-    n_mixed = sum(
-        n for shape, n in zip(mixed.kinds, mixed.in_all, strict=True) if 0 < shape.decode_tokens < shape.n_tokens
+def schedule(**options: object) -> Schedule:
+    """Of eight streams whose answers are of different lengths."""
+    loop = ClosedLoop(
+        streams=8, input=LENGTHS, output=LENGTHS, n_requests=32, of_each=4, scheduling=Scheduling(**options)
     )
-    assert n_mixed
-    seconds = [mixed.output_tokens / one.output_tokens_per_s for one in (together, apart)]
-    assert seconds[1] - seconds[0] == pytest.approx(n_mixed)  # the second step of each begins anew
-    alone = schedule_of(ClosedLoop(streams=1, input=lengths, output=lengths, n_requests=4))
-    assert alone.times(predict_s) == alone.times(predict_s, is_separate=True)
+    return schedule_of(loop)
+
+
+def second_each(shape: StepShape) -> float:
+    return 1.0
+
+
+def test_prompts_alone_mix_with_no_decode_and_come_first() -> None:
+    """SGLang's policy: nobody reads and writes in one step, and a new prompt waits for at most the step that runs."""
+    alone = schedule(prefills_alone=True)
+    assert all(shape.decode_tokens in (0, shape.n_tokens) for shape in alone.kinds)
+    mixed = schedule()
+    assert any(0 < shape.decode_tokens < shape.n_tokens for shape in mixed.kinds)
+    assert alone.times(second_each).ttft_s == pytest.approx(1.0, abs=0.1)
+    assert alone.times(second_each).tpot_s > mixed.times(second_each).tpot_s  # decode waits instead
+
+
+def test_a_scheduler_that_looks_rarely_lets_requests_wait_half_the_time_between() -> None:
+    """SGLang's `--scheduler-recv-interval`: of 20 steps, those who come while others decode wait 10 on average."""
+    often, rarely = schedule(prefills_alone=True), schedule(prefills_alone=True, poll_steps=20)
+    first_wave = 1 / 4  # comes at once, to an engine that is idle
+    waited = rarely.times(second_each).ttft_s - often.times(second_each).ttft_s
+    assert waited == pytest.approx(10 * (1 - first_wave), rel=0.4)
+
+
+def test_prompts_wait_for_others_until_there_are_enough() -> None:
+    """TensorRT-LLM's `batch_wait_timeout_iters`: 15 steps, or until so many tokens have come together."""
+    at_once, gathered = schedule(), schedule(gather_steps=15, gather_tokens=10_000)
+    soon_enough = schedule(gather_steps=15, gather_tokens=1)
+    assert soon_enough == at_once
+    waited = gathered.times(second_each).ttft_s - at_once.times(second_each).ttft_s
+    assert 4.0 < waited < 15.0
+
+
+def test_of_a_limit_of_running_requests_the_others_wait_whole_answers() -> None:
+    """What TensorRT-LLM does where KV for whole answers is short."""
+    assert schedule(max_running=4).times(second_each).ttft_s > 20.0
+    assert max(shape.n_sequences for shape in schedule(max_running=4).kinds) == 4
+
+
+def test_who_comes_waits_for_the_steps_that_are_launched() -> None:
+    """The engine does not wait for its clients: in what it plans ahead, nobody new can be. An idle one starts at once."""
+    ahead, at_once = (schedule(ahead_steps=steps).times(second_each).ttft_s for steps in (2, 0))
+    assert ahead - at_once == pytest.approx(2 * 3 / 4, abs=0.25)
+    alone = ClosedLoop(streams=1, input=LENGTHS, output=LENGTHS, n_requests=4, scheduling=Scheduling(ahead_steps=2))
+    assert schedule_of(alone).times(second_each).ttft_s == 1.0

@@ -12,12 +12,13 @@ import pytest
 from diptych.cost.calibration import Constants
 from diptych.cost.fit import Free
 from diptych.cost.layout import Layout
+from diptych.cost.recipes import Scheduling
 from diptych.cost.service_forms import ServiceForm, put_in
 from diptych.cost.services import MeasuredService, ServiceLoad, read_deployments
 from diptych.cost.tables import data_text
 from diptych.ground.errors import ConfigError
 from diptych.sim import truth
-from diptych.sim.truth import case_of, judge, predicted_of, summarise_services
+from diptych.sim.truth import case_of, judge, possible, predicted_of, summarise_services
 
 FORM = ServiceForm(
     stack="vllm",
@@ -44,6 +45,8 @@ def service(model: str, device: str, streams: int, **fields: object) -> Measured
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> list[MeasuredService]:
     monkeypatch.setattr(truth, "SERVICE_FORMS", (FORM,))
+    monkeypatch.setattr(truth, "PRIOR_COST", 0.03)  # few constants, and rows that err in nothing
+    monkeypatch.setattr(truth, "ROUNDS", 25)
     models, devices = ("llama-3.1-8b", "qwen3-8b", "llama-3.2-3b"), ("h100-80gb-sxm", "a100-80gb-sxm")
     return [service(model, device, streams) for model in models for device in devices for streams in (1, 8)]
 
@@ -84,11 +87,27 @@ def test_intervals_come_from_other_models(world: list[MeasuredService]) -> None:
         assert (one.high > 2 * one.predicted) == (one.case.row.model != "qwen3-8b")
 
 
+def test_a_series_with_rows_beyond_all_peaks_is_not_believed(world: list[MeasuredService]) -> None:
+    """As of 416 streams with prompts of 15,000 tokens on two devices: cached prompts, or copies that nobody stated."""
+    cases = [case_of(row) for row in world]
+    assert possible(cases) == cases
+    too_fast = replace(world[0], ttft_s=1e-4, tpot_s=1e-4)
+    mixed = [case_of(too_fast), *cases[1:]]
+    kept = possible(mixed)
+    series = {(one.row.model, one.row.device) for one in kept}
+    assert (too_fast.model, too_fast.device) not in series
+    assert len(kept) == len(cases) - 2
+    other = [case_of(replace(row, version="2")) for row in world]
+    assert possible([*mixed, *other])[-len(other) :] == other
+    crowd = [case_of(replace(world[1], tpot_s=1.0 + i / 100)) for i in range(10)]
+    assert len(possible([mixed[0], *crowd])) == 10
+
+
 def row_of(**fields: object) -> dict[str, object]:
     return {
         "backend": "vllm", "backend_version": "1", "model_path": "openai/gpt-oss-120b", "system": "h100_sxm",
         "precision": "fp4", "mode": "agg",
-        "isl": 1024, "osl": 512, "tp_size": 2, "pp_size": 1, "attention_dp_size": 1, "moe_tp_size": 2,
+        "isl": 1024, "osl": 1024, "tp_size": 2, "pp_size": 1, "attention_dp_size": 1, "moe_tp_size": 2,
         "moe_ep_size": 1, "silicon_ttft_ms": 50, "silicon_tpot_ms": 8, "measured": "2026-01-01", "concurrency": 16,
     } | fields  # fmt: skip
 
@@ -114,12 +133,31 @@ def test_rows_are_read_with_their_load_and_counted_by_reason() -> None:
         ("vllm", 2, 1.0, 2048),
         ("tensorrt-llm", 8, 0.8, 1024),
     ]
-    assert (rows[0].ttft_s, rows[0].tpot_s, rows[0].quant, rows[0].load.step_tokens) == (0.05, 0.008, "mxfp4", 8192)
-    assert rows[3].load.step_tokens == 20_000
+    assert (rows[0].ttft_s, rows[0].tpot_s, rows[0].quant) == (0.05, 0.008, "mxfp4")
+    assert rows[3].load.scheduling == Scheduling(step_tokens=20_000, ahead_steps=2, reserves_answers=True)
     assert [one.layout for one in rows] == [Layout(), Layout(dp=4), Layout(), Layout(ep=8)]
     assert sorted(left_out.values()) == [1, 1, 1, 1, 2]
     with pytest.raises(ConfigError, match="no column"):
         read_deployments("a,b\n1,2\n")
+
+
+def test_rows_are_run_as_their_recipes_say() -> None:
+    """SGLang polls every 30 steps on B200, reads 32,768 tokens in a step of prompts alone; Llama on TensorRT-LLM gathers them;
+    runs with drafts are not used, and rows with a date and other lengths are nobody's recipe.
+    """
+    deepseek = {"model_path": "deepseek-ai/DeepSeek-R1", "precision": "fp8", "tp_size": 8, "moe_tp_size": 8}
+    sglang = row_of(backend="sglang", system="b200_sxm", **deepseek)
+    llama = row_of(backend="trtllm", model_path="meta-llama/Llama-3.1-70B", precision="fp8", moe_tp_size=1)
+    drafted = row_of(backend="trtllm", backend_version="1.2.0rc6.post3", system="b200_sxm", **deepseek)
+    rows, left_out = read(sglang, sglang | {"system": "h200_sxm"}, llama, llama | {"osl": 500}, drafted)
+    assert [one.load.scheduling for one in rows] == [
+        Scheduling(step_tokens=32_768, ahead_steps=2, prefills_alone=True, poll_steps=30),
+        Scheduling(step_tokens=32_768, ahead_steps=2, prefills_alone=True),
+        Scheduling(step_tokens=16_384, ahead_steps=2, reserves_answers=True, gather_steps=20, gather_tokens=14_745),
+        Scheduling(reserves_answers=True),
+    ]
+    assert [one.load.spread for one in rows] == [0.8, 0.8, 0.8, 1.0]
+    assert list(left_out) == ["drafts of tokens (multi-token prediction), of which nobody states how many held"]
 
 
 def test_the_shipped_rows_are_read() -> None:

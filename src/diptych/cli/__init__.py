@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("diptych.cli.chat", "talk with a model; the history stays in the prefix cache"),
     "embed": ("diptych.cli.embed", "write the vectors of texts: a prefill without a decode"),
     "serve": ("diptych.cli.serve", "serve a model over HTTP, OpenAI-compatible"),
+    "rank": ("diptych.cli.rank", "compute a part of a model that another machine serves with --tp-address"),
     "bench": ("diptych.cli.bench", "measure prefill and decode against the machine's ceilings"),
     "plan": ("diptych.cli.plan", "predict both phases for a model on a device"),
     "inspect": ("diptych.cli.inspect", "say what a model's files hold, and the memory and time it will need"),

@@ -23,10 +23,24 @@ def pools_of(
     address: str | None,
     local_prefill_tokens: int,
     takes_other_kernels: bool,
+    otlp_traces_endpoint: str | None = None,
+    max_prefill: int | None = None,
+    max_decode: int | None = None,
+    max_workers: int | None = None,
+    target_queue_s: float = 2.0,
+    calm_s: float = 60.0,
 ) -> PoolConfig | None:
     """The pools that were asked for; None: one engine in this process. Raises ConfigError for what contradicts itself."""
+    mosts = {"--max-prefill": max_prefill, "--max-decode": max_decode, "--max-workers": max_workers}
+    given = [name for name, most in mosts.items() if most is not None]
     if not prefill and decode is None and workers is None and address is None:
+        if given:
+            raise ConfigError(
+                f"{given[0]} bounds a pool that is not there", hint="add --workers 1, or --prefill and --decode"
+            )
         return None
+    if (max_workers is not None) if workers is None else (max_prefill is not None or max_decode is not None):
+        raise ConfigError(f"{given[0]} bounds a pool that is not there", hint="--max-workers goes with --workers")
     if workers is not None and (prefill or decode is not None):
         raise ConfigError(
             "workers do both phases; prefill and decode name pools of their own", hint="give one or the other"
@@ -40,6 +54,11 @@ def pools_of(
         address=address,
         local_prefill_tokens=local_prefill_tokens,
         takes_other_kernels=takes_other_kernels,
+        otlp_traces_endpoint=otlp_traces_endpoint,
+        max_prefill=max_prefill,
+        max_decode=max_decode if workers is None else max_workers,
+        target_queue_s=target_queue_s,
+        calm_s=calm_s,
     )
     return config
 

@@ -71,6 +71,13 @@ def serve(
         int | None, typer.Option(help="workers that decode, each an engine of its own (needs ray)")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="engines that do both, behind one router (needs ray)")] = None,
+    max_prefill: Annotated[int | None, typer.Option(help="have up to so many that read, as the load needs")] = None,
+    max_decode: Annotated[int | None, typer.Option(help="have up to so many that decode, as the load needs")] = None,
+    max_workers: Annotated[int | None, typer.Option(help="have up to so many workers, as the load needs")] = None,
+    target_queue_s: Annotated[
+        float, typer.Option(help="grow where workers have more predicted seconds of work than this, each")
+    ] = 2.0,
+    calm_s: Annotated[float, typer.Option(help="shrink when fewer workers were enough for so long")] = 60.0,
     ray_address: Annotated[
         str | None, typer.Option(help="place workers on this Ray cluster (auto finds one); default: this machine")
     ] = None,
@@ -108,6 +115,9 @@ def serve(
         Path | None, typer.Option(help="write times and lengths of requests and steps to this file, without any text")
     ] = None,
     max_record_bytes: Annotated[int, typer.Option(help="end the recording beyond this")] = 2**30,
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="send OpenTelemetry spans of requests there, by OTLP over HTTP")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error")] = "info",
 ) -> None:
     """Serve MODEL until SIGTERM or Ctrl-C, then let open requests finish."""
@@ -121,6 +131,12 @@ def serve(
         address=ray_address,
         local_prefill_tokens=local_prefill_tokens,
         takes_other_kernels=take_kv_of_other_kernels,
+        otlp_traces_endpoint=otlp_traces_endpoint,
+        max_prefill=max_prefill,
+        max_decode=max_decode,
+        max_workers=max_workers,
+        target_queue_s=target_queue_s,
+        calm_s=calm_s,
     )
     config = ServerConfig(
         host=host,
@@ -144,6 +160,7 @@ def serve(
         kept_minutes=keep_minutes if pools is None else 0.0,  # what would have been is asked of one engine
         record=record,
         max_record_bytes=max_record_bytes,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
     engine = engine_config(
         stall_budget_ms=stall_budget_ms, max_running_sequences=max_running_sequences, max_step_tokens=max_step_tokens,

@@ -47,7 +47,7 @@ _SERVICE = {
     "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
     "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
     "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes", "steps",
-    "speculate", "acceptance", "draft_cost", "ep", "pp", "dp_attention",
+    "speculate", "acceptance", "draft_cost", "ep", "pp", "dp_attention", "prefills_alone",
 }  # fmt: skip
 _LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
 # what each kind of load reads, beside the service's: any other option given with it is refused
@@ -104,6 +104,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--kv-tokens", type=int, metavar="N", help="tokens of an engine's KV pool (default: what the memory holds)")
     add("--block-tokens", type=int, default=32, metavar="N", help="tokens of a KV block")
     add("--max-step-tokens", type=int, default=2048, metavar="N", help="most tokens of one step")
+    add("--prefills-alone", action="store_true", help="prompts in steps of their own, before decode (as SGLang)")
     add("--max-running-sequences", type=int, metavar="N", help="sequences that run at one time (default: the engine's)")
     add("--stall-budget", metavar="TIME", help="longest step while others decode (default: no limit)")
     add("--no-prefix-cache", action="store_true", help="find no prefix again")
@@ -173,6 +174,7 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         max_running_sequences=options.max_running_sequences,
         stall_budget_s=None if budget is None else parse_duration_s(budget, "stall budget"),
         enable_prefix_cache=load.shares_prefixes and not options.no_prefix_cache,
+        prefills_alone=options.prefills_alone,
         drafts=_drafts(options),
     )
     service = _service(options, pool)

@@ -225,6 +225,10 @@ class ClusterCore:
         number = self._number[name]
         return sum(1 for one in list(self._open.values()) if number in (one.decoder, one.reader))
 
+    def work_s(self, *, decodes: bool) -> float:
+        """Predicted seconds of open work in a pool, where workers have a price in time. Any thread may ask."""
+        return 0.0 if self._router is None else self._router.open_work_us(decodes=decodes) / 1e6
+
     def detach(self, name: str) -> None:
         """A worker that is drained has ended."""
         worker = self.workers[self._number[name]]

@@ -59,6 +59,7 @@ class Read:
     priority: int
     first_block: int
     end_block: int
+    trace: str | None = None  # see Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

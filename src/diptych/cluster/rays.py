@@ -23,6 +23,7 @@ import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
+from diptych.cluster.autoscale import Autoscaler, probe
 from diptych.cluster.core import ClusterCore
 from diptych.cluster.messages import Batch, Facts, ToWorker
 from diptych.cluster.runner import WorkerRunner
@@ -43,10 +44,11 @@ from diptych.engine.load import (
     profile_gap,
 )
 from diptych.engine.memory import memory_of
+from diptych.engine.spans import FLUSH_S, spans_to
 from diptych.engine.text.words import words_of
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import ConfigError, EngineError, LoadError
+from diptych.ground.errors import ConfigError, EngineError, LoadError, RequestError
 from diptych.ground.hosts import is_loopback
 from diptych.models.spec import ModelSpec
 
@@ -54,6 +56,7 @@ logger = logging.getLogger("diptych.cluster")
 
 POLL_S = 0.5  # a worker that has nothing to say says so as often
 HUNG_S = 30.0  # a process that says nothing for so long, not even that there is nothing to say, is given up
+LOOK_S = 1.0  # between looks at the load, where pools follow it
 START_S = 600.0  # a large model takes minutes to load
 OBJECT_STORE_BYTES = 256 * 2**20  # blocks stay in it for milliseconds
 
@@ -83,7 +86,8 @@ class ModelCard:
 class Hello:
     """A worker is ready. incarnation: another one after every start; what is meant for an older one is not for it.
 
-    speeds: of this machine, where it was measured; gap: why it says nothing.
+    speeds: of this machine, where a profile predicts them; gap: why none does. probed: this worker's own, where pools follow
+    the load and nothing is predicted.
     """
 
     incarnation: str
@@ -93,6 +97,7 @@ class Hello:
     now_s: float
     speeds: Speeds | None
     gap: str | None
+    probed: Speeds | None = None
 
 
 class _Actor:
@@ -115,8 +120,19 @@ class _Actor:
         predicted = local_predictor(loaded.model)
         limit = machinery.core.context_limit_tokens
         self._speeds = None if predicted is None else Speeds.of(predicted.predict_s, limit)
-        worker = Worker(name, machinery, clock=clock, send=self._send, takes_other_kernels=pools.takes_other_kernels)
+        self._probed = probe(machinery, clock) if pools.bounds and self._speeds is None else None
+        endpoint = pools.otlp_traces_endpoint
+        self._spans = None if endpoint is None else spans_to(endpoint, clock=clock, process=name)
+        worker = Worker(
+            name,
+            machinery,
+            clock=clock,
+            send=self._send,
+            takes_other_kernels=pools.takes_other_kernels,
+            spans=self._spans,
+        )
         self._runner = WorkerRunner(worker, clock=clock)
+        loaded.model.on_loss(self._runner.fail)
         threading.Thread(
             target=machinery.executor.back_memory, args=(lambda: False,), name="diptych-memory", daemon=True
         ).start()
@@ -133,6 +149,7 @@ class _Actor:
             now_s=self._clock.now_s(),
             speeds=self._speeds,
             gap=profile_gap(model),
+            probed=self._probed,
         )
 
     def meet(self, peers: dict[str, Any]) -> None:
@@ -154,30 +171,37 @@ class _Actor:
             raise LoadError("this worker has started anew")
         return self._runner.fetch(POLL_S)
 
+    def leave(self) -> None:
+        """The process is about to be ended: send what nobody has yet."""
+        if self._spans is not None:
+            self._spans.close()
+
     def _send(self, name: str, message: ToWorker) -> None:
         peer = self._peers.get(name)
         if peer is not None:
             peer.give.remote(message)
 
 
-def _actor_class() -> Any:
+def actor_class(process: type[_Actor] = _Actor) -> Any:
     """Methods of a group run in order on a thread of their own, so a long fetch holds up no message."""
-    for group, names in (("door", ("hello", "meet", "tell")), ("links", ("give",)), ("news", ("fetch",))):
+    for group, names in (("door", ("hello", "meet", "tell", "leave")), ("links", ("give",)), ("news", ("fetch",))):
         for name in names:
-            setattr(_Actor, name, ray.method(concurrency_group=group)(getattr(_Actor, name)))
+            setattr(process, name, ray.method(concurrency_group=group)(getattr(process, name)))
     remote: Any = ray.remote
-    return remote(concurrency_groups={"door": 1, "links": 1, "news": 1})(_Actor)
+    return remote(concurrency_groups={"door": 1, "links": 1, "news": 1})(process)
 
 
-WorkerActor = _actor_class()
+WorkerActor = actor_class()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
     """How many workers. prefill: those that read for the others; decode: those that answer, with prefill = 0 all they do.
 
-    takes_other_kernels: see `cluster.worker`. address: of a Ray cluster that runs ("auto" finds one); None: one is started
-    here, on loopback, and ends with this process.
+    takes_other_kernels: see `cluster.worker`. otlp_traces_endpoint: see `engine.spans`. address: of a Ray cluster that runs
+    ("auto" finds one); None: one is started here, on loopback, and ends with this process.
+    max_prefill, max_decode: pools grow up to these and shrink again, so that workers have target_queue_s of predicted work
+    each; None: they stay as they are. calm_s: see `cluster.autoscale`.
     """
 
     prefill: int = 0
@@ -186,11 +210,37 @@ class PoolConfig:
     local_prefill_tokens: int = 64
     takes_other_kernels: bool = False
     object_store_bytes: int = OBJECT_STORE_BYTES
+    otlp_traces_endpoint: str | None = None
+    max_prefill: int | None = None
+    max_decode: int | None = None
+    target_queue_s: float = 2.0
+    calm_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Refuse what answers nobody."""
         if self.decode < 1 or self.prefill < 0:
             raise ConfigError(f"{self.decode} workers decode and {self.prefill} prefill; at least 1 must decode")
+        for pool, (least, most) in self.bounds.items():
+            if not 1 <= least <= most:
+                raise ConfigError(
+                    f"pool {pool} begins with {least} workers and may have {most}; it must begin with 1 at least and "
+                    f"with {most} at most"
+                )
+        if self.target_queue_s <= 0.0 or self.calm_s < 0.0:
+            raise ConfigError(
+                f"target_queue_s is {self.target_queue_s} and calm_s {self.calm_s}; they must be more than 0, and 0 or more"
+            )
+
+    @property
+    def bounds(self) -> dict[str, tuple[int, int]]:
+        """Of pools that follow their load, the fewest and the most workers."""
+        pools = {"prefill": (self.prefill, self.max_prefill), "decode": (self.decode, self.max_decode)}
+        return {pool: (least, most) for pool, (least, most) in pools.items() if most is not None}
+
+    @property
+    def most(self) -> int:
+        """Workers that there may be at one time."""
+        return (self.max_prefill or self.prefill) + (self.max_decode or self.decode)
 
     @property
     def names(self) -> list[str]:
@@ -227,7 +277,7 @@ class RayCluster:
         begin_s = self.clock.now_s()
         self._start_ray()
         try:
-            self._model, self._config = model, shared(config, len(pools.names), is_local=pools.address is None)
+            self._model, self._config = model, shared(config, pools.most, is_local=pools.address is None)
             self._start(pools.names)
             for name in pools.names:
                 self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
@@ -240,13 +290,14 @@ class RayCluster:
             raise
         for name in pools.names:
             self._follow(name)
+        if pools.bounds:
+            self._thread(self._follow_load, "diptych-autoscale")
 
     def close(self) -> None:
         """End the workers, and Ray where it was started here."""
         self._is_closing.set()
         actors, self.actors = self.actors, {}
-        for actor in actors.values():
-            ray.kill(actor)
+        self._end(list(actors.values()))
         ray.shutdown()
         for thread in self._threads:
             thread.join(timeout=2 * POLL_S)
@@ -254,7 +305,13 @@ class RayCluster:
     def _start_ray(self) -> None:
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "diptych"}
         if self._pools.address is not None:
-            ray.init(address=self._pools.address, **options)
+            try:
+                ray.init(address=self._pools.address, **options)
+            except (ConnectionError, ValueError) as error:
+                raise ConfigError(
+                    f"no Ray cluster at {self._pools.address}: {_reason(error)}",
+                    hint="ray start --head begins one (docs/cluster.md); without --ray-address one begins here by itself",
+                ) from error
             logger.warning(
                 "ray trusts its network: whoever reaches its ports can run code on its machines, and read keys and values "
                 "on their way; give it a network of its own (docs/cluster.md)"
@@ -263,6 +320,7 @@ class RayCluster:
         if ray.is_initialized():
             return  # by the program that uses us, such as a test with nodes of its own
         ray.init(
+            address="local",  # not one that somebody else has started on this machine
             num_cpus=1,  # workers of this machine ask for none: they divide its cores as --threads says
             num_gpus=0,
             object_store_memory=self._pools.object_store_bytes,
@@ -276,7 +334,7 @@ class RayCluster:
 
     def _start(self, names: Sequence[str]) -> None:
         is_local = self._pools.address is None
-        share = len(self._pools.names) if is_local else 1
+        share = self._pools.most if is_local else 1
         for name in names:
             self.actors[name] = WorkerActor.options(
                 num_cpus=0 if is_local else 1, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
@@ -300,7 +358,9 @@ class RayCluster:
             hello.facts,
             decodes=name.startswith("decode"),
             clock_ahead_s=clock_ahead_s,
-            price=hello.speeds if all(one.speeds for one in self.hellos.values()) else None,
+            price=hello.speeds or hello.probed
+            if all(one.speeds or one.probed for one in self.hellos.values())
+            else None,
         )
 
     def _make_llm(self, begin_s: float) -> AsyncLLM:
@@ -347,9 +407,29 @@ class RayCluster:
 
     def _scale(self, pool: str, number: int) -> None:
         """Begin to have a pool of that many workers; returns at once."""
-        thread = threading.Thread(target=self._scale_to, args=(pool, number), name=f"diptych-scale-{pool}", daemon=True)
+        if self._pools.bounds:
+            raise RequestError(
+                "pools follow the load here", hint="leave out --max-prefill, --max-decode and --max-workers"
+            )
+        self._thread(partial(self._scale_to, pool, number), f"diptych-scale-{pool}")
+
+    def _thread(self, target: Callable[[], object], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
+
+    def _follow_load(self) -> None:
+        """Have as many workers as the load needs, one change after the other."""
+        pools = self._pools
+        scaler = Autoscaler(pools.bounds, target_s=pools.target_queue_s, calm_s=pools.calm_s)
+        while not self._is_closing.wait(LOOK_S):
+            for pool in scaler.bounds:
+                n_workers = sum(name.startswith(pool) for name in self.actors)
+                work_s = self.core.work_s(decodes=pool == "decode")
+                wanted = scaler.wanted(pool, n_workers=n_workers, work_s=work_s, now_s=self.clock.now_s())
+                if wanted != n_workers:
+                    logger.info("pool=%s workers=%d wanted=%d work_s=%.3g", pool, n_workers, wanted, work_s)
+                    self._scale_to(pool, wanted)
 
     def _scale_to(self, pool: str, number: int) -> None:
         with self._scaling:
@@ -379,7 +459,13 @@ class RayCluster:
             self._is_closing.wait(POLL_S / 5)
         actor = self.actors.pop(name)
         self._do(partial(self.core.detach, name))
-        ray.kill(actor)
+        self._end([actor])
+
+    def _end(self, actors: list[Any]) -> None:
+        if actors and self._pools.otlp_traces_endpoint is not None:
+            ray.wait([actor.leave.remote() for actor in actors], num_returns=len(actors), timeout=FLUSH_S)
+        for actor in actors:
+            ray.kill(actor)
 
     def _tell_whether_it_pays(self) -> None:
         hello, pools = self.hellos[self._pools.names[0]], self._pools
@@ -397,9 +483,7 @@ class RayCluster:
         )  # fmt: skip
 
     def _follow(self, name: str) -> None:
-        thread = threading.Thread(target=self._watch, args=(name,), name=f"diptych-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._thread(partial(self._watch, name), f"diptych-{name}")
 
     def _watch(self, name: str) -> None:
         """Take in what a worker says until it dies, and again when it is back."""

@@ -54,6 +54,12 @@ class WorkerRunner:
         """Whether its engine has, and everything that it said before was fetched."""
         return self._failure is not None and self._counts is None
 
+    def fail(self, error: BaseException) -> None:
+        """The engine cannot go on, and its steps may not know it yet: a rank is gone. No step begins any more."""
+        with self._wake:
+            self._failure, self._is_stopping = self._failure or error, True
+            self._wake.notify_all()
+
     def stop(self) -> None:
         """End the thread after the step that it is in."""
         with self._wake:

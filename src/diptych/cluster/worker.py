@@ -30,24 +30,26 @@ from diptych.cluster.messages import (
     Submit,
     ToWorker,
 )
+from diptych.cluster.worker_spans import WorkerSpans
 from diptych.compute.kv_store import KVPayload
 from diptych.control.blocks import chain, root_digest
 from diptych.control.stats import WorkerCounts
 from diptych.engine.load import Machinery
+from diptych.engine.spans import Spans
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, TransferError
 from diptych.ground.events import Event, FinishEvent, ScheduledEvent, StepBeginEvent, StepEndEvent, TransferEvent
 from diptych.ground.handoff import HandOff
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import READ_ONLY, Request
 from diptych.stepper import Stepper
 
 logger = logging.getLogger("diptych.cluster")
 
 LEASE_S = 30.0  # without news of a reader; it may have a line before it
 LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
-# of a prompt that is read for somebody else: its token is not wanted, and may not end it
-_READ_ONLY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+# of one parcel at most: its memory then comes from what the last one gave back; larger ones are new pages, each a fault
+PARCEL_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True)
@@ -99,6 +101,8 @@ class Worker:
         takes_other_kernels: bool = False,
         lease_s: float = LEASE_S,
         late_s: float = LATE_S,
+        parcel_bytes: int = PARCEL_BYTES,
+        spans: Spans | None = None,
     ) -> None:
         """takes_other_kernels: keys and values of the same model computed by another instruction set are used. They are equal
         within tolerance, so answers then depend in their last places on who read a prompt.
@@ -108,8 +112,9 @@ class Worker:
         self._executor = machinery.executor
         self._clock = clock
         self._send = send
+        self._spans = WorkerSpans(spans, name)
         self._lineage, self._takes_other_kernels = self._executor.lineage, takes_other_kernels
-        self._lease_s, self._late_s = lease_s, late_s
+        self._lease_s, self._late_s, self._parcel_bytes = lease_s, late_s, parcel_bytes
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
         self._events: list[Event] = []
         self._unplaced: deque[tuple[float, Submit]] = (
@@ -193,6 +198,7 @@ class Worker:
     def _fold(self, events: list[Event]) -> None:
         """Keep what the door is to know; what is read for others is theirs to count."""
         for event in events:
+            self._spans.fold(event)
             if isinstance(event, StepBeginEvent | StepEndEvent) or event.request_id not in self._reading:
                 self._events.append(event)
                 continue
@@ -206,6 +212,7 @@ class Worker:
     # Answering
 
     def _on_submit(self, submit: Submit) -> None:
+        self._spans.begin(submit.hand_off, self._clock.now_s())
         if submit.reader is None:
             self._resume(submit.hand_off)
         else:
@@ -228,6 +235,7 @@ class Worker:
                     output_tokens=len(token_ids),
                     error=error,
                 )
+                self._spans.fold(end)
                 self._events.append(end)
 
     def _on_cancel(self, cancel: Cancel) -> None:
@@ -237,15 +245,18 @@ class Worker:
         if coming is not None:
             self._stop_reader(coming)
         self.core.cancel(request_id, now_s)
+        self._spans.end(request_id, now_s, error="cancelled")
 
     def _on_finish(self, finish: Finish) -> None:
-        self.core.finish(
+        ended = self.core.finish(
             finish.request_id,
             finish.index,
             self._clock.now_s(),
             reason=FinishReason.STOP,
             output_tokens=finish.output_tokens,
         )
+        for event in ended:
+            self._spans.fold(event)
 
     def _on_lost(self, lost: Lost) -> None:
         """Go on without it, and read nothing for it any more."""
@@ -300,6 +311,7 @@ class Worker:
             priority=request.priority,
             first_block=first_block,
             end_block=end_block,
+            trace=request.trace,
         )
         self._send(submit.reader, order)
 
@@ -330,6 +342,8 @@ class Worker:
             logger.warning("parcel refused request=%s reason=%s: %s", parcel.request_id, error.reason, error.message)
             return
         coming.arrived.update(range(parcel.first_block, end_block))
+        if coming.n_blocks == coming.end_block:  # only the word that it is over may still be on its way, or lost
+            coming.lease_s = begin_s + self._late_s
         self._import_s += self._clock.now_s() - begin_s
         self._received_tokens += len(parcel.digests) * self.core.pool.block_tokens
         self._received_bytes += parcel.payload.data_NB.nbytes
@@ -366,8 +380,18 @@ class Worker:
             self._recomputed_tokens += (coming.end_block - n_blocks) * block_tokens
             if coming.done is None:
                 self._stop_reader(coming)
-        done = coming.done
-        for event in self.core.settle(request_id, n_blocks * block_tokens, self._clock.now_s()):
+        done, now_s = coming.done, self._clock.now_s()
+        attributes: dict[str, str | int] = {
+            "gen_ai.request.id": request_id,
+            "diptych.reader": coming.submit.reader or "",
+            "diptych.blocks.asked": coming.end_block - coming.first_block,
+            "diptych.blocks.received": n_blocks - coming.first_block,
+        }
+        trace = coming.submit.hand_off.request.trace
+        self._spans.part(
+            "receive", trace, begin_s=coming.begin_s, end_s=now_s, attributes=attributes, error=fault or None
+        )
+        for event in self.core.settle(request_id, n_blocks * block_tokens, now_s):
             assert isinstance(event, TransferEvent)
             told = replace(
                 event,
@@ -401,7 +425,7 @@ class Worker:
         request = Request(
             request_id=request_id,
             prompt_token_ids=order.token_ids,
-            sampling=_READ_ONLY,
+            sampling=READ_ONLY,
             arrival_s=now_s,
             priority=order.priority,
             cache_salt=order.cache_salt,
@@ -439,6 +463,19 @@ class Worker:
             del self._read_of[order.answer_to, order.request_id]
             if reading.fault is None:
                 self.core.sent(request_id)
+            self._spans.part(
+                "read",
+                order.trace,
+                begin_s=begin_s,
+                end_s=self._clock.now_s(),
+                attributes={
+                    "gen_ai.request.id": order.request_id,
+                    "diptych.answers": order.answer_to,
+                    "diptych.tokens": len(order.token_ids),
+                    "diptych.blocks.sent": reading.sent_blocks - order.first_block,
+                },
+                error=reading.fault,
+            )
             done = Done(
                 request_id=order.request_id,
                 queue_s=begin_s - reading.arrival_s,
@@ -453,20 +490,19 @@ class Worker:
         first, end = reading.sent_blocks, min(computed_tokens // block_tokens, order.end_block)
         if computed_tokens >= len(order.token_ids):
             reading.end_s = self._clock.now_s()
-        if end <= first:
-            return
         begin_s = self._clock.now_s()
-        payload = self._executor.export_blocks(block_ids[first:end])
-        self._export_s += self._clock.now_s() - begin_s
-        digests = reading.digests[first:end]
-        reading.sent_blocks = end
-        self._sent_tokens += (end - first) * block_tokens
-        self._sent_bytes += payload.data_NB.nbytes
-        parcel = Parcel(
-            request_id=order.request_id,
-            lineage=self._lineage,
-            first_block=first,
-            digests=tuple(digests),
-            payload=payload,
-        )
-        self._send(order.answer_to, parcel)
+        while first < end:
+            until = min(end, first + max(1, self._parcel_bytes // self._executor.block_bytes))
+            payload = self._executor.export_blocks(block_ids[first:until])
+            parcel = Parcel(
+                request_id=order.request_id,
+                lineage=self._lineage,
+                first_block=first,
+                digests=tuple(reading.digests[first:until]),
+                payload=payload,
+            )
+            self._send(order.answer_to, parcel)
+            self._sent_tokens += (until - first) * block_tokens
+            self._sent_bytes += payload.data_NB.nbytes
+            first = reading.sent_blocks = until
+        self._export_s += self._clock.now_s() - begin_s  # sending is a copy too, into the object store

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
 
 from diptych.compute.ops.contract import LinearParts
 from diptych.compute.weights import FLOAT_DTYPES
@@ -86,6 +87,19 @@ class Adapter:
     def n_parameters(self) -> int:
         """Elements of all A and B."""
         return sum(one.a.numel() + one.b.numel() for one in self.modules.values())
+
+    def told(self) -> tuple[dict[str, Any], bytes]:
+        """For another process: what JSON holds, and the tensors as a safetensors file."""
+        tensors = {f"{side}.{name}": getattr(one, side) for name, one in self.modules.items() for side in "ab"}
+        return {"path": str(self.path), "rank": self.rank, "revision": self.revision}, save(tensors)
+
+    @classmethod
+    def heard(cls, head: Mapping[str, Any], payload: bytes) -> Adapter:
+        """What `told` said."""
+        tensors = load(payload)
+        names = [name.removeprefix("a.") for name in tensors if name.startswith("a.")]
+        modules = {name: LowRank(a=tensors[f"a.{name}"], b=tensors[f"b.{name}"]) for name in names}
+        return cls(path=Path(head["path"]), modules=modules, rank=head["rank"], revision=head["revision"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ class CodedTensor(WeightTensor):
         self.dtype = dtype
         self.matrix = matrix
         self.kept = matrix.kept
+        self.order = matrix.order if matrix.kept is not None else None
 
     def read(self) -> torch.Tensor:
         """Dequantised plainly in fp32, then rounded to dtype; new."""

@@ -18,7 +18,7 @@ import torch
 
 from diptych.compute.ops.contract import Codes
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KeptFormat, group_held
+from diptych.ground.formats import WIDE_BITS, KeptFormat, group_held
 from diptych.models.quantised import Quantisation
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
@@ -52,6 +52,11 @@ class Matrix(Protocol):
     @property
     def kept(self) -> KeptFormat | None:
         """The kernels' format that holds its values."""
+        ...
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """As of a `WeightTensor`."""
         ...
 
     @property
@@ -118,18 +123,29 @@ class CodedMatrix:
         """By the file's groups and zeros."""
         k, parts = self.shape[1], self.parts
         held, scale = group_held(parts.group if parts.group < k else 128), SCALE_TYPES[parts.scales.dtype]
-        if parts.index is not None or held is None:
+        if held is None or not self._has_whole_groups:
             return None
         if self._meets_int8_rows and self.is_symmetric and parts.group >= k:
             return KeptFormat(kind="int8")
         grid = "signed" if self.is_symmetric else "zeros" if self.bits == 4 else "minima"
-        return KeptFormat(kind=f"group{self.bits}", group=held, scale=scale, grid=grid)
+        return KeptFormat(kind=f"group{self.bits}", group=held, scale=scale, grid=grid, is_wide=self.bits >= WIDE_BITS)
+
+    @cached_property
+    def order(self) -> torch.Tensor | None:
+        """Inputs of a group beside one another (act-order); None where they are."""
+        index = self.parts.index
+        return None if index is None else torch.argsort(index, stable=True).to(torch.int32)
+
+    @property
+    def _has_whole_groups(self) -> bool:
+        index, group = self.parts.index, self.parts.group
+        return index is None or bool((index.sort().values == torch.arange(len(index)) // group).all())
 
     @property
     def why(self) -> str:
         """Why `kept` is None."""
-        if self.parts.index is not None:
-            return "its inputs are grouped out of order (act-order)"
+        if not self._has_whole_groups:
+            return "its groups are of several sizes"
         return f"no kernel has groups of {self.parts.group}"
 
     def codes(self) -> Codes:
@@ -149,7 +165,12 @@ class CodedMatrix:
             offsets = by_group(self._zeros().to(torch.uint8))
         elif kept.grid == "minima":  # at most 11 bits times 9: exact in fp32 for scales of 16 bits
             offsets = by_group(parts.scales.float() * (self.middle - self._zeros().float()))
-        return Codes(codes=self._read_codes(), scales=by_group(parts.scales), offsets=offsets)
+        codes = self._read_codes()
+        return Codes(
+            codes=codes if self.order is None else codes[:, self.order.long()],
+            scales=by_group(parts.scales),
+            offsets=offsets,
+        )
 
     def _zeros(self) -> torch.Tensor:
         zeros = self.parts.zeros
@@ -167,6 +188,7 @@ class ScaledMatrix:
     """fp8 values times scales of rows and inputs: value = scale * q, in fp32."""
 
     kept: KeptFormat | None = None
+    order: torch.Tensor | None = None
     why = "no kernel multiplies fp8; bf16 rounds the product of a value and its scale to 8 bits, and the value has 4"
 
     def __init__(self, name: str, raw: RawTensors, scale: str, block: tuple[int, int], label: str) -> None:

@@ -234,7 +234,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         if self.loader.is_balancing:
             norm, (first, kv) = self._balance_norm(norm, (first, kv))
             down, q = (None, first) if down is None else (first, q)
-        role = self._role(Split.OUTPUTS, q=q_width)
+        role, handle = self._role(Split.OUTPUTS, q=q_width), self._latent_attention(mla, root)
         weights = LatentWeights(
             q_down=None if down is None else self.loader.linear(down),
             q_norm=None
@@ -244,7 +244,6 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             kv=self.loader.linear(self._rope_last(kv, mla.kv_rank)),
         )
         o = self.linear(root, (self.names.o,), (hidden,), n_heads * mla.v_dim, has_bias=has_bias)
-        handle = self._latent_attention(mla, root)
         return norm, handle, weights, self.loader.linear(o, role=self._role(Split.INPUTS, o=hidden))
 
     def _norm_over(self, name: str, width: int) -> NormParts:
@@ -260,11 +259,8 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         return LinearParts(weights=weights, biases=biases)
 
     def _latent_attention(self, mla: MlaSpec, root: str) -> Heads:
-        attention, size = self.parts.attention, mla.nope_dim + mla.v_dim
-        up = self.source.tensor(f"{root}kv_b_proj.weight", attention.n_heads * size, mla.kv_rank)
-        begins = [head * size for head in range(attention.n_heads)]
-        keys = (TransposedTensor(RowsTensor(up, at, at + mla.nope_dim)) for at in begins)
-        values = (RowsTensor(up, at + mla.nope_dim, at + size) for at in begins)
+        attention = self.parts.attention
+        keys, values = self._latent_matrices(mla, root)
         spec = AttentionSpec(
             layer=self.layer,
             n_heads=attention.n_heads,
@@ -281,6 +277,21 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             norm=self._norm_over(f"{root}kv_a_layernorm", mla.kv_rank),
             keys=tuple(LinearParts(weights=(one,)) for one in keys),
             values=tuple(LinearParts(weights=(one,)) for one in values),
+        )
+
+    def _latent_matrices(self, mla: MlaSpec, root: str) -> tuple[list[WeightTensor], list[WeightTensor]]:
+        """Each head's [kv_rank, nope_dim] and [v_dim, kv_rank]: rows of what expands latents, or by themselves (GGUF)."""
+        heads, size = range(self.parts.attention.n_heads), mla.nope_dim + mla.v_dim
+        if self.source.has(f"{root}k_b_proj.0.weight"):
+            return (
+                [self.source.tensor(f"{root}k_b_proj.{head}.weight", mla.kv_rank, mla.nope_dim) for head in heads],
+                [self.source.tensor(f"{root}v_b_proj.{head}.weight", mla.v_dim, mla.kv_rank) for head in heads],
+            )
+        up = self.source.tensor(f"{root}kv_b_proj.weight", len(heads) * size, mla.kv_rank)
+        begins = [head * size for head in heads]
+        return (
+            [TransposedTensor(RowsTensor(up, at, at + mla.nope_dim)) for at in begins],
+            [RowsTensor(up, at + mla.nope_dim, at + size) for at in begins],
         )
 
     def _in_halves(self, qkv: LinearParts) -> LinearParts:

@@ -26,7 +26,7 @@ from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import GGUF_KEPT, KeptFormat, mean_bytes
-from diptych.models.gguf import ROPE_TENSOR, Place, architecture_of, place_of
+from diptych.models.gguf import Place, architecture_of, is_beside, joined_place, place_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
 
 logger = logging.getLogger("diptych.compute")
@@ -85,13 +85,14 @@ class GgufCheckpoint:
         self._resident: list[torch.Tensor] = []
 
     def has(self, name: str) -> bool:
-        """Whether the file holds that tensor; stacked experts are asked for one by one."""
+        """Whether the file holds that tensor; what is stacked (experts, heads of latent attention) is asked for one by one."""
         place = place_of(name, self._kind)
-        return place is not None and place.name in self.file.tensors
+        return place is not None and joined_place(place, 0, self.file.tensors).name in self.file.tensors
 
     def tensor(self, name: str, *shape: int) -> GgufTensorView:
         """The tensor `name`, checked against the shape that the metadata gives. Raises LoadError."""
         place = place_of(name, self._kind)
+        place = None if place is None else joined_place(place, shape[0], self.file.tensors)
         stored = self.file.tensors.get(place.name) if place is not None else None
         if place is None or stored is None:
             raise LoadError(
@@ -100,6 +101,10 @@ class GgufCheckpoint:
                 hint="the file may be incomplete, or of another kind than its architecture says",
             )
         found = stored.shape if place.expert is None else stored.shape[1:]
+        if place.begin is not None:
+            found = (shape[0], *found[1:])  # `joined_place` has seen to the rows
+        if shape[0] == 1 and len(found) < len(shape):
+            found = (1, *found)  # the converter leaves such an axis out
         if found != shape or (place.expert is not None and place.expert >= stored.shape[0]):
             raise LoadError(
                 f"tensor {stored.name} in {self.file.path} has shape {list(stored.shape)}; {list(shape)} is expected"
@@ -127,13 +132,14 @@ class GgufCheckpoint:
         """The values of a checked tensor, or some rows and the first columns of it; counts towards progress once."""
         stored, raw = self._opened(place)
         n_columns = shape[-1] if n_columns is None else min(n_columns, shape[-1])
-        order: slice | torch.Tensor = rows if place.heads is None else self._rows_of(place.heads, shape[0])[rows]
+        order = self._rows_of(place, shape[0])
         plain = FLOAT_DTYPES.get(stored.type.name)
         if plain is not None:
-            values = raw.view(plain).view(shape)[order]
+            values = raw.view(plain).view(-1, *shape[1:])[order][rows]
             values = values if values.ndim == 1 else values[:, :n_columns]
         else:
-            blocks = raw.view(-1, shape[-1] // stored.type.elements * stored.type.nbytes)[order]
+            blocks = raw.view(-1, shape[-1] // stored.type.elements * stored.type.nbytes)
+            blocks = blocks[order][rows] if len(shape) > 1 else blocks
             blocks = blocks[:, : -(-n_columns // stored.type.elements) * stored.type.nbytes]
             values = dequantised(blocks, stored.type, dtype)[:, :n_columns]
             values = values if len(shape) > 1 else values[0]
@@ -146,8 +152,7 @@ class GgufCheckpoint:
     def codes(self, place: Place, shape: tuple[int, ...]) -> Codes:
         """A tensor's blocks taken apart, some rows at a time; `kept` says what they are."""
         stored, raw = self._opened(place)
-        blocks = raw.view(shape[0], -1)
-        blocks = blocks if place.heads is None else blocks[self._rows_of(place.heads, shape[0])]
+        blocks = raw.view(-1, shape[1] // stored.type.elements * stored.type.nbytes)[self._rows_of(place, shape[0])]
         step = max(1, 8 * PIECE_VALUES // shape[1])
         parts = [codes_of(blocks[begin : begin + step], stored.type.name) for begin in range(0, shape[0], step)]
         offsets = [part.offsets for part in parts if part.offsets is not None]
@@ -179,13 +184,16 @@ class GgufCheckpoint:
             begin += expert * nbytes
         return torch.frombuffer(self.file.mapped(stored.part), dtype=torch.uint8, count=nbytes, offset=begin)
 
-    def _rows_of(self, heads: str, n_rows: int) -> torch.Tensor:
+    def _rows_of(self, place: Place, n_rows: int) -> slice | torch.Tensor:
         """Where our rows lie: the converter puts row i of a head's first half beside row i of its second."""
-        key = "attention.head_count" if heads == "q" else "attention.head_count_kv"
+        begin = place.begin or 0
+        if place.heads is None:
+            return slice(begin, begin + n_rows)
+        key = "attention.head_count" if place.heads == "q" else "attention.head_count_kv"
         prefix = self.file.metadata["general.architecture"]
         n_heads = self.file.metadata.get(f"{prefix}.{key}") or self.file.metadata[f"{prefix}.attention.head_count"]
         n_heads = n_heads if isinstance(n_heads, int) else n_heads.values()[0]
-        return torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
+        return begin + torch.arange(n_rows).view(n_heads, -1, 2).transpose(1, 2).reshape(-1)
 
     def raw(self, name: str, *shape: int, n_values: int) -> GgufTensorView:
         """Never: a GGUF file's blocks have types of their own."""
@@ -201,7 +209,9 @@ class GgufCheckpoint:
 
     def finish(self, is_ignored: Callable[[str], bool]) -> None:
         """All is loaded. LoadError when the file holds tensors that nobody asked for."""
-        unused = sorted(name for name in self.file.tensors if name not in self._places and not ROPE_TENSOR.match(name))
+        unused = sorted(
+            name for name in self.file.tensors if name not in self._places and not is_beside(name, self.file)
+        )
         if unused:
             raise LoadError(
                 f"{self.file.path} holds {len(unused)} tensors that its architecture does not call for, "
@@ -257,7 +267,9 @@ class GgufCheckpoint:
         is_kept = any(name.startswith("group") for name in formats)
         why = "the backend multiplies that"
         if is_kept:
-            why = "the kernels hold the file's values" + (f", but not those of {', '.join(unkept)}" if unkept else "")
+            mixed = ["joined projections in several formats, or plain ones"] if "bf16" in formats and not unkept else []
+            lost = ", ".join([*unkept, *mixed])
+            why = "the kernels hold the file's values" + (f", but not those of {lost}" if lost else "")
         elif any(not kind.is_plain for kind in values):
             why = f"no kernel holds {', '.join(unkept)}" if unkept else "that was asked for"
         logger.info(

@@ -1,10 +1,14 @@
 """Blocks of GGUF that a kernel holds as they are: their codes, scales and minima, taken apart without arithmetic that rounds.
 
-The layouts are those of ggml (`ggml-common.h`, `gguf/quants.py`): blocks of 32 inputs, or of 256 with eight groups of 32.
+The layouts are those of ggml (`ggml-common.h`, `gguf/quants.py`): blocks of 32 inputs, or of 256 with eight groups of 32 or
+sixteen of 16.
 Which they are is `GGUF_KEPT` in `ground.formats`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -13,8 +17,9 @@ from diptych.compute.ops.contract import Codes
 
 def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
     """Rows of blocks [n, bytes] uint8 as codes of GGUF_KEPT[kind]."""
-    if kind in ("Q4_K", "Q5_K"):
-        return _super_blocks(blocks.view(len(blocks), -1, 144 if kind == "Q4_K" else 176), kind == "Q5_K")
+    if kind in SUPER_BLOCKS:
+        size, taken_apart = SUPER_BLOCKS[kind]
+        return taken_apart(blocks.view(len(blocks), -1, size))
     sizes = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18, "MXFP4": 17}
     blocks = blocks.view(len(blocks), -1, sizes[kind])
     n_values = 32 if kind == "Q8_0" else 16
@@ -23,7 +28,7 @@ def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
     if kind in ("Q5_0", "Q5_1"):
         high = _bits(blocks[..., -20:-16])
         codes = codes + (high << 4) + (112 if kind == "Q5_0" else 128)  # 128 + (q - 16), 128 + q
-    scales = _powers(blocks[..., 0]) if kind == "MXFP4" else _halves(blocks[..., :2])
+    scales = halved_powers(blocks[..., 0]) if kind == "MXFP4" else _halves(blocks[..., :2])
     minima = _halves(blocks[..., 2:4]).float() if kind in ("Q4_1", "Q5_1") else None
     return Codes(codes=codes.flatten(1), scales=scales, offsets=minima)
 
@@ -37,14 +42,14 @@ def _bits(stored: torch.Tensor) -> torch.Tensor:
     return ((stored[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
 
 
-def _powers(exponents: torch.Tensor) -> torch.Tensor:
+def halved_powers(exponents: torch.Tensor) -> torch.Tensor:
     """2^(e - 128), half of what E8M0 says: the levels are twice E2M1's."""
     wide = exponents.to(torch.int32)
     small = torch.tensor(0x20, dtype=torch.int32) << wide.clamp(max=1)
     return torch.where(wide < 2, small, (wide - 1) << 7).to(torch.int16).view(torch.bfloat16)
 
 
-def _super_blocks(blocks: torch.Tensor, is_fifth: bool) -> Codes:
+def _fours_and_fives(blocks: torch.Tensor, *, is_fifth: bool) -> Codes:
     """d, dmin (fp16), 12 bytes of eight scales and minima of 6 bits, of Q5_K 32 bytes of fifth bits, 128 bytes of nibbles."""
     d, dmin = (_halves(blocks[..., at : at + 2]).float()[..., None] for at in (0, 2))
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
@@ -58,3 +63,62 @@ def _super_blocks(blocks: torch.Tensor, is_fifth: bool) -> Codes:
     return Codes(
         codes=codes.flatten(1), scales=(d * scales.float()).flatten(1), offsets=-(dmin * minima.float()).flatten(1)
     )
+
+
+def _sixes(blocks: torch.Tensor) -> Codes:
+    """128 bytes of low nibbles, 64 of two high bits, 16 scales of 8 bits, d (fp16); 32 is the middle. In each half of 128
+    inputs the nibbles of the first 64 lie under those of the last, and the high bits of 32 together.
+    """
+    low, high = blocks[..., :128].unflatten(-1, (2, 1, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    nibbles = torch.cat((low & 15, low >> 4), -2).flatten(-2)  # [n, blocks, 2, 128]
+    twos = _shifted(high, 2).flatten(-2)
+    codes = nibbles + (twos << 4) + 96  # 128 + (q - 32)
+    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return Codes(codes=codes.flatten(1), scales=(_halves(blocks[..., 208:]).float()[..., None] * scales).flatten(1))
+
+
+def _threes(blocks: torch.Tensor) -> Codes:
+    """32 bytes of third bits, 64 of two low bits, 12 of sixteen scales of 6 bits, d (fp16); 32 is the scales' middle,
+    4 the codes'.
+    """
+    third = ((blocks[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1).flatten(-2)
+    twos = _shifted(blocks[..., 32:96].unflatten(-1, (2, 1, 32)), 2).flatten(-3)
+    codes = twos + (third << 2) + 4  # 8 + (q - 4)
+    low, high = blocks[..., 96:104], blocks[..., 104:108]
+    sixes = torch.cat((low & 15, low >> 4), -1) | (_shifted(high[..., None, :], 2).flatten(-2) << 4)
+    scales = _halves(blocks[..., 108:]).float()[..., None] * (sixes.float() - 32)
+    return Codes(codes=codes.flatten(1), scales=scales.flatten(1))
+
+
+def _twos(blocks: torch.Tensor) -> Codes:
+    """16 bytes of a scale and a minimum of 4 bits each, 64 bytes of codes, d and dmin (fp16)."""
+    d, dmin = (_halves(blocks[..., at : at + 2]).float()[..., None] for at in (80, 82))
+    codes = _shifted(blocks[..., 16:80].unflatten(-1, (2, 1, 32)), 2)
+    scales, minima = d * (blocks[..., :16] & 15).float(), -(dmin * (blocks[..., :16] >> 4).float())
+    return Codes(codes=codes.flatten(1), scales=scales.flatten(1), offsets=minima.flatten(1))
+
+
+def _tables(blocks: torch.Tensor) -> Codes:
+    """d (fp16), 2 bytes of eight scales' high bits, 4 of their low ones, 128 of nibbles; 32 is the scales' middle."""
+    high, low = blocks[..., 2:4], blocks[..., 4:8]
+    fours = torch.stack((low & 15, low >> 4), -1).flatten(-2)
+    twos = ((high[..., None] >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3).flatten(-2)
+    nibbles = blocks[..., 8:].unflatten(-1, (8, 16))
+    codes = torch.cat((nibbles & 15, nibbles >> 4), -1)
+    scales = _halves(blocks[..., :2]).float()[..., None] * ((fours | (twos << 4)).float() - 32)
+    return Codes(codes=codes.flatten(1), scales=scales.flatten(1))
+
+
+def _shifted(stored: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [..., 1, m] -> [..., 8 / bits, m]: the lowest bits of all bytes, then the next."""
+    return (stored >> torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]) & ((1 << bits) - 1)
+
+
+SUPER_BLOCKS: dict[str, tuple[int, Callable[[torch.Tensor], Codes]]] = {  # bytes of 256 values
+    "Q2_K": (84, _twos),
+    "Q3_K": (110, _threes),
+    "Q4_K": (144, partial(_fours_and_fives, is_fifth=False)),
+    "Q5_K": (176, partial(_fours_and_fives, is_fifth=True)),
+    "Q6_K": (210, _sixes),
+    "IQ4_XS": (136, _tables),
+}

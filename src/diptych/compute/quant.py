@@ -32,7 +32,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_json
-from diptych.models.contents import EXPONENTS
+from diptych.models.contents import EXPONENTS, INPUT_ORDER
 from diptych.models.read import reads_mxfp4
 
 METHOD = "diptych"
@@ -247,6 +247,7 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
         PREFIX + key: partial(_blob, loader, index) for key, index in loader.packed.items()
     }
     parts |= {PREFIX + key + EXPONENTS: partial(_raw, exponents) for key, exponents in loader.exponents.items()}
+    parts |= {PREFIX + key + INPUT_ORDER: partial(_raw, order) for key, order in loader.orders.items()}
     parts |= {name: tensor.read for name, tensor in loader.plain.items()}
     header: dict[str, Any] = {}
     checksums = {}

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,21 @@ import torch
 
 from diptych.compute.ops.cpu_kernels import _cpu
 from diptych.compute.ops.cpu_model import CpuModel
-from diptych.compute.ops.cpu_ranks import Member, report
-from diptych.compute.ops.ranks import TeamBroken, Verb, placement_of, unpack
+from diptych.compute.ops.cpu_ranks import Member, about
+from diptych.compute.ops.cpus import Placement, allowed_cpus, choose_cpus
+from diptych.compute.ops.linked import Carrier
+from diptych.compute.ops.ranks import TeamBroken, Verb, answer, placement_of, unpack
 from diptych.compute.ops.shares import Rank
 from diptych.compute.runner import open_blueprint, random_blueprint
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import EngineError
+from diptych.ground.errors import EngineError, WorkerLost
 
 PARENT_S = 0.2  # how often it looks whether rank 0 is there
+LEAVE_S = 2.0  # for a step or a load to notice that rank 0 is gone
 
 
-def load_part(rank: Rank, head: dict[str, Any]) -> Member:
-    """The rank's part of the model that the head names."""
+def load_part(rank: Rank, head: dict[str, Any], path: str | None = None) -> Member:
+    """The rank's part of the model that the head names. path: where it lies on this machine, if elsewhere."""
     config = ComputeConfig(**head["config"])
     if rank.placement is not None:
         torch.set_num_threads(rank.placement.threads)  # while it loads, as many ranks do at once
@@ -38,23 +42,33 @@ def load_part(rank: Rank, head: dict[str, Any]) -> Member:
     if head["path"] is None:
         blueprint = random_blueprint(head["hf_config"], config, head["seed"])
     else:
-        opened = open_blueprint(Path(head["path"]), config, max_context_tokens=head["max_context_tokens"])
+        opened = open_blueprint(Path(path or head["path"]), config, max_context_tokens=head["max_context_tokens"])
         blueprint, config = opened.blueprint, opened.config
     return Member(rank, CpuModel(blueprint, config, rank=rank))
 
 
-def run(team: Any) -> None:
-    """Answer rank 0 until it lets go. Whatever fails is told and ends the team."""
+def run(
+    team: Any,
+    *,
+    say_error: Callable[[str], object] | None = None,
+    path: str | None = None,
+    placement: Placement | None = None,
+) -> None:
+    """Answer rank 0 until it lets go. Whatever fails is told and ends the team. path, placement: of this machine, where ranks
+    are on several; say_error: how rank 0 is told there.
+    """
     member: Member | None = None
     try:
         while True:
             kind, n = team.next() if member is None else member.serve()
+            if Verb(kind) is Verb.END:
+                return
             head, payload = unpack(bytes(team.message(n)[:n]))
             if Verb(kind) is Verb.LOAD:
-                placement = placement_of(head["placements"][team.rank])
-                rank = Rank(number=team.rank, size=team.size, team=team, placement=placement)
-                member = load_part(rank, head)
-                report(team, member.model)
+                own = placement or placement_of(head["placements"][team.rank])
+                rank = Rank(number=team.rank, size=team.size, team=team, placement=own)
+                member = load_part(rank, head, path)
+                answer(team, about(member.model))
             else:
                 assert member is not None, "a verb came before a model"
                 member.do(Verb(kind), head, payload)
@@ -63,9 +77,38 @@ def run(team: Any) -> None:
         return
     except BaseException as error:
         text = f"{error.message}\nhint: {error.hint or ''}" if isinstance(error, EngineError) else str(error)
-        team.say_error(f"{type(error).__name__}|{text}")
+        (say_error or team.say_error)(f"{type(error).__name__}|{text}")
         team.break_up()
         raise
+
+
+def run_linked(path: str, config: ComputeConfig, number: int) -> None:
+    """Rank `number` of those that meet rank 0 at config.tp_address, until that lets go. `path`: the model on this machine.
+
+    Raises ConfigError, LoadError or UnsupportedModel for what is wrong here, WorkerLost where rank 0 is gone.
+    """
+    assert config.tp_address is not None
+    cpus = allowed_cpus()
+    placement = choose_cpus(config.threads, config.numa, cpus)
+    carrier = Carrier(config.tp_address, number, config.tp)
+    team = _cpu.Team(os.memfd_create("diptych"), number, config.tp, placement.threads > len(cpus), carrier)
+    lost: list[str] = []
+
+    def leave(other: int, why: str) -> None:
+        lost.append(why)
+        team.break_up()
+        if not ended.wait(LEAVE_S):  # it is loading, or waits on a connection that nobody closed
+            os._exit(1)
+
+    ended = threading.Event()
+    carrier.watch(leave)
+    try:
+        run(team, say_error=carrier.say_error, path=path, placement=placement)
+        if team.is_broken:
+            raise WorkerLost(f"rank 0 is gone: {carrier.error or ''.join(lost)}", hint="start it and this rank again")
+    finally:
+        carrier.is_ending.set()
+        ended.set()
 
 
 def _leave_with(parent: int) -> None:

@@ -25,6 +25,7 @@ from diptych.compute.ops.cpu_kernels import choose_instruction_set
 from diptych.compute.ops.cpu_loader import CpuLoader
 from diptych.compute.ops.cpu_model import build_cpu_model
 from diptych.compute.ops.cpu_ranks import RankedModel
+from diptych.compute.ops.linked import LinkedRanks
 from diptych.compute.ops.ranks import Ranks, placement_head
 from diptych.compute.ops.shares import copies_of_kv
 from diptych.compute.ops.torch_model import build_torch_model, torch_device
@@ -32,7 +33,7 @@ from diptych.compute.packed_cache import PackedCache
 from diptych.compute.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.weights import Checkpoint, Progress, RandomSource, resolve_model_dir
 from diptych.ground.config import ComputeConfig, packed_cache
-from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gguf import read_config
 from diptych.models.gguf_file import find_gguf, open_gguf
@@ -79,7 +80,7 @@ def load_model(
         return build(blueprint, config, beside=beside, on_packed=on_packed)
 
     model = _built_once(built, checkpoint, hf_config, config)
-    if isinstance(checkpoint, GgufCheckpoint | CodedCheckpoint):
+    if checkpoint.is_keeping:
         checkpoint.log_formats(model.formats)
     return model
 
@@ -126,8 +127,9 @@ def _load_over_ranks(
     check(opened.blueprint.spec)
     source = {"path": path, "max_context_tokens": max_context_tokens}
     model = build_over_ranks(opened.blueprint, opened.config, source)
-    if isinstance(opened.blueprint.source, GgufCheckpoint | CodedCheckpoint):
-        opened.blueprint.source.log_formats(model.formats)
+    source_read = opened.blueprint.source
+    if isinstance(source_read, GgufCheckpoint | Checkpoint) and source_read.is_keeping:
+        source_read.log_formats(model.formats)
     return model
 
 
@@ -135,7 +137,7 @@ def build_over_ranks(
     blueprint: Blueprint,
     config: ComputeConfig,
     source: Mapping[str, Any],
-    start: Callable[[int, ComputeConfig], Ranks] = Ranks,
+    start: Callable[[int, ComputeConfig], Ranks] | None = None,
 ) -> Model:
     """A blueprint as a model on `config.tp` ranks, which find it again by `source`. The cache of packed weights is not used."""
     backend, reason = choose_backend(config)
@@ -144,13 +146,14 @@ def build_over_ranks(
             f"tp is {config.tp}, and the backend is {backend} ({reason}), which computes in one process",
             hint="use --backend cpu, or leave tp out",
         )
-    _refuse_latents(blueprint.spec, config.tp)
     if not cpu_kernels.is_available()[0]:
         raise ConfigError(cpu_kernels.is_available()[1], hint="leave tp out, which the cpu kernels are needed for")
     # every rank computes with what rank 0 found here, whatever it would choose itself
     config = replace(config, backend="cpu", instruction_set=choose_instruction_set(config.instruction_set))
-    ranks = start(config.tp, config)
+    ranks = (start or (Ranks if config.tp_address is None else LinkedRanks))(config.tp, config)
     placements = [placement_head(placement) for placement in ranks.placements]
+    if isinstance(blueprint.source, Checkpoint | GgufCheckpoint):
+        blueprint.source.progress = _noticing(ranks, blueprint.source.progress)
     try:
         return RankedModel(blueprint, config, ranks, {**source, "config": asdict(config), "placements": placements})
     except BaseException:
@@ -158,13 +161,15 @@ def build_over_ranks(
         raise
 
 
-def _refuse_latents(spec: ModelSpec, tp: int) -> None:
-    """A latent serves all heads, so every rank would keep the whole cache: what ranks are to divide."""
-    if any(layer.attention.mla is not None for layer in spec.layers):
-        raise UnsupportedModel(
-            f"tp is {tp}, and {spec.architecture} has latent attention, which is computed in one process only",
-            hint="leave tp out; threads divide its work",
-        )
+def _noticing(ranks: Ranks, progress: Progress | None) -> Progress:
+    """Loading that ends when another rank does, which it would hear of at its end only."""
+
+    def notice(done: int, total: int) -> None:
+        ranks.check()
+        if progress is not None:
+            progress(done, total)
+
+    return notice
 
 
 def _built_once(
@@ -201,11 +206,14 @@ def _open_folder(directory: Path, config: ComputeConfig) -> Opened:
     stored = stored_weights(hf_config)
     if stored is not None:
         return hf_config, parsed.path, QuantisedCheckpoint(directory), settle_stored(config, stored)
-    how = None if reads_mxfp4(parsed) else quantisation_of(parsed)
-    checkpoint = (
-        Checkpoint(directory) if how is None else CodedCheckpoint(directory, how, dtype=_dequantised_dtype(config))
-    )
-    return hf_config, parsed.path, checkpoint, config
+    if reads_mxfp4(parsed):
+        checkpoint = Checkpoint(directory)
+        checkpoint.is_keeping = True
+        return hf_config, parsed.path, checkpoint, config
+    how = quantisation_of(parsed)
+    if how is None:
+        return hf_config, parsed.path, Checkpoint(directory), config
+    return hf_config, parsed.path, CodedCheckpoint(directory, how, dtype=_dequantised_dtype(config)), config
 
 
 def _dequantised_dtype(config: ComputeConfig) -> torch.dtype:
@@ -252,9 +260,9 @@ def memory_of_block(spec: ModelSpec, config: ComputeConfig, block_tokens: int) -
     backend, _ = choose_backend(config)
     if backend == "cpu" and cpu_kernels.is_available()[0]:
         kv_format = "bf16" if config.kv == "auto" else config.kv
-        n_heads, n_kv_heads = spec.attention.n_heads, spec.n_kv_heads
-        kept = copies_of_kv(n_heads, n_kv_heads, config.tp)  # by all ranks
-        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens) * kept // n_kv_heads
+        n_heads, cached = spec.attention.n_heads, spec.attention.cache.n_heads
+        kept = copies_of_kv(n_heads, cached, config.tp)  # by all ranks
+        return torch.device("cpu"), cpu_kernels.kv_bytes_per_block(spec, kv_format, block_tokens) * kept // cached
     bits = 32 if "fp32" in (config.kv, config.weights) and config.kv != "bf16" else 16
     block_bytes = spec.n_layers * spec.attention.cache.elements * block_tokens * bits // 8
     return torch_device(config.device if backend == "torch" else "cpu"), block_bytes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from diptych.compute.ops.contract import WeightTensor
+from diptych.compute.gguf_codes import halved_powers
+from diptych.compute.ops.contract import Codes, WeightTensor
+from diptych.ground.formats import KEPT_MXFP4
 
 MXFP4_BLOCK = 32  # values that share a scale
 # of the 16 codes (OCP Microscaling Formats 1.0): sign, two bits of exponent, one of mantissa
@@ -27,6 +29,7 @@ class ReorderedTensor(WeightTensor):
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.random_seed = tensor.random_seed  # random rows in another order are random rows
+        self.kept, self.order = tensor.kept, tensor.order
         self._tensor = tensor
         self._rows = (heads[:, None] + order).reshape(-1)
 
@@ -37,6 +40,12 @@ class ReorderedTensor(WeightTensor):
     def part(self, rows: slice, n_columns: int) -> torch.Tensor:
         """`read()[rows, :n_columns]`."""
         return self._tensor.read()[self._rows[rows], :n_columns]
+
+    def codes(self) -> Codes:
+        """A copy."""
+        codes = self._tensor.codes()
+        offsets = None if codes.offsets is None else codes.offsets[self._rows]
+        return Codes(codes=codes.codes[self._rows], scales=codes.scales[self._rows], offsets=offsets)
 
 
 class RowsTensor(WeightTensor):
@@ -71,12 +80,14 @@ class TransposedTensor(WeightTensor):
 
 
 class Mxfp4Tensor(WeightTensor):
-    """Entry `index` of stacked matrices [E, N, K] in MXFP4, as bf16, which holds every value exactly.
+    """Entry `index` of stacked matrices [E, N, K] in MXFP4, as its codes or as bf16, which holds every value exactly.
 
     blocks [E, N, K / 32, 16] bytes of two codes, the lower bits first; scales [E, N, K / 32]: powers of two, biased by 127.
     """
 
     random_seed: int | None = None
+    kept = KEPT_MXFP4
+    order: torch.Tensor | None = None
 
     def __init__(self, name: str, blocks: WeightTensor, scales: WeightTensor, index: int) -> None:
         self.name = f"{name}[{index}]"
@@ -93,6 +104,12 @@ class Mxfp4Tensor(WeightTensor):
     def part(self, rows: slice, n_columns: int) -> torch.Tensor:
         """`read()[rows, :n_columns]`."""
         return self._values(rows)[:, :n_columns]
+
+    def codes(self) -> Codes:
+        """New tensors."""
+        pairs = self._blocks.read()[self._index]
+        codes = torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1)
+        return Codes(codes=codes, scales=halved_powers(self._scales.read()[self._index]))
 
     def _values(self, rows: slice) -> torch.Tensor:
         codes = self._blocks.read()[self._index, rows]

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import math
 import mmap
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +29,10 @@ from safetensors import SafetensorError, safe_open
 
 from diptych.compute.ops.contract import WeightTensor
 from diptych.ground.errors import LoadError
+from diptych.ground.formats import mean_bytes
 from diptych.models.config import read_json
+
+logger = logging.getLogger("diptych.compute")
 
 # what a model needs and nothing else: no Python files, no pickled weights
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -155,7 +160,7 @@ class Checkpoint:
     """
 
     is_balanceable = True
-    is_keeping = False
+    is_keeping = False  # experts in MXFP4 are kept
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -236,6 +241,15 @@ class Checkpoint:
     def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
         """None: nothing is packed here."""
         return None
+
+    def log_formats(self, formats: Mapping[str, int]) -> None:
+        """Say as what the weights are kept where experts are stored in MXFP4. formats: weights by the model's formats."""
+        total = sum(formats.values())
+        logger.info(
+            "weights kept=%s at %.2f bits per weight, because the experts are stored in MXFP4 (4.25) and the others plainly",
+            " ".join(f"{name}:{n / total:.1%}" for name, n in Counter(formats).most_common()),
+            8 * mean_bytes(formats),
+        )
 
     def finish(self, is_ignored: Callable[[str], bool]) -> None:
         """All is loaded: the pages go back, and progress is complete even if the files hold tensors that nobody reads.

@@ -128,7 +128,7 @@ def _warm(scheduler: Scheduler, token_ids: tuple[int, ...]) -> None:
 
 def _admits_nobody(scheduler: Scheduler) -> bool:
     """Whether no prefill would be planned before a sequence ends or a block comes back."""
-    if scheduler.prefilling or scheduler.received:
+    if scheduler.prefilling:
         return False
     head, n_running = scheduler.waiting.first, scheduler.n_running
     budget = scheduler.config.max_step_tokens

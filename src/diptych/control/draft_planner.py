@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from diptych.control.blocks import BlockPool
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import NO_GUESS, Depths, Guesser, Priced
+from diptych.control.speculation import NO_GUESS, Depths, Guesser, Priced, Speculation
 from diptych.control.step_draft import StepDraft
 from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.shape import StepShape
@@ -24,9 +24,15 @@ class DraftPlanner:
         self.guesser = guesser
         self._config = config
         self._pool = pool
+        # Steps to come of as many sequences in which nobody guesses or is asked, and those that passed so: where
+        # speculation does not pay, a step of half a millisecond must not notice that it is there.
+        self._idle_steps = 0
+        self._idle_decodes = 0
+        self._n_idled = 0
 
     def begin(self, seq: Sequence) -> None:
         """Give a sequence its drafters, where it has not got them."""
+        self._idle_steps = 0
         if seq.speculation is None:
             seq.speculation = self.guesser.begin(seq.request, self.depths)
 
@@ -35,10 +41,21 @@ class DraftPlanner:
 
         promised_blocks: of the pool's free blocks, those that others wait for.
         """
+        n_decodes = len(draft.decode_request_ids)
+        if self._idle_steps > 0 and n_decodes == self._idle_decodes:
+            self._idle_steps -= 1
+            self._n_idled += 1
+            return
+        if self._n_idled:
+            self.depths.idle(self._n_idled, self._idle_decodes)
+            self._n_idled = 0
         plain = draft.shape
         self._send(draft, planned, promised_blocks)
         if self.guesser.executor_drafter is not None:
             self._ask(draft, planned, plain)
+        self._idle_decodes = n_decodes
+        is_guessing = any(speculation.is_guessing for _, speculation in draft.speculations)
+        self._idle_steps = self.depths.idle_steps(n_decodes, is_guessing=is_guessing)
 
     def wanted_behind(self, seq: Sequence, end: int) -> int | None:
         """How many drafts to ask of the executor behind a prefill chunk that ends there; None: its drafter does not read it."""
@@ -59,18 +76,25 @@ class DraftPlanner:
 
     def _send(self, draft: StepDraft, planned: Mapping[int, Sequence], promised_blocks: int) -> None:
         n_decodes = len(draft.decode_request_ids)
-        is_due = self.depths.is_due(n_decodes)
+        is_due = self.depths.is_due(n_decodes)  # where the price said no of late, most steps are not: guesses cost time
+        if self.guesser.memory is not None:
+            self.guesser.memory.read()
+        found: list[tuple[int, Speculation, list[int]]] = []
+        for i, speculation in draft.speculations:
+            if is_due or speculation.has_drafts_at_hand:
+                guess = speculation.propose(planned[draft.chunks[i].seq_id].token_ids)
+                if guess:
+                    found.append((i, speculation, guess))
+        if not found:
+            if is_due:
+                self.depths.silent(draft.shape, n_decodes)
+            return
         n_free = max(0, self._pool.available_blocks - promised_blocks)
         guesses: dict[int, list[int]] = {}
         priced: list[Priced] = [NO_GUESS] * n_decodes
-        if self.guesser.memory is not None:
-            self.guesser.memory.read()
-        for i, speculation in draft.speculations:
-            if not is_due and not speculation.has_drafts_at_hand:
-                continue  # the price said no of late, and guesses cost time
+        for i, speculation, guess in found:
             chunk = draft.chunks[i]
             seq = planned[chunk.seq_id]
-            guess = speculation.propose(seq.token_ids)
             room = (len(seq.block_ids) + n_free) * self._pool.block_tokens - chunk.end_pos
             n = min(1 + MOST_DRAFT_ROWS // n_decodes, len(guess), room, seq.max_output_tokens - seq.output_tokens - 1)
             if n > 0:
@@ -119,7 +143,7 @@ class DraftPlanner:
             priced[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
         wanted = self.depths.ask(
             priced,
-            shape=StepShape(plain.shapes[:n_decodes]),
+            shape=plain if plain.n_sequences == n_decodes else StepShape(plain.shapes[:n_decodes]),
             most_rows=min(self._config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
             limit_s=self._config.stall_budget_s,
         )

@@ -46,12 +46,3 @@ def settle(scheduler: Scheduler, seq: Sequence, n_tokens: int) -> tuple[int, int
     seq.move(Status.WAITING)
     scheduler.enqueue(seq)
     return max(0, cached - before), max(0, n_tokens - max(cached, before))
-
-
-def receive(scheduler: Scheduler, seq: Sequence, token_id: int) -> None:
-    """Keys and values of all its prompt are in its blocks, and this is the token that followed. For simulations."""
-    seq.advance(seq.prompt_tokens)
-    scheduler.register_computed(seq)
-    seq.token_ids.append(token_id)
-    seq.table_sent = len(seq.block_ids)
-    scheduler.received.add(seq)

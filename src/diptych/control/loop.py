@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from diptych.control.blocks import BlockPool
 from diptych.control.entry import check_prompt, open_sequences
-from diptych.control.handoff import receive, reserve, settle, start_sending
+from diptych.control.handoff import reserve, settle, start_sending
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import Depths, EveryGuess, Guesser, NewDrafter
@@ -241,13 +241,6 @@ class EngineCore:
         """The block table of a request's first choice, and how many of its tokens are computed. For hand-offs."""
         seq = self._requests[request_id][0]
         return seq.block_ids, seq.computed_tokens
-
-    def receive(self, request_id: str, token_id: int) -> None:
-        """All keys and values of a reserved prompt have come, and the token that followed it: decode from here."""
-        self._is_torn = True
-        (seq,) = self._requests[request_id]
-        receive(self._scheduler, seq, token_id)
-        self._is_torn = False
 
     def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
         """The step in flight will have no result: end its requests with ERROR, and give their blocks back.

@@ -121,6 +121,10 @@ class Router:
         (self._decoders if place.decodes else self._readers).append(i)
         return i
 
+    def open_work_us(self, *, decodes: bool) -> int:
+        """Of all open requests, at engines that decode or at those that only read."""
+        return sum(self._work_us[i] for i in (self._decoders if decodes else self._readers))
+
     @property
     def can_answer(self) -> bool:
         """Whether an engine that decodes is open."""

@@ -48,7 +48,6 @@ class Scheduler:
         self.prefilling = RankedList()
         self.decoding = RankedList()
         self.forked = RankedList()  # waiting, yet holding the blocks shared by their parent
-        self.received = RankedList()  # keys and values came from another engine; to decode when there is a place
         self.planned: dict[int, Sequence] = {}  # sequences of the last plan's chunks
         self.waiting_tokens = 0
         self.n_preemptions = 0
@@ -83,8 +82,6 @@ class Scheduler:
             self.prefilling.remove(seq)
         elif self.decoding.holds(seq):
             self.decoding.remove(seq)
-        elif self.received.holds(seq):
-            self.received.remove(seq)
         self._promise(seq, 0)
 
     def release(self, seq: Sequence) -> None:
@@ -103,14 +100,6 @@ class Scheduler:
         self.drafts.begin(seq)
         self.prefilling.remove(seq)
         self.decoding.add(seq)
-
-    def _start_received(self) -> None:
-        while self.received.first is not None and self.n_running < self.max_running:
-            seq = self.received.first
-            self.received.remove(seq)
-            seq.move(Status.DECODE)
-            self.drafts.begin(seq)
-            self.decoding.add(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let a waiting child hold the parent's prompt blocks; it computes the last prompt token itself."""
@@ -155,11 +144,12 @@ class Scheduler:
         """The next step and its events, or None when nothing can run."""
         draft = StepDraft(step_id=step_id, now_s=now_s, budget_tokens=self.config.max_step_tokens)
         self.planned = {}
-        if self.received:
-            self._start_received()
-        self._plan_decodes(draft)
-        if self.waiting or self.prefilling:
-            self._plan_prefills(draft)
+        if self.config.prefills_alone:
+            self._plan_one_phase(draft)
+        else:
+            self._plan_decodes(draft)
+            if self.waiting or self.prefilling:
+                self._plan_prefills(draft)
         if draft.speculations:
             self.drafts.add(draft, self.planned, promised_blocks=self._promised_blocks)
         if not draft.chunks:
@@ -180,6 +170,13 @@ class Scheduler:
             predicted_s=None if self.predict_s is None else self.predict_s(draft.shape),
         )
         return plan, [*draft.preempted, begin, *draft.scheduled]
+
+    def _plan_one_phase(self, draft: StepDraft) -> None:
+        """Prompts while there are any to read and room for them, else decode."""
+        if self.waiting or self.prefilling:
+            self._plan_prefills(draft)
+        if not draft.chunks:
+            self._plan_decodes(draft)
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         """One token for every decoding sequence. Nearly all only write into a block that they hold: keep that way short."""

@@ -68,6 +68,18 @@ class Depths(Protocol):
         """Whether a step of so many decode chunks is worth guessing for."""
         ...
 
+    def silent(self, shape: StepShape, n_decodes: int) -> None:
+        """It was, and nobody had a guess."""
+        ...
+
+    def idle_steps(self, n_decodes: int, *, is_guessing: bool) -> int:
+        """For how many steps like the one just planned nothing would be guessed (by those that guess here) or asked."""
+        ...
+
+    def idle(self, n_steps: int, n_decodes: int) -> None:
+        """So many of them passed, with so many decode chunks, and nothing here was called."""
+        ...
+
     def choose(
         self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[int]:
@@ -113,6 +125,16 @@ class EveryGuess:
     def is_due(self, n_decodes: int) -> bool:
         """Always."""
         return True
+
+    def silent(self, shape: StepShape, n_decodes: int) -> None:
+        """Nothing."""
+
+    def idle_steps(self, n_decodes: int, *, is_guessing: bool) -> int:
+        """Never."""
+        return 0
+
+    def idle(self, n_steps: int, n_decodes: int) -> None:
+        """Nothing."""
 
     def choose(
         self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None
@@ -161,6 +183,11 @@ class Speculation:
         drafter = self._handed and self._handed.drafter
         return isinstance(drafter, Handed) and bool(drafter.token_ids)
 
+    @property
+    def is_guessing(self) -> bool:
+        """Whether any of its drafters guesses by itself."""
+        return len(self._sources) > (self._handed is not None)
+
     def hand(self, draft_token_ids: tuple[int, ...]) -> None:
         """Take the guess that the executor's drafter made behind the newest token."""
         if self._handed is not None and isinstance(self._handed.drafter, Handed):
@@ -204,8 +231,11 @@ class Speculation:
 
     def learn(self, token_ids: SequenceOf[int]) -> None:
         """Compare guesses with what came: the drafts that held, and one token."""
-        if self._best is not None and len(token_ids) > 1:
-            self._best.estimate.kept(len(token_ids) - 1)
+        best = self._best
+        if best is None:
+            return  # nobody had a guess
+        if len(token_ids) > 1:
+            best.estimate.kept(len(token_ids) - 1)
         for source in self._sources:
             guess, source.guess = source.guess, []
             n_judged = min(len(guess), len(token_ids))

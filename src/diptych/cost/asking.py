@@ -60,9 +60,9 @@ class Purse:
         """Whether prompts may be read; before anything was decoded, those of one step."""
         return self.prompts_s > 0.0 if self._is_open else self.prompts_s >= 0.0
 
-    def pass_step(self) -> None:
-        """A step decodes."""
-        self._n_steps += 1
+    def pass_steps(self, n_steps: int) -> None:
+        """So many steps decode."""
+        self._n_steps += n_steps
 
     def fill(self, plain_s: float, n_sequences: int) -> None:
         """Earn for the steps that passed; one of so many sequences takes plain_s without drafts."""

@@ -58,7 +58,8 @@ class _Units:
 
 
 @lru_cache(maxsize=256)
-def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units:
+def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_absorbed: bool = False) -> _Units:
+    """is_absorbed: latent attention works on the latents in prefill, too, as the engine does; else prefill expands them."""
     unit = cost_of(model, StepShape.decode(batch=1, context_tokens=1), quant=quant, kv=kv, tp=tp)
     head, experts = unit.component("head"), unit.component("experts")
     body = [part for part in unit.components if part.name not in (*ATTENTION, "head", "experts", "embedding")]
@@ -66,9 +67,11 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int) -> _Units
     expand = 0.0
     for layer, n in model.layer_groups:
         attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
-        if mla is not None:
+        if mla is not None and not is_absorbed:
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
-        pair_flops, absorbed = (2.0 * n * heads * sum(attention_widths(attention, is_decode=d)) for d in (False, True))
+        pair_flops, absorbed = (
+            2.0 * n * heads * sum(attention_widths(attention, is_decode=d)) for d in (is_absorbed, True)
+        )
         sums = windows.get(attention.window, (0.0, 0.0, 0.0))
         kv_bytes = n * layer_kv_bytes(attention, kv, tp)
         windows[attention.window] = (sums[0] + kv_bytes, sums[1] + pair_flops, sums[2] + absorbed)
@@ -134,7 +137,8 @@ class CalibratedModel:
         self.tp = tp
         self.layout = layout
         self.calibration = calibration
-        self._units = _units_of(model, quant, self.kv, tp)  # once: hashing a model costs more than pricing a step
+        # once: hashing a model costs more than pricing a step
+        self._units = _units_of(model, quant, self.kv, tp, is_absorbed=calibration.is_local)
         self._prefill = self._terms(calibration.prefill)
         is_one = calibration.decode is calibration.prefill  # as in a fit, which builds thousands of these
         self._decode = self._prefill if is_one else self._terms(calibration.decode)

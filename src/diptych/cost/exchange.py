@@ -47,7 +47,8 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int) -> tuple[int, flo
     attention, mlp, stream = layer.attention, layer.mlp, hidden * FP32
     has_norms_behind = layer.norms in (Norms.AFTER, Norms.AROUND)
     heads = attention.n_heads * attention.head_dim
-    meetings, row_bytes = 2, heads * value_bytes + stream  # the heads' values, o
+    values = heads * value_bytes if attention.mla is None else attention.n_heads * attention.mla.v_dim * FP32
+    meetings, row_bytes = 2, values + stream  # the heads' values, o
     if attention.qk_norm is QkNorm.FULL:
         meetings += 3
         row_bytes += (heads + 2 * attention.n_kv_heads * attention.head_dim) * FP32

@@ -103,12 +103,17 @@ def fit(form: StackForm, rows: Sequence[PublishedRow]) -> Constants:
 Residuals = Callable[[Sequence[float]], list[float]]
 
 
-def gauss_newton(free: Sequence[Free], residuals_of_rows: Residuals) -> list[float]:
-    """Logs of the constants that make the residuals least (damped Gauss-Newton); residuals of rows are log ratios."""
+def gauss_newton(
+    free: Sequence[Free], residuals_of_rows: Residuals, *, prior_cost: float = PRIOR_COST, rounds: int = MAX_ROUNDS
+) -> list[float]:
+    """Logs of the constants that make the residuals least (damped Gauss-Newton); residuals of rows are log ratios.
+
+    prior_cost: more of it where many rows err together, which say no more than one of them does.
+    """
 
     def residuals_of(logs: Sequence[float]) -> list[float]:
         prior = [
-            PRIOR_COST * (log - math.log(entry.start)) / entry.width for entry, log in zip(free, logs, strict=True)
+            prior_cost * (log - math.log(entry.start)) / entry.width for entry, log in zip(free, logs, strict=True)
         ]
         return residuals_of_rows(logs) + prior
 
@@ -116,7 +121,7 @@ def gauss_newton(free: Sequence[Free], residuals_of_rows: Residuals) -> list[flo
     damping = 1e-2
     residuals = residuals_of(logs)
     cost = _cost(residuals)
-    for _ in range(MAX_ROUNDS):
+    for _ in range(rounds):
         jacobian = _jacobian(residuals_of, logs, residuals)
         step = _step(jacobian, residuals, damping)
         tried = [_clamp(entry, log + delta) for entry, log, delta in zip(free, logs, step, strict=True)]

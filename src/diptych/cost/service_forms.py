@@ -1,7 +1,7 @@
 """How the services of each software are modelled: which constants are fitted to published services.
 
-One form for all software but for what is documented of its scheduler (`is_separate`). Starting values are those of
-`cost/forms.py`, and serve as priors.
+One form for all software; how their schedulers differ is in `cost/recipes.py`. Starting values are those of `cost/forms.py`,
+and serve as priors.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ class ServiceForm:
     """How one software's services are modelled: constants of both phases.
 
     A path is "both.X" for one value in both phases, "prefill.X" or "decode.X" for one phase, or "request_s": what passes
-    between a client and the scheduler, seconds per request, all of it before the first token. is_separate: it reads prompts
-    in steps of their own, while those that decode wait.
+    between a client and the scheduler, seconds per request, all of it before the first token.
     """
 
     stack: str
     fixed: Constants
     free: tuple[Free, ...]
-    is_separate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,6 @@ class ServiceConstants:
     prefill: Constants
     decode: Constants
     request_s: float
-    is_separate: bool = False
 
 
 def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
@@ -54,15 +51,15 @@ def put_in(form: ServiceForm, values: Sequence[float]) -> ServiceConstants:
             prefill = with_values(prefill, one, (value,))
         if where in ("both", "decode"):
             decode = with_values(decode, one, (value,))
-    return ServiceConstants(prefill, decode, request_s, form.is_separate)
+    return ServiceConstants(prefill, decode, request_s)
 
 
 _FREE = (
-    Free(path="decode.step_s", start=1e-3, limits=_TIME, width=1.0),
+    Free(path="decode.step_s", start=0.5e-3, limits=_TIME, width=1.0),
     Free(path="prefill.step_s", start=5e-3, limits=_TIME, width=1.0),
-    Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.7),
-    Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=1.0),
-    Free(path="both.moe_layer_s", start=20e-6, limits=_TIME, width=1.0),
+    Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.4),
+    Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=0.7),
+    Free(path="both.moe_layer_s", start=20e-6, limits=_TIME, width=0.5),
     Free(path="both.sequence_s", start=10e-6, limits=_TIME, width=1.0),
     Free(path="both.eb.bf16", start=0.8, limits=_FRACTION, width=0.2),
     Free(path="both.eb.fp8", start=0.75, limits=_FRACTION, width=0.2),
@@ -76,12 +73,10 @@ _FREE = (
     Free(path="both.kv_eb", start=0.7, limits=_FRACTION, width=0.3),
     Free(path="both.attention_ef", start=0.4, limits=_FRACTION, width=0.3),
     Free(path="both.allreduce_s", start=10e-6, limits=_TIME, width=0.7),
-    Free(path="both.link_fraction", start=0.5, limits=_FRACTION, width=0.5),
+    Free(path="both.link_fraction", start=0.75, limits=_FRACTION, width=0.2),
     Free(path="request_s", start=15e-3, limits=_TIME, width=1.0),
 )
 
-# SGLang mixes no phases unless told to (`--enable-mixed-chunk`)
 SERVICE_FORMS = tuple(
-    ServiceForm(stack=stack, fixed=Constants(p=3.0), free=_FREE, is_separate=stack == "sglang")
-    for stack in ("tensorrt-llm", "vllm", "sglang")
+    ServiceForm(stack=stack, fixed=Constants(p=3.0), free=_FREE) for stack in ("tensorrt-llm", "vllm", "sglang")
 )

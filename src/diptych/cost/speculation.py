@@ -25,9 +25,15 @@ _REST = 16  # steps for which a price that said no is believed, unless chances r
 _RISEN = 1.1
 _PROBE = (2, 64)  # refusals from one probe to the next, at first and at last
 _PROBE_DEPTH = 2
+_SILENCE = 16  # steps in which nobody had a guess, until guesses are made as rarely as they are dear
+_LONGEST_IDLE = 64  # steps
+_SHORT_IDLE = 8  # the same while the purse cannot pay
 _PROBE_PRICE = 6.0  # of a step without drafts; before anything is learned each row may be thought to cost a step
 _SHARE = 0.005  # of a step's time that guesses in vain may take
 _TRUST = 0.1  # weight of a newest measurement over predicted time, once there are many
+_PLAIN_EVERY = 8
+_LIKE_TOKENS = 256  # of context: within them drafts multiply the time of a step by the same
+_LIKE_STEPS = 64  # measured, until what was remembered is predicted again
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
 _TRIED_SHARE = 8  # one of so many sequences that were given up is tried at a time
 _FEW_TOKENS = 2 * MOST_DEPTH  # read by the executor's drafter with the next guess, for nothing
@@ -40,15 +46,21 @@ _FARTHEST = 1.5  # what one measurement may say beyond those before it: the mach
 class _Refusal:
     """What the price has refused to steps of about so many sequences: asking again costs time and gives nothing."""
 
-    __slots__ = ("asks_in", "every", "guesses_in", "probe_every", "probes_in", "worth")
+    __slots__ = ("asks_in", "every", "guesses_in", "n_silent", "probe_every", "probes_in", "worth")
 
     def __init__(self) -> None:
+        self.n_silent = 0  # steps in a row in which nobody had a guess
         self.worth = 0.0  # the most that was refused; 0: nothing was
         self.asks_in = 0  # steps until the price is asked whatever the worth
         self.every = 1  # steps from one guess to the next
         self.guesses_in = 0
         self.probes_in = 0  # refusals until some drafts are verified anyway, to see what they cost
         self.probe_every = _PROBE[0]
+
+    @property
+    def is_guessed_always(self) -> bool:
+        """Whether guesses are made in every step."""
+        return not self.worth and self.n_silent < _SILENCE
 
     def probe(self, chances: Sequence[Sequence[float]], most_rows: int) -> list[int]:
         """A few drafts of the likeliest sequence now and then, and rarer each time."""
@@ -75,31 +87,33 @@ class _Ratio:
         """Whether any was measured."""
         return self._n > 0
 
-    def add(self, ratio: float) -> None:
-        """Take in one measurement."""
+    def add(self, ratio: float, like: float | None = None) -> None:
+        """Take in one measurement; like: what the first is expected to be near to, where anything is."""
         if self._n:
             ratio = min(max(ratio, self.value / _FARTHEST), self.value * _FARTHEST)
+        elif like is not None:
+            ratio = min(ratio, _DISTURBED * like)
         self._n += 1
         self.value += max(_TRUST, 1.0 / self._n) * (ratio - self.value)
 
-    def fade(self, towards: float) -> None:
+    def fade(self, towards: float, kept: float) -> None:
         """Believe it a little less."""
-        self.value = towards + (self.value - towards) * _FADE
+        self.value = towards + (self.value - towards) * kept
 
 
 class DraftPrices:
     """Depths of all sequences of a step by predicted time, corrected by how long such steps took. One per engine.
 
-    predict_s: seconds of a step. guess_s: of the processor, for one guess. draft_s(shape, depths): of the executor's drafter in
-    a step of this shape, so many drafts behind each of its decode chunks; None: no time. read_s(n_tokens): of that drafter, to
-    read what it has missed of a sequence; None: it can go on without.
+    predict_s: seconds of a step. guess_s: of the processor, for one guess and the questions around it. draft_s(shape, depths):
+    of the executor's drafter in a step of this shape, so many drafts behind each of its decode chunks; None: no time.
+    read_s(n_tokens): of that drafter, to read what it has missed of a sequence; None: it can go on without.
     """
 
     def __init__(
         self,
         predict_s: Callable[[StepShape], float],
         *,
-        guess_s: float = 5e-6,
+        guess_s: float = 10e-6,
         draft_s: Callable[[StepShape, Sequence[int]], float] | None = None,
         read_s: Callable[[int], float] | None = None,
     ) -> None:
@@ -114,9 +128,14 @@ class DraftPrices:
         # measured over predicted: of decode steps without drafts, with drafts by rows (powers of two), and of the drafter
         self._plain = _Ratio()
         self._verify: dict[int, _Ratio] = {}
+        self._n_plain = 0
+        self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
+        self._n_learned = 0
         self._drafting = _Ratio()
         self._short_of_s = 0.0  # what the last trial costs: until the purse holds it, no price is asked for another
         self._has_asked = False  # the executor's drafter, in the step that is planned
+        self._asks_in: int | None = None  # steps until it may be asked; None: nobody has such a drafter
+        self._resting: list[Asked] = []  # pools of the sequences of that step that were given up
         # its share of that step's drafts, the step's price without drafts and with
         self._sent: tuple[float, float, float] | None = None
         self._last_shape: StepShape | None = None
@@ -153,7 +172,7 @@ class DraftPrices:
     def is_due(self, n_decodes: int) -> bool:
         """Whether to guess in this step: always, but where the price says no, as rarely as guesses are dear."""
         refusal = self._refusals.get(n_decodes.bit_length())
-        if refusal is None or not refusal.worth:
+        if refusal is None or refusal.is_guessed_always:
             return True
         refusal.asks_in -= 1
         refusal.guesses_in -= 1
@@ -161,6 +180,35 @@ class DraftPrices:
             return False
         refusal.guesses_in = refusal.every
         return True
+
+    def silent(self, shape: StepShape, n_decodes: int) -> None:
+        """Nobody had a guess: after many such steps guesses are made as rarely as they are dear."""
+        refusal = self._refusals.setdefault(n_decodes.bit_length(), _Refusal())
+        refusal.n_silent += 1
+        if refusal.n_silent % _SILENCE == 0:
+            refusal.every = refusal.guesses_in = self._rarely(n_decodes, shape)
+
+    def idle_steps(self, n_decodes: int, *, is_guessing: bool) -> int:
+        """For how many steps like the one just planned nothing would be guessed (by those that guess here) or asked."""
+        idle = _LONGEST_IDLE if self._asks_in is None else self._asks_in
+        if is_guessing:
+            refusal = self._refusals.get(n_decodes.bit_length())
+            idle = 0 if refusal is None or refusal.is_guessed_always else min(idle, refusal.guesses_in - 1)
+        return max(idle, 0)
+
+    def idle(self, n_steps: int, n_decodes: int) -> None:
+        """So many of them passed."""
+        self.purse.pass_steps(n_steps)
+        for pool in self._resting:
+            pool.rest -= n_steps
+        refusal = self._refusals.get(n_decodes.bit_length())
+        if refusal is not None:
+            refusal.asks_in -= n_steps
+            refusal.guesses_in -= n_steps
+
+    def _rarely(self, n_decodes: int, shape: StepShape) -> int:
+        """Steps from one guess to the next, so that guesses in vain take their share of the time and no more."""
+        return min(_REST, ceil(n_decodes * self._guess_s / (_SHARE * self._predict_s(shape))))
 
     def choose(
         self, guesses: Sequence[tuple[Acceptance, int, int]], *, shape: StepShape, most_rows: int, limit_s: float | None
@@ -171,11 +219,11 @@ class DraftPrices:
         shape: of the step without drafts, decode chunks first. limit_s: longest that a step with drafts may take.
         """
         refusal = self._refusals.setdefault(len(guesses).bit_length(), _Refusal())
+        refusal.n_silent = 0
         price_s = partial(self._price_s, shape)
         depths = self._decide(guesses, refusal, price_s, most_rows, limit_s)
         if refusal.worth and refusal.asks_in == _REST:  # the price said no just now
-            dear = len(guesses) * self._guess_s / (_SHARE * self._predict_s(shape))
-            refusal.every = refusal.guesses_in = min(_REST, ceil(dear))
+            refusal.every = refusal.guesses_in = self._rarely(len(guesses), shape)
             chances = [estimate.chances(n, confidence) if n else [] for estimate, n, confidence in guesses]
             probe = refusal.probe(chances, most_rows)
             most_s = min(_PROBE_PRICE * price_s(depths), limit_s or inf)
@@ -193,21 +241,27 @@ class DraftPrices:
         As `choose`, and the drafter's time counts. Where nothing pays, one draft is asked for now and then, as only a drafter
         that drafts can be judged. 0: the sequence is given up until it is asked again.
         """
-        self.purse.pass_step()
+        self.purse.pass_steps(1)
         self._has_asked = False
         depths = [0] * len(guesses)
         asked = self._to_ask(guesses)
         if not asked:
+            self._asks_in = min([pool.rest - 1 for pool in self._resting], default=_LONGEST_IDLE)
             return depths
+        self._asks_in = 0
         plain_s = self._price_s(shape, depths)
         self.purse.fill(plain_s, len(guesses))
         self._last_shape = shape
         is_short = self.purse.balance_s < self._short_of_s and all(guesses[i][0].state is Asking.TRIED for i in asked)
         if self.purse.is_empty or is_short:
             self._short_of_s *= _FORGOTTEN
+            self._asks_in = _SHORT_IDLE
             return depths
         starts = [one.start_pos for one in shape.shapes for _ in range(one.count)]
         asked = [i for i in asked if self._can_read(starts[i] - guesses[i][0].read_tokens)]
+        if not asked:
+            self._asks_in = _SHORT_IDLE
+            return depths
         chances: list[list[float]] = [[] for _ in guesses]
         for i in asked:
             estimate, n, confidence = guesses[i]
@@ -240,6 +294,7 @@ class DraftPrices:
                 asked.append(i)
             else:
                 given_up.setdefault(id(pool), (pool, []))[1].append(i)
+        self._resting = [pool for pool, _ in given_up.values()]
         for pool, some in given_up.values():
             pool.rest -= 1
             if pool.rest > 0:
@@ -307,12 +362,21 @@ class DraftPrices:
 
     def observe(self, shape: StepShape, measured_s: float) -> None:
         """Learn how far off predictions are for steps with and without drafts; steps with prefill say nothing of it."""
+        if self._sent is None and not self._has_asked and shape.n_tokens == shape.n_sequences == shape.decode_tokens:
+            self._n_plain += 1  # in a row; of a long row some say enough
+            if self._n_plain > _PLAIN_EVERY and self._n_plain % _PLAIN_EVERY:
+                return
+        else:
+            self._n_plain = 0
         if self._sent is not None:
             (share, plain_s, longer_s), self._sent = self._sent, None
             took_s = longer_s if shape.prefill_tokens else min(measured_s, _FARTHEST * longer_s)
             self.purse.pay(share * max(0.0, took_s - plain_s))
         if not (self._pools or self._asked_pools) or shape.prefill_tokens or not shape.decode_tokens:
             return
+        self._n_learned += 1
+        if self._n_learned < _LIKE_STEPS or self._n_learned % _LIKE_STEPS == 0:
+            self._longer.clear()
         ratio = measured_s / max(self._predict_s(shape), 1e-12)
         if shape.decode_tokens == shape.n_sequences:
             if self._has_asked:  # the drafter reads what the step computes
@@ -320,10 +384,13 @@ class DraftPrices:
                 self.purse.pay(min(max(0.0, measured_s - plain_s), (_FARTHEST - 1.0) * plain_s))
                 return
             self._plain.add(ratio)
+            kept = _FADE if self._n_plain <= _PLAIN_EVERY else _FADE**_PLAIN_EVERY
             for known in self._verify.values():
-                known.fade(self._plain.value)
+                known.fade(self._plain.value, kept)
         else:
-            self._verify.setdefault(shape.decode_tokens.bit_length(), _Ratio()).add(ratio)
+            rows = shape.decode_tokens.bit_length()
+            like = self._ratio(rows) if self._plain.is_known or self._verify else None
+            self._verify.setdefault(rows, _Ratio()).add(ratio, like)
 
     def observe_drafting(self, shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int) -> None:
         """The executor's drafter took so long in a step of this shape, for these drafts; it read n_read tokens for them."""
@@ -343,10 +410,22 @@ class DraftPrices:
 
     def _price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """Seconds of the step with these depths of its decode chunks."""
-        if not any(depths):
-            return self._predict_s(shape) * self._plain.value
-        longer = shape.with_drafts(depths)
-        return self._predict_s(longer) * self._ratio(longer.decode_tokens.bit_length())
+        plain_s, rows = self._predict_s(shape), sum(depths)
+        if not rows:
+            return plain_s * self._plain.value
+        times = self._times_longer(shape, depths, rows)
+        return plain_s * times * self._ratio((shape.decode_tokens + rows).bit_length())
+
+    def _times_longer(self, shape: StepShape, depths: Sequence[int], rows: int) -> float:
+        """By what the drafts multiply the predicted time of a step. Remembered: a choice of depth asks for half a dozen."""
+        if shape.prefill_tokens:
+            return self._predict_s(shape.with_drafts(depths)) / self._predict_s(shape)
+        key = shape.n_sequences, rows, shape.decode_context_tokens // (_LIKE_TOKENS * shape.n_sequences)
+        times = self._longer.get(key)
+        if times is None:
+            plain_s = self._predict_s(shape)
+            times = self._longer[key] = self._predict_s(shape.with_drafts(depths)) / max(plain_s, 1e-12)
+        return times
 
     def _price_and_draft_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """The same with the drafts to be made first."""
@@ -357,7 +436,12 @@ class DraftPrices:
         """Measured over predicted of steps with drafts and about so many rows, or of the nearest number that was seen."""
         if not self._verify:
             return self._plain.value
-        return self._verify[min(self._verify, key=lambda known: abs(known - rows))].value
+        known = self._verify.get(rows)
+        return (
+            known.value
+            if known is not None
+            else self._verify[min(self._verify, key=lambda known: abs(known - rows))].value
+        )
 
 
 def choose_depths(

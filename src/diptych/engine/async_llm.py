@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta
+from diptych.engine.holder import EngineHolder
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt
 from diptych.ground.config import EngineConfig
@@ -118,7 +119,11 @@ class AsyncLLM:
     ) -> None:
         """As for `LLM`; `start` begins stepping."""
         self.loaded, self.config = opened(model, config, settings, progress)
-        self.engine: Engine = make_engine(self.loaded, self.config) if engine is None else engine
+        self._held = EngineHolder(
+            self.loaded,
+            make_engine(self.loaded, self.config) if engine is None else engine,
+            owns_model=not isinstance(model, LoadedModel),
+        )
         self.failure: BaseException | None = None
         self.is_draining = False
         self.scale: Callable[[str, int], object] | None = None  # have a pool grow or shrink, where there are pools
@@ -128,6 +133,7 @@ class AsyncLLM:
         self._is_stopping = False
         self._is_over = False
         self._thread: threading.Thread | None = None
+        self._memory: threading.Thread | None = None
         self._on_failure: Callable[[BaseException], object] | None = None
         self._forget_loss: Callable[[], object] = lambda: None
 
@@ -145,7 +151,13 @@ class AsyncLLM:
         self._thread.start()
         # streams would wait for pages that a step is the first to write; no daemon, as it must leave native code before the end
         wants_stop = (lambda: self._is_stopping,)
-        threading.Thread(target=self.engine.back_memory, args=wants_stop, name="diptych-memory").start()
+        self._memory = threading.Thread(target=self.engine.back_memory, args=wants_stop, name="diptych-memory")
+        self._memory.start()
+
+    @property
+    def engine(self) -> Engine:
+        """What the thread steps. CapacityError after `close`."""
+        return self._held.engine
 
     @property
     def is_ready(self) -> bool:
@@ -167,6 +179,26 @@ class AsyncLLM:
             self._thread.join()
         self._forget_loss()
 
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """`stop`, and give everything back: KV memory, threads, weights, rank processes. A LoadedModel stays loaded.
+
+        A second time does nothing. What is asked afterwards raises CapacityError. On an event loop use `async with`.
+        """
+        if self._held.is_closed:
+            return
+        self.stop(drain_s=drain_s)
+        if self._memory is not None:
+            self._memory.join()
+        self._held.close()
+
+    async def __aenter__(self) -> Self:
+        if self._thread is None:
+            self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
     async def generate(
         self,
         prompt: Prompt,
@@ -178,15 +210,18 @@ class AsyncLLM:
         adapter: str | AdapterRef | None = None,
         arrival_s: float | None = None,
         pooling: Pooling | None = None,
+        trace: str | None = None,
     ) -> RequestHandle:
         """Submit a request and return its handle once the engine has taken it. pooling: for its state and no tokens.
+
+        trace: the W3C traceparent of its span, where somebody follows it.
 
         adapter: the name of a loaded adapter, or what `Adapters.find` gave for it.
         arrival_s: when the request came in, on this engine's clock (default now), so that TTFT includes its rendering.
         Raises RequestError for a bad request, CapacityError when draining or when the waiting line is full.
         """
         if not self.is_ready:
-            state = "draining" if self.is_draining else "not running"
+            state = "closed" if self._held.is_closed else "draining" if self.is_draining else "not running"
             raise CapacityError(f"the engine is {state} and takes no new requests", hint="try again elsewhere or later")
         arrival_s = self.engine.clock.now_s() if arrival_s is None else arrival_s
         # tokenising a long prompt or compiling a grammar takes time that other streams must not wait for
@@ -200,6 +235,7 @@ class AsyncLLM:
             cache_salt=cache_salt,
             adapter=adapter,
             pooling=pooling,
+            trace=trace,
         )
         loop = asyncio.get_running_loop()
         handle = RequestHandle(request, lambda: self.abort(request.request_id))
@@ -214,7 +250,8 @@ class AsyncLLM:
 
     def abort(self, request_id: str) -> None:
         """End a request, in any state; its handle gets the last deltas. Unknown ids are ignored."""
-        self._post(lambda: self.engine.abort(request_id))
+        if not self._held.is_closed:
+            self._post(lambda: self.engine.abort(request_id))
 
     async def load_lora(self, name: str, path: str | Path, *, replaces: bool = False) -> None:
         """Load an adapter from its folder while requests run. LoadError, ConfigError, CapacityError."""

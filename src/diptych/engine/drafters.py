@@ -34,6 +34,7 @@ from diptych.models.heads import EagleSpec, MedusaSpec, read_eagle, read_medusa
 
 logger = logging.getLogger("diptych.engine")
 
+_LEARNED_ALL, _LEARNED_EVERY = 64, 8  # forwards of a drafter
 MOST_SEQUENCES = 64  # that drafts are made for in one step; more leave no rows to fill
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 # the drafters that ship beside a bundled model
@@ -50,6 +51,7 @@ class OpenDrafter(ABC):
     config: EngineConfig
     kind: str = ""
     times: StepTimeModel = field(default_factory=StepTimeModel)  # of its own forwards
+    _n_forwards: int = 0
 
     @property
     def most_drafts(self) -> int:
@@ -83,6 +85,12 @@ class OpenDrafter(ABC):
         """Seconds that it takes in a step of this shape for so many drafts of each decode chunk: a forward for each depth."""
         n = sum(depth > 0 for depth in depths)
         return max(depths) * self._forward_s(shape, n) if n else 0.0
+
+    def learn(self, shape: StepShape, measured_s: float) -> None:
+        """A forward of it took so long. To learn takes as long as a small head, so of many forwards some are enough."""
+        self._n_forwards += 1
+        if self._n_forwards <= _LEARNED_ALL or self._n_forwards % _LEARNED_EVERY == 0:
+            self.times.observe(shape, measured_s)
 
     def _forward_s(self, shape: StepShape, n: int) -> float:
         context_tokens = shape.decode_context_tokens // max(1, shape.decode_tokens)
@@ -118,7 +126,7 @@ class OpenDraftModel(OpenDrafter):
         self.model.warm_up(store.kv)
         most_rows = self.config.scheduler.max_step_tokens
         return DraftModel(
-            self.model, store, sampler, most_rows=most_rows, clock=clock, observe=self.times.observe,
+            self.model, store, sampler, most_rows=most_rows, clock=clock, observe=self.learn,
             vocab_size=self.vocab_size,
         )  # fmt: skip
 
@@ -156,7 +164,7 @@ class OpenEagle(OpenDrafter):
                 )
         return EagleDrafter(
             self.model, self._store(n_blocks), sampler, taps=eagle.taps, fuse=fuse, again=again, tokens_of=tokens_of,
-            vocab_size=self.vocab_size, clock=clock, observe=self.times.observe,
+            vocab_size=self.vocab_size, clock=clock, observe=self.learn,
         )  # fmt: skip
 
 
@@ -187,7 +195,7 @@ class OpenMedusa(OpenDrafter):
         kv = self.model.make_kv(1, self.config.block_tokens)
         return MedusaDrafter(
             self.model, kv, sampler, n_heads=self.medusa.n_heads, taps=self.taps, fuse=self.fuse, clock=clock,
-            observe=self.times.observe,
+            observe=self.learn,
         )  # fmt: skip
 
     def price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
@@ -210,6 +218,7 @@ def open_drafter(
     if kind not in MODEL_DRAFTERS:
         return None
     folder = _folder(config, kind, directory)
+    config = replace(config, compute=_in_one_process(config.compute))
     if kind == "draft":
         opened = _open_model(config, target, folder, tokenizer)
     else:
@@ -223,6 +232,12 @@ def open_drafter(
     opened.kind = kind
     logger.info("drafter loaded kind=%s path=%s parameters=%d", kind, folder, opened.model.n_parameters)
     return opened
+
+
+def _in_one_process(compute: ComputeConfig) -> ComputeConfig:
+    """A drafter runs on the first rank alone: what it guesses is the same, and a small forward is not worth its meetings."""
+    threads = None if compute.threads is None else compute.threads // compute.tp
+    return replace(compute, tp=1, threads=threads)
 
 
 def _without_folder(directory: Path | None) -> str:

@@ -21,6 +21,8 @@ from diptych.ground.step import Chunk, ChunkResult, StepPlan
 
 logger = logging.getLogger("diptych.engine")
 
+_MOST_MISSED = 64  # steps
+
 
 class Observe(Protocol):
     """Learns how long a drafter took in a step of this shape."""
@@ -44,11 +46,35 @@ class Drafting:
         self._vocab_size = vocab_size
         self._observe = observe
         self._has_worked = False  # in this step
+        self._missed: list[
+            tuple[tuple[Chunk, ...], tuple[ChunkResult, ...]]
+        ] = []  # steps that nobody has told it of yet
         self.failures = 0
         self.refused_tokens = 0
 
+    def is_asked(self, plan: StepPlan) -> bool:
+        """Whether it is to read or guess behind any chunk of the step. Where it is not, `miss` is all it hears of it."""
+        if self._drafter is None:
+            return False
+        return any(chunk.wanted_drafts is not None for chunk in plan.chunks)
+
+    def miss(self, plan: StepPlan, results: tuple[ChunkResult, ...]) -> None:
+        """What a step gave that it was not asked about. It is told when it is needed: most steps need not notice it."""
+        if self._drafter is not None:
+            self._missed.append((plan.chunks, results))
+            if len(self._missed) >= _MOST_MISSED:
+                self._guard(self._catch_up)
+
+    def _catch_up(self) -> None:
+        missed, self._missed = self._missed, []
+        if self._drafter is not None:
+            for chunks, results in missed:
+                self._drafter.follow(chunks, [result.token_ids for result in results])
+
     def taps_of(self, plan: StepPlan) -> Taps | None:
         """What the drafter reads of the model in this step; None where that is nothing."""
+        if not self._guard(self._catch_up):
+            return None
         drafter = self._drafter
         if drafter is None or not drafter.taps:
             return None
@@ -61,11 +87,12 @@ class Drafting:
 
     def follow(self, plan: StepPlan) -> None:
         """Sequences that ended and began, and the step's copies."""
-        if self._drafter is None:
+        if self._drafter is None or not (plan.ended_seq_ids or plan.starts or plan.copies):
             return
         drafter = self._drafter
 
         def tell() -> None:
+            self._catch_up()
             for seq_id in plan.ended_seq_ids:
                 drafter.end(seq_id)
             for start in plan.starts:
@@ -82,14 +109,12 @@ class Drafting:
         tables_of: Callable[[Iterable[int]], np.ndarray],
         taps: Taps | None = None,
     ) -> tuple[ChunkResult, ...]:
-        """The step's results with the drafts that their chunks wanted. tables_of: the block tables of sequences."""
+        """The results of a step in which it is asked, with the drafts that chunks wanted. tables_of: sequences' tables."""
         drafter = self._drafter
         if drafter is None:
             return results
         given = [result.token_ids for result in results]
         if not self._guard(lambda: drafter.follow(plan.chunks, given)):
-            return results
-        if all(chunk.wanted_drafts is None for chunk in plan.chunks):
             return results
         chunks = [
             chunk if result.error is None and not result.is_complete else chunk._replace(wanted_drafts=None)
@@ -143,7 +168,7 @@ class Drafting:
             call()
         except Exception as error:
             self.failures += 1
-            self._drafter = None
+            self._drafter, self._missed = None, []
             logger.warning("drafter switched off, answers go on without: %s: %s", type(error).__name__, error)
             logger.debug("drafter failed", exc_info=error)
             return False

@@ -27,7 +27,14 @@ from diptych.ground.bounds import Bound, ids, shown
 from diptych.ground.errors import PromptTooLong, RequestError, UnsupportedModel
 from diptych.ground.request import Pool, Pooling, SamplingParams, Segment
 from diptych.models.config import HfConfig
-from diptych.models.pooling import EmbeddingSpec, Reading, ScoringSpec, read_pooling, refuse_both_ways
+from diptych.models.pooling import (
+    EmbeddingSpec,
+    Reading,
+    ScoringSpec,
+    read_gguf_pooling,
+    read_pooling,
+    refuse_both_ways,
+)
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.engine")
@@ -283,7 +290,9 @@ def open_encoder(
     Raises UnsupportedModel for what cannot be had of it, LoadError.
     """
     config = HfConfig(dict(hf_config), path=str(directory / "config.json"))
-    said = read_pooling(directory, config) if directory.is_dir() and task != "generate" else None
+    said = None
+    if task != "generate":
+        said = read_pooling(directory, config) if directory.is_dir() else read_gguf_pooling(config)
     if task == "generate" and not spec.has_head:
         raise UnsupportedModel(f"{directory} has no output projection and can write no text", hint="leave --task out")
     if task == "embed":

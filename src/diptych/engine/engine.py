@@ -68,6 +68,10 @@ class Choice:
     is_finished: bool = False
 
 
+def ignore_delta(_: OutputDelta) -> None:
+    """Takes the deltas of a request that is over, or whose caller has left."""
+
+
 class OpenRequest:
     """Everything the engine holds of one request beyond control's ledger. Owned by the engine's thread."""
 
@@ -172,6 +176,7 @@ class Engine:
         self.book = EventBook()  # of every open request, and of every step
         self._listeners: list[Callable[[list[Event]], None]] = []
         self.on_submit: list[Callable[[OpenRequest], object]] = []  # called with every request that was taken
+        self.on_end: list[Callable[[OpenRequest], object]] = []  # and, once, when it is over
         self.stepper = Stepper(core, executor, clock, fold=self._publish, observe=observe)
 
     @property
@@ -218,6 +223,7 @@ class Engine:
         cache_salt: str | None = None,
         adapter: str | AdapterRef | None = None,
         pooling: Pooling | None = None,
+        trace: str | None = None,
     ) -> Request:
         """Turn a prompt into a Request, and compile its grammar. Safe on any thread; may take up to seconds.
 
@@ -239,6 +245,7 @@ class Engine:
             prediction_token_ids=self._prediction_ids(sampling),
             adapter=adapter if adapter is None or isinstance(adapter, AdapterRef) else self.adapters.find(adapter),
             pooling=pooling,
+            trace=trace,
         )
         ids("stop_token_ids", sampling.stop_token_ids, RequestError, n_ids=self._vocab_size)
         ids("logit_bias", sampling.logit_bias.keys(), RequestError, n_ids=self._vocab_size)
@@ -295,8 +302,11 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         opened = self._open.pop(request_id, None)
         self.book.take(request_id)
-        if opened is not None:
-            self._let_go(opened.request)
+        if opened is None:
+            return
+        self._let_go(opened.request)
+        for tell in self.on_end:
+            tell(opened)
 
     def _let_go(self, request: Request) -> None:
         if request.adapter is not None:
@@ -421,6 +431,10 @@ class Engine:
         if event.error is not None:
             opened.error = event.error
             logger.warning("request failed id=%s index=%d error=%s", event.request_id, event.index, event.error)
+        tell = opened.on_delta
         if opened.is_finished:
             self._forget(event.request_id)
-        opened.on_delta(delta)
+            opened.on_delta = (
+                ignore_delta  # who is told holds the request: with this the circle is open, and it goes at once
+            )
+        tell(delta)

@@ -67,6 +67,11 @@ class ModelExecutor:
         """Of the model; see `compute.model.Model`."""
         return self._model.lineage
 
+    @property
+    def block_bytes(self) -> int:
+        """Of one block over all layers, as it travels."""
+        return self._kv.header.block_bytes
+
     def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
         """The bytes of these blocks, for another engine; between steps."""
         return self._kv.export_blocks(block_ids)
@@ -90,7 +95,8 @@ class ModelExecutor:
                 self.drafting.follow(plan)
             batch = self._batch(plan)
             needs_logits = self._needs_logits(plan)
-            drafted = None if self.drafting is None else self.drafting.taps_of(plan)
+            asked = self.drafting if self.drafting is not None and self.drafting.is_asked(plan) else None
+            drafted = None if asked is None else asked.taps_of(plan)
             taps = self._with_last(plan, drafted)
             ends: dict[str, Any] = {} if taps is None else {"taps": taps}
             forward_s = self._clock.now_s()
@@ -105,11 +111,13 @@ class ModelExecutor:
             if taps is not drafted:
                 assert taps is not None
                 results = self._pooled(plan, results, taps, drafted)
-            if self.drafting is not None:
+            if asked is not None:
                 drawn_s = self._clock.now_s()
-                results = self.drafting.propose(plan, results, self._tables_of, drafted)
+                results = asked.propose(plan, results, self._tables_of, drafted)
                 draft_s = self._clock.now_s() - drawn_s
-                self.drafting.tell(plan, results, draft_s)
+                asked.tell(plan, results, draft_s)
+            elif self.drafting is not None:
+                self.drafting.miss(plan, results)
         except EngineError:
             raise
         except Exception as error:

@@ -11,17 +11,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from diptych.engine.encoded import Embedding, Scores, embedding, scores
 from diptych.engine.encoder import NO_TOKENS, Encoder, PooledPrompt, Text
-from diptych.engine.engine import Engine, OpenRequest, OutputDelta
+from diptych.engine.engine import Engine, OpenRequest, OutputDelta, ignore_delta
+from diptych.engine.holder import EngineHolder
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.bounds import entries
 from diptych.ground.config import EngineConfig
-from diptych.ground.errors import EngineError, RequestError
+from diptych.ground.errors import CapacityError, EngineError, RequestError
 from diptych.ground.events import Timings, Usage
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
@@ -83,8 +84,34 @@ class LLM:
         engine: one that is made already, such as one over a cluster's door.
         """
         self.loaded, self.config = opened(model, config, settings, progress)
-        self.engine = make_engine(self.loaded, self.config) if engine is None else engine
+        self._held = EngineHolder(
+            self.loaded,
+            make_engine(self.loaded, self.config) if engine is None else engine,
+            owns_model=not isinstance(model, LoadedModel),
+        )
         self._turns = threading.RLock()  # re-entrant, as on_delta may ask this engine something too
+        self._calls = 0  # that run, one within the other
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests. CapacityError after `close`."""
+        return self._held.engine
+
+    def close(self) -> None:
+        """Give everything back: KV memory, threads, weights, rank processes. A model given as a LoadedModel stays loaded.
+
+        Waits for other threads' calls; a second time does nothing. What is asked afterwards raises CapacityError.
+        """
+        with self._turns:
+            if self._calls > 0:
+                raise CapacityError("close was called by on_delta of a call that still runs", hint="close after it")
+            self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @classmethod
     def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> LLM:
@@ -218,6 +245,7 @@ class LLM:
     ) -> list[tuple[OpenRequest, list[OutputDelta]]]:
         deltas: list[list[OutputDelta]] = [[] for _ in requests]
         opened: list[OpenRequest] = []
+        self._calls += 1
         try:
             for number, request in enumerate(requests):
                 opened.append(self.engine.submit(request, _collector(number, deltas[number], on_delta)))
@@ -229,19 +257,17 @@ class LLM:
         except BaseException as error:
             # a refusal half-way, an error in on_delta, Ctrl-C at any moment: nothing of this call may stay in the engine
             for one in opened:
-                one.on_delta = _ignore
+                one.on_delta = ignore_delta
             self.engine.stepper.abort(error)
             self._abort(requests)
             raise
+        finally:
+            self._calls -= 1
         return list(zip(opened, deltas, strict=True))
 
     def _abort(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.engine.abort(request.request_id)
-
-
-def _ignore(_: OutputDelta) -> None:
-    """Takes the last deltas of a request whose caller has left."""
 
 
 def _collector(

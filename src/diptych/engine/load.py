@@ -17,6 +17,7 @@ from diptych.compute.sampler import Sampler
 from diptych.compute.structured import GrammarCompiler
 from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
+from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
@@ -295,12 +296,13 @@ def make_machinery(
         number = found.number
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
-    predict_s = step_time.predict_s if calibrated is None else calibrated.predict_s
+    predict_s = once_for_each(step_time.predict_s if calibrated is None else calibrated.predict_s)
     prices = DraftPrices(predict_s) if drafter is None else drafter.prices(predict_s)
 
     def observe(shape: StepShape, measured_s: float) -> None:
-        step_time.observe(shape, measured_s)
         prices.observe(shape, measured_s)
+        if calibrated is None:
+            step_time.observe(shape, measured_s)
 
     core = EngineCore(
         replace(scheduler, max_context_tokens=context, max_running_sequences=number),
@@ -329,6 +331,19 @@ def make_machinery(
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
     )  # fmt: skip
     return Machinery(core=core, executor=executor, observe=observe)
+
+
+def once_for_each(predict_s: Predict) -> Predict:
+    """The same, and what is asked of one shape again is remembered: what a step is predicted to take, several want to know."""
+    last: tuple[StepShape | None, float] = (None, 0.0)
+
+    def predict(shape: StepShape) -> float:
+        nonlocal last
+        if shape is not last[0]:
+            last = shape, predict_s(shape)
+        return last[1]
+
+    return predict
 
 
 def _tell_defaults(

@@ -22,6 +22,7 @@ BACKENDS = ("auto", "cpu", "torch")
 WEIGHT_FORMATS = ("auto", *ENGINE_WEIGHTS)
 KV_FORMATS = ("auto", *ENGINE_KV)
 LONGROPE_FACTORS = ("auto", "short", "long")
+ACTIVATIONS = ("auto", "int8")
 MODEL_DRAFTERS = ("draft", "medusa", "eagle")  # what the executor runs, from a checkpoint of their own
 TASKS = ("auto", "generate", "embed", "score")
 SPECULATE = ("off", "lookup", *MODEL_DRAFTERS, "auto")
@@ -76,7 +77,8 @@ class SchedulerConfig:
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves. speculate: who
     guesses tokens ahead (`control.speculation`; `MODEL_DRAFTERS` are run by the executor); it changes speed and no answer.
     max_draft_tokens: most guesses of one sequence and step. lookup_memory_tokens: recent answers that `lookup` knows beside the
-    sequence's own text, those with the same cache salt only; about 200 bytes each.
+    sequence's own text, those with the same cache salt only; about 200 bytes each. prefills_alone: a step with prompts holds
+    nothing else, and comes before decode; as other engines do, for the simulator.
     """
 
     max_step_tokens: int = 2048
@@ -89,6 +91,7 @@ class SchedulerConfig:
     speculate: str = "off"
     lookup_memory_tokens: int = 0
     max_draft_tokens: int = 16
+    prefills_alone: bool = False
 
     def __post_init__(self) -> None:
         """Refuse impossible limits."""
@@ -120,6 +123,9 @@ class ComputeConfig:
     (cores of one NUMA node after the other), nodes such as `0` or `0,1`, or `off` (not pinned at all). instruction_set: the
     cpu backend's kernel set, `auto` being the best that this processor runs; other names are checked when the model is loaded.
     tp: processes (ranks) that divide the outputs of every projection, on one machine; threads are those of all of them.
+    tp_address: HOST:PORT where rank 0 listens for ranks on other machines, one on each; threads are then those of this one.
+    activations: what meets 8-bit weights that somebody else quantised; auto: 15 bits, which cost no more than a tenth of what
+    those weights lost, and up to twice the time of prefill; int8: 8 bits.
     longrope: which factors turn keys in models that have two sets; auto: long beyond the trained length, else short.
     """
 
@@ -131,7 +137,9 @@ class ComputeConfig:
     instruction_set: str = "auto"
     numa: str = "auto"
     longrope: str = "auto"
+    activations: str = "auto"
     tp: int = 1
+    tp_address: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse unknown names."""
@@ -139,6 +147,7 @@ class ComputeConfig:
         one_of("weights", self.weights, WEIGHT_FORMATS)
         one_of("kv", self.kv, KV_FORMATS)
         one_of("longrope", self.longrope, LONGROPE_FACTORS)
+        one_of("activations", self.activations, ACTIVATIONS)
         if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             hint = "a CUDA device is named cuda, or cuda:0 where there are several"
             raise ConfigError(f"device is {shown(self.device)}; it must be auto, cpu, cuda or cuda:N", hint=hint)
@@ -153,6 +162,13 @@ class ComputeConfig:
                 f"tp is {self.tp}, and the torch backend computes in one process",
                 hint="use --backend cpu, or leave tp out",
             )
+        if self.tp_address is not None:
+            host_and_port(self.tp_address)
+            if self.tp == 1:
+                raise ConfigError(
+                    f"tp_address is {self.tp_address!r} and tp is 1",
+                    hint="tp is the number of machines, this one included",
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,21 +202,6 @@ class EngineConfig:
         one_of("task", self.task, TASKS)
         self._check_draft_model()
         self._check_loras()
-        self._check_ranks()
-
-    def _check_ranks(self) -> None:
-        """What is computed beside or within the projections has to be in one process."""
-        tp = self.compute.tp
-        if tp > 1 and self.scheduler.speculate in MODEL_DRAFTERS:
-            raise ConfigError(
-                f"speculate is {self.scheduler.speculate!r} and tp is {tp}; drafters with weights run beside one process only",
-                hint="speculate with lookup, or leave tp out",
-            )
-        if tp > 1 and self.loras:
-            raise ConfigError(
-                f"loras has {len(self.loras)} adapters and tp is {tp}; adapters are computed in one process only",
-                hint="leave tp out, or merge the adapter into the weights and load those",
-            )
 
     def _check_loras(self) -> None:
         """Names and paths, no more of them than may be loaded."""
@@ -281,6 +282,14 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless value is one of choices."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} is {shown(value)}; it must be one of {', '.join(choices)}")
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of HOST:PORT; ConfigError for anything else."""
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ConfigError(f"tp_address is {shown(address)}; it must be HOST:PORT, such as 10.0.0.1:29500")
+    return host, int(port)
 
 
 def numa_nodes(numa: str) -> tuple[int, ...]:

@@ -48,7 +48,8 @@ FORMATS: dict[str, NumberFormat] = {
 }
 
 KEPT_GRIDS = ("signed", "zeros", "minima", "iq4_nl", "e2m1")
-GROUPS = (128, 64, 32)  # that the kernels have, the cheapest first
+GROUPS = (128, 64, 32, 16)  # that the kernels have, the cheapest first
+WIDE_BITS = 6  # of codes that rows of 8 bits would cost more than their own rounding did (numbers in LAB.md)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,8 @@ class KeptFormat:
 
     group: inputs that share a scale of type `scale` (f16, bf16, f32). grid: what a code q stands for, over s the scale:
     signed s (q - 8) or s (q - 128), zeros s (q - z) with z of 8 bits, minima s q + m with m of 32, or one of two tables.
-    int8 has a scale per row, in fp32, and neither group nor grid.
+    int8 has a scale per row, in fp32, and neither group nor grid. is_wide (group8): it meets rows of 15 bits, in two halves,
+    instead of 8.
 
     >>> KeptFormat.named("group4-g128-f16-zeros").number.bytes * 8
     4.1875
@@ -67,24 +69,26 @@ class KeptFormat:
     group: int = 0
     scale: str = "f32"
     grid: str = "signed"
+    is_wide: bool = False
 
     @property
     def name(self) -> str:
         """Everything about it in a word."""
         if self.kind == "int8":
             return self.kind
-        return f"{self.kind}-g{self.group}-{self.scale}" + ("" if self.grid == "signed" else f"-{self.grid}")
+        grid = "" if self.grid == "signed" else f"-{self.grid}"
+        return f"{self.kind}-g{self.group}-{self.scale}{grid}{'-wide' if self.is_wide else ''}"
 
     @classmethod
     def named(cls, name: str) -> KeptFormat:
         """The format of that name. ValueError where there is none."""
-        kind, *rest = name.split("-")
+        kind, *rest = name.removesuffix("-wide").split("-")
         if kind == "int8" and not rest:
             return cls(kind=kind)
-        grid = rest[2] if len(rest) == 3 else "signed"
+        grid, is_wide = rest[2] if len(rest) == 3 else "signed", name.endswith("-wide")
         if kind not in ("group4", "group8") or len(rest) not in (2, 3) or grid not in KEPT_GRIDS:
             raise ValueError(f"{name!r} names no format of kept weights")
-        return cls(kind=kind, group=int(rest[0].removeprefix("g")), scale=rest[1], grid=grid)
+        return cls(kind=kind, group=int(rest[0].removeprefix("g")), scale=rest[1], grid=grid, is_wide=is_wide)
 
     @property
     def number(self) -> NumberFormat:
@@ -96,23 +100,39 @@ class KeptFormat:
         bits = 4 if self.kind == "group4" else 8
         return NumberFormat(name=self.name, bits=bits, group=self.group, group_bits=scale_bits + offset_bits)
 
+    @property
+    def rows(self) -> str:
+        """The form of the rows it multiplies, as the program names it."""
+        return self.kind if self.kind == "int8" else f"{'wide' if self.is_wide else 'group'}{self.group}"
 
-def _of_gguf(kind: str, scale: str, grid: str = "signed") -> KeptFormat:
-    return KeptFormat(kind=kind, group=32, scale=scale, grid=grid)
+    @property
+    def compute(self) -> str:
+        """The dtype in which its products are priced: two of int8 for each input take as long as one of bf16."""
+        return "bf16" if self.is_wide else "int8"
 
 
-# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`). Q4_K and Q5_K have scales of 16 bits times 6, which
-# fp32 holds. Q6_K, Q3_K and Q2_K have groups of 16 and the other types lie on lattices: nothing holds those.
+def _of_gguf(kind: str, scale: str, grid: str = "signed", *, group: int = 32, bits: int = 0) -> KeptFormat:
+    return KeptFormat(kind=kind, group=group, scale=scale, grid=grid, is_wide=bits >= WIDE_BITS)
+
+
+KEPT_MXFP4 = _of_gguf("group4", "bf16", "e2m1")
+
+# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`). Those of blocks of 256 have scales of 16 bits times 4
+# to 8, which fp32 holds. The other types lie on lattices or have three values: nothing holds those.
 GGUF_KEPT: dict[str, KeptFormat] = {
     "Q4_0": _of_gguf("group4", "f16"),
     "Q4_1": _of_gguf("group4", "f16", "minima"),
     "Q5_0": _of_gguf("group8", "f16"),
     "Q5_1": _of_gguf("group8", "f16", "minima"),
-    "Q8_0": _of_gguf("group8", "f16"),
+    "Q8_0": _of_gguf("group8", "f16", bits=8),
     "IQ4_NL": _of_gguf("group4", "f16", "iq4_nl"),
-    "MXFP4": _of_gguf("group4", "bf16", "e2m1"),
+    "MXFP4": KEPT_MXFP4,
     "Q4_K": _of_gguf("group4", "f32", "minima"),
     "Q5_K": _of_gguf("group8", "f32", "minima"),
+    "Q6_K": _of_gguf("group8", "f32", group=16, bits=6),
+    "Q3_K": _of_gguf("group4", "f32", group=16),
+    "Q2_K": _of_gguf("group4", "f32", "minima", group=16),
+    "IQ4_XS": _of_gguf("group4", "f32", "iq4_nl"),
 }
 
 
@@ -133,7 +153,10 @@ ENGINE_KV = ("fp32", "bf16", "int8", "fp8")
 
 def engine_weights(name: str) -> tuple[NumberFormat, str]:
     """As ENGINE_WEIGHTS, of kept formats too."""
-    return ENGINE_WEIGHTS.get(name) or (KeptFormat.named(name).number, "int8")
+    if name in ENGINE_WEIGHTS:
+        return ENGINE_WEIGHTS[name]
+    kept = KeptFormat.named(name)
+    return kept.number, kept.compute
 
 
 def head_format(weights: str) -> str:

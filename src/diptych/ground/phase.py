@@ -34,7 +34,7 @@ MOVES: dict[Status, frozenset[Status]] = {
     Status.PREFILL: frozenset({Status.DECODE, Status.SENDING, Status.WAITING, Status.FINISHED}),
     Status.DECODE: frozenset({Status.WAITING, Status.FINISHED}),
     Status.SENDING: frozenset({Status.FINISHED}),
-    Status.RECEIVING: frozenset({Status.WAITING, Status.DECODE, Status.FINISHED}),
+    Status.RECEIVING: frozenset({Status.WAITING, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
 

@@ -245,6 +245,7 @@ class Request:
     entries of different tenants apart. Higher `priority` is served sooner. prediction_token_ids: of `sampling.prediction`.
     adapter: None: the model as it is.
     pooling: states are wanted and no tokens; then of `sampling` nothing is used.
+    trace: the W3C traceparent of the span that this request is; None: nobody follows it.
 
     Raises RequestError for an impossible value; the prompt's ids are checked by whoever knows the vocabulary.
     """
@@ -260,6 +261,7 @@ class Request:
     prediction_token_ids: tuple[int, ...] = ()
     adapter: AdapterRef | None = None
     pooling: Pooling | None = None
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would go wrong only later, in the middle of others' work."""
@@ -278,4 +280,6 @@ class Request:
         return self.cache_salt if self.adapter is None else (self.adapter.revision, self.cache_salt)
 
 
+# of a prompt that is read for another engine: its token is not wanted, and may not end it
+READ_ONLY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 _ARRIVAL = Bound(float, -1e12, 1e12, "when the request came in, on the engine's clock")

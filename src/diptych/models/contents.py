@@ -15,19 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import GGUF_KEPT
+from diptych.ground.formats import GGUF_KEPT, KEPT_MXFP4
 from diptych.models.config import HfConfig, read_json
-from diptych.models.gguf import ROPE_TENSOR
-from diptych.models.gguf_file import find_gguf, open_gguf
+from diptych.models.gguf import ROPE_TENSOR, is_beside
+from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
 from diptych.models.quantised import Quantisation, quantisation_of
 from diptych.models.stored import safetensors_header
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
-    ("vision", "other"), ("multi_modal", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"),
+    ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
+    ("rope_f", "positions"), ("rotary_emb", "positions"),
     ("embed_tokens", "embedding"), ("token_embd", "embedding"), ("wte", "embedding"), ("lm_head", "head"),
-    ("norm", "norms"), ("layernorm", "norms"), ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"),
-    ("mlp.gate.", "router"), ("moe.gate.", "router"), ("gate_inp", "router"), ("attn", "attention"), ("mlp", "mlp"),
+    ("norm", "norms"), ("layernorm", "norms"), ("gate_inp", "router"), ("exp_probs", "router"),
+    ("experts", "experts"), ("_exps", "experts"), ("_shexp", "experts"), ("mlp.gate.", "router"),
+    ("moe.gate.", "router"), ("attn", "attention"), ("mlp", "mlp"),
     ("ffn", "mlp"), ("output.weight", "head"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "mlp", "router", "experts", "norms", "positions", "other")
@@ -37,6 +39,7 @@ CODES = (".qweight", ".weight_packed")
 BESIDE = (".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx",
           ".weight_scale_inv", ".input_scale")  # fmt: skip
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter
+INPUT_ORDER = "|order"  # likewise: in which order a weight has its inputs
 PACKED = "packed:"  # what `diptych quantize` writes before the names of the tensors that it packed together
 
 
@@ -84,9 +87,12 @@ def contents_of(path: Path) -> Contents:
     is_own = (
         isinstance(raw.get("quantization_config"), dict) and raw["quantization_config"].get("quant_method") == "diptych"
     )
-    how = None if is_own else quantisation_of(HfConfig(raw, path=str(config)))
+    parsed = HfConfig(raw, path=str(config))
+    how = None if is_own or parsed.is_mxfp4 else quantisation_of(parsed)
     entries = (entry for file in files for entry in _safetensors(file, how))
     contents = _contents("safetensors", files, sum(file.stat().st_size for file in files), entries)
+    if parsed.is_mxfp4:
+        return replace(contents, kept=KEPT_MXFP4.name)
     return contents if how is None or how.kept is None else replace(contents, kept=how.kept.name)
 
 
@@ -95,7 +101,7 @@ Entry = tuple[str, str, int, int]  # name, stored type, parameters, bytes
 
 def _gguf(path: Path) -> Contents:
     file = open_gguf(path)
-    entries = ((t.name, t.type.name, math.prod(t.shape), t.nbytes) for t in file.tensors.values())
+    entries = ((_named(t.name, file), t.type.name, math.prod(t.shape), t.nbytes) for t in file.tensors.values())
     contents = _contents("GGUF", list(file.paths), file.file_bytes, entries)
     layers: Counter[str] = Counter()
     for tensor in file.tensors.values():
@@ -103,6 +109,11 @@ def _gguf(path: Path) -> Contents:
             layers[tensor.type.name] += math.prod(tensor.shape)
     kept = GGUF_KEPT.get(layers.most_common(1)[0][0]) if layers else None
     return contents if kept is None else replace(contents, kept=kept.name)
+
+
+def _named(name: str, file: GgufFile) -> str:
+    """A tensor's name, by which those of layers that only draft are known as such."""
+    return f"nextn.{name}" if is_beside(name, file) and not ROPE_TENSOR.match(name) else name
 
 
 def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
@@ -115,11 +126,15 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             nbytes, count, stored = int(end) - int(begin), math.prod(tensor["shape"]), str(tensor["dtype"])
         except (KeyError, TypeError, ValueError) as error:
             raise LoadError(f"tensor {name} in {path} has no shape, type or place: {error}") from None
-        if name.endswith(EXPONENTS):
+        if name.endswith((EXPONENTS, INPUT_ORDER)):
             count, stored = 0, "balance"
         elif name.startswith(PACKED):
             count = sum(math.prod(packed.get(one, (0,))) for one in name.removeprefix(PACKED).split("+"))
             stored = f"packed {8 * nbytes / max(1, count):.2g} bit"
+        elif name.endswith("_blocks") and stored == "U8":
+            count, stored = 2 * count, "MXFP4"
+        elif name.endswith("_scales") and stored == "U8":
+            count, stored = 0, "MXFP4 scales"
         elif how is not None and name.endswith(CODES) and stored == "I32":
             count, stored = count * 32 // (how.bits or 4), f"{how.method} {how.bits or 4} bit"
         elif how is not None and name.endswith(BESIDE):  # scales and zeros are no parameters

@@ -53,6 +53,10 @@ COHERE = {**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_siz
           "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
 LAYER_NORM_EPS = {"layer_norm_eps": "rms_norm_eps"}
 CAUSAL = {"use_bidirectional_attention": (None, False)}
+BESIDE_VISION: dict[str, Any] = {
+    "prefixes": ("model.", "language_model.model.", "model.language_model."),
+    "ignored": ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
+}
 NOT_GATED: dict[str, Any] = {"is_run": False, "is_gated": False, "has_norm_bias": True}
 ALL_BIASES: dict[str, Any] = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 BY_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
@@ -76,6 +80,48 @@ FAMILIES: tuple[Family, ...] = (
         architectures=("MistralForCausalLM",),
         keys={**USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
               "sliding_window": 4096},
+        **BESIDE_VISION,
+    ),
+    Family(
+        name="ministral",
+        architectures=("MinistralForCausalLM",),
+        keys={**USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "sliding_window": 4096, "layer_types": None},
+    ),
+    # queries are scaled by their position from original_max_position_embeddings on: run up to there
+    Family(
+        name="ministral3",
+        architectures=("Ministral3ForCausalLM",),
+        keys={**USUAL, "vocab_size": 131_072, "intermediate_size": 14_336, "num_hidden_layers": 34,
+              "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5,
+              "sliding_window": None, "rope_parameters": {
+                  "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                  "original_max_position_embeddings": 16_384, "mscale": 1.0, "mscale_all_dim": 1.0,
+                  "llama_4_scaling_beta": 0.1}},
+        **BESIDE_VISION,
+    ),
+    Family(
+        name="internlm3",
+        architectures=("InternLM3ForCausalLM",),
+        built_as="LlamaForCausalLM",
+        keys={**USUAL, "vocab_size": 128_512, "intermediate_size": 10_240, "num_hidden_layers": 48, "head_dim": 128,
+              "num_key_value_heads": 2, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "attention_bias": False,
+              "mlp_bias": False},
+        renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        qkv_bias="attention_bias",
+        o_bias="mlp_bias",
+        mlp_bias="mlp_bias",
+    ),
+    # neighbouring dimensions turn together
+    Family(
+        name="helium",
+        architectures=("HeliumForCausalLM",),
+        keys={**USUAL, "vocab_size": 48_000, "hidden_size": 2560, "intermediate_size": 7040, "num_hidden_layers": 24,
+              "num_attention_heads": 20, "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096,
+              "rms_norm_eps": 1e-8, "rope_theta": 100_000.0, "attention_bias": False, "mlp_bias": False},
+        is_interleaved=True,
+        qkv_bias="attention_bias",
+        mlp_bias="mlp_bias",
     ),
     # Qwen2, Qwen2.5: biases on q, k and v; a window on the later layers when switched on
     Family(name="qwen2", architectures=("Qwen2ForCausalLM",), keys={**QWEN, **QWEN_WINDOWS}, qkv_bias=True),
@@ -109,6 +155,18 @@ FAMILIES: tuple[Family, ...] = (
         full_every=2,
         **BY_ATTENTION_BIAS,
     ),
+    # Gemma 2 without norms behind attention and MLP
+    Family(
+        name="vaultgemma",
+        architectures=("VaultGemmaForCausalLM",),
+        keys={**GEMMA_2, "vocab_size": 256_000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+              "final_logit_softcapping": 30.0},
+        norm_offset=1.0,
+        has_scaled_embedding=True,
+        full_every=2,
+        names=TensorNames(norms={Norms.BEFORE: ("input_layernorm", None, "pre_feedforward_layernorm", None)}),
+        **BY_ATTENTION_BIAS,
+    ),
     # the text part; of Gemma3ForConditionalGeneration too, whose vision tensors are left alone
     Family(
         name="gemma3_text",
@@ -123,8 +181,7 @@ FAMILIES: tuple[Family, ...] = (
         has_scaled_embedding=True,
         qk_norm=QkNorm.HEAD,
         local_theta="rope_local_base_freq",
-        prefixes=("model.", "language_model.model.", "model.language_model."),
-        ignored=("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
+        **BESIDE_VISION,
         **BY_ATTENTION_BIAS,
     ),
     Family(
@@ -134,6 +191,31 @@ FAMILIES: tuple[Family, ...] = (
         norms=Norms.AFTER,
         qk_norm=QkNorm.FULL,
         **BY_ATTENTION_BIAS,
+    ),
+    # windowed layers turn by the base alone
+    Family(
+        name="olmo3",
+        architectures=("Olmo3ForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "attention_bias": False, "rope_theta": 500_000.0,
+              "sliding_window": 4096, "layer_types": None},
+        norms=Norms.AFTER,
+        qk_norm=QkNorm.FULL,
+        full_every=4,
+        local_theta="rope_theta",
+        **BY_ATTENTION_BIAS,
+    ),
+    # where some layers are windowed, the others have no positions
+    Family(
+        name="exaone4",
+        architectures=("Exaone4ForCausalLM",),
+        keys={**USUAL, "vocab_size": 102_400, "intermediate_size": 16_384, "num_key_value_heads": 32,
+              "rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None},
+        fixed={"sliding_window_pattern": (None, 0, 4, "LLLG")},
+        norms=Norms.AFTER,
+        qk_norm=QkNorm.HEAD,
+        full_every=4,
+        turns_windowed_only=True,
+        turns_full_alone=True,
     ),
     # no rotary positions where no_rope_layers holds 0 (1 is for layers that do turn)
     Family(
@@ -205,6 +287,19 @@ FAMILIES: tuple[Family, ...] = (
                           stacked=("input_linear.weight", "output_linear.weight")),
         **BY_ATTENTION_BIAS,
     ),
+    # Granite's scales, logits multiplied, norms behind attention and MLP
+    Family(
+        name="hyperclovax",
+        architectures=("HyperCLOVAXForCausalLM",),
+        keys={**USUAL, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": None,
+              "logit_scale": 1.0, "attention_bias": False, "mlp_bias": False},
+        fixed={"use_post_norm": (True,)},
+        renamed={"logits_scaling": "logit_scale"},
+        norms=Norms.AROUND,
+        mlp_bias="mlp_bias",
+        names=TensorNames(norms={Norms.AROUND: ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")}),
+        **BY_ATTENTION_BIAS,
+    ),
     # GLM-4: neighbouring dimensions turn together, half of each head
     Family(
         name="glm",
@@ -238,6 +333,31 @@ FAMILIES: tuple[Family, ...] = (
         qk_norm=QkNorm.HEAD,
         qk_norm_key="use_qk_norm",
         **CHOSEN_BY_SIGMOID,
+    ),
+    Family(
+        name="solar_open",
+        architectures=("SolarOpenForCausalLM",),
+        keys={**USUAL, "vocab_size": 196_608, "intermediate_size": None, "num_hidden_layers": 48, "head_dim": 128,
+              "num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "attention_bias": False, "moe_intermediate_size": 1280,
+              "num_experts_per_tok": 8, "n_shared_experts": 1, "num_experts": 128, "routed_scaling_factor": 1.0,
+              "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        renamed={"n_routed_experts": "num_experts"},
+        qkv_bias="attention_bias",
+        **CHOSEN_BY_SIGMOID,
+    ),
+    Family(
+        name="dots1",
+        architectures=("Dots1ForCausalLM",),
+        keys={**USUAL, "vocab_size": 152_064, "hidden_size": 4608, "intermediate_size": 10_944, "num_hidden_layers": 62,
+              "moe_intermediate_size": 1408, "num_key_value_heads": 32, "num_experts": None, "n_shared_experts": None,
+              "num_experts_per_tok": None, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1,
+              "norm_topk_prob": False, "routed_scaling_factor": 1.0, "attention_bias": False, "sliding_window": 4096,
+              "max_window_layers": 62, "layer_types": None},
+        renamed={"n_routed_experts": "num_experts"},
+        qk_norm=QkNorm.HEAD,
+        **CHOSEN_BY_SIGMOID,
+        **BY_ATTENTION_BIAS,
     ),
     # Command-R and Aya; R+ norms each head of q and k by weights of its own, which no op here does
     Family(
@@ -368,6 +488,32 @@ FAMILIES: tuple[Family, ...] = (
         o_bias="attention_bias",
         **CHOSEN_BY_SIGMOID,
     ),
+    # GLM-4.7-Flash
+    Family(
+        name="glm4_moe_lite",
+        architectures=("Glm4MoeLiteForCausalLM",),
+        keys={**LATENT, "vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240,
+              "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+              "num_key_value_heads": 20, "q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192,
+              "num_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4,
+              "norm_topk_prob": True, "max_position_embeddings": 202_752, "rms_norm_eps": 1e-5,
+              "rope_interleave": True, "first_k_dense_replace": 1, "mlp_layer_types": None},
+        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+        renamed={"n_routed_experts": "num_experts", "num_local_experts": "num_experts"},
+        is_interleaved="rope_interleave",
+        o_bias="attention_bias",
+        **CHOSEN_BY_SIGMOID,
+    ),
+    # Youtu-LLM: latent attention without experts
+    Family(
+        name="youtu",
+        architectures=("YoutuForCausalLM",),
+        keys={**LATENT, "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
+              "num_key_value_heads": 16, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+              "rope_interleave": True},
+        is_interleaved="rope_interleave",
+        o_bias="attention_bias",
+    ),
     # ---- priced, not run -------------------------------------------------------------------------------------------
     Family(
         name="minimax_m2",
@@ -438,5 +584,7 @@ FAMILIES: tuple[Family, ...] = (
 
 BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
-SUPPORTED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if family.is_run)
+# wrappers around decoders of more than one family, which the text_config names
+WRAPPERS: tuple[str, ...] = ("Mistral3ForConditionalGeneration",)
+SUPPORTED: tuple[str, ...] = (*(name for name, family in BY_ARCHITECTURE.items() if family.is_run), *WRAPPERS)
 PRICED: tuple[str, ...] = tuple(name for name, family in BY_ARCHITECTURE.items() if not family.is_run)

@@ -60,8 +60,9 @@ class Family:
     renamed: this class's name of a key -> the name used here. full_every: without layer_types, every so many-th layer
     attends to everything. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
     longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
-    positions. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether
-    attention and MLP run side by side, with the norm that `Norms.PARALLEL` has.
+    positions; turns_full_alone: unless all do. positions_offset: learned positions, and how many come first.
+    parallel_key: the key that says whether attention and MLP run side by side, with the norm that `Norms.PARALLEL` has.
+    built_as: the class of another family with which transformers builds this one.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -71,6 +72,7 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     more_model_types: tuple[str, ...] = ()
+    built_as: str | None = None
     is_run: bool = True
     norms: Norms = Norms.BEFORE
     parallel_key: str | None = None
@@ -93,6 +95,7 @@ class Family:
     longrope_names: tuple[str, ...] = ("su",)
     is_interleaved: bool | str = False
     turns_windowed_only: bool = False
+    turns_full_alone: bool = False
     positions_offset: int | None = None
     renormalises: bool | str = "norm_topk_prob"
     scores: Scores = Scores.SOFTMAX

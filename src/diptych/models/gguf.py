@@ -15,13 +15,13 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
-from diptych.models.gguf_file import GgufArray, GgufFile, open_gguf
+from diptych.models.gguf_file import GgufArray, GgufFile, GgufTensor, open_gguf
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
 
@@ -35,27 +35,39 @@ USUAL: dict[str, str] = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
-NEEDED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
-          "attention.layer_norm_rms_epsilon")  # fmt: skip
+NEEDED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+LAYER_NORM = (
+    "attention.layer_norm_epsilon"  # in place of attention.layer_norm_rms_epsilon where norms take the mean away
+)
 WINDOWED = {"attention.sliding_window": "sliding_window"}
 CAPPED = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 EXPERT_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+GROUPED = {**EXPERTS, **EXPERT_WIDTH, "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+           "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
+           "expert_weights_norm": "norm_topk_prob", "leading_dense_block_count": "first_k_dense_replace"}  # fmt: skip
+SCALED = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+          "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}  # fmt: skip
+LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+          "attention.value_length_mla": "v_head_dim", "rope.scaling.yarn_log_multiplier": ""}  # fmt: skip
+UNGROUPED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0,
+                             "norm_topk_prob": False, "first_k_dense_replace": 0}  # fmt: skip
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func; 0 or none: as the architecture always has it
 # read by `read_config` itself, or without influence on what a token's logits are
 ALSO_READ = frozenset((
     "vocab_size", "attention.value_length", "attention.sliding_window_pattern", "rope.dimension_count", "attention.causal",
     "rope.freq_base_swa", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
     "rope.scaling.finetuned", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "rope.scale_linear", "tensor_data_layout",
+    "rope.scaling.yarn_beta_slow", "rope.scale_linear", "tensor_data_layout", "attention.key_length_mla",
+    "nextn_predict_layers", "pooling_type",
 ))  # fmt: skip
 # change the mathematics, and no architecture here reads them -> the values that say: as usual
 CHANGING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "attention.scale", "attention.output_scale",
-                     "attention.value_scale", "expert_weights_scale"), (0.0, 1.0)),
+                     "attention.value_scale", "expert_weights_scale", "expert_weights_norm"), (0.0, 1.0)),
     **dict.fromkeys(("expert_group_count", "expert_group_used_count", "expert_gating_func"), (0, 1)),
     **dict.fromkeys((
         "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale", "attention.kv_lora_rank",
@@ -63,7 +75,7 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {
         "attention.recurrent_layers", "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
         "router_logit_softcapping", "expert_count", "expert_shared_count", "expert_shared_feed_forward_length",
         "leading_dense_block_count", "moe_every_n_layers", "interleave_moe_layer_step", "full_attention_interval",
-        "use_parallel_residual", "ssm.state_size", "nextn_predict_layers", "swin_norm", "num_loops", "pooling_type",
+        "use_parallel_residual", "ssm.state_size", "swin_norm", "num_loops", "attention.value_length_mla",
         "rope.dimension_sections", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor",
     ), (0,)),
 }  # fmt: skip
@@ -71,71 +83,204 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {
 BEFORE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 AROUND = {**AFTER, "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm"}
+BEHIND = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}  # BEFORE by a newer name
+AROUND_GLM = {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
+              "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
     """What `general.architecture` names. keys: read beside USUAL; fixed: of the config, always; norms: names in a layer.
 
+    values: what keys may say that change the mathematics and become none of the config's. present: flags of the config by
+    the tensor whose presence says so; absent: by the one whose absence does. eps: the key of the norms' epsilon.
     is_permuted: rows of q and k lie in the order of llama.cpp's own rotation. norm_added: by the converter to every norm.
-    may_have_biases: where the file has some. wide_layers: of the one size whose scores are scaled otherwise.
+    window_every: every so many-th layer attends to everything where the file does not say which.
+    wide_layers: of the one size whose scores are scaled otherwise. yarn: what the family's yarn has beside the file's.
     """
 
     architecture: str
     keys: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
+    present: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
+    eps: str = "attention.layer_norm_rms_epsilon"
     is_permuted: bool = False
     norm_added: float = 0.0
-    may_have_biases: bool = False
+    window_every: int | None = None
     wide_layers: int | None = None
+    yarn: Mapping[str, Any] = field(default_factory=dict)
 
 
 IN_LAYER = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
+    "self_attn.k_norm": "attn_k_norm", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
 AT_THE_ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
 }
+# tensors that a checkpoint names without an ending, or with another
+ODD_ENDINGS = {
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+}
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
-LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
+LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
 ONE_EXPERT = re.compile(r"^(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)$")
+SHARED_EXPERTS = re.compile(r"^mlp\.shared_experts?\.(\w+)$")
+# one head's matrix, queries to latents or latents to values, of those that are stacked here
+LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
+# their names of tensors that may lie stacked along their rows in another, and which part of it they are
+JOINED = {
+    "attn_q": ("attn_qkv", "first"), "attn_k": ("attn_qkv", "second to last"), "attn_v": ("attn_qkv", "last"),
+    "ffn_gate_exps": ("ffn_gate_up_exps", "first"), "ffn_up_exps": ("ffn_gate_up_exps", "last"),
+}  # fmt: skip
 # what a rotation divides its frequencies by: Llama 3's own scaling, and the two sets of Phi 3
 ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+BLOCK = re.compile(r"^blk\.(\d+)\.")
 ROPE_TENSOR = re.compile(r"^(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight$")
 
-LLAMA = GgufArchitecture(architecture="LlamaForCausalLM", is_permuted=True, may_have_biases=True)
+Q_BIAS, O_BIAS, UP_BIAS = "attn_q.bias", "attn_output.bias", "ffn_up.bias"
+LLAMA = GgufArchitecture(
+    architecture="LlamaForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
+)
 MIXTRAL = GgufArchitecture(architecture="MixtralForCausalLM", keys=EXPERTS, is_permuted=True)
 GEMMA: dict[str, Any] = {"keys": {**WINDOWED, **CAPPED}, "norms": AROUND, "norm_added": 1.0}
+# a Granite without positions says so where others say how they were trained
+GRANITE: dict[str, Any] = {"is_permuted": True, "values": {"rope.scaling.finetuned": (True,)}}
+COHERE: dict[str, Any] = {"eps": LAYER_NORM, "present": {"attention_bias": Q_BIAS}}
+DEEPSEEK_V2 = GgufArchitecture(
+    architecture="DeepseekV2ForCausalLM",
+    keys={**GROUPED, **LATENT},
+    fixed={**UNGROUPED, "q_lora_rank": None},
+    values={"expert_gating_func": (0, SOFTMAX)},
+    present={"attention_bias": "attn_kv_a_mqa.bias"},
+)
+YOUTU = GgufArchitecture(
+    architecture="YoutuForCausalLM",
+    keys={**LATENT, **dict.fromkeys(("expert_feed_forward_length", "leading_dense_block_count"), "")},
+    fixed={"q_lora_rank": None},
+    present={"attention_bias": "attn_kv_a_mqa.bias"},
+)
+OLMO2 = GgufArchitecture(architecture="Olmo2ForCausalLM", norms=AFTER)
+OLMO3 = GgufArchitecture(architecture="Olmo3ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4)
+DEEPSEEK_V3 = replace(DEEPSEEK_V2, architecture="DeepseekV3ForCausalLM", values={"expert_gating_func": (0, SIGMOID)})
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
     "llama": LLAMA,
+    "internlm2": LLAMA,
     "qwen2": GgufArchitecture(architecture="Qwen2ForCausalLM"),
+    "qwen2moe": GgufArchitecture(
+        architecture="Qwen2MoeForCausalLM",
+        keys={**EXPERTS, **EXPERT_WIDTH, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        present={"qkv_bias": Q_BIAS},
+    ),
     "qwen3": GgufArchitecture(architecture="Qwen3ForCausalLM"),
     # llama.cpp scales the chosen experts to sum to 1, as all published models do
     "qwen3moe": GgufArchitecture(
         architecture="Qwen3MoeForCausalLM", keys={**EXPERTS, **EXPERT_WIDTH}, fixed={"norm_topk_prob": True}
     ),
     "phi3": GgufArchitecture(architecture="Phi3ForCausalLM", keys=WINDOWED),
+    "gemma": GgufArchitecture(architecture="GemmaForCausalLM", norm_added=1.0),
     # wide_layers: the one size whose scores are scaled by the width of the model over its heads (llama.cpp knows it so too)
-    "gemma2": GgufArchitecture(architecture="Gemma2ForCausalLM", wide_layers=46, **GEMMA),
-    "gemma3": GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, **GEMMA),
-    "olmo2": GgufArchitecture(architecture="Olmo2ForCausalLM", norms=AFTER),
+    "gemma2": GgufArchitecture(architecture="Gemma2ForCausalLM", wide_layers=46, window_every=2, **GEMMA),
+    "gemma3": GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, window_every=6, **GEMMA),
+    # with windows it is OLMo 3
+    "olmo2": OLMO2,
+    "olmoe": GgufArchitecture(architecture="OlmoeForCausalLM", keys=EXPERTS),
+    "exaone4": GgufArchitecture(architecture="Exaone4ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4),
+    "mistral3": GgufArchitecture(
+        architecture="Ministral3ForCausalLM",
+        keys=dict.fromkeys(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"), ""),
+        is_permuted=True,
+    ),
+    "dots1": GgufArchitecture(
+        architecture="Dots1ForCausalLM",
+        keys=GROUPED,
+        fixed={**UNGROUPED, "sliding_window": None},
+        values={"expert_gating_func": (0, SIGMOID)},
+        present={"attention_bias": Q_BIAS},
+    ),
     "smollm3": GgufArchitecture(architecture="SmolLM3ForCausalLM", is_permuted=True),
-}
+    "granite": GgufArchitecture(
+        architecture="GraniteForCausalLM", keys=SCALED, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}, **GRANITE
+    ),
+    "granitemoe": GgufArchitecture(
+        architecture="GraniteMoeForCausalLM", keys={**SCALED, **EXPERTS}, present={"attention_bias": Q_BIAS}, **GRANITE
+    ),
+    "chatglm": GgufArchitecture(architecture="GlmForCausalLM", present={"attention_bias": Q_BIAS}),
+    "glm4": GgufArchitecture(architecture="Glm4ForCausalLM", norms=AROUND_GLM, present={"attention_bias": Q_BIAS}),
+    "glm4moe": GgufArchitecture(
+        architecture="Glm4MoeForCausalLM",
+        keys=GROUPED,
+        fixed=UNGROUPED,
+        values={"expert_gating_func": (0, SIGMOID)},
+        norms=BEHIND,
+        present={"attention_bias": Q_BIAS, "use_qk_norm": "attn_q_norm.weight"},
+    ),
+    "command-r": GgufArchitecture(
+        architecture="CohereForCausalLM", keys={"logit_scale": "logit_scale"}, **COHERE
+    ),
+    "cohere2": GgufArchitecture(
+        architecture="Cohere2ForCausalLM", keys={"logit_scale": "logit_scale", **WINDOWED}, window_every=4, **COHERE
+    ),
+    # whether attention and MLP run side by side, llama.cpp sees by the norm between them
+    "stablelm": GgufArchitecture(
+        architecture="StableLmForCausalLM",
+        eps=LAYER_NORM,
+        values={"use_parallel_residual": (False, True)},
+        present={"use_qkv_bias": Q_BIAS},
+        absent={"use_parallel_residual": "ffn_norm.weight"},
+    ),
+    "seed_oss": GgufArchitecture(
+        architecture="SeedOssForCausalLM",
+        norms=BEHIND,
+        present={"attention_bias": Q_BIAS, "attention_out_bias": O_BIAS, "mlp_bias": UP_BIAS},
+    ),
+    "ernie4_5": GgufArchitecture(architecture="Ernie4_5ForCausalLM", present={"use_bias": Q_BIAS}),
+    # of the shared experts' width the converter writes another number than their tensors have
+    "ernie4_5-moe": GgufArchitecture(
+        architecture="Ernie4_5_MoeForCausalLM",
+        keys={**EXPERTS, **EXPERT_WIDTH, "expert_shared_count": "n_shared_experts",
+              "leading_dense_block_count": "moe_layer_start_index", "interleave_moe_layer_step": "decoder_sparse_step",
+              "expert_shared_feed_forward_length": ""},
+        present={"use_bias": Q_BIAS},
+    ),
+    # its yarn does not round where it begins and ends, as openai's does not
+    "gpt-oss": GgufArchitecture(
+        architecture="GptOssForCausalLM",
+        keys={**EXPERTS, **WINDOWED, "expert_feed_forward_length": "intermediate_size"},
+        norms=BEHIND,
+        present={"attention_bias": Q_BIAS},
+        window_every=2,
+        yarn={"truncate": False},
+    ),
+    "deepseek2": DEEPSEEK_V2,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a tensor of ours lies. expert: entry of a stacked tensor; heads: whose rows were reordered, 'q' or 'k'."""
+    """Where a tensor of ours lies. expert: entry of a stacked tensor; heads: whose rows were reordered, 'q' or 'k'.
+
+    begin: the first of its rows where it is a part of a tensor.
+    """
 
     name: str
     expert: int | None = None
+    begin: int | None = None
     heads: str | None = None
     added: float = 0.0
 
@@ -149,6 +294,12 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
             f"architecture {name!r} in {file.path} is not supported; of GGUF files {', '.join(ARCHITECTURES)} are",
             hint="its Hugging Face checkpoint may be: the list of those is longer",
         )
+    if found is OLMO2 and file.metadata.get("olmo2.attention.sliding_window"):
+        return OLMO3
+    if found is DEEPSEEK_V2 and not file.metadata.get("deepseek2.expert_count"):
+        return YOUTU
+    if found is DEEPSEEK_V2 and any(name.endswith(".exp_probs_b.bias") for name in file.tensors):
+        return DEEPSEEK_V3
     return MIXTRAL if found is LLAMA and file.metadata.get("llama.expert_count") else found
 
 
@@ -156,12 +307,12 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     """The file's metadata as a config.json. Raises UnsupportedModel and LoadError, which name the key."""
     kind = architecture_of(file)
     keys = _Keys(file)
-    names = {**USUAL, **kind.keys}
-    keys.refuse_changing(names)
+    names = {**USUAL, **kind.keys, kind.eps: "rms_norm_eps"}
+    keys.refuse_changing(names, kind)
     config: dict[str, Any] = {"architectures": [kind.architecture], **kind.fixed}
     for name, ours in names.items():
-        value = keys.number(name)
-        if value is None and name in NEEDED:
+        value = keys.number(name) if ours else None
+        if value is None and name in (*NEEDED, kind.eps):
             raise LoadError(
                 f"{keys.full(name)} is missing from {file.path}", hint="the file is damaged, or no language model"
             )
@@ -172,45 +323,87 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         raise LoadError(
             f"tensor token_embd.weight is missing from {file.path}", hint="it holds a vocabulary, or an adapter"
         )
+    config["num_hidden_layers"] = n_layers_of(file)
     config["vocab_size"] = table.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in file.tensors
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
     heads = config["num_attention_heads"]
     if not isinstance(heads, int) or heads < 1:
         raise LoadError(f"{keys.full('attention.head_count')} in {file.path} is {heads}; it must be at least 1")
+    config.setdefault("num_key_value_heads", heads)
     config.setdefault("head_dim", config["hidden_size"] // heads)
     config.setdefault("rope_theta", 10_000.0)
-    if keys.number("attention.value_length") not in (None, config["head_dim"]):
+    blocks = {name.partition(".")[2].partition(".")[2] for name in file.tensors if name.startswith("blk.")}
+    blocks |= {"attn_q.bias" for name in blocks if name == "attn_qkv.bias"}
+    config |= {ours: theirs in blocks for ours, theirs in kind.present.items()}
+    config |= {ours: theirs not in blocks for ours, theirs in kind.absent.items()}
+    if "attention.kv_lora_rank" in kind.keys:
+        _add_latent(config, keys)
+    elif keys.number("attention.value_length") not in (None, config["head_dim"]):
         raise LoadError(f"{file.path} has values of another width than keys, which no op of the engine computes")
-    if kind.may_have_biases:
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    if keys.number("pooling_type"):
+        config["pooling_type"] = keys.number("pooling_type")
     if kind.wide_layers is not None:
         is_wide = config["num_hidden_layers"] == kind.wide_layers
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_wide else config["head_dim"]
+    if kind.keys.get("attention.scale"):
+        config.setdefault("attention_multiplier", config["head_dim"] ** -0.5)
     _add_windows(config, keys, kind)
-    _add_rope(config, keys, file)
+    _add_rope(config, keys, file, kind)
     return config
 
 
+def n_layers_of(file: GgufFile) -> int:
+    """Its layers but those that only draft, which come last."""
+    keys = _Keys(file)
+    drafting = keys.number("nextn_predict_layers") or 0
+    n_blocks = keys.number("block_count")
+    if n_blocks is None or (drafting and not 0 <= drafting < n_blocks):
+        raise LoadError(f"{file.path} has {n_blocks} blocks, of which {drafting} draft", hint="the file is damaged")
+    return int(n_blocks - drafting) if drafting else n_blocks
+
+
+def _add_latent(config: dict[str, Any], keys: _Keys) -> None:
+    """Widths of heads: the file's are those of the latents, which one head of keys serves for all."""
+    whole = keys.number("attention.key_length_mla") or keys.number("attention.key_length")
+    turned = keys.number("rope.dimension_count")
+    if not whole or not turned or turned >= whole:
+        raise LoadError(
+            f"{keys.full('rope.dimension_count')} is {turned} of heads of {whole}; it must be a part of them"
+        )
+    config.pop("head_dim")
+    config["qk_rope_head_dim"], config["qk_nope_head_dim"] = turned, whole - turned
+    config.setdefault("v_head_dim", keys.number("attention.value_length"))
+    config["num_key_value_heads"] = config["num_attention_heads"]
+    if config["architectures"] == [DEEPSEEK_V2.architecture]:
+        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
+
+
 def _add_windows(config: dict[str, Any], keys: _Keys, kind: GgufArchitecture) -> None:
+    local, pattern_key = keys.number("rope.freq_base_swa"), "attention.sliding_window_pattern"
+    if kind.architecture == "Gemma3ForCausalLM":
+        config["rope_local_base_freq"] = local or 10_000.0
+    elif local not in (None, config["rope_theta"]):
+        raise LoadError(f"{keys.full('rope.freq_base_swa')} is {local}; {kind.architecture} turns all its layers alike")
     if "attention.sliding_window" not in kind.keys:
         return
     config["sliding_window"] = config.get("sliding_window") or None
-    pattern = keys.values("attention.sliding_window_pattern")
-    if pattern is not None and config["sliding_window"] and kind.architecture.startswith("Gemma"):
-        config["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
-    elif kind.architecture == "Gemma3ForCausalLM":
-        config["sliding_window_pattern"] = keys.number("attention.sliding_window_pattern") or 6
-    if kind.architecture == "Gemma3ForCausalLM":
-        config["rope_local_base_freq"] = keys.number("rope.freq_base_swa") or 10_000.0
+    if kind.window_every is None or config["sliding_window"] is None:
+        return
+    pattern = keys.values(pattern_key)
+    if pattern is None:
+        every = keys.number(pattern_key) or kind.window_every
+        if not isinstance(every, int) or every < 1:
+            raise LoadError(f"{keys.full(pattern_key)} is {every}; it must be at least 1")
+        pattern = [(i + 1) % every != 0 for i in range(config["num_hidden_layers"])]
+    config["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
 
 
-def _add_rope(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
-    """partial_rotary_factor and rope_scaling, where the file says more than a base."""
-    turned = keys.number("rope.dimension_count")
-    if turned is not None and turned != config["head_dim"]:
-        config["partial_rotary_factor"] = turned / config["head_dim"]
+def _add_rope(config: dict[str, Any], keys: _Keys, file: GgufFile, kind_of_file: GgufArchitecture) -> None:
+    """partial_rotary_factor and rope_scaling: classes have defaults of their own, which a file that is silent does not mean."""
+    if "head_dim" in config:
+        config["partial_rotary_factor"] = (keys.number("rope.dimension_count") or config["head_dim"]) / config[
+            "head_dim"
+        ]
     kind, factor = (
         keys.text("rope.scaling.type"),
         keys.number("rope.scaling.factor") or keys.number("rope.scale_linear"),
@@ -218,7 +411,7 @@ def _add_rope(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
     original = keys.number("rope.scaling.original_context_length")
     attention = keys.number("rope.scaling.yarn_attn_factor") or keys.number("rope.scaling.attn_factor")
     freqs, long, short = (file.floats(name) for name in (ROPE_FREQS, ROPE_LONG, ROPE_SHORT))
-    scaling: dict[str, Any] | None = None
+    scaling: dict[str, Any] = {"rope_type": "default"}
     if freqs is not None and (long or short or kind not in (None, "none")):
         raise LoadError(f"{file.path} scales its positions twice: by {ROPE_FREQS} and by another rule")
     if freqs is not None:
@@ -236,15 +429,22 @@ def _add_rope(config: dict[str, Any], keys: _Keys, file: GgufFile) -> None:
     elif kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
                    "attention_factor": attention, "beta_fast": keys.number("rope.scaling.yarn_beta_fast"),
-                   "beta_slow": keys.number("rope.scaling.yarn_beta_slow")}  # fmt: skip
+                   "beta_slow": keys.number("rope.scaling.yarn_beta_slow"), **kind_of_file.yarn}  # fmt: skip
+        stretch, bend = (
+            keys.number(name) for name in ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
+        )
+        if stretch:  # is the same for both here, as all published models have it; of latent attention a tenth of it
+            stretch = stretch / 0.1 if "attention.kv_lora_rank" in kind_of_file.keys else stretch
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), stretch)
+        if bend:
+            scaling["llama_4_scaling_beta"] = bend
     elif kind == "linear" or (kind is None and factor not in (None, 0, 1)):
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind not in (None, "none", "longrope"):
         raise LoadError(
             f"{keys.full('rope.scaling.type')} in {file.path} is {kind!r}; linear, yarn and longrope are read"
         )
-    if scaling is not None:
-        config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
+    config["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
 
 
 class _Keys:
@@ -288,16 +488,18 @@ class _Keys:
             raise LoadError(f"{self.full(name)} in {self._file.path} is {value!r}; it must be a text")
         return value
 
-    def refuse_changing(self, read: Mapping[str, str]) -> None:
+    def refuse_changing(self, read: Mapping[str, str], kind: GgufArchitecture) -> None:
         """LoadError for a key that changes the mathematics and is not read; a warning for one that nobody knows."""
         unknown = []
         for key, value in self._file.metadata.items():
             name = key.removeprefix(self._prefix)
-            if name == key or name in read or name in ALSO_READ:
+            usual = kind.values.get(name)
+            if name == key or (usual is None and (name in read or name in ALSO_READ)):
                 continue
-            if name not in CHANGING:
+            usual = CHANGING.get(name) if usual is None else usual
+            if usual is None:
                 unknown.append(key)
-            elif isinstance(value, GgufArray | str) or value not in CHANGING[name]:
+            elif isinstance(value, GgufArray | str) or value not in usual:
                 shown = f"{value.count} values" if isinstance(value, GgufArray) else repr(value)
                 raise LoadError(
                     f"{key} in {self._file.path} is {shown}; it changes the mathematics, and {self._prefix[:-1]} here has no "
@@ -319,16 +521,38 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
     layer = LAYER.match(name)
     if layer is None:
         return None
-    number, part, ending = layer.groups()
-    expert = ONE_EXPERT.match(part)
+    block = f"blk.{layer[1]}"
+    if layer[2] in ODD_ENDINGS:
+        return Place(name=f"{block}.{ODD_ENDINGS[layer[2]]}")
+    part, _, ending = layer[2].rpartition(".")
+    expert, shared, head = (form.match(part) for form in (ONE_EXPERT, SHARED_EXPERTS, LATENT_HEAD))
+    if ending not in ("weight", "bias"):
+        return None
     if expert is not None and expert[2] in EXPERT:
-        return Place(name=f"blk.{number}.ffn_{EXPERT[expert[2]]}_exps.{ending}", expert=int(expert[1]))
+        return Place(name=f"{block}.ffn_{EXPERT[expert[2]]}_exps.{ending}", expert=int(expert[1]))
+    if shared is not None and shared[1] in EXPERT:
+        return Place(name=f"{block}.ffn_{EXPERT[shared[1]]}_shexp.{ending}")
+    if head is not None:
+        return Place(name=f"{block}.attn_{head[1]}.{ending}", expert=int(head[2]))
     theirs = kind.norms.get(part) or IN_LAYER.get(part)
     if theirs is None:
         return None
     heads = {"attn_q": "q", "attn_k": "k"}.get(theirs) if kind.is_permuted else None
     added = kind.norm_added if part.endswith("norm") else 0.0
-    return Place(name=f"blk.{number}.{theirs}.{ending}", heads=heads, added=added)
+    return Place(name=f"{block}.{theirs}.{ending}", heads=heads, added=added)
+
+
+def joined_place(place: Place, n_rows: int, tensors: Mapping[str, GgufTensor]) -> Place:
+    """The same, or where a file has it along the rows of a larger tensor (q, k and v; gate and up of all experts)."""
+    block, _, ending = place.name.rpartition(".")
+    block, _, stem = block.rpartition(".")
+    whole, which = JOINED.get(stem, ("", ""))
+    found = tensors.get(f"{block}.{whole}.{ending}")
+    if place.name in tensors or found is None:
+        return place
+    held = (found.shape if place.expert is None else found.shape[1:])[0]
+    begin = {"first": 0, "second to last": held - 2 * n_rows, "last": held - n_rows}[which]
+    return replace(place, name=found.name, begin=begin) if 0 <= begin <= held - n_rows else place
 
 
 def load_gguf_spec(path: Path) -> ModelSpec:
@@ -337,6 +561,12 @@ def load_gguf_spec(path: Path) -> ModelSpec:
     return read_model(HfConfig(read_config(file), path=str(path)), name=path.stem)
 
 
+def is_beside(name: str, file: GgufFile) -> bool:
+    """Whether a tensor is none of the model's weights: it says how positions turn, or belongs to layers that only draft."""
+    block = BLOCK.match(name)
+    return ROPE_TENSOR.match(name) is not None or (block is not None and int(block[1]) >= n_layers_of(file))
+
+
 def count_parameters(file: GgufFile) -> int:
-    """Elements of all tensors but those that only say how positions turn."""
-    return sum(math.prod(tensor.shape) for name, tensor in file.tensors.items() if not ROPE_TENSOR.match(name))
+    """Elements of all tensors that are the model's."""
+    return sum(math.prod(tensor.shape) for name, tensor in file.tensors.items() if not is_beside(name, file))

@@ -13,7 +13,8 @@ from diptych.models.families import FAMILIES
 HARMLESS: frozenset[str] = frozenset((
     "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path",
     "auto_map", "task_specific_params", "tokenizer_class", "finetuning_task", "problem_type", "id2label", "label2id",
-    "use_cache", "initializer_range", "init_std", "pretraining_tp", "return_dict", "output_attentions",
+    "use_cache", "initializer_range", "embedding_initializer_range", "init_std", "pretraining_tp",
+    "return_dict", "output_attentions",
     "output_hidden_states", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
     "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers", "ep_size", "chunk_size_feed_forward", "layerdrop",
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "quantization_config", "cache_implementation", "_attn_implementation",
@@ -24,7 +25,7 @@ HARMLESS: frozenset[str] = frozenset((
     "top_p", "do_sample", "repetition_penalty", "num_beams", "model_max_length", "neftune_noise_alpha", "unsloth_fixed",
     "unsloth_version", "reorder_and_upcast_attn", "slow_but_exact", "qk_head_dim", "n_ctx",
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps",
+    "use_logits_to_keep", "prefix", "initial_context_length", "layer_norm_eps", "pooling_type",
 ))  # fmt: skip
 HARMLESS_ENDINGS = ("_token_id", "_token_ids", "dropout")
 

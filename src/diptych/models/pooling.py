@@ -31,6 +31,8 @@ OLD_POOLS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+# pooling_type of GGUF files (`enum llama_pooling_type` of llama.h); 0: none
+GGUF_POOLS = {1: Pool.MEAN, 3: Pool.LAST}
 ACTIVATIONS = {"Sigmoid": True, "Identity": False}
 
 
@@ -103,6 +105,19 @@ def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSp
         reading=reading,
         dimensions=tuple(config.integers("matryoshka_dimensions") or ()),
     )
+
+
+def read_gguf_pooling(config: HfConfig) -> EmbeddingSpec | None:
+    """What the metadata of a GGUF file calls for; None where it is a model that writes. UnsupportedModel for other poolings."""
+    kind = config.raw.get("pooling_type")
+    if not kind:
+        return None
+    if kind not in GGUF_POOLS:
+        raise UnsupportedModel(
+            f"pooling_type in {config.path} is {kind!r}; 1 (mean) and 3 (last token) are supported",
+            hint="2 is for models that attend both ways, 4 for a head that ranks; ask for --task generate to read it without",
+        )
+    return EmbeddingSpec(pool=GGUF_POOLS[kind])
 
 
 def refuse_both_ways(config: HfConfig) -> None:

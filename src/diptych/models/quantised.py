@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import KeptFormat, group_held
+from diptych.ground.formats import WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
@@ -60,7 +60,9 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
 def _kept(bits: int, group: int | None, scale: str, *, is_symmetric: bool) -> KeptFormat | None:
     held = 128 if group is None else group_held(group)
     grid = "signed" if is_symmetric else "zeros" if bits == 4 else "minima"
-    return None if held is None else KeptFormat(kind=f"group{bits}", group=held, scale=scale, grid=grid)
+    if held is None:
+        return None
+    return KeptFormat(kind=f"group{bits}", group=held, scale=scale, grid=grid, is_wide=bits >= WIDE_BITS)
 
 
 def _refuse(section: HfConfig, name: str, allowed: str, *, default: Any = None) -> None:
@@ -102,13 +104,13 @@ def _gptq(section: HfConfig) -> Quantisation:
     bits = _one_of(section, "bits", (4, 8), None)
     _one_of(section, "pack_dtype", ("int32",), "int32")
     layout = _one_of(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    group, is_ordered = _group(section, "group_size"), not section.flag("desc_act")
+    group = _group(section, "group_size")
     return Quantisation(
         method="gptq",
         bits=bits,
         group=group,
         zero_added=1 if layout == "gptq" else 0,
-        kept=_kept(bits, group, "f16", is_symmetric=section.flag("sym", True)) if is_ordered else None,
+        kept=_kept(bits, group, "f16", is_symmetric=section.flag("sym", True)),
     )
 
 

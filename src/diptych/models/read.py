@@ -17,9 +17,10 @@ from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
-from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED
+from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, PRICED, SUPPORTED, WRAPPERS
 from diptych.models.family import Family
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL
+from diptych.models.refused import reason_for
 from diptych.models.rope import ROPE_KEYS, latent_stretch, make_rope, position_limit, rope_section
 from diptych.models.spec import (
     Activation,
@@ -109,12 +110,20 @@ def family_of(config: HfConfig) -> Family:
         named = raw["architectures"]
         what, name = "architecture", named[0] if isinstance(named, list) and named else None
         family = BY_ARCHITECTURE.get(_with_head(name)) if isinstance(name, str) else None
+        known = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+        if name in WRAPPERS:
+            kind = config.section("text_config").raw.get("model_type")
+            family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+        elif known is not None and known.built_as == name:
+            family = known
     else:
         what, name = "model_type", kind
         family = BY_MODEL_TYPE.get(name) if isinstance(name, str) else None
     if family is None:
+        reason = reason_for(kind)
+        missing = "" if reason is None else f" ({reason})"
         raise UnsupportedModel(
-            f"{what} {name!r} in {config.path} is not supported; supported: {', '.join(SUPPORTED)}; "
+            f"{what} {name!r} in {config.path} is not supported{missing}; supported: {', '.join(SUPPORTED)}; "
             f"priced by `diptych plan` only: {', '.join(PRICED)}"
         )
     if kind is not None and kind not in family.model_types:
@@ -275,7 +284,7 @@ def _attention(
         )
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * latent_stretch(config) ** 2
     if "attention_multiplier" in family.keys:
-        scale = config.number("attention_multiplier")
+        scale = config.number("attention_multiplier", scale)
     is_normed = family.qk_norm_key is None or config.flag(family.qk_norm_key)
     return AttentionLayer(
         n_heads=n_heads,
@@ -327,7 +336,7 @@ def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None
 
 def _turns(config: HfConfig, family: Family, windows: list[int | None]) -> list[bool]:
     """Whether each layer has rotary positions."""
-    if family.turns_windowed_only:
+    if family.turns_windowed_only and not (family.turns_full_alone and not any(windows)):
         return [window is not None for window in windows]
     return _no_rope(config, len(windows))
 
@@ -367,6 +376,11 @@ def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
         return frozenset()
     dense = config.integers("mlp_only_layers") or []
     step = config.integer("decoder_sparse_step", config.integer("moe_layer_freq", 1))
+    kinds = config.raw.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) < n_layers or set(kinds) - {"dense", "sparse"}:
+            raise LoadError(f"mlp_layer_types in {config.path} must name {n_layers} layers, each dense or sparse")
+        return frozenset(i for i in range(n_layers) if kinds[i] == "sparse")
     first = config.optional_integer("first_k_dense_replace", low=0)
     if first is not None:
         return frozenset(range(first, n_layers, step))
@@ -399,7 +413,8 @@ def _groups(config: HfConfig, family: Family, n_experts: int, chosen: int) -> tu
 def _moe(config: HfConfig, family: Family) -> MoeSpec:
     n_experts, chosen = config.integer("num_experts"), config.integer("num_experts_per_tok")
     config.at_most("num_experts_per_tok", chosen, n_experts)
-    ffn = config.integer("moe_intermediate_size", config.integer("intermediate_size"))
+    has_own = config.raw.get("moe_intermediate_size") is not None
+    ffn = config.integer("moe_intermediate_size" if has_own else "intermediate_size")
     n_groups, per_token = _groups(config, family, n_experts, chosen)
     shared = config.optional_integer("shared_expert_intermediate_size")
     if shared is None:

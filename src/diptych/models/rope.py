@@ -28,7 +28,7 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
-             "beta_slow", "truncate"),
+             "beta_slow", "truncate", "llama_4_scaling_beta"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
 ALWAYS_READ = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
@@ -71,8 +71,13 @@ def rope_section(
 
 
 def position_limit(config: HfConfig, rope: HfConfig | None, max_context_tokens: int | None) -> int:
-    """How many positions the engine may use: max_position_embeddings, or what was asked up to its stretched length."""
+    """How many positions the engine may use: max_position_embeddings, or what was asked up to its stretched length.
+
+    Where queries are scaled by log(1 + position // original length), which no op does, those at which that is log(1).
+    """
     trained = config.integer("max_position_embeddings")
+    if rope is not None and rope.optional_number("llama_4_scaling_beta"):
+        return min(trained, rope.integer("original_max_position_embeddings", trained))
     if max_context_tokens is None or rope is None or rope.raw["rope_type"] not in STRETCHING:
         return trained
     base = trained

@@ -232,9 +232,10 @@ def chunk_times(record: RequestRecord, timings: Timings) -> list[ChunkTime]:
     """
     begin_s = record.arrival_s + timings.queue_s
     end_s = begin_s + timings.prefill_s + timings.transfer_s
-    elsewhere = [ChunkTime(start=one.start, end=one.end, seconds=one.read_s) for one in record.transfers]
-    if record.transfers:
-        begin_s = record.transfers[-1].at_s
+    came = [one for one in record.transfers if one.start < one.end]
+    elsewhere = [ChunkTime(start=one.start, end=one.end, seconds=one.read_s) for one in came]
+    if record.transfers:  # what was read for nothing is charged to what is read in its place
+        begin_s = record.transfers[-1].at_s - sum(one.read_s for one in record.transfers if one.start == one.end)
     chunks = [chunk for chunk in record.chunks if chunk.step.begin_s < end_s]
     starts = [begin_s, *(chunk.step.begin_s for chunk in chunks[1:])]
     ends = [*starts[1:], end_s]

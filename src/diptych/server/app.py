@@ -83,6 +83,8 @@ def create_app(state: ServerState) -> FastAPI:
             state.live.close()
             state.workers.close()
             state.store.close()
+            if state.spans is not None:
+                await asyncio.to_thread(state.spans.close)
             if state.journal is not None:
                 await asyncio.to_thread(state.journal.close)
 

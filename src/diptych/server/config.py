@@ -36,6 +36,7 @@ class ServerConfig:
     kept_minutes: of requests and steps, for what would have been (see `server.recent`); 0: none.
     record: the file that a journal of requests and steps is written to, at most max_record_bytes of it (see `server.journal`).
     reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
+    otlp_traces_endpoint: the collector that gets spans of requests (see `engine.spans`); None: nobody.
     response_store: the file that responses are kept in; None: memory. max_stored_bytes, response_ttl_s: at most so much, and
     none that was unused for longer (OpenAI keeps 30 days).
     """
@@ -62,6 +63,7 @@ class ServerConfig:
     response_store: Path | None = None
     max_stored_bytes: int = 256 * 2**20
     response_ttl_s: float = 30 * 86400.0
+    otlp_traces_endpoint: str | None = None
     log_level: str = "info"
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from diptych.engine.async_llm import AsyncLLM
+from diptych.engine.spans import Spans
 from diptych.server.admission import Admission, Backlog, Outlook
 from diptych.server.errors import ApiError
 from diptych.server.telemetry import Telemetry
@@ -17,8 +18,18 @@ from diptych.server.timelines import Timelines
 class Desk:
     """Joins the engine with what the server keeps about its requests. Used on the event loop."""
 
-    def __init__(self, engine: AsyncLLM, *, admission: Admission, telemetry: Telemetry, timelines: Timelines) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        *,
+        admission: Admission,
+        telemetry: Telemetry,
+        timelines: Timelines,
+        spans: Spans | None = None,
+    ) -> None:
+        """spans: where requests are told of, if anywhere."""
         self.engine = engine
+        self.spans = spans
         self.admission = admission
         self.telemetry = telemetry
         self.timelines = timelines

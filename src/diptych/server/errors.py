@@ -41,6 +41,8 @@ _TYPES = {
 
 
 _ANTHROPIC_TYPES = {405: "invalid_request_error", 413: "request_too_large", 500: "api_error"}
+# by the refused field: what Anthropic's clients read to go on another way; their tool runners then send whole conversations
+_ANTHROPIC_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 
 
 class ApiError(Exception):
@@ -71,7 +73,11 @@ def is_anthropic(path: str) -> bool:
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """The JSON object of an error in Anthropic's protocol, which has no place for the field but the message."""
     kind = _ANTHROPIC_TYPES.get(error.status, _TYPES.get(error.status, "api_error"))
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    details = _ANTHROPIC_DETAILS.get(error.param or "")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": error.message} | ({"details": details} if details else {}),
+    }
 
 
 def error_body(error: ApiError) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from diptych.engine.adapters import Adapters
 from diptych.engine.async_llm import RequestHandle
 from diptych.engine.encoder import Encoder
 from diptych.engine.engine import OutputDelta
+from diptych.engine.spans import OpenSpan
 from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.errors import EngineError, GrammarError, RequestError
 from diptych.ground.phase import FinishReason
@@ -28,6 +30,7 @@ from diptych.server.errors import ApiError, from_engine_error
 from diptych.server.fingerprint import with_adapter
 from diptych.server.metrics_export import ServedModel
 from diptych.server.reader import Ids, Reader
+from diptych.server.request_spans import NAME, end_request_span
 from diptych.server.schema import SamplingBody
 
 logger = logging.getLogger("diptych.server")
@@ -128,8 +131,9 @@ class StepDelta:
 class OpenedRequest:
     """One prompt in the engine, with what the server must do when it ends."""
 
-    def __init__(self, desk: Desk, handle: RequestHandle, *, number: int) -> None:
+    def __init__(self, desk: Desk, handle: RequestHandle, *, number: int, span: OpenSpan | None = None) -> None:
         self._desk = desk
+        self._span = span
         self.handle = handle
         self.number = number
         self.reasons: dict[int, FinishReason] = {}
@@ -203,6 +207,8 @@ class OpenedRequest:
             max_tokens=self.handle.request.sampling.max_tokens,
             reasoning_tokens=self.reasoning_tokens,
         )
+        if self._span is not None and self._desk.spans is not None:
+            end_request_span(self._desk.spans, self._span, self.handle.request, record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +221,7 @@ class Asked:
     served: Served
     arrival_s: float
     constraint: str | None  # the field that a constraint on the output comes from
+    trace_parent: Mapping[str, str] = field(default_factory=dict)  # see `engine.spans`
 
 
 def asked(
@@ -231,6 +238,7 @@ def asked(
         served=generation.served(body.model),
         arrival_s=arrival_s,
         constraint=constraint,
+        trace_parent=body.trace_parent,
     )
 
 
@@ -256,7 +264,7 @@ async def open_requests(
             tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
             if follow is not None:
                 follow(request_id, tokens)
-            with desk.admit(request_id, tokens):
+            with desk.admit(request_id, tokens), _span_of(desk, asked) as span:
                 handle = await desk.engine.generate(
                     prompt,
                     params,
@@ -265,8 +273,9 @@ async def open_requests(
                     cache_salt=asked.cache_salt,
                     adapter=asked.served.adapter,
                     arrival_s=asked.arrival_s,
+                    trace=None if span is None else span.trace,
                 )
-            opened.append(OpenedRequest(desk, handle, number=number))
+            opened.append(OpenedRequest(desk, handle, number=number, span=span))
     except GrammarError as error:
         close_all(opened)
         raise ApiError(400, str(error), param=asked.constraint, code="invalid_value") from error
@@ -274,6 +283,20 @@ async def open_requests(
         close_all(opened)
         raise
     return opened
+
+
+@contextmanager
+def _span_of(desk: Desk, asked: Asked) -> Iterator[OpenSpan | None]:
+    """What follows a request, where somebody does; it ends here where the engine does not take it."""
+    if desk.spans is None:
+        yield None
+        return
+    span = desk.spans.begin(NAME, parent=asked.trace_parent, begin_s=asked.arrival_s)
+    try:
+        yield span
+    except BaseException as error:
+        span.end(desk.now_s(), {"gen_ai.request.id": asked.response_id}, error=f"refused: {type(error).__name__}")
+        raise
 
 
 def close_all(opened: Sequence[OpenedRequest]) -> None:

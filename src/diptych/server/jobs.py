@@ -10,6 +10,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from diptych.engine.spans import PARENT_HEADERS
 from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.door import Workers, unless_disconnected
 from diptych.server.fields import ignored_header
@@ -49,6 +50,11 @@ def free_id(request: Request, timelines: Timelines) -> str | None:
     return None if is_open else name
 
 
+def trace_parent(request: Request) -> dict[str, str]:
+    """The client's headers that say of which trace its request is a part."""
+    return {name: request.headers[name] for name in PARENT_HEADERS if name in request.headers}
+
+
 async def respond(request: Request, job: Job, body: SamplingBody, workers: Workers) -> Response:
     """Run `job` and answer with what it gives, as the body asks for it."""
     # also while the prompts are read and handed over: of many in one body, each waits for a step of the engine
@@ -72,4 +78,5 @@ async def generate(
     arrival_s = state.now_s()
     body = await state.bodies.read(request, body_type)
     body.request_id = body.request_id or free_id(request, state.timelines)
+    body.follow(trace_parent(request))
     return await respond(request, make(state.generation, body, arrival_s=arrival_s), body, state.workers)

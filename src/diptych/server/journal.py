@@ -14,7 +14,6 @@ from threading import Thread
 
 from diptych.engine.engine import Engine, OpenRequest
 from diptych.ground.errors import ConfigError
-from diptych.ground.events import Event, FinishEvent
 from diptych.metrics import StepRecord
 from diptych.server.config import ServerConfig
 from diptych.sim.counterfactual import Past, past_of
@@ -33,7 +32,7 @@ class Journal:
         assert config.record is not None
         self._engine = engine
         self._path, self._max_bytes = config.record, config.max_record_bytes
-        self._open: dict[str, tuple[OpenRequest, float]] = {}
+        self._open: dict[str, float] = {}  # when each came to the scheduler
         self._queue: Queue[StepRecord | Past | None] = Queue(MAX_QUEUED)
         self._n_lost = 0
         self._n_bytes = 0
@@ -50,11 +49,11 @@ class Journal:
         self._thread.start()
         engine.on_submit.append(self._on_submit)
         engine.book.on_step.append(self._put)
-        self._unlisten = engine.listen(self._on_events)
+        engine.on_end.append(self._on_end)
 
     def close(self) -> None:
         """Write what waits, and end."""
-        self._unlisten()
+        self._engine.on_end.remove(self._on_end)
         self._queue.put(None)
         self._thread.join()
         if self._n_lost:
@@ -62,18 +61,11 @@ class Journal:
 
     def _on_submit(self, opened: OpenRequest) -> None:
         if not self._is_full:
-            self._open[opened.request.request_id] = (opened, self._engine.clock.now_s())
+            self._open[opened.request.request_id] = self._engine.clock.now_s()
 
-    def _on_events(self, events: list[Event]) -> None:
-        if not self._open:
-            return
-        for event in events:
-            if type(event) is not FinishEvent or event.request_id not in self._open:
-                continue
-            opened, came_s = self._open[event.request_id]
-            if opened.record is None or not opened.record.is_over:
-                continue
-            del self._open[event.request_id]
+    def _on_end(self, opened: OpenRequest) -> None:
+        came_s = self._open.pop(opened.request.request_id, None)
+        if came_s is not None and opened.record is not None:
             outputs = [choice.token_ids for choice in opened.choices]
             self._put(past_of(opened.request, outputs, opened.record, came_s=came_s))
 

@@ -1,8 +1,9 @@
 """The engine's last minutes, kept so that one request of them can be asked what would have been (`sim.counterfactual`).
 
-Nothing is copied while the engine runs: requests, the lists of tokens that the engine fills anyway, records and the shapes
-of steps are held by reference, and let go when they are older than the minutes or too many. `benchmarks/recent_cost.py`
-measures what a step pays.
+Nothing is copied while a request runs: the request, the lists of tokens that the engine fills anyway, its record and the
+shapes of steps are held by reference, and of a request that is over only what is asked for later: its answer's text, stream
+and grammar are gone. All is let go when it is older than the minutes or too much. `benchmarks/recent_cost.py` measures what
+a step pays.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 from diptych.engine.engine import Engine, OpenRequest
 from diptych.ground.errors import ConfigError
+from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
-from diptych.metrics import StepRecord
+from diptych.metrics import RequestRecord, StepRecord
 from diptych.server.errors import ApiError
 from diptych.sim.counterfactual import Change, Machine, Minutes, Past, past_of, times_of, what_if
 
@@ -25,18 +27,17 @@ MAX_TOKENS = 4_000_000  # of prompts
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Open:
     """A request that was taken, with what the engine still writes."""
 
-    opened: OpenRequest
-    came_s: float
+    request: Request
+    record: RequestRecord
     outputs: list[list[int]]
-    prompt_tokens: int
+    came_s: float
 
-    @property
-    def end_s(self) -> float | None:
-        """When it was over."""
-        return None if self.opened.record is None else self.opened.record.end_s
+    def past(self) -> Past:
+        """What is known of it so far."""
+        return past_of(self.request, self.outputs, self.record, came_s=self.came_s)
 
 
 class Recent:
@@ -46,19 +47,18 @@ class Recent:
         self._engine = engine
         self._keep_s = keep_s
         self._machine = machine
-        self._requests: deque[_Kept] = deque()
+        self._open: dict[str, _Open] = {}
+        self._over: deque[Past] = deque()  # in the order of ends
         self._steps: deque[tuple[float, float, StepShape]] = deque()
         self._n_chunks = self._n_tokens = 0
         engine.on_submit.append(self._on_submit)
+        engine.on_end.append(self._on_end)
         engine.book.on_step.append(self._on_step)
 
     def minutes(self) -> Minutes:
         """A copy of what is held."""
         core = self._engine.core
-        pasts: list[Past] = []
-        for kept in self._requests:
-            if kept.opened.record is not None:
-                pasts.append(past_of(kept.opened.request, kept.outputs, kept.opened.record, came_s=kept.came_s))
+        pasts = [*self._over, *(one.past() for one in self._open.values())]
         return Minutes(
             config=core.config,
             blocks=core.block_config,
@@ -69,14 +69,21 @@ class Recent:
         )
 
     def _on_submit(self, opened: OpenRequest) -> None:
-        prompt_tokens = len(opened.request.prompt_token_ids)
-        outputs = [choice.token_ids for choice in opened.choices]
-        now_s = self._engine.clock.now_s()
-        self._requests.append(_Kept(opened, now_s, outputs, prompt_tokens))
-        self._n_tokens += prompt_tokens
-        oldest_s = now_s - self._keep_s
-        while self._requests and (self._n_tokens > MAX_TOKENS or (self._requests[0].end_s or oldest_s) < oldest_s):
-            self._n_tokens -= self._requests.popleft().prompt_tokens
+        if opened.record is not None:
+            outputs = [choice.token_ids for choice in opened.choices]
+            self._open[opened.request.request_id] = _Open(
+                opened.request, opened.record, outputs, self._engine.clock.now_s()
+            )
+
+    def _on_end(self, opened: OpenRequest) -> None:
+        kept = self._open.pop(opened.request.request_id, None)
+        if kept is None:
+            return
+        self._over.append(kept.past())
+        self._n_tokens += len(kept.request.prompt_token_ids)
+        oldest_s = self._engine.clock.now_s() - self._keep_s
+        while self._over and (self._n_tokens > MAX_TOKENS or (self._over[0].end_s or oldest_s) < oldest_s):
+            self._n_tokens -= len(self._over.popleft().request.prompt_token_ids)
 
     def _on_step(self, step: StepRecord) -> None:
         steps = self._steps

@@ -28,13 +28,7 @@ from pydantic_core import PydanticCustomError
 
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from diptych.compute.structured import MAX_REGEX_BYTES
-from diptych.ground.request import (
-    BOUNDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_BYTES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from diptych.ground.request import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, FieldRefused, Refusal, check_extra
 
 MAX_PROMPTS = 64
@@ -398,13 +392,39 @@ class PredictedOutput(Body):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class SamplingBody(Body):
-    """Fields that every route that generates has, in whichever protocol: the model, how tokens are drawn, whose cache."""
+class RequestBody(Body):
+    """Fields that every route that computes has, in whichever protocol, and what becomes of those that no model reads."""
 
     # unknown fields are kept as far as `fields` has looked at them
     model_config = ConfigDict(extra="allow")
 
     model: Name | None = None
+    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
+    cache_salt: CacheSalt = None
+    _ignored: tuple[str, ...] = PrivateAttr(())
+    # fields that this protocol knows and does not read: refused by name, or of no effect
+    _refused: ClassVar[Mapping[str, Refusal]] = REFUSED
+    _no_effect: ClassVar[Mapping[str, str]] = NO_EFFECT
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Fields that nobody here knows."""
+        return self._ignored
+
+    @model_validator(mode="after")
+    def _without_extra(self) -> Self:
+        try:
+            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}, self._refused, self._no_effect))
+        except FieldRefused as error:
+            raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
+        self.__pydantic_extra__ = {}
+        return self
+
+
+class SamplingBody(RequestBody):
+    """Fields that every route that generates has: how tokens are drawn, and when an answer ends."""
+
     temperature: float | None = bounded("temperature")
     top_p: float | None = bounded("top_p")
     top_k: Whole | None = bounded("top_k", low=-1)
@@ -421,22 +441,20 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     min_tokens: Whole | None = bounded("min_tokens")
     stream: bool | None = None
-    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
-    cache_salt: CacheSalt = None
     # llama.cpp's name, too: 0 is how its clients switch speculation off
     max_draft_tokens: Whole | None = Field(
         None, ge=0, le=2**31 - 1, validation_alias=AliasChoices("max_draft_tokens", "speculative.n_max")
     )
-    _ignored: tuple[str, ...] = PrivateAttr(())
-    # fields that this protocol knows and does not read: refused by name, or of no effect
-    _refused: ClassVar[Mapping[str, Refusal]] = REFUSED
-    _no_effect: ClassVar[Mapping[str, str]] = NO_EFFECT
+    _trace_parent: Mapping[str, str] = PrivateAttr({})
 
     @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """Fields that nobody here knows."""
-        return self._ignored
+    def trace_parent(self) -> Mapping[str, str]:
+        """The headers that came with the body and say of which trace it is a part."""
+        return self._trace_parent
+
+    def follow(self, headers: Mapping[str, str]) -> None:
+        """Take these as `trace_parent`."""
+        self._trace_parent = headers
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -457,15 +475,6 @@ class SamplingBody(Body):
     def is_answered_at_length(self) -> bool:
         """Whether the answer has more than its text for each token: too much to be made on the event loop."""
         return False
-
-    @model_validator(mode="after")
-    def _without_extra(self) -> Self:
-        try:
-            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}, self._refused, self._no_effect))
-        except FieldRefused as error:
-            raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
-        self.__pydantic_extra__ = {}
-        return self
 
 
 class GenerationBody(SamplingBody):

@@ -9,6 +9,7 @@ from diptych.compute.ceilings import Ceilings
 from diptych.cost.parameters import attention_flops_per_pair, linear_parameter_count
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.cost_view import CostView
+from diptych.engine.spans import spans_to
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.version import VERSION
 from diptych.insight.segments import TokenWork
@@ -49,7 +50,12 @@ class ServerState:
             self.telemetry, self.model, is_vllm_compatible=config.metrics_compat == "vllm"
         )
         self.admission = Admission(max_queue_s=config.max_queue_s, max_open_requests=config.max_open_requests)
-        self.desk = Desk(engine, admission=self.admission, telemetry=self.telemetry, timelines=self.timelines)
+        self.spans = None
+        if config.otlp_traces_endpoint is not None:
+            self.spans = spans_to(config.otlp_traces_endpoint, clock=engine.engine.clock, process="server")
+        self.desk = Desk(
+            engine, admission=self.admission, telemetry=self.telemetry, timelines=self.timelines, spans=self.spans
+        )
         self.reader = Reader(
             loaded.tokenizer, loaded.template, self.workers, reads_control_tokens=config.reads_control_tokens
         )

@@ -20,7 +20,7 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[WorkerCounts], float]]] = {
     "sent_bytes": ("bytes of keys and values sent", lambda one: one.sent_bytes),
     "received_tokens": ("tokens whose keys and values came and were taken in", lambda one: one.received_tokens),
     "received_bytes": ("bytes of keys and values taken in", lambda one: one.received_bytes),
-    "export_seconds": ("time to copy blocks out of the pool", lambda one: one.export_s),
+    "export_seconds": ("time to copy blocks out of the pool and to hand them to the link", lambda one: one.export_s),
     "import_seconds": ("time to check blocks and copy them into the pool", lambda one: one.import_s),
     "recomputed_tokens": ("tokens read again because they did not come", lambda one: one.recomputed_tokens),
 }

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
+from diptych.cost.recipes import USUAL, Scheduling
 from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import Event, FinishEvent, TokenEvent
 from diptych.ground.phase import Phase
+from diptych.ground.request import Request
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.metrics import StepRecord
 from diptych.sim.engine import SimulatedEngine
@@ -44,7 +47,7 @@ class ClosedLoop:
     output: LengthRange
     n_requests: int
     of_each: int = 10
-    max_step_tokens: int = 8192
+    scheduling: Scheduling = USUAL
     kv_tokens: int | None = None
     seed: int = 0
 
@@ -75,9 +78,9 @@ class Schedule:
     in_all: tuple[int, ...]
     output_tokens: int
 
-    def times(self, predict_s: Callable[[StepShape], float], *, is_separate: bool = False) -> Times:
-        """Give every step its price. is_separate: one that holds both phases is run as two, prompts first."""
-        prices = [_two_steps_s(predict_s, shape) if is_separate else predict_s(shape) for shape in self.kinds]
+    def times(self, predict_s: Callable[[StepShape], float]) -> Times:
+        """Give every step its price."""
+        prices = [predict_s(shape) for shape in self.kinds]
         return Times(
             sum(map(mul, prices, self.in_ttft)),
             sum(map(mul, prices, self.in_tpot)),
@@ -92,9 +95,11 @@ def schedule_of(loop: ClosedLoop) -> Schedule:
     kv_tokens = loop.kv_tokens or loop.streams * (longest + BLOCK_TOKENS)
     if kv_tokens < longest:
         raise ConfigError(f"the KV pool is {kv_tokens} tokens; one request takes {longest}")
+    scheduling = loop.scheduling
     config = SchedulerConfig(
-        max_step_tokens=loop.max_step_tokens,
-        max_running_sequences=loop.streams,
+        max_step_tokens=scheduling.step_tokens,
+        max_running_sequences=min(loop.streams, scheduling.max_running or loop.streams),
+        prefills_alone=scheduling.prefills_alone,
         max_waiting_tokens=(loop.streams + 1) * longest,
         max_context_tokens=longest,
         enable_prefix_cache=False,
@@ -170,6 +175,10 @@ class _Run:
         self._random = random.Random(f"closed loop {loop.seed}")
         self._open: dict[str, _Served] = {}
         self._n_sent = self._n_steps = 0
+        self._door: deque[Request] = deque()  # sent, and not yet seen by the scheduler
+        self._waited_from = self._polled = (
+            0  # steps that were over when the first of them came, and when it last looked
+        )
         self._engine = SimulatedEngine(
             config, blocks, predict_s=_one_second, on_events=self._on_events, on_step=self._on_step
         )
@@ -179,7 +188,8 @@ class _Run:
         self._send(self._loop.streams)
         engine, n_over = self._engine, 0
         while True:
-            run = engine.core.foreseen(token_id=DRAWN_TOKEN, limit=LONGEST_RUN)
+            closed_for = self._open_door()
+            run = engine.core.foreseen(token_id=DRAWN_TOKEN, limit=min(closed_for, LONGEST_RUN))
             if run is not None:
                 engine.core.commit_run(run.n_steps, token_id=DRAWN_TOKEN)
                 decode, context = run.shape.decode_tokens, run.shape.decode_context_tokens
@@ -189,6 +199,29 @@ class _Run:
             if len(self.served) > n_over:
                 self._send(len(self.served) - n_over)
                 n_over = len(self.served)
+
+    def _open_door(self) -> int:
+        """Let in those who were sent and whom the scheduler looks for now; else for how many steps it will not."""
+        door, engine, now = self._door, self._engine, self._n_steps
+        if not door:
+            return LONGEST_RUN
+        closed_for = self._closed_for()
+        if closed_for and engine.core.has_work:
+            return closed_for
+        ahead = self._loop.scheduling.ahead_steps if engine.core.has_work else 0
+        while door and (not ahead or self._open[door[0].request_id].came + ahead <= now):
+            engine.stepper.submit(door.popleft())
+        return LONGEST_RUN
+
+    def _closed_for(self) -> int:
+        scheduling, now, came = self._loop.scheduling, self._n_steps, self._open[self._door[0].request_id].came
+        closed_for = max((self._polled - now) % scheduling.poll_steps, came + scheduling.ahead_steps - now, 0)
+        if scheduling.gather_steps:
+            n_running = self._engine.core.running_and_waiting[0]
+            gathered = n_running + sum(len(request.prompt_token_ids) for request in self._door)
+            if gathered < scheduling.gather_tokens:
+                closed_for = max(closed_for, came + scheduling.gather_steps - now)
+        return closed_for
 
     def _send(self, n_requests: int) -> None:
         loop = self._loop
@@ -202,7 +235,7 @@ class _Run:
             self._n_sent += 1
             request = request_of(item, float(self._n_sent))  # the order of arrival; the instant matters to nobody
             self._open[request.request_id] = _Served(self._n_steps, item.output_tokens)
-            self._engine.stepper.submit(request)
+            self._door.append(request)
 
     def _add(self, gist: tuple[int, ...], n_steps: int) -> None:
         self.steps.append((gist, n_steps))
@@ -210,6 +243,8 @@ class _Run:
 
     def _on_step(self, step: StepRecord) -> None:
         self._add(_gist(step.shape), 1)
+        if step.shape.prefill_tokens:
+            self._polled = self._n_steps
 
     def _on_events(self, events: list[Event]) -> None:
         """Called when the step has been added."""
@@ -221,15 +256,6 @@ class _Run:
                 served = self._open.pop(event.request_id)
                 served.last = self._n_steps
                 self.served.append(served)
-
-
-def _two_steps_s(predict_s: Callable[[StepShape], float], shape: StepShape) -> float:
-    if not 0 < shape.decode_tokens < shape.n_tokens:
-        return predict_s(shape)
-    return sum(
-        predict_s(StepShape([one for one in shape.shapes if (one.phase is Phase.DECODE) == is_decode]))
-        for is_decode in (False, True)
-    )
 
 
 def _gist(shape: StepShape) -> tuple[int, ...]:

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
 
 from diptych.control.router import Place, Price, Route, Router
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, InternalError, RequestError
-from diptych.ground.events import FinishEvent
+from diptych.ground.events import ArrivalEvent, FinishEvent, TransferEvent
 from diptych.ground.handoff import HandOff
-from diptych.ground.request import Request
+from diptych.ground.request import READ_ONLY, Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import RequestRecord, StepRecord
 from diptych.sim.drafts import StatedDrafts
-from diptych.sim.executor import DRAWN_TOKEN
 from diptych.sim.link import Link, Ports
 from diptych.sim.load import Due, Load
 from diptych.sim.member import Member
@@ -60,14 +59,20 @@ class Wire:
 
 @dataclass(slots=True)
 class _Journey:
-    """A prompt that is read on one engine and answered on another. ready, sent: leading tokens."""
+    """A prompt read on one engine and answered on another. sent, end: leading tokens that went over, and that are to."""
 
     request: Request
     route: Route
-    ready_tokens: int = 0
-    sent_tokens: int | None = None  # None: no blocks are held for it yet
+    asked_s: float = 0.0
+    sent_tokens: int = 0
+    end_tokens: int = 0
     arrives_s: float = 0.0
     read_s: float | None = None  # when its last chunk was computed
+
+    @property
+    def reading_id(self) -> str:
+        """Of the request to the engine that reads."""
+        return f"read {self.request.request_id}"
 
 
 class Cluster:
@@ -119,7 +124,7 @@ class Cluster:
         self._router = Router(places, policy=router, local_prefill_us=0 if wire is None else wire.local_prefill_us)
         self._looks = len(places) > 1 and router != "round-robin"
         self._open: dict[str, Request] = {}
-        self._journeys: dict[str, _Journey] = {}
+        self._journeys: dict[str, _Journey] = {}  # by reading_id
         self._unplaced: dict[int, deque[_Journey]] = defaultdict(deque)  # by engine that has no room for them yet
         self._coming: list[tuple[float, int, Request | Callable[[float], None]]] = []
         self._n_coming = 0
@@ -160,11 +165,10 @@ class Cluster:
 
     def _step(self, i: int) -> None:
         member = self.members[i]
-        n_drops = member.engine.core.pool.n_drops
         next_s = member.step()
         if next_s is not None:
             heappush(self._steps, (next_s, i, member.version))
-        if self._unplaced and self._unplaced[i] and member.engine.core.pool.n_drops != n_drops:
+        if self._unplaced and self._unplaced[i]:
             self._later(member.engine.clock.now_s(), partial(self._place, i))
 
     def _wake(self, i: int, at_s: float) -> None:
@@ -182,9 +186,6 @@ class Cluster:
             return
         record = self._records.pop(event.request_id)
         self.tally.finished(record)
-        journey = self._journeys.pop(event.request_id, None)
-        if journey is not None and journey.sent_tokens is not None:  # its first token was its last
-            self._later(event.at_s, partial(self._let_go, journey.route.decode, event.request_id))
         self._router.forget(event.request_id, output_tokens=record.output_tokens)
         self._follow(self._open.pop(event.request_id), event.at_s, record.output_tokens)
 
@@ -198,23 +199,32 @@ class Cluster:
                 if member.run_evicts and member.settle(at_s):
                     self._again(i)
         route = self._router.choose(request)
-        member = self.members[route.prefill]
+        member = self.members[route.decode]
         if member.settle(at_s):
-            self._again(route.prefill)
+            self._again(route.decode)
         try:
             if route.prefill == route.decode:
                 member.engine.stepper.submit(request)
             else:
-                self.members[route.decode].engine.core.check_prompt(request)
-                member.engine.book.fold(member.engine.core.submit_prefill(request))
-                self._journeys[request.request_id] = _Journey(request, route)
+                member.engine.core.check_prompt(request)
         except (RequestError, CapacityError) as error:
             self.refused[type(error).__name__] += 1
             self._router.forget(request.request_id)
             self._follow(request, at_s, 0)
             return
         self._open[request.request_id] = request
-        self._wake(route.prefill, at_s)
+        if route.prefill == route.decode:
+            self._wake(route.decode, at_s)
+            return
+        arrival = ArrivalEvent(
+            request_id=request.request_id,
+            at_s=request.arrival_s,
+            prompt_tokens=len(request.prompt_token_ids),
+            n=request.sampling.n,
+        )
+        member.engine.book.fold([arrival])
+        self._unplaced[route.decode].append(_Journey(request, route))
+        self._place(route.decode, at_s)
 
     def _again(self, i: int) -> None:
         """Its run of steps was cut short: it goes on from where it was cut."""
@@ -235,72 +245,92 @@ class Cluster:
         self._n_coming += 1
         heappush(self._coming, (at_s, self._n_coming, thing))
 
-    # From the engine that reads to the one that answers
-
-    def _on_prefill(self, step: StepRecord) -> None:
-        """A step of a group that only reads ended: what it computed may travel from then on."""
-        for request_id, *_ in step.prefills:
-            tokens = self._records[request_id].chunks[-1].end
-            self._later(step.end_s, partial(self._computed, self._journeys[request_id], tokens))
-
-    def _computed(self, journey: _Journey, tokens: int, at_s: float) -> None:
-        """So many leading tokens have their keys and values, and more of them can be sent."""
-        request, route = journey.request, journey.route
-        if request.request_id not in self._journeys:
-            return  # its first token was its last
-        journey.ready_tokens = max(journey.ready_tokens, tokens)
-        if tokens == len(request.prompt_token_ids):
-            journey.read_s = at_s
-            self._router.handed_off(request.request_id)
-        if journey.sent_tokens is not None:
-            self._send(journey, at_s)
-        elif journey not in self._unplaced[route.decode]:
-            self._unplaced[route.decode].append(journey)
-            self._place(route.decode, at_s)
+    # From the engine that reads to the one that answers, as `cluster.worker` does it
 
     def _place(self, i: int, at_s: float) -> None:
-        """Hold blocks on an engine for the prompts that come to it, in order, as long as there are some."""
+        """Hold blocks on an engine for the prompts that are to come to it, in order, as long as there are some."""
         waiting, member = self._unplaced[i], self.members[i]
         if waiting and member.settle(at_s):
             self._again(i)
         while waiting:
             journey = waiting[0]
-            if journey.request.request_id in self._journeys:
-                journey.sent_tokens = member.engine.core.reserve(HandOff.of(journey.request))
-                if journey.sent_tokens is None:
-                    return
-                self._send(journey, at_s)
+            cached_tokens = member.engine.core.reserve(HandOff.of(journey.request))
+            if cached_tokens is None:
+                return
             waiting.popleft()
+            self._ask(journey, cached_tokens, at_s)
 
-    def _send(self, journey: _Journey, at_s: float) -> None:
+    def _ask(self, journey: _Journey, cached_tokens: int, at_s: float) -> None:
+        """Have whole blocks read elsewhere: the rest of the prompt, at least its last token, is read where it is answered."""
+        request, route, journey.asked_s = journey.request, journey.route, at_s
+        block_tokens = self.members[route.decode].engine.core.pool.block_tokens
+        journey.end_tokens = (len(request.prompt_token_ids) - 1) // block_tokens * block_tokens
+        journey.sent_tokens = cached_tokens
+        if cached_tokens == journey.end_tokens:
+            self._settle(journey, at_s)
+            return
+        reading = replace(
+            request,
+            request_id=journey.reading_id,
+            prompt_token_ids=request.prompt_token_ids[: journey.end_tokens + 1],
+            sampling=READ_ONLY,
+            arrival_s=at_s,
+        )
+        reader = self.members[route.prefill]
+        if reader.settle(at_s):
+            self._again(route.prefill)
+        try:
+            reader.engine.book.fold(reader.engine.core.submit_prefill(reading))
+        except (RequestError, CapacityError):
+            self._settle(journey, at_s)  # nothing comes
+            return
+        self._journeys[journey.reading_id] = journey
+        self._wake(route.prefill, at_s)
+
+    def _on_prefill(self, step: StepRecord) -> None:
+        """A step of a group that only reads ended: what it computed may travel from then on."""
+        for reading_id, *_ in step.prefills:
+            tokens = self._records[reading_id].chunks[-1].end
+            self._later(step.end_s, partial(self._computed, self._journeys[reading_id], tokens))
+
+    def _computed(self, journey: _Journey, tokens: int, at_s: float) -> None:
+        """So many leading tokens have their keys and values: the blocks that are full go on their way."""
         assert self._wire is not None
         assert self._ports is not None
-        assert journey.sent_tokens is not None
-        if journey.ready_tokens > journey.sent_tokens:
-            n_bytes = self._wire.kv_bytes(journey.ready_tokens) - self._wire.kv_bytes(journey.sent_tokens)
-            journey.arrives_s = self._ports.send(journey.route.prefill, journey.route.decode, n_bytes, at_s)
-            journey.sent_tokens = journey.ready_tokens
+        route = journey.route
+        block_tokens = self.members[route.decode].engine.core.pool.block_tokens
+        ready_tokens = min(tokens // block_tokens * block_tokens, journey.end_tokens)
+        if ready_tokens > journey.sent_tokens:
+            n_bytes = self._wire.kv_bytes(ready_tokens) - self._wire.kv_bytes(journey.sent_tokens)
+            journey.arrives_s = self._ports.send(route.prefill, route.decode, n_bytes, at_s)
+            journey.sent_tokens = ready_tokens
             self.tally.sent(n_bytes)
-        if journey.read_s is not None:
+        if tokens > journey.end_tokens:
+            journey.read_s = at_s
             self._later(max(at_s, journey.arrives_s), partial(self._arrived, journey))
 
     def _arrived(self, journey: _Journey, at_s: float) -> None:
-        """The last piece is there: one engine lets its blocks go, the other decodes."""
-        request_id, route = journey.request.request_id, journey.route
-        del self._journeys[request_id]
-        self.members[route.prefill].engine.core.sent(request_id)
+        """The last piece is there: one engine lets its blocks go, the other reads what is left, and answers."""
+        route = journey.route
+        del self._journeys[journey.reading_id]
+        self.members[route.prefill].engine.core.sent(journey.reading_id)
         self._wake(route.prefill, at_s)
-        decoder = self.members[route.decode]
-        if decoder.settle(at_s):
-            self._again(route.decode)
-        decoder.engine.core.receive(request_id, DRAWN_TOKEN)
-        self._wake(route.decode, at_s)
+        self._settle(journey, at_s)
         assert journey.read_s is not None
         self.tally.handed_off(wait_s=at_s - journey.read_s)
 
-    def _let_go(self, i: int, request_id: str, at_s: float) -> None:
-        """Blocks were held for a prompt that is not coming."""
-        if self.members[i].settle(at_s):
+    def _settle(self, journey: _Journey, at_s: float) -> None:
+        request_id, i = journey.request.request_id, journey.route.decode
+        self._router.handed_off(request_id)
+        member, reading = self.members[i], self._records.pop(journey.reading_id, None)
+        if member.settle(at_s):
             self._again(i)
-        self.members[i].engine.core.cancel(request_id, at_s)
-        self._place(i, at_s)
+        (event,) = member.engine.core.settle(request_id, journey.sent_tokens, at_s)
+        assert isinstance(event, TransferEvent)
+        if reading is not None and journey.read_s is not None and reading.first_scheduled_s is not None:
+            begin_s = reading.first_scheduled_s
+            event = replace(
+                event, begin_s=journey.asked_s, queue_s=begin_s - journey.asked_s, read_s=journey.read_s - begin_s
+            )
+        member.engine.book.fold([event])
+        self._wake(i, at_s)

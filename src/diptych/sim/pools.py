@@ -101,6 +101,7 @@ class Pool:
         max_waiting_tokens: int = SchedulerConfig().max_waiting_tokens,
         stall_budget_s: float | None = None,
         enable_prefix_cache: bool = True,
+        prefills_alone: bool = False,
         drafts: StatedDrafts | None = None,
     ) -> Pool:
         """KV blocks from the device's memory less weights and buffers, and as many places as the engine would give itself.
@@ -124,6 +125,7 @@ class Pool:
             max_waiting_tokens=max_waiting_tokens,
             max_context_tokens=context,
             enable_prefix_cache=enable_prefix_cache,
+            prefills_alone=prefills_alone,
         )
         return cls(
             setup=setup,

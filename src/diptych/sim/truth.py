@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import compress
+from types import MappingProxyType
 
 from diptych.cost.calibration import Calibration, Constants
 from diptych.cost.fit import NO_RESIDUAL, SHARE, gauss_newton, quantile, rank
@@ -25,11 +28,16 @@ from diptych.sim.closed import ClosedLoop, Schedule, schedule_of
 from diptych.sim.workers import Mapped
 from diptych.workload import LengthRange
 
-FIT_ROWS = 10  # of each model, device and format
+FIT_ROWS = 6  # of each model, device and format
+# Rows of one model and device err together: what matters is how many such groups there are, some ten for each software, for
+# twenty constants. So the prior is to weigh about as much as a group does.
+PRIOR_COST = 3.0
+ROUNDS = 8
 # requests of each stream that are simulated, of the ten that published runs have: fewer where all write much
 PER_STREAM = 4
 PER_LONG_STREAM = 2
 LONG_TOKENS = 200_000  # of all streams at one time
+MOST_IMPOSSIBLE = 0.1  # of a series that is believed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +56,21 @@ def case_of(row: MeasuredService) -> Case:
     setup = _setup(row.model, row.device, row.quant, row.kv, row.tp, row.layout)
     longest = load.input_tokens + load.output_tokens
     pool = capacity_of(setup, context_tokens=longest, batch=1).kv_tokens
+    mean = longest * (1.0 + load.spread) / 2.0
+    is_short_of_kv = pool < load.streams * mean
+    scheduling = load.scheduling
+    if is_short_of_kv and scheduling.reserves_answers:
+        scheduling = replace(scheduling, max_running=max(int(_rounded(pool) / mean), 1))
     is_short = load.streams * load.output_tokens <= LONG_TOKENS
     loop = ClosedLoop(
         streams=load.streams,
         input=_lengths(load.input_tokens, load.spread),
         output=_lengths(load.output_tokens, load.spread),
         n_requests=max(load.streams * (PER_STREAM if is_short else PER_LONG_STREAM), 12),
-        max_step_tokens=load.step_tokens,
-        kv_tokens=_rounded(pool) if pool < load.streams * longest else None,
+        scheduling=scheduling,
+        kv_tokens=_rounded(pool) if is_short_of_kv and not scheduling.reserves_answers else None,
     )
-    return Case(row=row, setup=setup, schedule=schedule_of(loop), is_short_of_kv=loop.kv_tokens is not None)
+    return Case(row=row, setup=setup, schedule=schedule_of(loop), is_short_of_kv=is_short_of_kv)
 
 
 def _rounded(tokens: int) -> int:
@@ -96,12 +109,54 @@ def predicted_of(case: Case, constants: ServiceConstants) -> dict[str, float]:
     calibration = replace(case.setup.calibration, prefill=constants.prefill, decode=constants.decode)
     setup = case.setup
     predictor = replace(setup, calibration=calibration).model_of_time()
-    times = case.schedule.times(predictor.predict_s, is_separate=constants.is_separate)
+    times = case.schedule.times(predictor.predict_s)
     return {
         "ttft": times.ttft_s + constants.request_s,
         "tpot": times.tpot_s,
         "throughput": times.output_tokens_per_s,
     }
+
+
+def possible(cases: Sequence[Case]) -> list[Case]:
+    """Without those that no such devices could have served, at all their peaks, and without series of which a tenth is such.
+
+    Prompts were cached then, or there were more copies than the row says, and the rest of the series was no different. A series
+    is what one software and version was measured with on one model, format and device.
+    """
+    impossible = [_is_impossible(case) for case in cases]
+    n_of, n_impossible = Counter(map(_series, cases)), Counter(map(_series, compress(cases, impossible)))
+    return [
+        case
+        for case, is_impossible in zip(cases, impossible, strict=True)
+        if not is_impossible and n_impossible[_series(case)] <= MOST_IMPOSSIBLE * n_of[_series(case)]
+    ]
+
+
+def _series(case: Case) -> tuple[object, ...]:
+    row = case.row
+    return row.stack, row.version, row.model, row.quant, row.device, row.load.spread
+
+
+def _is_impossible(case: Case) -> bool:
+    row, said = case.row, predicted_of(case, _PERFECT)
+    if row.output_tokens_per_s is not None and row.output_tokens_per_s > said["throughput"]:
+        return True
+    if row.ttft_s is None or row.tpot_s is None:
+        return False
+    tokens = row.load.output_tokens * (1.0 + row.load.spread) / 2.0 - 1.0
+    return row.ttft_s + tokens * row.tpot_s < said["ttft"] + tokens * said["tpot"]
+
+
+_PEAKS = Constants(
+    eb=MappingProxyType({"other": 1.0}),
+    ef=MappingProxyType({"other": 1.0}),
+    p=64.0,
+    kv_eb=1.0,
+    attention_ef=1.0,
+    link_fraction=1.0,
+    expert_ef=MappingProxyType(dict.fromkeys(("fp32", "bf16", "fp8", "int8", "fp4"), 1.0)),
+)
+_PERFECT = ServiceConstants(prefill=_PEAKS, decode=_PEAKS, request_s=0.0)
 
 
 def fit_services(form: ServiceForm, cases: Sequence[Case]) -> list[float]:
@@ -115,7 +170,7 @@ def fit_services(form: ServiceForm, cases: Sequence[Case]) -> list[float]:
             found += [math.log(said[name] / value) for name, value in measured_of(case.row).items()]
         return found
 
-    return gauss_newton(form.free, residuals)
+    return gauss_newton(form.free, residuals, prior_cost=PRIOR_COST, rounds=ROUNDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,9 +98,11 @@ class WeightTensor(Protocol):
     """One tensor of a checkpoint, checked by name and shape, read when asked. Slices are free.
 
     kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
+    order: int32 [k], which input of the layer meets each input of `codes`; None: they come in order.
     """
 
     kept: KeptFormat | None = None
+    order: torch.Tensor | None = None
 
     name: str
     shape: tuple[int, ...]

@@ -21,6 +21,11 @@ LATENT_LAYOUT = "cpu 1: latents of {head_dim}, [P/16][d/2][16][2]"
 BACKED_BYTES = 8 << 20  # asked for at a time: some milliseconds, in which who needs new memory may have to wait
 
 
+def layout_of(cache: dict[str, Any]) -> str:
+    """How a block of such a cache lies."""
+    return (LAYOUT if cache["has_values"] else LATENT_LAYOUT).format(**cache)
+
+
 class CpuKVStore:
     """The native cache behind the KVStore interface."""
 
@@ -48,7 +53,7 @@ class CpuKVStore:
 
         self.header = KVHeader(
             revision=revision,
-            layout=LAYOUT.format(**cache) if cache.get("has_values", True) else LATENT_LAYOUT.format(**cache),
+            layout=layout_of(cache),
             dtype=cache["format"],
             n_layers=cache["n_layers"],
             block_tokens=block_tokens,

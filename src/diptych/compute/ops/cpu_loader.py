@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
-from diptych.models.contents import EXPONENTS
+from diptych.models.contents import EXPONENTS, INPUT_ORDER
 from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
@@ -45,6 +46,8 @@ class LinearHandle:
 
     Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
     following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
+    rows: which of n_outputs the packed weight has, in its order; None: all.
+    order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
     """
 
     index: int | None
@@ -57,12 +60,26 @@ class LinearHandle:
     column: int = 0
     is_gathered: bool = False
     pieces: tuple[LinearHandle, ...] = ()
+    rows: Rows | None = None
+
+    def own_rows(self, begin: int, end: int) -> tuple[int, list[slice]]:
+        """Where in the packed weight its part of outputs [begin, end) begins, and which of them that is, counted from begin."""
+        first, at = 0, 0
+        found: list[slice] = []
+        for low, high in ((0, end),) if self.rows is None else self.rows:
+            own = slice(max(low, begin) - begin, min(high, end) - begin)
+            if own.start < own.stop:
+                first = first if found else at + own.start + begin - low
+                found.append(own)
+            at += high - low
+        return first, found
+    order: str = ""
 
     @property
     def rows_format(self) -> str:
         """The form of the rows it multiplies: int8 and int4 weights share one."""
         if self.format.startswith("group"):
-            return f"group{KeptFormat.named(self.format).group}"
+            return KeptFormat.named(self.format).rows
         return "bf16" if self.format == "bf16" else "int8"
 
 
@@ -127,8 +144,14 @@ def native_shape(weights: KeptFormat | str, n: int, k: int, *, is_gated: bool = 
     common = {"n": n, "k": k, "is_gated": is_gated, "has_bias": has_bias}
     if isinstance(weights, str):
         return _cpu.LinearShape(format=weights, group=INT4_GROUP, **common)
-    group = weights.group or INT4_GROUP
-    return _cpu.LinearShape(format=weights.kind, group=group, scale=weights.scale, grid=weights.grid, **common)
+    return _cpu.LinearShape(
+        format=weights.kind,
+        group=weights.group or INT4_GROUP,
+        scale=weights.scale,
+        grid=weights.grid,
+        is_wide=weights.is_wide,
+        **common,
+    )
 
 
 class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle]):
@@ -162,11 +185,14 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self._heads: dict[int, tuple[AttentionSpec, OwnHeads | None]] = {}  # by layer
         self.is_balancing = self.weights_format != "bf16" and source.is_balanceable
         self.is_keeping = config.weights == "auto"
+        self._meets_narrow_rows = config.activations == "int8"
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.kept: dict[str, KeptFormat] = {}  # key -> format, of those that kept their values
         self.n_values: Counter[str] = Counter()  # format -> weights of the layers that were packed in it
         self.plain: dict[str, WeightTensor] = {}  # used in their own form
         self.exponents: dict[str, torch.Tensor] = {}  # likewise, of what may be balanced: see `balance.exponents_of`
+        self.orders: dict[str, torch.Tensor] = {}  # key -> `WeightTensor.order` of those that have one
+        self.input_orders: dict[str, np.ndarray] = {}  # the same by name
         self.sites = Sites()
         self._ropes: dict[RopeSpec, int] = {}
 
@@ -194,10 +220,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        is_heads = role is not None and tuple(site for site, _ in role.sites) == ("q", "k", "v")
+        is_heads = role is not None and role.sites[0][0] == "q"
         if self.rank.size > 1 and is_heads and role is not None and role.layer is not None:
-            return self._heads_projection(parts, role, *self._heads[role.layer])
-        handle = self._pack_own(parts, self.weights_format, role)
+            handle = self._heads_projection(parts, role, *self._heads[role.layer])
+        else:
+            handle = self._pack_own(parts, self.weights_format, role)
         self.sites.note(parts, handle)
         return handle
 
@@ -239,13 +266,14 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         keys: tuple[LinearParts, ...],
         values: tuple[LinearParts, ...],
     ) -> AttentionHandle:
-        """Each head's matrices packed by themselves, in one process (`build_over_ranks` refuses more)."""
-        assert self.rank.size == 1
+        """Each head's matrices packed by themselves: of a rank, those of its heads. Latents are every rank's, whole."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
+        self._heads[spec.layer] = spec, own
+        mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
         latent = LatentHandle(
             norm=self._vector(norm.weight),
-            keys=tuple(self.linear(parts) for parts in keys),
-            values=tuple(self.linear(parts) for parts in values),
+            keys=tuple(self._pack(parts, self.weights_format) for parts in keys[mine]),
+            values=tuple(self._pack(parts, self.weights_format) for parts in values[mine]),
         )
         return AttentionHandle(
             spec=spec,
@@ -279,7 +307,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
         Experts share their rows, so all keep their values or none.
         """
-        keep = all(len({self._kept(getattr(expert, name)) for expert in experts}) == 1 for name in ("gate_up", "down"))
+        stored = [[getattr(expert, name) for expert in experts] for name in ("gate_up", "down")]
+        keep = all(len({(self._kept(part), _name_of(_order_of(part))) for part in parts}) == 1 for parts in stored)
         # halves that are clamped are joined by an operation of its own
         joined = None if spec.activation is Activation.CLAMPED else spec.activation
         return ExpertsHandle(
@@ -324,9 +353,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     ) -> LinearHandle:
         """q, k and v of the rank's heads, which nobody else reads; of a norm over all heads, gathered.
 
-        Ranks that hold the same KV head write the same numbers to its columns then.
+        Ranks that hold the same KV head write the same numbers to its columns then. Latent attention has q alone.
         """
-        d, (q, k, _) = spec.head_dim, (outputs for _, outputs in role.sites)
+        widths = [outputs for _, outputs in role.sites]
         is_gathered, kept = spec.qk_norm is QkNorm.FULL, self._kept(parts)
         nobody = LinearHandle(
             index=None,
@@ -338,13 +367,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             is_gathered=is_gathered,
         )
         if own is None:
-            return replace(nobody, pieces=(nobody,) * 3) if is_gathered else nobody
-        kv = own.first_kv_head * d, (own.first_kv_head + own.n_kv_heads) * d
-        rows = (
-            (own.first_head * d, (own.first_head + own.n_heads) * d),
-            (q + kv[0], q + kv[1]),
-            (q + k + kv[0], q + k + kv[1]),
+            return replace(nobody, pieces=(nobody,) * len(widths)) if is_gathered else nobody
+        heads = (
+            (own.first_head, own.n_heads, spec.n_heads),
+            *((own.first_kv_head, own.n_kv_heads, spec.n_kv_heads),) * 2,
         )
+        begin, rows = 0, ()  # type: tuple[int, Rows]
+        for width, (first, n, of) in zip(widths, heads, strict=False):
+            rows += ((begin + first * width // of, begin + (first + n) * width // of),)
+            begin += width
         if not is_gathered:
             return self._pack(parts, self.weights_format, role=role, rows=rows)
         pieces = [
@@ -355,7 +386,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             )
             for own_rows in rows
         ]
-        return replace(nobody, index=pieces[0].index, pieces=tuple(pieces))
+        return replace(nobody, index=pieces[0].index, pieces=tuple(pieces), order=pieces[0].order)
 
     @property
     def main_format(self) -> str:
@@ -364,8 +395,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def _kept(self, parts: LinearParts) -> KeptFormat | None:
         """What holds the stored values of all parts."""
-        formats = {part.kept for part in parts.weights} if self.is_keeping else {None}
-        return formats.pop() if len(formats) == 1 else None
+        formats = {(part.kept, _name_of(part.order)) for part in parts.weights} if self.is_keeping else {(None, "")}
+        kept = formats.pop()[0] if len(formats) == 1 else None
+        return replace(kept, is_wide=False) if kept is not None and self._meets_narrow_rows else kept
 
     def _pack(
         self,
@@ -385,7 +417,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         shape, whole = (native_shape(kept or weights_format, outputs, k, **form) for outputs in (n, parts.n_outputs))
         key = "+".join(part.name for part in (*parts.weights, *parts.biases))
         if kept is not None:
-            self.kept[key] = kept
+            self.kept[key] = parts.weights[0].kept or kept
             weights_format = kept.name
         if role is not None and role.layer is not None and key not in self.packed:
             self.n_values[weights_format] += parts.n_outputs * k
@@ -398,6 +430,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         else:
             index = self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept)
         self.packed[key] = index
+        order = self._note_order(key, parts, k) if kept is not None else ""
         if weights_format != "bf16":
             self._note_exponents(key, parts, is_packed=saved is not None)
         return LinearHandle(
@@ -408,7 +441,21 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             n_outputs=n if activation is None else n // 2,
             activation=activation,
             role=role,
+            rows=rows,
+            order=order,
         )
+
+    def _note_order(self, key: str, parts: LinearParts, n_inputs: int) -> str:
+        """The name of the order in which a kept weight has its inputs."""
+        order = _order_of(parts)
+        saved = self.source.find_packed(key + INPUT_ORDER, 4 * n_inputs)
+        if saved is not None:
+            order = torch.from_numpy(np.frombuffer(saved, dtype=np.int32).copy())
+        name = _name_of(order)
+        if order is not None:
+            self.orders[key] = order
+            self.input_orders[name] = order.numpy()
+        return name
 
     def _add_read(
         self, shape: Any, parts: LinearParts, rows: Rows, weights_format: str, kept: KeptFormat | None
@@ -446,6 +493,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         saved = self.source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
         if saved is not None:
             self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
+
+
+def _order_of(parts: LinearParts) -> torch.Tensor | None:
+    """Of all of them: what is kept has one."""
+    return parts.weights[0].order
+
+
+def _name_of(order: torch.Tensor | None) -> str:
+    return "" if order is None else f" {hashlib.sha256(order.numpy().tobytes()).hexdigest()}"
 
 
 def _own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[WeightTensor, slice]]:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.compute.adapters import Adapter, LowRank, Site, by_linear
+from diptych.compute.adapters import Adapter, LowRank, Site
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpu_kernels import _cpu, cache_sizes
 from diptych.compute.ops.cpu_kv import CpuKVStore
-from diptych.compute.ops.cpu_loader import CpuLoader
+from diptych.compute.ops.cpu_loader import CpuLoader, LinearHandle
 from diptych.compute.ops.cpu_recorder import CpuOps
 from diptych.compute.ops.shares import Rank
 from diptych.compute.sampler import Weighed
@@ -174,19 +174,25 @@ class CpuModel(Model):
         return [Weighed(*one) for one in zip(*drawn, strict=True)]
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """In bf16, packed as the projections are."""
-        fitted = by_linear(self._sites.fit(adapter), lambda linear: linear.index)
-        sites = [
-            (index, [(site.begin, site.end, *self._scaled(site, low_rank, adapter)) for site, low_rank in several])
-            for index, several in fitted.items()
-        ]
-        return int(self.program.add_adapter(sites))
+        """In bf16, packed as the projections are: of a rank, A whole and B's rows for its own outputs."""
+        sites: dict[int, list[tuple[int, int, np.ndarray, np.ndarray]]] = {}
+        for site, low_rank in sorted(self._sites.fit(adapter), key=lambda one: one[0].begin):
+            for linear in site.linear.pieces or (site.linear,):
+                first, own = linear.own_rows(site.begin, site.end)
+                if linear.index is None or not own:
+                    continue
+                a, b = self._scaled(linear, site, low_rank, adapter)
+                rows = torch.cat([b[some] for some in own]) if len(own) > 1 else b[own[0]]
+                sites.setdefault(linear.index, []).append((first, first + len(rows), a.numpy(), rows.numpy()))
+        return int(self.program.add_adapter(list(sites.items())))
 
-    def _scaled(self, site: Site, low_rank: LowRank, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
+    def _scaled(
+        self, linear: LinearHandle, site: Site, low_rank: LowRank, adapter: Adapter
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B for a projection whose inputs and outputs may have been balanced. LoadError where nobody knows how."""
-        if site.linear.format == "bf16":
-            return low_rank.a.numpy(), low_rank.b.numpy()
-        exponents = self._exponents.get(site.linear.key)
+        if linear.format == "bf16":
+            return low_rank.a, low_rank.b
+        exponents = self._exponents.get(linear.key)
         if exponents is None:
             raise LoadError(
                 f"adapter {adapter.path} needs to know how the weights were balanced, and the checkpoint was packed by a "
@@ -194,7 +200,7 @@ class CpuModel(Model):
                 hint="write it again with `diptych quantize`",
             )
         outputs, inputs = exponents[: -site.n_inputs].exp2(), exponents[-site.n_inputs :].exp2()
-        return (low_rank.a * inputs).numpy(), (low_rank.b * outputs[site.begin : site.end, None]).numpy()
+        return low_rank.a * inputs, low_rank.b * outputs[site.begin : site.end, None]
 
     def drop_adapter(self, number: int) -> None:
         """Its pages go back to the system."""

@@ -6,11 +6,12 @@ enter the cache in the bytes that one rank would have written, so `revision` and
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,21 @@ from diptych.compute.kv_store import KVHeader, KVPayload, KVStore
 from diptych.compute.model import Blueprint, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.cpu_kernels import _cpu
-from diptych.compute.ops.cpu_kv import LAYOUT, CpuKVStore
+from diptych.compute.ops.cpu_kv import CpuKVStore, layout_of
 from diptych.compute.ops.cpu_model import KEPT_LOGITS_ROWS, CpuModel
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb
+from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb, answer, gathered, outputs_view, raised
 from diptych.compute.ops.shares import Rank, together
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel, WorkerLost
 
+ERROR_CHARS = 300  # of an answer
+HEADS_AXIS = {Verb.EXPORT: 2, Verb.READ: 1}  # of what they give
+
 
 def cache_of(model: CpuModel, rank: Rank) -> tuple[int, int]:
     """(first KV head, KV heads) of a rank's cache. UnsupportedModel where layers would have different ones."""
-    found = {rank.heads(layer.attention.n_heads, layer.attention.n_kv_heads) for layer in model.spec.layers}
+    found = {rank.heads(layer.attention.n_heads, layer.attention.cache.n_heads) for layer in model.spec.layers}
     caches = {(heads.first_kv_head, heads.n_kv_heads) if heads is not None else (0, 0) for heads in found}
     if len(caches) > 1:
         raise UnsupportedModel("the layers have different numbers of heads, which ranks cannot divide alike")
@@ -41,7 +45,7 @@ def cache_of(model: CpuModel, rank: Rank) -> tuple[int, int]:
 
 
 class Part:
-    """One rank's part of a KV cache: heads [first, first + n), in views of all heads that the ranks share."""
+    """One rank's part of a KV cache: heads [first, first + n) of all."""
 
     def __init__(self, store: CpuKVStore, first: int, n: int, *, n_heads: int, head_dim: int) -> None:
         self.store = store
@@ -58,15 +62,15 @@ class Part:
         n_layers = self.store.header.n_layers
         return n_blocks, n_layers, self._n_heads, block_bytes // n_layers // self._n_heads
 
-    def export_to(self, block_ids: np.ndarray, all_heads: np.ndarray) -> None:
-        """Its heads' bytes into the view of all."""
-        n, n_layers, _, head_bytes = all_heads.shape
+    def export(self, block_ids: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """Its heads' bytes of blocks that have this shape, [N, L, k, bytes of a head]."""
+        n, n_layers, _, head_bytes = shape
         own = np.empty((n, self.store.header.block_bytes), dtype=np.uint8)
         self.store.native.export_blocks(block_ids, own)
-        all_heads[:, :, self._own] = own.reshape(n, n_layers, -1, head_bytes)
+        return own.reshape(n, n_layers, -1, head_bytes)
 
     def import_from(self, block_ids: np.ndarray, all_heads: np.ndarray) -> None:
-        """Its heads' bytes from the view of all."""
+        """Its heads' bytes from those of all."""
         own = np.ascontiguousarray(all_heads[:, :, self._own]).reshape(len(block_ids), self.store.header.block_bytes)
         self.store.native.import_blocks(block_ids, own)
 
@@ -74,14 +78,14 @@ class Part:
         """Keys and values of all heads: [2, K, T, d]."""
         return 2, self._n_heads, n_tokens, self._head_dim
 
-    def read_to(self, layer: int, block_ids: np.ndarray, both: np.ndarray) -> None:
-        """Its heads' keys and values into the view of all."""
-        own = np.empty_like(both[:, self._own])
+    def read(self, layer: int, block_ids: np.ndarray, n_tokens: int) -> np.ndarray:
+        """Its heads' keys and values, [2, k, T, d]."""
+        own = np.empty((2, self._own.stop - self._own.start, n_tokens, self._head_dim), dtype=np.float32)
         self.store.native.read(layer, block_ids, own[0], own[1])
-        both[:, self._own] = own
+        return own
 
     def write_from(self, layer: int, block_ids: np.ndarray, both: np.ndarray) -> None:
-        """Its heads' keys and values from the view of all."""
+        """Its heads' keys and values from those of all."""
         own = np.ascontiguousarray(both[:, self._own])
         self.store.native.write(layer, block_ids, own[0], own[1])
 
@@ -89,8 +93,12 @@ class Part:
 class RankedKVStore:
     """The cache of all ranks behind the KVStore interface; rank 0 has this, and a part of the bytes."""
 
-    def __init__(self, ranks: Ranks, part: Part, *, number: int, header: KVHeader, nbytes: int) -> None:
+    def __init__(
+        self, ranks: Ranks, part: Part, heads: Sequence[tuple[int, int]], *, number: int, header: KVHeader, nbytes: int
+    ) -> None:
+        """heads: (first, how many) of every rank."""
         self._ranks = ranks
+        self._heads = heads
         self._part = part
         self._number = number
         self.header = header
@@ -118,42 +126,48 @@ class RankedKVStore:
         """The bytes of these blocks in every layer; a copy."""
         ids = self._ids(block_ids)
         shape = self._part.bytes_shape(len(ids), self.header.block_bytes)
-        with self._ranks.lock:
-            view = outputs_view(self._ranks.team, shape, np.uint8)
-            self._tell(Verb.EXPORT, {"shape": shape}, ids, own=lambda: self._part.export_to(ids, view))
-            data = view.reshape(len(ids), -1).copy()
-        return KVPayload.of(self.header, data)
+        data = self._gather(
+            Verb.EXPORT, {}, ids, np.empty(shape, dtype=np.uint8), lambda: self._part.export(ids, shape)
+        )
+        return KVPayload.of(self.header, data.reshape(len(ids), -1))
 
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
         """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
         payload.check(self.header, len(block_ids))
         ids = self._ids(block_ids)
-        shape = self._part.bytes_shape(len(ids), self.header.block_bytes)
-        with self._ranks.lock:
-            view = outputs_view(self._ranks.team, shape, np.uint8)
-            view[:] = payload.data_NB.reshape(shape)
-            self._tell(Verb.IMPORT, {"shape": shape}, ids, own=lambda: self._part.import_from(ids, view))
+        data = payload.data_NB.reshape(self._part.bytes_shape(len(ids), self.header.block_bytes))
+        self._tell(Verb.IMPORT, {}, ids, data, own=lambda: self._part.import_from(ids, data))
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""
-        ids, shape = self._ids(block_ids), self._part.numbers_shape(n_tokens)
-        with self._ranks.lock:
-            view = outputs_view(self._ranks.team, shape, np.float32)
-            self._tell(
-                Verb.READ, {"shape": shape, "layer": layer}, ids, own=lambda: self._part.read_to(layer, ids, view)
-            )
-            keys, values = torch.from_numpy(view.copy())
+        ids = self._ids(block_ids)
+        both = np.empty(self._part.numbers_shape(n_tokens), dtype=np.float32)
+        self._gather(Verb.READ, {"layer": layer}, ids, both, lambda: self._part.read(layer, ids, n_tokens))
+        keys, values = torch.from_numpy(both)
         return keys, values
 
     def write(self, layer: int, block_ids: Sequence[int], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [K, T, d] as the first T tokens of block_ids."""
-        ids, shape = self._ids(block_ids), self._part.numbers_shape(keys.shape[1])
-        with self._ranks.lock:
-            view = outputs_view(self._ranks.team, shape, np.float32)
-            view[0], view[1] = keys.to(torch.float32).numpy(), values.to(torch.float32).numpy()
-            self._tell(
-                Verb.WRITE, {"shape": shape, "layer": layer}, ids, own=lambda: self._part.write_from(layer, ids, view)
-            )
+        ids = self._ids(block_ids)
+        both = torch.stack([keys.to(torch.float32), values.to(torch.float32)]).numpy()
+        self._tell(Verb.WRITE, {"layer": layer}, ids, both, own=lambda: self._part.write_from(layer, ids, both))
+
+    def _gather(
+        self, verb: Verb, head: dict[str, Any], ids: np.ndarray, whole: np.ndarray, own: Callable[[], np.ndarray]
+    ) -> np.ndarray:
+        """`whole`, filled with every rank's heads."""
+        axis = HEADS_AXIS[verb]
+        parts = [[*whole.shape[:axis], n, *whole.shape[axis + 1 :]] for _, n in self._heads]
+        slot_bytes = max(math.prod(part) for part in parts) * whole.itemsize
+
+        def take() -> None:
+            slots = gathered(self._ranks.team, own(), slot_bytes)
+            for slot, part, (first, n) in zip(slots, parts, self._heads, strict=True):
+                values = slot[: math.prod(part) * whole.itemsize].view(whole.dtype).reshape(part)
+                np.moveaxis(whole, axis, 0)[first : first + n] = np.moveaxis(values, axis, 0)
+
+        self._tell(verb, {**head, "shape": whole.shape, "slot_bytes": slot_bytes}, ids, own=take)
+        return whole
 
     def _ids(self, block_ids: Sequence[int]) -> np.ndarray:
         """As int32, checked here: what another rank refuses ends the team."""
@@ -167,18 +181,19 @@ class RankedKVStore:
         verb: Verb,
         head: dict[str, Any],
         ids: np.ndarray | None = None,
+        data: np.ndarray | None = None,
         *,
         own: Callable[[], object] = lambda: None,
     ) -> None:
         payload = b"" if ids is None else ids.tobytes()
-        self._ranks.tell(verb, {"kv": self._number, **head}, payload, own=own)
-
-
-def outputs_view(team: Any, shape: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
-    """An array in the memory that ranks give results back in."""
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    view: np.ndarray = team.outputs(nbytes)[:nbytes].view(dtype).reshape(shape)
-    return view
+        if data is not None:
+            head, payload = {**head, "shape": data.shape}, payload + data.tobytes()
+        with self._ranks.lock:
+            self._ranks.tell(
+                verb, {"kv": self._number, "n_ids": 0 if ids is None else len(ids), **head}, payload, own=own
+            )
+            if data is not None:
+                self._ranks.team.give_back_message()
 
 
 class RankedModel(CpuModel):
@@ -189,14 +204,23 @@ class RankedModel(CpuModel):
         self._n_caches = 0
         self._dropped: list[int] = []  # numbers of caches that nobody holds any more
 
-        def own() -> None:
-            super(RankedModel, self).__init__(blueprint, config, rank=ranks.rank(0))
-            report(ranks.team, self)
+        self._adapter_bytes: dict[int, int] = {}
 
-        ranks.tell(Verb.LOAD, load, own=own)
-        reports = outputs_view(ranks.team, (ranks.size, 2), np.int64)
-        self.weight_bytes = int(reports[:, 0].sum())
-        self.threads = int(reports[:, 1].sum())
+        def own() -> dict[str, Any]:
+            super(RankedModel, self).__init__(blueprint, config, rank=ranks.rank(0))
+            return about(self)
+
+        loaded = ranks.ask(Verb.LOAD, load, own=own)
+        others = {number for number, one in enumerate(loaded) if one["revision"] != self.revision}
+        if others:
+            raise ConfigError(
+                f"ranks {sorted(others)} have loaded another model than rank 0, or compute it otherwise",
+                hint="every machine has the same checkpoint and the same version",
+            )
+        if ranks.team.is_linked:
+            ranks.tell(Verb.KNOW_WRITTEN, {}, own=lambda: know_written(ranks.team, self))
+        self.weight_bytes = sum(one["weight_bytes"] for one in loaded)
+        self.threads = sum(one["threads"] for one in loaded)
         self.placement = together(ranks.placements)
         self._is_large = False
 
@@ -221,7 +245,7 @@ class RankedModel(CpuModel):
         (store,) = made
         header = KVHeader(
             revision=self.revision,
-            layout=LAYOUT.format(**self._cache),
+            layout=layout_of(self._cache),
             dtype=self.kv_format,
             n_layers=self.spec.n_layers,
             block_tokens=block_tokens,
@@ -229,7 +253,8 @@ class RankedModel(CpuModel):
         )
         part = part_of(self, rank, store)
         nbytes = n_blocks * self.kv_bytes_per_block(block_tokens)
-        ranked = RankedKVStore(self.ranks, part, number=number, header=header, nbytes=nbytes)
+        heads = [cache_of(self, self.ranks.rank(number)) for number in range(self.ranks.size)]
+        ranked = RankedKVStore(self.ranks, part, heads, number=number, header=header, nbytes=nbytes)
         weakref.finalize(ranked, self._dropped.append, number)
         return ranked
 
@@ -261,11 +286,37 @@ class RankedModel(CpuModel):
         return torch.from_numpy(outputs_view(self.ranks.team, (n_rows, self.spec.vocab_size), np.float32))
 
     def add_adapter(self, adapter: Adapter) -> int:
-        """Refused: its products would have to be divided as the projections are."""
-        raise ConfigError(
-            f"adapter {adapter.path} cannot be loaded: tp is {self.ranks.size}, and adapters are computed in one process only",
-            hint="start without tp, or merge the adapter into the weights and load those",
-        )
+        """On every rank or on none: where one of them cannot take it, the others give it back, and its error is raised."""
+        self._sites.fit(adapter)  # what nobody could take is refused before anybody is asked
+        head, payload = adapter.told()
+        with self.ranks.lock:
+            said = self.ranks.ask(
+                Verb.ADD_ADAPTER, head, payload, own=lambda: added(super(RankedModel, self).add_adapter, self, adapter)
+            )
+            self.ranks.team.give_back_message()
+            failed = [(number, one) for number, one in enumerate(said) if "error" in one]
+            if failed:
+                self._drop([one.get("number") for one in said])
+                raise raised(f"adapter {adapter.path} was refused by rank {failed[0][0]}", failed[0][1])
+        (number,) = {int(one["number"]) for one in said}
+        self._adapter_bytes[number] = sum(one["bytes"] for one in said)
+        return number
+
+    def drop_adapter(self, number: int) -> None:
+        """On every rank; it is gone with them where they are gone."""
+        self.program.adapter_bytes(number)  # raises where there is none
+        with contextlib.suppress(WorkerLost):
+            self._drop([number] * self.ranks.size)
+        self._adapter_bytes.pop(number, None)
+
+    def _drop(self, numbers: list[int | None]) -> None:
+        own = numbers[0]
+        drop = super().drop_adapter
+        self.ranks.tell(Verb.DROP_ADAPTER, {"numbers": numbers}, own=lambda: None if own is None else drop(own))
+
+    def adapter_bytes(self, number: int) -> int:
+        """On all ranks."""
+        return self._adapter_bytes[number]
 
     def on_loss(self, tell: Callable[[EngineError], object]) -> Callable[[], object]:
         """See Model."""
@@ -283,7 +334,7 @@ class RankedModel(CpuModel):
         self.ranks.end()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _held(placement: Placement) -> Iterator[None]:
     """While a step runs, rank 0's only thread stays on its CPU, off those of other ranks; a pool of several does so itself."""
     if placement.threads > 1 or not placement.cpus:
@@ -297,9 +348,26 @@ def _held(placement: Placement) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def report(team: Any, model: CpuModel) -> None:
-    """What rank 0 wants to know of each rank, where it reads it after loading."""
-    outputs_view(team, (team.size, 2), np.int64)[team.rank] = model.program.weight_bytes, model.program.threads
+def about(model: CpuModel) -> dict[str, Any]:
+    """What rank 0 wants to know of each rank after loading."""
+    weight_bytes, threads = int(model.program.weight_bytes), int(model.program.threads)
+    return {"weight_bytes": weight_bytes, "threads": threads, "revision": model.revision}
+
+
+def know_written(team: Any, model: CpuModel) -> None:
+    """Linked ranks learn what each of them writes at each of its meetings."""
+    own = np.array(model.program.written, dtype=np.int64)
+    slots = gathered(team, own, own.nbytes)
+    model.program.know_written([slot.view(np.int64).reshape(-1, 2).tolist() for slot in slots])
+
+
+def added(add: Callable[[Adapter], int], model: CpuModel, adapter: Adapter) -> dict[str, Any]:
+    """A rank's answer to an adapter: its number there and its bytes, or what was wrong. It is no rank's end."""
+    try:
+        number = add(adapter)
+        return {"number": number, "bytes": int(model.program.adapter_bytes(number))}
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error)[:ERROR_CHARS]}
 
 
 def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: int, number: int) -> CpuKVStore:
@@ -314,7 +382,8 @@ def make_part_store(model: CpuModel, rank: Rank, n_blocks: int, block_tokens: in
 def part_of(model: CpuModel, rank: Rank, store: CpuKVStore) -> Part:
     """A rank's store with the place of its heads among all."""
     first, n = cache_of(model, rank)
-    return Part(store, first, n, n_heads=model.spec.n_kv_heads, head_dim=model.spec.head_dim)
+    cache = model.spec.attention.cache
+    return Part(store, first, n, n_heads=cache.n_heads, head_dim=cache.head_dim)
 
 
 class Member:
@@ -331,7 +400,15 @@ class Member:
         return int(kind), int(n)
 
     def do(self, verb: Verb, head: dict[str, Any], payload: bytes) -> None:
-        """One verb over the cache that it names."""
+        """One verb over an adapter, or over the cache that it names."""
+        if verb is Verb.KNOW_WRITTEN:
+            return know_written(self.rank.team, self.model)
+        if verb is Verb.ADD_ADAPTER:
+            answer(self.rank.team, added(self.model.add_adapter, self.model, Adapter.heard(head, payload)))
+            return None
+        if verb is Verb.DROP_ADAPTER:
+            own = head["numbers"][self.rank.number]
+            return None if own is None else self.model.drop_adapter(own)
         if verb is Verb.MAKE_KV:
             store = make_part_store(self.model, self.rank, head["n_blocks"], head["block_tokens"], head["number"])
             made = part_of(self.model, self.rank, store)
@@ -340,14 +417,19 @@ class Member:
                 self._parts[number] = made
             return
         part = self._parts[head["kv"]]
-        ids = np.frombuffer(payload, dtype=np.int32)
+        ids = np.frombuffer(payload, dtype=np.int32, count=head["n_ids"] * (2 if verb is Verb.COPY else 1))
         if verb is Verb.BACK_KV:
             threading.Thread(target=part.store.back_memory, args=(lambda: False,), daemon=True).start()
         elif verb is Verb.COPY:
             part.copy(ids.reshape(-1, 2))
-        elif verb in (Verb.EXPORT, Verb.IMPORT):
-            view = outputs_view(self.rank.team, head["shape"], np.uint8)
-            (part.export_to if verb is Verb.EXPORT else part.import_from)(ids, view)
+        elif verb is Verb.EXPORT:
+            gathered(self.rank.team, part.export(ids, head["shape"]), head["slot_bytes"])
+        elif verb is Verb.READ:
+            gathered(self.rank.team, part.read(head["layer"], ids, head["shape"][2]), head["slot_bytes"])
         else:
-            both = outputs_view(self.rank.team, head["shape"], np.float32)
-            (part.read_to if verb is Verb.READ else part.write_from)(head["layer"], ids, both)
+            kind = np.uint8 if verb is Verb.IMPORT else np.float32
+            data = np.frombuffer(payload, dtype=kind, offset=ids.nbytes).reshape(head["shape"])
+            if verb is Verb.IMPORT:
+                part.import_from(ids, data)
+            else:
+                part.write_from(head["layer"], ids, data)

@@ -69,6 +69,7 @@ class CpuOps(
         self._owner: dict[int, Value] = {}
         self._n_inputs = 0
         self._is_team = loader.rank.size > 1
+        self._orders = loader.input_orders
 
     def embed(self, table: TableHandle | LinearHandle, *, scale: float) -> ResidualStream:
         """x = scale * rows of the table, or of the packed head that serves as one."""
@@ -115,10 +116,8 @@ class CpuOps(
         h = self._as_value(h)
         category = CATEGORIES[h.kind]
         if weight.index is None:  # of a rank without heads; what ranks share lies at the same places in all of them
-            if weight.is_gathered:
-                self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
             for _ in weight.pieces:
-                self.program.meet()
+                self.program.meet(self._f32(f"{category} out", weight.n_outputs, weight.is_gathered))
             return Value("projection", weight.n_outputs)
         out = self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
         rows = self._rows(h, weight)
@@ -207,6 +206,8 @@ class CpuOps(
         spec, latent = attention.spec, attention.latent
         assert spec.mla is not None
         assert latent is not None
+        if attention.own is None:
+            return
         self.program.cache_latents(
             kv=self._materialised(kv),
             layer=spec.layer,
@@ -218,10 +219,12 @@ class CpuOps(
 
     def absorb(self, q: Value, attention: AttentionHandle) -> Value:
         """q in bf16 for the attention kernel, by a product for each head."""
-        spec, latent = attention.spec, attention.latent
+        spec, latent, own = attention.spec, attention.latent, attention.own
         assert spec.mla is not None
         assert latent is not None
-        width, n_heads = spec.n_heads * spec.head_dim, spec.n_heads
+        if own is None:
+            return Value("query", 0)
+        width, n_heads = own.n_heads * spec.head_dim, own.n_heads
         out = self._buffer("q", width, lambda width: self.program.add_bf16(width))
         x = self._materialised(q)
         self.program.heads(
@@ -237,35 +240,41 @@ class CpuOps(
         return Value("query", width, buffer=out)
 
     def expand(self, a: Value, attention: AttentionHandle) -> Value:
-        """A product for each head."""
-        spec, latent = attention.spec, attention.latent
+        """A product for each head, gathered."""
+        spec, latent, own = attention.spec, attention.latent, attention.own
         assert spec.mla is not None
         assert latent is not None
-        out = self._f32("heads", spec.n_heads * spec.mla.v_dim)
-        self.program.heads(
-            weights=[head.index for head in latent.values],
-            x=self._materialised(a),
-            head_stride=spec.head_dim,
-            rows=self._rows_buffer("expand", spec.mla.kv_rank, latent.values[0], spec.n_heads),
-            out=out,
-            out_head_stride=spec.mla.v_dim,
-            store="f32",
-        )
+        out = self._f32("heads", spec.n_heads * spec.mla.v_dim, self._is_team)
+        if own is None:
+            self.program.meet(out)
+        else:
+            self.program.heads(
+                weights=[head.index for head in latent.values],
+                x=self._materialised(a),
+                head_stride=spec.head_dim,
+                rows=self._rows_buffer("expand", spec.mla.kv_rank, latent.values[0], own.n_heads),
+                out=out,
+                out_head_stride=spec.mla.v_dim,
+                store="f32",
+                column=own.first_head * spec.mla.v_dim,
+            )
         return Value("attention", spec.n_heads * spec.mla.v_dim, buffer=out)
 
     def attention(self, q: Value, attention: AttentionHandle) -> Value:
-        """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised."""
-        spec, program = attention.spec, self.program
-        value = Value("attention", spec.n_heads * spec.head_dim, is_shared=self._is_team)
-        if attention.own is None:
-            value.emit_f32 = value.emit_rows = lambda out: program.meet()
+        """Recorded by its consumer, as rows in bf16 or as fp32 to be quantised. Of latents a rank reads its own heads alone."""
+        spec, own, program = attention.spec, attention.own, self.program
+        is_gathered = attention.latent is None
+        n_heads = spec.n_heads if is_gathered or own is None else own.n_heads
+        value = Value("attention", n_heads * spec.head_dim, is_shared=is_gathered and self._is_team)
+        if own is None:
+            value.emit_f32 = value.emit_rows = program.meet
             return value
         settings = {
             "q": q.buffer,
             "layer": spec.layer,
             "shape": attention.shape,
             "sinks": attention.sinks,
-            "column": attention.own.first_head * spec.head_dim,
+            "column": own.first_head * spec.head_dim if is_gathered else 0,
         }
         value.emit_f32 = lambda out: program.attention(out=out, **settings)
         value.emit_rows = lambda out: program.attention(out=out, **settings)
@@ -359,20 +368,21 @@ class CpuOps(
     def _rows_buffer(
         self, role: str, width: int, weight: LinearHandle, rows_per_token: int = 1, is_shared: bool = False
     ) -> int:
-        kind = weight.rows_format
+        kind, order = weight.rows_format, self._orders.get(weight.order)
         return self._buffer(
             f"{role} rows",
             width,
-            lambda width: self.program.add_rows(kind, width, rows_per_token, is_shared),
+            lambda width: self.program.add_rows(kind, width, rows_per_token, is_shared, order),
             kind,
+            weight.order,
             rows_per_token,
             is_shared,
         )
 
     def _rows(self, h: Value, weight: LinearHandle) -> int:
         """The rows buffer of h in the form the weight reads; recorded on first use, again if another took the buffer."""
-        key = weight.rows_format
-        is_direct = h.emit_rows is not None and (h.kind == "norm" or key == "bf16")
+        form, key = weight.rows_format, weight.rows_format + weight.order
+        is_direct = h.emit_rows is not None and (h.kind == "norm" or form == "bf16")
         rows = self._rows_buffer(h.kind, h.width, weight, is_shared=is_direct and h.is_shared)
         if h.rows.get(key) == rows and self._owner.get(rows) is h:
             return rows
@@ -380,7 +390,7 @@ class CpuOps(
         if is_direct:
             assert h.emit_rows is not None
             h.emit_rows(rows)
-        elif h.emit_bf16 is not None:
+        elif h.emit_bf16 is not None and not form.startswith("wide"):  # which bf16 would make narrow
             half = self._buffer(f"{h.kind} bf16", h.width, lambda width: self.program.add_bf16(width, h.is_shared))
             h.emit_bf16(half)
             self.program.prepare(half, rows)

@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, PrivateAttr, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AliasChoices, Field, PlainValidator, WithJsonSchema, model_validator
 
-from diptych.server.fields import FieldRefused, Refusal, check_extra
+from diptych.server.fields import Refusal
 from diptych.server.schema import (
-    REQUEST_ID_PATTERN,
     Body,
-    CacheSalt,
-    Name,
     Prompt,
+    RequestBody,
     StopAtFirst,
     User,
     Whole,
@@ -102,33 +99,13 @@ Texts = Annotated[list[Text], StopAtFirst(), Field(min_length=1, max_length=MAX_
 Instruction = Annotated[str | None, Field(max_length=MAX_INSTRUCTION_CHARS)]
 
 
-class PooledBody(Body):
+class PooledBody(RequestBody):
     """Fields of every route that reads and does not write."""
 
-    model_config = ConfigDict(extra="allow")  # kept as far as `fields` has looked at them
-
-    model: Name | None = None
     instruction: Instruction = None
-    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
-    cache_salt: CacheSalt = None
     user: User
-    _ignored: tuple[str, ...] = PrivateAttr(())
     _refused: ClassVar[Mapping[str, Refusal]] = REFUSED
-
-    @property
-    def ignored_fields(self) -> tuple[str, ...]:
-        """Fields that nobody here knows."""
-        return self._ignored
-
-    @model_validator(mode="after")
-    def _only_known(self) -> Self:
-        try:
-            self._ignored = tuple(check_extra(self.__pydantic_extra__ or {}, self._refused, NO_EFFECT))
-        except FieldRefused as error:
-            raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
-        self.__pydantic_extra__ = {}
-        return self
+    _no_effect: ClassVar[Mapping[str, str]] = NO_EFFECT
 
 
 class EmbeddingBody(PooledBody):

@@ -32,14 +32,17 @@ _HERE = "nothing runs here but the model; run it yourself, and send what it gave
 
 REFUSED: Mapping[str, Refusal] = {
     **REFUSED_BY_ALL,
+    "compaction": Refusal("nothing is summarised here; leave out what the model need not see"),
     "container": Refusal(_HERE),
     "context_management": Refusal("a conversation is never cut here; leave out what the model need not see"),
     "diagnostics": Refusal("what the cache held is in usage; /apply-template shows it part by part"),
+    "fallback_credit_token": Refusal("there is one model here"),
     "fallbacks": Refusal("there is one model here"),
     "inference_geo": Refusal("this server runs where it runs"),
     "mcp_servers": Refusal(_HERE),
     "output_format": Refusal("it is output_config.format here"),
     "speed": Refusal("there is one speed here", ("standard",)),
+    "thread": Refusal("no conversation is kept here; send all of its messages, whose prefix is found in the cache"),
     # OpenAI's names for what Messages call otherwise
     "functions": Refusal("they are tools here"),
     "logprobs": Refusal("Messages show none; the chat route does", (False,)),
@@ -53,6 +56,7 @@ REFUSED: Mapping[str, Refusal] = {
     "top_logprobs": Refusal("Messages show none; the chat route does", (0,)),
 }
 NO_EFFECT: Mapping[str, str] = {
+    "billing_policy": "nothing is billed",
     "cache_control": "every prompt's prefix is cached, and what is unused longest goes first",
     "metadata": "labels the caller; caches are kept apart by cache_salt",
     "service_tier": "there is one tier",

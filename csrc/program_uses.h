@@ -1,0 +1,40 @@
+// What the operations of a Program read and write, for whoever checks their order or carries results to other ranks.
+#pragma once
+
+#include <vector>
+
+#include "program.h"
+
+namespace diptych {
+
+// The buffers that an operation reads whole, or rows of it that others wrote, and those that it writes.
+struct Uses {
+  std::vector<int> reads, writes;
+
+  void operator()(const EmbedOp& op) { writes = {op.x}; }
+  void operator()(const TiedEmbedOp& op) { writes = {op.x}; }
+  void operator()(const NormOp& op) { reads = {op.x}, writes = {op.out}; }
+  void operator()(const AddNormOp& op) { reads = {op.y}, writes = {op.x}; }
+  void operator()(const AddOp& op) {
+    reads = {op.y}, writes = {op.x};
+    if (op.gate != -1) reads.push_back(op.gate);
+  }
+  void operator()(const PrepareOp& op) { reads = {op.x}, writes = {op.rows}; }
+  void operator()(const LinearOp& op) { reads = {op.rows}, writes = {op.out}; }
+  void operator()(const RotateOp& op) { reads = {op.qkv}, writes = {op.q}; }
+  void operator()(const AttentionOp& op) { reads = {op.q}, writes = {op.out}; }
+  void operator()(const MoeOp& op) {
+    reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};
+    if (op.has_hidden) writes.push_back(op.hidden);
+    if (op.is_clamped) writes.push_back(op.wide);
+  }
+  void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
+  void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }
+  void operator()(const CacheLatentsOp& op) { reads = {op.kv}; }
+  void operator()(const RotateQueriesOp& op) { reads = {op.q}, writes = {op.out}; }
+  void operator()(const InputOp& op) { writes = {op.x}; }
+  void operator()(const TapOp& op) { reads = {op.x}; }
+  void operator()(const MeetOp& op) { writes = {op.out}; }
+};
+
+}  // namespace diptych

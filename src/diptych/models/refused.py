@@ -1,0 +1,39 @@
+"""Why known kinds of models are not run: what in them has no op here. A kind that is on no list is refused without a reason.
+
+>>> reason_for("llama4_text")
+'experts that weigh their input, queries scaled by position'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# what is missing -> model_type of transformers
+MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "experts that weigh their input, queries scaled by position": ("llama4", "llama4_text"),
+    "streams mixed by prediction (AltUp), embeddings for each layer, shared keys and values": ("gemma3n", "gemma3n_text"),
+    "embeddings for each layer, shared keys and values": ("gemma4", "gemma4_text", "gemma4_unified"),
+    "a state per sequence (linear attention, Mamba or convolution)": (
+        "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba",
+        "jamba", "zamba", "zamba2", "mamba", "mamba2", "falcon_mamba", "rwkv", "lfm2", "lfm2_moe", "kimi_linear",
+        "minimax", "recurrent_gemma", "olmo_hybrid", "bailing_hybrid"),
+    "norms of q and k behind the rotary positions": ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+    "MLPs without a gate": (
+        "nemotron", "apertus", "arcee", "phi", "falcon", "gpt_neox", "gptj", "gpt_bigcode", "mpt", "codegen", "persimmon",
+        "nanochat", "jais2"),
+    "a mixture of experts beside attention": ("cohere2_moe",),
+    "norms behind a mixture of experts": ("flex_olmo",),
+    "experts chosen one by one with jitter (sparsemixer)": ("phimoe",),
+    "norms without weights": ("olmo",),
+    "a shared expert of another shape": ("granitemoeshared", "dbrx", "longcat_flash"),
+    "attention that chooses its tokens by an index": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
+    "attention with two softmaxes": ("diffllama",),
+    "attention both ways": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
+    "an encoder beside the decoder": ("bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"),
+})  # fmt: skip
+
+
+def reason_for(model_type: object) -> str | None:
+    """What is missing for a kind of model; None for one that is on no list."""
+    return next((reason for reason, kinds in MISSING.items() if model_type in kinds), None)

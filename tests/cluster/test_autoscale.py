@@ -1,0 +1,92 @@
+"""Pools that follow the load: grown at once, shrunk late, and no request can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.cluster.test_serve import OPTIONS, WORDS, Stream, wait_for, worker_pids
+from tests.engine.conftest import tiny_config
+
+from diptych.cluster.autoscale import Autoscaler, probe
+from diptych.engine.llm import LLM
+from diptych.engine.load import load, make_machinery
+from diptych.ground.clock import MonotonicClock
+from diptych.ground.request import SamplingParams
+from server_process import ServerProcess, check_account
+
+
+def scaler() -> Autoscaler:
+    return Autoscaler({"decode": (1, 4)}, target_s=2.0, calm_s=10.0)
+
+
+def wanted(one: Autoscaler, n_workers: int, work_s: float, now_s: float) -> int:
+    return one.wanted("decode", n_workers=n_workers, work_s=work_s, now_s=now_s)
+
+
+def test_a_pool_grows_at_once_and_within_its_bounds() -> None:
+    """Who waits for a worker to load should not first wait for a reason to load it."""
+    assert [wanted(scaler(), 1, work_s, 0.0) for work_s in (0.0, 2.0, 2.1, 7.0, 100.0)] == [1, 1, 2, 4, 4]
+
+
+def test_a_pool_shrinks_when_it_was_calm_for_long() -> None:
+    """A worker reads all weights when it starts: one that a burst needed a moment ago stays for the next."""
+    one = scaler()
+    assert wanted(one, 4, 0.0, 0.0) == 4
+    assert wanted(one, 4, 3.0, 5.0) == 4
+    assert wanted(one, 4, 8.0, 9.0) == 4, "calm is over"
+    assert wanted(one, 4, 0.0, 11.0) == 4
+    assert wanted(one, 4, 3.0, 15.0) == 4
+    assert wanted(one, 4, 0.0, 21.0) == 2, "the most that were needed in ten calm seconds"
+    assert wanted(one, 2, 0.0, 22.0) == 2
+    assert wanted(one, 2, 0.0, 32.0) == 1
+
+
+@pytest.mark.native
+def test_a_probe_leaves_no_trace(tiny_dir: Path) -> None:
+    """Its prompt must not be found in the cache, and its blocks must be free."""
+    config = tiny_config("cpu")
+    loaded = load(str(tiny_dir), config)
+    machinery = make_machinery(loaded.model, config, clock=loaded.clock)
+    speeds = probe(machinery, MonotonicClock())
+    assert speeds.read_s > 0.0
+    assert speeds.decode_s > 0.0
+    machinery.core.check()
+    stats = machinery.core.stats()
+    assert (stats.blocks_in_use, stats.blocks_cached, stats.running, stats.waiting) == (0, 0, 0, 0)
+
+
+@pytest.mark.native
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_workers_come_with_the_load_and_go_after_it(one: LLM) -> None:
+    """Over real workers: a burst has the pool grow, calm has it shrink, and each stream has the text of one engine."""
+    scaling = ("--workers", "1", "--max-workers", "3", "--target-queue-s", "0.05", "--calm-s", "3")
+    options = {"temperature": 0.9, "max_tokens": 900, "ignore_eos": True}
+    with ServerProcess(*scaling, *OPTIONS) as server:
+        assert list(worker_pids(server)) == ["decode-0"]
+        streams, n = [], 0
+
+        def keep_busy() -> bool:
+            nonlocal n
+            while sum(stream.thread.is_alive() for stream in streams) < 8:
+                streams.append(Stream(server, f"{n} {WORDS * 5}", seed=n, **options))
+                n += 1
+            return len(worker_pids(server)) == 3
+
+        wait_for(keep_busy, "the pool has grown", 150)
+        with server.client() as http:
+            refusal = http.post("/scale", params={"decode": 2})
+        assert refusal.status_code == 400, "two masters"
+        wait_for(lambda: list(worker_pids(server)) == ["decode-0"], "the pool has shrunk", 300)
+        for stream in streams:
+            stream.thread.join(timeout=200)
+        prompts = [f"{n} {WORDS * 5}" for n in range(len(streams))]
+        texts = one.generate(prompts, [SamplingParams(seed=n, **options) for n in range(len(streams))])
+        for stream, completion in zip(streams, texts, strict=True):
+            assert stream.error is None, stream.error
+            assert stream.text == completion.choices[0].text
+            check_account(stream.end)
+        server.check_balance()
+        code, errors = server.stop()
+        assert code == 0, errors
