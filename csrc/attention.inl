@@ -50,7 +50,7 @@ struct Scratch {
   float* state_values;     // [rows, dv]
   float* scores;           // [kRows, 256]
   Input* weights;          // [kRows, 256]
-  uint16_t* wide_keys;     // [256 d] int8 cache only
+  uint16_t* wide_keys;     // [256 d] cache of bytes only
   uint16_t* wide_values;   // [256 dv]
   float* key_scales;       // [256]
   float* value_scales;     // [256]
@@ -270,7 +270,7 @@ DIPTYCH_INLINE void weigh(int64_t n, const Input* weights, const Tile& tile, con
 
 // ---- softmax of a few rows over one tile ----
 
-// Turns raw scores into log2 units: scale, softcap, int8 key scales. Only called when the plain multiply is not enough.
+// Turns raw scores into log2 units: scale, softcap, scales of keys. Only called when the plain multiply is not enough.
 DIPTYCH_INLINE F32 adjust(F32 s, const AttentionShape& shape, const float* key_scales) {
   if (key_scales) s = mul(s, load(key_scales));
   if (!shape.has_softcap) return s;
@@ -363,11 +363,18 @@ DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile, const Sequ
   }
 }
 
+DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uint16_t* out) {
+  if (format == KvFormat::fp8)
+    for (int64_t i = 0; i < n; i += 32) widen_e4m3(x + i, out + i);
+  else
+    for (int64_t i = 0; i < n; i += 32) widen_i8(x + i, out + i);
+}
+
 DIPTYCH_INLINE void fetch(const void* data, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
 }
 
-// int8 cache: the tile's keys and values as bf16 whole numbers, exact; their scales go to scores and weights.
+// A cache of bytes: the tile's keys and values as bf16, exact; their scales go to scores and weights.
 DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim();
@@ -387,9 +394,8 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     const int8_t* values = reinterpret_cast<const int8_t*>(head.values) + offset * dv;
     uint16_t* wide_keys = scratch.wide_keys + g * 16 * d;
     uint16_t* wide_values = scratch.wide_values + g * 16 * dv;
-    for (int64_t i = 0; i < 16 * d; i += 32) widen_i8(keys + i, wide_keys + i);
-    if (kv.has_values)
-      for (int64_t i = 0; i < 16 * dv; i += 32) widen_i8(values + i, wide_values + i);
+    widen_bytes(kv.format, keys, 16 * d, wide_keys);
+    if (kv.has_values) widen_bytes(kv.format, values, 16 * dv, wide_values);
     std::memcpy(scratch.key_scales + g * 16, head.key_scales + offset, 64);
     std::memcpy(scratch.value_scales + g * 16, (kv.has_values ? head.value_scales : head.key_scales) + offset, 64);
     tile.keys[g] = wide_keys;
@@ -451,7 +457,7 @@ DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& 
 DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, const Tile& tile, const Scratch& scratch,
                              float* partial) {
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
-  const bool is_int8 = call.kv.shape.format == KvFormat::int8;
+  const bool has_scales = call.kv.shape.format != KvFormat::bf16;
   const int64_t parts = (rows.n + kRows - 1) / kRows, most = (rows.n + parts - 1) / parts;  // nine rows: five and four
   for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
@@ -463,7 +469,7 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     if (seen.first < tile.span.first) seen.first = tile.span.first;
     if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
     if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
-    const bool fetches = r0 == 0 && !is_int8;
+    const bool fetches = r0 == 0 && !has_scales;
     if (seen.end > seen.first) score(n, scratch.queries + r0 * query_stride(d), d, tile, seen, fetches, scratch.scores);
     // Pass by pass over all rows, so that the reductions of one row hide behind those of the others.
     const float unit = (call.shape.has_softcap ? 1.0f : call.shape.scale) * kLog2e;
@@ -473,12 +479,12 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
       const int64_t position = positions[r];
       const int64_t lo = call.shape.window > position ? 0 : position - call.shape.window + 1;
       lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo - tile.start, position + 1 - tile.start, call.shape,
-                              is_int8 ? scratch.key_scales : nullptr);
+                              has_scales ? scratch.key_scales : nullptr);
     }
     for (int64_t r = 0; r < n; ++r) most[r] = horizontal_max(lanes[r]) * unit;
     for (int64_t r = 0; r < n; ++r)
       lanes[r] = weigh_scores(scratch.scores + r * kTileTokens, scratch.weights + r * kTileTokens, seen, unit, most[r],
-                              is_int8 ? scratch.value_scales : nullptr);
+                              has_scales ? scratch.value_scales : nullptr);
     for (int64_t r = 0; r < n; ++r) sum[r] = horizontal_sum(lanes[r]);
     if (partial) {
       float* out = partial + r0 * (dv + 2);
@@ -527,7 +533,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     const int64_t left = view.last_key + 1 - tile.start;
     tile.span.end = left >= kTileTokens ? kTileGroups : (left + 15) / 16;
     tile.span.pairs = left >= kTileTokens ? kTileTokens / 2 : (left + 1) / 2;
-    if (call.kv.shape.format == KvFormat::int8) {
+    if (call.kv.shape.format != KvFormat::bf16) {
       widen_tile(view, scratch, tile);
     } else {
       if (t + 1 < task.tile_end) {
@@ -583,8 +589,8 @@ static void attention_combine(const AttentionCall& call, const AttentionTask& ta
 static int64_t attention_scratch_bytes(const AttentionShape& shape) {
   const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
   const int64_t floats = 2 * rows + rows * dv + kRows * kTileTokens + 2 * kTileTokens;
-  const int64_t halves = (rows + kRows) * query_stride(d) + kRows * kTileTokens + kTileTokens * (d + dv);
-  return (floats * 4 + halves * 2 + 10 * 64 + 4095) / 4096 * 4096;
+  const int64_t inputs = (rows + kRows) * query_stride(d) + kRows * kTileTokens, halves = kTileTokens * (d + dv);
+  return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + 10 * 64 + 4095) / 4096 * 4096;
 }
 
 extern const AttentionKernels kAttention = {attention, attention_combine, attention_scratch_bytes};

@@ -2,7 +2,7 @@
 // that the second product reads, in scratch: for each task that meets the tile, whose rows are all heads of some tokens.
 
 // Words of two dimensions of one token become words of two tokens of one dimension. Tokens behind the last are another owner's:
-// perhaps no numbers, so they become zeros, and so do their scales where there are any (int8), which a weight of zero meets.
+// perhaps no numbers, so they become zeros, and so do their scales where there are any (int8, fp8), which a weight of zero meets.
 DIPTYCH_INLINE void values_of_keys(const SequenceView& view, const Scratch& scratch, Tile& tile) {
   const int64_t d = view.call->kv.shape.head_dim, dv = view.call->kv.shape.value_dim();
   for (int64_t g = tile.span.first; g < tile.span.end; ++g) {

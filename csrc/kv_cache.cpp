@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "e4m3.h"
+
 namespace diptych {
 namespace {
 
@@ -26,14 +28,19 @@ uint16_t to_bf16(float x) {
 int64_t key_index(int64_t d, int64_t offset, int64_t i) { return offset / 16 * 16 * d + i / 2 * 32 + offset % 16 * 2 + i % 2; }
 int64_t value_index(int64_t dv, int64_t offset, int64_t i) { return offset / 2 * dv * 2 + i * 2 + offset % 2; }
 
-float scale_of(const float* x, int64_t n) {
+float scale_of(KvFormat format, const float* x, int64_t n) {
   float most = 0.0f;
   for (int64_t i = 0; i < n; ++i) most = std::fmax(most, std::fabs(x[i]));
-  return most / 127.0f;
+  return format == KvFormat::fp8 ? e4m3_scale(most) : most / 127.0f;
 }
 
-int8_t to_int8(float x, float scale) {
-  return scale > 0.0f ? static_cast<int8_t>(std::nearbyintf(x / scale)) : int8_t{0};
+int8_t to_byte(KvFormat format, float x, float scale) {
+  if (!(scale > 0.0f)) return 0;
+  return format == KvFormat::fp8 ? static_cast<int8_t>(to_e4m3(x / scale)) : static_cast<int8_t>(std::nearbyintf(x / scale));
+}
+
+float of_byte(KvFormat format, int8_t x, float scale) {
+  return (format == KvFormat::fp8 ? from_bf16(e4m3_to_bf16(static_cast<uint8_t>(x))) : static_cast<float>(x)) * scale;
 }
 
 void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const float* k, const float* v) {
@@ -50,12 +57,12 @@ void write_token(const KvShape& shape, const KvHead& head, int64_t offset, const
   }
   int8_t* keys = reinterpret_cast<int8_t*>(head.keys);
   int8_t* values = reinterpret_cast<int8_t*>(head.values);
-  head.key_scales[offset] = scale_of(k, d);
-  if (dv != 0) head.value_scales[offset] = scale_of(v, d);
+  head.key_scales[offset] = scale_of(shape.format, k, d);
+  if (dv != 0) head.value_scales[offset] = scale_of(shape.format, v, d);
   if (dv != 0 && offset % 2 == 0) head.value_scales[offset + 1] = 0.0f;
-  for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_int8(k[i], head.key_scales[offset]);
+  for (int64_t i = 0; i < d; ++i) keys[key_index(d, offset, i)] = to_byte(shape.format, k[i], head.key_scales[offset]);
   for (int64_t i = 0; i < dv; ++i) {
-    values[value_index(dv, offset, i)] = i < d ? to_int8(v[i], head.value_scales[offset]) : int8_t{0};
+    values[value_index(dv, offset, i)] = i < d ? to_byte(shape.format, v[i], head.value_scales[offset]) : int8_t{0};
     if (offset % 2 == 0) values[value_index(dv, offset + 1, i)] = 0;
   }
 }
@@ -68,8 +75,8 @@ void read_token(const KvShape& shape, const KvHead& head, int64_t offset, float*
       k[i] = from_bf16(reinterpret_cast<const uint16_t*>(head.keys)[at_k]);
       v[i] = !shape.has_values ? k[i] : from_bf16(reinterpret_cast<const uint16_t*>(head.values)[at_v]);
     } else {
-      k[i] = reinterpret_cast<const int8_t*>(head.keys)[at_k] * head.key_scales[offset];
-      v[i] = !shape.has_values ? k[i] : reinterpret_cast<const int8_t*>(head.values)[at_v] * head.value_scales[offset];
+      k[i] = of_byte(shape.format, reinterpret_cast<const int8_t*>(head.keys)[at_k], head.key_scales[offset]);
+      v[i] = !shape.has_values ? k[i] : of_byte(shape.format, reinterpret_cast<const int8_t*>(head.values)[at_v], head.value_scales[offset]);
     }
   }
 }

@@ -5,7 +5,7 @@
 //
 // Latent attention keeps no V: K's vectors are both.
 //
-// bf16: both in bf16. int8: both in int8 with one fp32 scale per token for K and one for V behind them ([P], [P]).
+// bf16: both in bf16. int8 and fp8 (e4m3.h): both in bytes with one fp32 scale per token for K and one for V behind them ([P], [P]).
 // A token written to an even slot zeroes the V of its odd neighbour unless that is written in the same step, so that the
 // kernel may multiply a masked neighbour by zero whatever an earlier owner of the block left there.
 #pragma once
@@ -19,7 +19,7 @@
 
 namespace diptych {
 
-enum class KvFormat : int32_t { bf16 = 0, int8 = 1 };
+enum class KvFormat : int32_t { bf16 = 0, int8 = 1, fp8 = 2 };
 
 constexpr int64_t kGroupTokens = 16;
 constexpr int64_t kMostLatentDim = 1024;  // of a head without values; 512 with them
@@ -43,8 +43,8 @@ struct KvShape {
 struct KvHead {
   uint8_t* keys;
   uint8_t* values;
-  float* key_scales;    // [P], int8 only
-  float* value_scales;  // [P], int8 only
+  float* key_scales;    // [P], not of bf16
+  float* value_scales;  // [P], not of bf16
 };
 
 struct KvLayer {

@@ -20,7 +20,7 @@ static void cache_latent(const LatentCall& call, int64_t token, float* scratch) 
     for (int64_t i = 0; i < d / 2; ++i) std::memcpy(keys + i * 32, rounded + 2 * i, 4);
   } else {
     int8_t* whole = reinterpret_cast<int8_t*>(rounded);
-    head.key_scales[offset] = quantise(scratch, d, whole);
+    head.key_scales[offset] = quantise(shape.format, scratch, d, whole);
     int8_t* keys = reinterpret_cast<int8_t*>(head.keys) + at;
     for (int64_t i = 0; i < d / 2; ++i) std::memcpy(keys + i * 32, whole + 2 * i, 2);
   }

@@ -12,7 +12,7 @@ namespace diptych {
 namespace {
 
 KvFormat kv_format_of(const std::string& name) {
-  return named<KvFormat>("KV format", name, {{"bf16", KvFormat::bf16}, {"int8", KvFormat::int8}});
+  return named<KvFormat>("KV format", name, {{"bf16", KvFormat::bf16}, {"int8", KvFormat::int8}, {"fp8", KvFormat::fp8}});
 }
 
 void check_blocks(const KvCache& kv, const I32& block_ids, int64_t n_tokens) {

@@ -49,9 +49,14 @@ DIPTYCH_INLINE float largest(const float* x, int64_t n) {
   return horizontal_max(most);
 }
 
-// Symmetric int8 of x [n] with scale max|x| / 127; returns the scale.
-DIPTYCH_INLINE float quantise(const float* x, int64_t n, int8_t* out) {
+// x [n] as bytes: E4M3 (e4m3.h), or symmetric int8 with scale max|x| / 127; returns the scale.
+DIPTYCH_INLINE float quantise(KvFormat format, const float* x, int64_t n, int8_t* out) {
   float most = largest(x, n);
+  if (format == KvFormat::fp8) {
+    const float scale = e4m3_scale(most), up = scale > 0.0f ? 1.0f / scale : 0.0f;
+    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int8_t>(to_e4m3(x[i] * up));
+    return scale;
+  }
   float inverse = most > 0.0f ? 127.0f / most : 0.0f;
   for (int64_t i = 0; i < n; i += 16) {
     int64_t lanes = n - i < 16 ? n - i : 16;
@@ -76,13 +81,13 @@ DIPTYCH_INLINE void write_bf16(const KvHead& head, const KvShape& shape, int64_t
   }
 }
 
-DIPTYCH_INLINE void write_int8(const KvHead& head, const KvShape& shape, int64_t offset, const float* key,
+DIPTYCH_INLINE void write_bytes(const KvHead& head, const KvShape& shape, int64_t offset, const float* key,
                                const float* value, bool clears_next, int8_t* rounded) {
   const int64_t d = shape.head_dim, dv = shape.value_dim();
-  head.key_scales[offset] = quantise(key, d, rounded);
+  head.key_scales[offset] = quantise(shape.format, key, d, rounded);
   int8_t* k = reinterpret_cast<int8_t*>(head.keys) + offset / 16 * 16 * d + offset % 16 * 2;
   for (int64_t i = 0; i < d / 2; ++i) std::memcpy(k + i * 32, rounded + 2 * i, 2);
-  head.value_scales[offset] = quantise(value, dv, rounded);
+  head.value_scales[offset] = quantise(shape.format, value, dv, rounded);
   int8_t* v = reinterpret_cast<int8_t*>(head.values) + offset / 2 * dv * 2 + offset % 2;
   for (int64_t i = 0; i < dv; ++i) v[2 * i] = rounded[i];
   if (!clears_next) return;
@@ -126,7 +131,7 @@ static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head,
   if (call.kv.shape.format == KvFormat::bf16) {
     write_bf16(target, call.kv.shape, offset, key, value, clears_next, rounded);
   } else {
-    write_int8(target, call.kv.shape, offset, key, value, clears_next, reinterpret_cast<int8_t*>(rounded));
+    write_bytes(target, call.kv.shape, offset, key, value, clears_next, reinterpret_cast<int8_t*>(rounded));
   }
 }
 

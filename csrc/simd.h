@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "e4m3.h"
+
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -128,6 +130,18 @@ DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) {
     const __m512i high = _mm512_srli_epi32(_mm512_castps_si512(load_i8(p + i).v), 16);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm512_cvtepi32_epi16(high));
   }
+}
+
+// 32 E4M3 -> 32 bf16, exact
+DIPTYCH_INLINE void widen_e4m3(const int8_t* p, uint16_t* out) {
+  const __m512i small = _mm512_castsi128_si512(_mm_setr_epi16(0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+  __m512i number = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(0x3c00));
+  number = _mm512_mask_permutexvar_epi16(number, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, small);
+  number = _mm512_mask_mov_epi16(number, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
+  _mm512_storeu_si512(out, _mm512_or_si512(number, sign));
 }
 
 #elif defined(DIPTYCH_AVX2)
@@ -428,6 +442,12 @@ DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) { DIPTYCH
 DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) { for (int i = 0; i < 32; ++i) out[i] = f32_to_bf16(static_cast<float>(p[i])); }
 #undef DIPTYCH_EACH
 
+#endif
+
+#if !defined(DIPTYCH_AVX512)
+DIPTYCH_INLINE void widen_e4m3(const int8_t* p, uint16_t* out) {
+  for (int i = 0; i < 32; ++i) out[i] = e4m3_to_bf16(static_cast<uint8_t>(p[i]));
+}
 #endif
 
 DIPTYCH_INLINE F32 zero() { return set1(0.0f); }

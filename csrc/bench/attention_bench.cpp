@@ -1,5 +1,5 @@
 // Attention alone: prefill against the bf16 peak, decode against the read ceiling, both measured in the same run.
-//   attention_bench [threads [part of a case's name [bf16 | int8]]]
+//   attention_bench [threads [part of a case's name [bf16 | int8 | fp8]]]
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -26,9 +26,11 @@ const Case kCases[] = {
     {"0.5b decode 16 x 200", 14, 2, 64, 16, 200, 1}, {"1b decode 16 x 200", 32, 8, 64, 16, 200, 1},
     {"0.5b decode 8k", 14, 2, 64, 1, 8192, 1},      {"1b decode 8k", 32, 8, 64, 1, 8192, 1},
     {"0.5b decode 32k", 14, 2, 64, 1, 32768, 1},    {"1b decode 32k", 32, 8, 64, 1, 32768, 1},
-    {"0.5b decode cached", 14, 2, 64, 1, 1024, 1}, {"1b decode cached", 32, 8, 64, 1, 512, 1},
+    {"0.5b prefill 32k", 14, 2, 64, 1, 32768, 2048}, {"0.5b decode cached", 14, 2, 64, 1, 1024, 1}, {"1b decode cached", 32, 8, 64, 1, 512, 1},
     {"d128 decode 8k", 16, 8, 128, 1, 8192, 1},
 };
+
+const char* name_of(KvFormat format) { return format == KvFormat::bf16 ? "bf16" : format == KvFormat::int8 ? "int8" : "fp8"; }
 
 // Numbers of everyday size: products of denormals, which zeros with few bits set are, take some processors a hundred times as long.
 void fill(const KvCache& kv) {
@@ -42,6 +44,7 @@ void fill(const KvCache& kv) {
         for (int64_t i = 0; i < bytes; i += 2) {
           random = random * 1664525u + 1013904223u;
           uint16_t two = static_cast<uint16_t>(random >> 16);
+          if (shape.format == KvFormat::fp8) two &= 0xbfbfu;  // below 2, no NaN
           if (shape.format == KvFormat::bf16) two = static_cast<uint16_t>((two & 0x81ffu) | 0x3e00u);  // +-[1/8, 1/2)
           std::memcpy(at.keys + i, &two, 2);
         }
@@ -104,9 +107,9 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
   }
   if (c.new_tokens > 1) {
     const double flops = 2.0 * c.new_tokens * (c.new_tokens + 1) * c.head_dim * c.n_heads;
-    std::printf("%-22s %s %9.1f us  %6.0f Gop/s  %5.1f %% of peak\n", c.name, format == KvFormat::bf16 ? "bf16" : "int8", best * 1e6, flops / best * 1e-9, 100 * flops / best / peak);
+    std::printf("%-22s %s %9.1f us  %6.0f Gop/s  %5.1f %% of peak\n", c.name, name_of(format), best * 1e6, flops / best * 1e-9, 100 * flops / best / peak);
   } else {
-    std::printf("%-22s %s %9.1f us  %6.1f GB/s   %5.1f %% of read\n", c.name, format == KvFormat::bf16 ? "bf16" : "int8", best * 1e6, kv_bytes / best * 1e-9, 100 * kv_bytes / best / read);
+    std::printf("%-22s %s %9.1f us  %6.1f GB/s   %5.1f %% of read\n", c.name, name_of(format), best * 1e6, kv_bytes / best * 1e-9, 100 * kv_bytes / best / read);
   }
   std::fflush(stdout);
 }
@@ -117,9 +120,9 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
 int main(int argc, char** argv) {
   using namespace diptych;
   ThreadPool pool(argc > 1 ? std::atoi(argv[1]) : 0);
-  for (KvFormat format : {KvFormat::bf16, KvFormat::int8})
+  for (const KvFormat format : {KvFormat::bf16, KvFormat::int8, KvFormat::fp8})
     for (const Case& c : kCases)
-      if ((argc < 3 || std::strstr(c.name, argv[2])) && (argc < 4 || (argv[3][0] == 'b') == (format == KvFormat::bf16)))
+      if ((argc < 3 || std::strstr(c.name, argv[2])) && (argc < 4 || std::strcmp(argv[3], name_of(format)) == 0))
         run_case(pool, c, format, measure_read_bytes_per_s(pool, int64_t{128} << 20, 3), measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 3));
   return 0;
 }

@@ -127,7 +127,7 @@ def native_cache(shape: EdgeShape, n_blocks: int, kv_format: str) -> tuple[Any, 
     return kv, paged[0], paged[1]
 
 
-@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str, Any], kv_format: str) -> None:
     """Paging, raggedness, windows and groups meet at the edges of blocks, tiles and vectors."""
@@ -157,8 +157,8 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
 
         parts = qkv.view(batch.n_tokens, heads, shape.head_dim)
         new_k, new_v = parts[:, shape.n_heads : -shape.n_kv_heads], parts[:, -shape.n_kv_heads :]
-        if kv_format == "int8":
-            new_k, new_v = (quantised(x) for x in (new_k, new_v))
+        if kv_format in ROUNDED:
+            new_k, new_v = (ROUNDED[kv_format](x) for x in (new_k, new_v))
         slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
         keys[slots // shape.block_tokens, slots % shape.block_tokens] = new_k
         values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
@@ -171,6 +171,15 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
 def quantised(x: torch.Tensor) -> torch.Tensor:
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.round(x / scale) * scale
+
+
+def quantised_to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """torch's own E4M3, behind the power of two that lets the largest stay."""
+    scale = 2 ** torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448))
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+ROUNDED = {"int8": quantised, "fp8": quantised_to_fp8}
 
 
 def attention_rows(

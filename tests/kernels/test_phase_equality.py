@@ -91,7 +91,7 @@ def test_many_neighbours_change_no_bit(directories: dict[str, Path], weights: st
     assert not differing, differing
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 def test_long_prompt_is_equal_over_tiles_splits_and_threads(directories: dict[str, Path], kv: str) -> None:
     """Past 256 keys the softmax is joined from tiles, and with two threads a decode's tiles are split between them."""
     one, two, three = models(directories, "long", *(replace(CONFIG, kv=kv, threads=threads) for threads in (1, 2, 3)))

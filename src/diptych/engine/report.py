@@ -87,7 +87,12 @@ class PhaseReport:
             f"ceilings {self.ceilings.read_bytes_per_s / 1e9:.1f} GB/s, {self.ceilings.flops_per_s / 1e9:.0f} Gop/s"
         )
         lines = [head, f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}"]
-        lines += [_row_line(row) for row in (self.prefill, self.decode) if row is not None]
+        rows = [row for row in (self.prefill, self.decode) if row is not None]
+        lines += [_row_line(row) for row in rows]
+        if any(row.fraction_of_ceiling > 1.0 for row in rows):
+            lines.append(
+                "  above 100%: the ceiling is the memory's, and caches, which are faster, gave part of what was read"
+            )
         is_state = not (self.usage.output_tokens or self.usage.remaining_tokens)  # else it was cut off before a token
         name, end = ("state after", "pooling") if is_state else ("TTFT", "first token")
         parts = {"queue": self.queue_s, "prefill": self.prefill_s, end: self.first_token_s}

@@ -148,7 +148,7 @@ ENGINE_WEIGHTS: dict[str, tuple[NumberFormat, str]] = {
     "int8": (FORMATS["int8"], "int8"),
     "int4": (FORMATS["int4-g64"], "int8"),
 }
-ENGINE_KV = ("fp32", "bf16", "int8")
+ENGINE_KV = ("fp32", "bf16", "int8", "fp8")
 
 
 def engine_weights(name: str) -> tuple[NumberFormat, str]:
@@ -214,6 +214,6 @@ QUANTS: dict[str, QuantSpec] = {
 QUANT_ALIASES = {"fp16": "bf16", "f16": "bf16", "float16": "bf16", "bfloat16": "bf16", "int4g32": "int4", "q4": "q4_0"}
 
 KV_FORMATS: dict[str, KVSpec] = {
-    name: KVSpec(name=name, bytes_per_element=FORMATS[name].bytes, scale_bytes=4.0 if name == "int8" else 0.0)
+    name: KVSpec(name=name, bytes_per_element=FORMATS[name].bytes, scale_bytes=4.0 if name in ("int8", "fp8") else 0.0)
     for name in ("fp32", "bf16", "fp8", "int8", "int4")
 }

@@ -18,7 +18,13 @@ from diptych.ground.errors import ConfigError
 
 WINDOW_TOKENS = 512
 REFERENCE = ("torch", "fp32", "fp32")
-FORMATS = (("cpu", "bf16", "bf16"), ("cpu", "int8", "bf16"), ("cpu", "int4", "bf16"), ("cpu", "bf16", "int8"))
+FORMATS = (
+    ("cpu", "bf16", "bf16"),
+    ("cpu", "int8", "bf16"),
+    ("cpu", "int4", "bf16"),
+    ("cpu", "bf16", "int8"),
+    ("cpu", "bf16", "fp8"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ later reads, which puts them on its own node.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from diptych.ground.config import numa_nodes
 from diptych.ground.errors import ConfigError
+
+logger = logging.getLogger("diptych.compute")
 
 SYSTEM = Path("/sys/devices/system")
 
@@ -72,8 +75,10 @@ def parse_list(text: str) -> list[int]:
 def choose_cpus(threads: int | None, numa: str, cpus: Sequence[Cpu]) -> Placement:
     """The placement for the settings `threads` and `numa` (see ComputeConfig).
 
-    ConfigError for a node without a CPU that this process may use. More threads than CPUs are not pinned.
+    ConfigError for a node without a CPU that this process may use. More threads than CPUs are not pinned, and a warning.
     """
+    if threads is not None and threads > len(cpus):
+        logger.warning("threads=%d share cpus=%d: all wait for the one whose turn comes last", threads, len(cpus))
     if numa == "off":
         return Placement(threads=threads or len({cpu.core for cpu in cpus}))
     wanted = numa_nodes(numa)

@@ -1,0 +1,49 @@
+// FP8 E4M3 (Micikevicius et al. 2022): sign, four bits of exponent with bias 7, three of mantissa; up to 448, no infinities, 0x7f is NaN.
+//
+// A row of numbers has one scale, a power of two: so what E4M3 holds by itself it holds here unchanged, and larger rows are moved, not cut.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#define DIPTYCH_E4M3 static inline __attribute__((always_inline))
+
+namespace diptych {
+
+// The smallest power of two by which no number of a row with that largest magnitude exceeds 448; 0 where all are zero.
+DIPTYCH_E4M3 float e4m3_scale(float most) {
+  if (!(most > 0.0f)) return 0.0f;
+  uint32_t bits;
+  const float share = most / 448.0f;
+  std::memcpy(&bits, &share, 4);
+  uint32_t exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0);
+  exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;  // its inverse is a number too
+  bits = exponent << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return scale;
+}
+
+// To the nearest, ties to even; beyond 448 is 448, NaN is NaN.
+DIPTYCH_E4M3 uint8_t to_e4m3(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  float positive;
+  std::memcpy(&positive, &magnitude, 4);
+  const float small = (positive * 512.0f + 12582912.0f) - 12582912.0f;  // steps of 2^-9 below 2^-6
+  const uint32_t large = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
+  uint32_t code = positive < 0.015625f ? static_cast<uint32_t>(static_cast<int32_t>(small)) : large > 0x7eu ? 0x7eu : large;
+  if (magnitude > 0x7f800000u) code = 0x7fu;
+  return static_cast<uint8_t>(sign | code);
+}
+
+DIPTYCH_E4M3 uint16_t e4m3_to_bf16(uint8_t code) {
+  constexpr uint16_t kSmall[8] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // m 2^-9
+  const uint32_t magnitude = code & 0x7fu;
+  const uint32_t number = magnitude < 8 ? kSmall[magnitude] : magnitude == 0x7f ? 0x7fc0u : (magnitude << 4) + 0x3c00u;
+  return static_cast<uint16_t>(number | (code & 0x80u) << 8);
+}
+
+}  // namespace diptych
+#undef DIPTYCH_E4M3
