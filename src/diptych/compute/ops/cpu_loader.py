@@ -73,6 +73,7 @@ class LinearHandle:
                 found.append(own)
             at += high - low
         return first, found
+
     order: str = ""
 
     @property
