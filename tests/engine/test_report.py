@@ -40,6 +40,29 @@ def test_only_the_chunk_that_samples_is_charged_an_output_head(loaded: LoadedMod
     assert abs(report.prefill.fraction_of_ceiling * report.prefill.time_s - bound_s) < 1e-6 * bound_s
 
 
+def test_a_phase_above_its_ceiling_says_which_one(loaded: LoadedModel) -> None:
+    """102 to 152 % of a "roof" stood there without a word; then caches were named where arithmetic was the bound."""
+    llm, observer = LLM(loaded, tiny_config()), PhaseObserver()
+    stop = llm.engine.listen(observer)
+    (done,) = llm.generate([list(range(40, 65))], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    stop()
+    for ceilings, says in (
+        (
+            replace(CEILINGS, read_bytes_per_s=1.0),
+            ["prefill above 100%: the ceiling is the memory's", "decode above 100%: the c"],
+        ),
+        (
+            replace(CEILINGS, flops_per_s=1.0),
+            ["prefill above 100%: the processor is faster", "decode above 100%: the processor"],
+        ),
+        (replace(CEILINGS, read_bytes_per_s=1e18, flops_per_s=1e18), []),
+    ):
+        report = phase_report(loaded, observer, ceilings=ceilings, usage=done.usage, timings=done.timings)
+        told = [line.strip() for line in report.table().splitlines() if "above 100%" in line]
+        assert len(told) == len(says)
+        assert all(line.startswith(begin) for line, begin in zip(told, says, strict=True))
+
+
 def test_speculation_is_told_as_tokens_per_step_and_what_it_gained(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,13 @@ class PhaseObserver:
         self._book.fold(events)
 
 
+# why a phase may be faster than its ceiling
+_ABOVE = {
+    "memory": "the ceiling is the memory's, and caches, which are faster, gave part of what was read",
+    "arithmetic": "the processor is faster now than when its ceiling was measured",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRow:
     """One phase of a run. fraction_of_ceiling: what the roofline allows over what it took; bound names the ceiling."""
@@ -89,10 +96,7 @@ class PhaseReport:
         lines = [head, f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}"]
         rows = [row for row in (self.prefill, self.decode) if row is not None]
         lines += [_row_line(row) for row in rows]
-        if any(row.fraction_of_ceiling > 1.0 for row in rows):
-            lines.append(
-                "  above 100%: the ceiling is the memory's, and caches, which are faster, gave part of what was read"
-            )
+        lines += [f"  {row.phase} above 100%: {_ABOVE[row.bound]}" for row in rows if row.fraction_of_ceiling > 1.0]
         is_state = not (self.usage.output_tokens or self.usage.remaining_tokens)  # else it was cut off before a token
         name, end = ("state after", "pooling") if is_state else ("TTFT", "first token")
         parts = {"queue": self.queue_s, "prefill": self.prefill_s, end: self.first_token_s}
