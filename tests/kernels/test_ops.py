@@ -576,7 +576,7 @@ def test_an_operation_on_what_is_not_there_is_refused() -> None:
         cpu._cpu.LinearShape(format="fp8", n=32, k=16)
     with pytest.raises(ValueError, match="group"):
         cpu._cpu.LinearShape(format="int4", n=32, k=16, group=48)
-    with pytest.raises(ValueError, match="KV format fp8"):
-        cpu._cpu.KvCache(n_layers=1, n_blocks=1, block_tokens=16, n_kv_heads=1, head_dim=2, format="fp8")
+    with pytest.raises(ValueError, match="KV format fp4"):
+        cpu._cpu.KvCache(n_layers=1, n_blocks=1, block_tokens=16, n_kv_heads=1, head_dim=2, format="fp4")
     with pytest.raises(ValueError, match="this machine has"):
         cpu._cpu.Program("abacus", 1)

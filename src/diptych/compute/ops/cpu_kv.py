@@ -22,8 +22,8 @@ BACKED_BYTES = 8 << 20  # asked for at a time: some milliseconds, in which who n
 
 
 def layout_of(cache: dict[str, Any]) -> str:
-    """How a block of such a cache lies."""
-    return (LAYOUT if cache["has_values"] else LATENT_LAYOUT).format(**cache)
+    """How a block of such a cache lies; one has values unless it says otherwise, as in `_cpu.KvCache`."""
+    return (LAYOUT if cache.get("has_values", True) else LATENT_LAYOUT).format(**cache)
 
 
 class CpuKVStore:
