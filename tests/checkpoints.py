@@ -200,7 +200,10 @@ def make_reference(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     import transformers
 
     config_name, model_name, fields = {**CLASSES, **MORE}[family]
-    config = getattr(transformers, config_name)(**{**COMMON, **fields, **overrides})
+    asked = {**COMMON, **fields, **overrides}
+    if "layer_types" in fields and "layer_types" not in overrides:
+        asked["layer_types"] = asked["layer_types"][: asked["num_hidden_layers"]]
+    config = getattr(transformers, config_name)(**asked)
     config._attn_implementation = "eager"
     model = getattr(transformers, model_name)(config).eval().float()
     enliven(model, seed)

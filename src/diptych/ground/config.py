@@ -100,6 +100,7 @@ class SchedulerConfig:
         at_least("max_context_tokens", self.max_context_tokens, 2)  # settled here: the model's own is known
         _take(self, "max_context_tokens")
         exactly(bool, "enable_prefix_cache", self.enable_prefix_cache, ConfigError)
+        exactly(bool, "prefills_alone", self.prefills_alone, ConfigError)
         one_of("speculate", self.speculate, SPECULATE)
 
 
