@@ -1,6 +1,7 @@
 // FP8 E4M3 (Micikevicius et al. 2022): sign, four bits of exponent with bias 7, three of mantissa; up to 448, no infinities, 0x7f is NaN.
 //
-// A row of numbers has one scale, a power of two: so what E4M3 holds by itself it holds here unchanged, and larger rows are moved, not cut.
+// A row of numbers has one scale, which puts its largest on the largest code: a channel far above the rest, as trained models have,
+// is then held without error, which a power of two rounds as it rounds the others.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +11,11 @@
 
 namespace diptych {
 
-// The smallest power of two by which no number of a row with that largest magnitude exceeds 448; 0 where all are zero.
+// What a row with that largest magnitude is divided by, so that the largest becomes 448; 0 where all are zero.
 DIPTYCH_E4M3 float e4m3_scale(float most) {
   if (!(most > 0.0f)) return 0.0f;
-  uint32_t bits;
-  const float share = most / 448.0f;
-  std::memcpy(&bits, &share, 4);
-  uint32_t exponent = (bits >> 23) + ((bits & 0x7fffffu) != 0);
-  exponent = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;  // its inverse is a number too
-  bits = exponent << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return scale;
+  const float scale = most / 448.0f;
+  return scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;  // neither subnormal nor infinite
 }
 
 // To the nearest, ties to even; beyond 448 is 448, NaN is NaN.

@@ -53,8 +53,9 @@ DIPTYCH_INLINE float largest(const float* x, int64_t n) {
 DIPTYCH_INLINE float quantise(KvFormat format, const float* x, int64_t n, int8_t* out) {
   float most = largest(x, n);
   if (format == KvFormat::fp8) {
-    const float scale = e4m3_scale(most), up = scale > 0.0f ? 1.0f / scale : 0.0f;
-    for (int64_t i = 0; i < n; ++i) out[i] = static_cast<int8_t>(to_e4m3(x[i] * up));
+    const float scale = e4m3_scale(most);
+    if (scale == 0.0f) std::memset(out, 0, static_cast<size_t>(n));
+    for (int64_t i = 0; scale != 0.0f && i < n; ++i) out[i] = static_cast<int8_t>(to_e4m3(x[i] / scale));
     return scale;
   }
   float inverse = most > 0.0f ? 127.0f / most : 0.0f;

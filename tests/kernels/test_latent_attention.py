@@ -52,9 +52,10 @@ def test_published_sizes_on_every_set(path: Path, expected: torch.Tensor, name: 
     whole = alone(one, tokens, None)
     relative = ((whole.logits - expected).norm() / expected.norm()).item()
     assert relative < 0.2, "routers choose otherwise now and then in bf16"
-    close = (whole.logits - expected).abs().amax(dim=-1) < 0.25 * expected.std()
-    # E4M3 rounds to a sixteenth, which moves more routers' choices than this asks for
-    assert kv == "fp8" or close.float().mean() > 0.8, "most tokens meet the same experts"
+    # E4M3's three bits of mantissa are off by 2.6 % rms; here that makes 8 % in the usual row of logits, 3 % with int8
+    bound = 0.5 if kv == "fp8" else 0.25
+    close = (whole.logits - expected).abs().amax(dim=-1) < bound * expected.std()
+    assert close.float().mean() > 0.8, "most tokens meet the same experts"
     assert not alone(two, tokens, 69).differs_from(whole)
     assert not beside(one, tokens[:40], 2, seed=1).differs_from(alone(one, tokens[:40], 7))
     rows = alone(two, tokens, 276)  # the last token alone: its tiles are dealt to both threads

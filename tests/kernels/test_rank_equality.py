@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 CONFIG = ComputeConfig(backend="cpu", threads=1)
-FORMATS = [("bf16", "bf16"), ("int8", "int8"), ("int4", "bf16")]
+FORMATS = [("bf16", "bf16"), ("int8", "int8"), ("int4", "bf16"), ("bf16", "fp8")]
 # heads, KV heads: more ranks than KV heads (each kept twice), one KV head (a rank has none), numbers that do not divide
 HEADS = [(8, 2), (3, 1), (9, 3), (2, 1)]
 N_TOKENS = 61
