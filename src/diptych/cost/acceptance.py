@@ -8,7 +8,7 @@ Draft j holds where it and all before it are right: with the chance c_j, which f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 MOST_DEPTH = 16  # drafts of one sequence and step
 N_CONFIDENCES = 3  # how sure a drafter is of a guess, in its own scale from 0: each learned apart
@@ -37,10 +37,11 @@ def speedup(chances: Sequence[float], *, plain_s: float, verify_s: float) -> flo
 class Acceptance:
     """How often guesses were right of late, by depth and by how sure the drafter was. Of one sequence, or of all (a pool)."""
 
-    __slots__ = ("_n_verdicts", "_pool", "_rates")
+    __slots__ = ("_n_verdicts", "_pool", "_rates", "on_kept")
 
     def __init__(self, pool: Acceptance | None = None) -> None:
         self._pool = pool
+        self.on_kept: Callable[[int], None] | None = None  # learns of drafts that were verified and held
         self._n_verdicts = [_FIRST_WEIGHT] * N_CONFIDENCES  # the first rates count as so many
         # of draft j where all before it were right; a new sequence begins with what others have learned
         self._rates: list[list[float]] = (
@@ -74,6 +75,8 @@ class Acceptance:
 
     def kept(self, n_kept: int) -> None:
         """So many drafts were verified and held."""
+        if self.on_kept is not None:
+            self.on_kept(n_kept)
 
 
 def _move(rates: list[float], n_right: int, n_judged: int, weight: float) -> None:

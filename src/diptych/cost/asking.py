@@ -123,6 +123,7 @@ class Asked(Acceptance):
 
     def kept(self, n_kept: int) -> None:
         """See Acceptance."""
+        super().kept(n_kept)
         self.purse.gain(n_kept)
 
     def price(self, depth: int) -> None:

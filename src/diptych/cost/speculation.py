@@ -39,8 +39,9 @@ _FADE = 0.998  # per step without drafts: an old measurement is tried again some
 _TRIED_SHARE = 8  # one of so many sequences that were given up is tried at a time
 _FEW_TOKENS = 2 * MOST_DEPTH  # read by the executor's drafter with the next guess, for nothing
 _FORGOTTEN = 0.95  # of a price that the purse could not pay is left a step later
+_SINGLY = 4  # drafts up to which sizes double; then rows of the step fill tiles
 _FEW_DEPTHS = 4  # are enough to see whether a drafter pays for all sequences alike
-_DISTURBED = 3.0  # times what was expected: the machine did something else, which the drafter does not pay for
+DISTURBED = 3.0  # times what was expected: the machine did something else, which the drafter does not pay for
 _FARTHEST = 1.5  # what one measurement may say beyond those before it: the machine may have been busy
 
 
@@ -93,7 +94,7 @@ class _Refusal:
         return depths
 
 
-class _Ratio:
+class Ratio:
     """Measured over predicted time of one kind of step: a mean of the first, then of the latest."""
 
     __slots__ = ("_n", "value")
@@ -112,7 +113,7 @@ class _Ratio:
         if self._n:
             ratio = min(max(ratio, self.value / _FARTHEST), self.value * _FARTHEST)
         elif like is not None:
-            ratio = min(ratio, _DISTURBED * like)
+            ratio = min(ratio, DISTURBED * like)
         self._n += 1
         self.value += max(_TRUST, 1.0 / self._n) * (ratio - self.value)
 
@@ -146,12 +147,12 @@ class DraftPrices:
         self._asked_pools: dict[tuple[str, int], Asked] = {}  # pools of the executor's drafter
         self._refusals: dict[int, _Refusal] = {}  # by sequences of the step, as powers of two
         # measured over predicted, by rows (powers of two): of decode steps without drafts and with; and of the drafter
-        self._plain: dict[int, _Ratio] = {}
-        self._verify: dict[int, _Ratio] = {}
+        self._plain: dict[int, Ratio] = {}
+        self._verify: dict[int, Ratio] = {}
         self._n_plain = 0
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
         self._n_learned = 0
-        self._drafting = _Ratio()
+        self._drafting = Ratio()
         self._short_of_s = 0.0  # what the last trial costs: until the purse holds it, no price is asked for another
         self._has_asked = False  # the executor's drafter, in the step that is planned
         self._asks_in: int | None = None  # steps until it may be asked; None: nobody has such a drafter
@@ -410,14 +411,14 @@ class DraftPrices:
                 plain_s = measured_s / ratio * self._plain_ratio(shape)
                 self.purse.pay(min(max(0.0, measured_s - plain_s), (_FARTHEST - 1.0) * plain_s))
                 return
-            self._plain.setdefault(shape.decode_tokens.bit_length(), _Ratio()).add(ratio)
+            self._plain.setdefault(shape.decode_tokens.bit_length(), Ratio()).add(ratio)
             kept = _FADE if self._n_plain <= _PLAIN_EVERY else _FADE**_PLAIN_EVERY
             for known in self._verify.values():
                 known.fade(self._plain_ratio(shape), kept)
         else:
             rows = shape.decode_tokens.bit_length()
             like = self._ratio(shape, rows) if self._plain or self._verify else None
-            self._verify.setdefault(rows, _Ratio()).add(ratio, like)
+            self._verify.setdefault(rows, Ratio()).add(ratio, like)
 
     def observe_drafting(self, shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int) -> None:
         """The executor's drafter took so long in a step of this shape, for these drafts; it read n_read tokens for them."""
@@ -429,7 +430,7 @@ class DraftPrices:
                 self._drafting.add(measured_s / max(drafting_s, 1e-12))
             elif self._read_s is not None:
                 expected_s += self._read_s(n_read)
-        took_s = min(measured_s, _DISTURBED * expected_s) if self._drafting.is_known else measured_s
+        took_s = min(measured_s, DISTURBED * expected_s) if self._drafting.is_known else measured_s
         if shape.prefill_tokens and not any(depths):
             self.purse.pay_for_prompts(took_s)
         else:
@@ -468,7 +469,7 @@ class DraftPrices:
         return _nearest(self._verify, rows) if self._verify else self._plain_ratio(shape)
 
 
-def _nearest(ratios: dict[int, _Ratio], rows: int) -> float:
+def _nearest(ratios: dict[int, Ratio], rows: int) -> float:
     """Of the nearest number of rows that was seen."""
     known = ratios.get(rows)
     return (ratios[min(ratios, key=lambda seen: abs(seen - rows))] if known is None else known).value
@@ -496,16 +497,22 @@ def choose_depths(
         return chosen
     best = _LEAST_GAIN * n_sure / max(price_s(chosen), 1e-12)
     depths = list(chosen)
-    tokens, taken, size = float(n_sure), 0, 1
+    tokens, taken = float(n_sure), 0
     while taken < len(ranked):
+        size = max(1, 2 * taken) if taken < _SINGLY else _rounder(len(chances) + taken) - len(chances)
         for minus_chance, _, i in ranked[taken:size]:
             depths[i] += 1
             tokens -= minus_chance
         taken = min(size, len(ranked))
-        size *= 2
         step_s = price_s(depths)
         if limit_s is not None and step_s > limit_s:
             break
         if tokens / step_s > best:
             chosen, best = list(depths), tokens / step_s
     return chosen
+
+
+def _rounder(rows: int) -> int:
+    """The next number of rows that fills whole tiles: a power of two, or half as much again."""
+    power = 1 << (rows.bit_length() - 1)
+    return power * 3 // 2 if power > 1 and rows < power * 3 // 2 else 2 * power

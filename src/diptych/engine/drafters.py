@@ -22,6 +22,7 @@ from diptych.compute.model import Model
 from diptych.compute.runner import build, load_model
 from diptych.compute.sampler import Sampler
 from diptych.compute.weights import resolve_model_dir
+from diptych.cost.measured_drafts import MeasuredDraftPrices
 from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.text.tokenizer import Tokenizer
@@ -77,9 +78,9 @@ class OpenDrafter(ABC):
     def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
         """Ready to draft for a pool of `n_blocks`."""
 
-    def prices(self, predict_s: Callable[[StepShape], float]) -> DraftPrices:
-        """What its drafts cost an engine whose steps take predict_s."""
-        return DraftPrices(predict_s, draft_s=self.price_s)
+    def prices(self, predict_s: Callable[[StepShape], float], *, has_profile: bool = True) -> DraftPrices:
+        """What its drafts cost an engine whose steps take predict_s, by a measured profile or as far as steps taught."""
+        return (DraftPrices if has_profile else MeasuredDraftPrices)(predict_s, draft_s=self.price_s)
 
     def price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """Seconds that it takes in a step of this shape for so many drafts of each decode chunk: a forward for each depth."""
@@ -112,9 +113,10 @@ class OpenDraftModel(OpenDrafter):
 
     vocab_size: int
 
-    def prices(self, predict_s: Callable[[StepShape], float]) -> DraftPrices:
+    def prices(self, predict_s: Callable[[StepShape], float], *, has_profile: bool = True) -> DraftPrices:
         """It reads what it has missed of a sequence, too."""
-        return DraftPrices(predict_s, draft_s=self.price_s, read_s=self.read_s)
+        prices = DraftPrices if has_profile else MeasuredDraftPrices
+        return prices(predict_s, draft_s=self.price_s, read_s=self.read_s)
 
     def read_s(self, n_tokens: int) -> float:
         """Seconds to read so many tokens at once."""

@@ -19,6 +19,7 @@ from diptych.compute.weights import resolve_model_dir
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.measured_drafts import MeasuredDraftPrices
 from diptych.cost.places import MAX_STEP_S, Places, places
 from diptych.cost.profile import load_profile, profile_path
 from diptych.cost.speculation import DraftPrices
@@ -297,7 +298,7 @@ def make_machinery(
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
     predict_s = once_for_each(step_time.predict_s if calibrated is None else calibrated.predict_s)
-    prices = DraftPrices(predict_s) if drafter is None else drafter.prices(predict_s)
+    prices = draft_prices(drafter, predict_s, has_profile=calibrated is not None)
 
     def observe(shape: StepShape, measured_s: float) -> None:
         prices.observe(shape, measured_s)
@@ -331,6 +332,13 @@ def make_machinery(
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
     )  # fmt: skip
     return Machinery(core=core, executor=executor, observe=observe)
+
+
+def draft_prices(drafter: OpenDrafter | None, predict_s: Predict, *, has_profile: bool) -> DraftPrices:
+    """What drafts cost: by the profile, or where there is none by what steps took alone."""
+    if drafter is not None:
+        return drafter.prices(predict_s, has_profile=has_profile)
+    return DraftPrices(predict_s) if has_profile else MeasuredDraftPrices(predict_s)
 
 
 def once_for_each(predict_s: Predict) -> Predict:
