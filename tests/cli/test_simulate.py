@@ -60,6 +60,16 @@ def test_a_mooncake_trace_shares_its_prefixes(tmp_path: Path, capsys: pytest.Cap
     assert answer(capsys, *trace(tmp_path, text, "m.jsonl"), "--no-prefix-cache")["prefix_hit_tokens"] == 0
 
 
+def test_processes_change_no_number_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cells of a trace in which prefixes are shared and engines are full: the same report to the last bit."""
+    rows = (mooncake(40 * i, output_length=5 + i % 90, hash_ids=[i % 4, 10 + i % 16, 99 + i]) for i in range(150))
+    load = [*trace(tmp_path, "".join(rows), "m.jsonl"), "--engines", "3", "--cells", "3", "--router", "longest-prefix"]
+    alone = answer(capsys, *load, "--processes", "1")
+    assert alone == answer(capsys, *load, "--processes", "2")
+    assert alone["n_complete"] == 150
+    assert float(str(alone["prefix_hit_tokens"])) > 0
+
+
 def test_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a person reads: the load, the limits, the latencies, the price."""
     picture = tmp_path / "p.png"

@@ -10,8 +10,10 @@ from diptych.cost.setup import setup_of
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
 from diptych.sim.capacity import Ask, Bisection, Fit, Trial, engines_for, fluid_users, paced, uncached, with_engines
+from diptych.sim.cluster import Cluster
 from diptych.sim.link import Link
 from diptych.sim.pools import Pool, Service
+from diptych.sim.tally import Tally
 from diptych.workload import LengthRange
 
 H100 = Pool.of(setup_of("llama-3.1-8b", "h100-80gb-sxm"))
@@ -49,10 +51,29 @@ def test_a_bisection_ends_where_limits_break() -> None:
     """What it answers holds and a quarter more does not; slower steps hold fewer, quicker ones more."""
     service = Service(pool=L40S)
     users = bisected(service)
-    assert Trial(service=service, ask=ASK, n_users=users, n_requests=80).holds
-    assert not Trial(service=service, ask=ASK, n_users=users * 5 // 4 + 1, n_requests=80).holds
+    assert Trial(service=service, ask=ASK, n_users=users, n_requests=80).run_if_good()
+    assert not Trial(service=service, ask=ASK, n_users=users * 5 // 4 + 1, n_requests=80).run_if_good()
     assert bisected(paced(service, 1.6)) < users < bisected(paced(service, 0.6))
     assert bisected(service, replace(ASK, limits=Limits(ttft_s=1e-4, tpot_s=0.06))) == 0
+
+
+def test_giving_up_early_changes_no_answer() -> None:
+    """A simulation that stops once it must fail says what the whole one says, and stops before its end."""
+    kept = lost = 0
+    for users in (5, 60, 150, 300, 600):
+        trial = Trial(service=Service(pool=L40S), ask=ASK, n_users=users, n_requests=80)
+        whole, short = trial.run(), trial.run_if_good()
+        assert (short is None) == (whole.good_share < ASK.good_share), users
+        kept, lost = kept + (short is not None), lost + (short is None)
+        if short is not None:
+            assert (short.ttft_s, short.tpot_s, short.n_steps) == (whole.ttft_s, whole.tpot_s, whole.n_steps)
+    assert kept
+    assert lost
+    load, tally = ASK.load(600, 80), Tally(ASK.limits)
+    cluster = Cluster(Service(pool=L40S).groups(), tally=tally)
+    cluster.run(load, good_share=ASK.good_share)
+    assert 4 < tally.n_bad < 10  # of 80, 4 might be bad; several end in one step
+    assert cluster.n_over < 80
 
 
 def test_a_fit_ends_at_engines_that_hold() -> None:

@@ -3,7 +3,7 @@
     answer = Search(ask, processes=2).run(candidates)      # candidates: setups, one for each device and split worth trying
 
 A layout is judged by simulating people in mid-conversation, their histories cached, until so many requests have come: it
-holds when the asked share of them meets the limits. Steps of the search:
+holds when the asked share of them meets the limits. One that cannot any more is given up (`run_if_good`). Steps of the search:
 
 1. every setup is estimated by a fluid model (`fluid_users`): the best few are simulated;
 2. what one engine holds is bisected, over short simulations; the better half goes on to longer ones;
@@ -26,7 +26,7 @@ from diptych.metrics import Limits
 from diptych.sim.link import Link
 from diptych.sim.load import UsersLoad, UsersSpec
 from diptych.sim.pools import MAX_ENGINES, Pool, Service
-from diptych.sim.service import Report, simulate
+from diptych.sim.service import Report, simulate, simulate_if_good
 from diptych.workload import LengthRange
 
 SCREENED, FINALISTS = 4, 2  # layouts that are simulated, and that are simulated long
@@ -152,22 +152,28 @@ class Trial:
 
     def run(self) -> Report:
         """What came of it."""
-        assert self.ask.limits.tpot_s is not None
-        cycle_s = self.ask.cycle_s(self.ask.limits.tpot_s / 2)
-        from_s = self.is_warm * WARM_SHARE * self.n_requests * cycle_s / self.n_users
-        return simulate(
-            self.service, self.ask.load(self.n_users, self.n_requests), limits=self.ask.limits, from_s=from_s
-        )
+        ask = self.ask
+        return simulate(self.service, ask.load(self.n_users, self.n_requests), limits=ask.limits, from_s=self._from_s)
+
+    def run_if_good(self) -> Report | None:
+        """None where the asked share of requests does not meet the limits, which is often known early."""
+        ask = self.ask
+        load = ask.load(self.n_users, self.n_requests)
+        return simulate_if_good(self.service, load, limits=ask.limits, good_share=ask.good_share, from_s=self._from_s)
 
     @property
-    def holds(self) -> bool:
-        """Whether the asked share of requests meets the limits."""
-        return self.run().good_share >= self.ask.good_share
+    def _from_s(self) -> float:
+        assert self.ask.limits.tpot_s is not None
+        cycle_s = self.ask.cycle_s(self.ask.limits.tpot_s / 2)
+        return self.is_warm * WARM_SHARE * self.n_requests * cycle_s / self.n_users
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """The most users that a service holds, within `close` of itself. guess: where to begin; most: not beyond."""
+    """The most users that a service holds, within `close` of itself. guess: where to begin; most: not beyond.
+
+    known: users that it is known to hold, by a simulation as long; 0: not one.
+    """
 
     service: Service
     ask: Ask
@@ -175,13 +181,17 @@ class Bisection:
     n_requests: int
     close: float
     most: int
+    known: int = 0
 
     def run(self) -> int:
         """0 where a single user is too many."""
         low, high = 0, self.most + 1  # holds, does not
         at = min(max(1, int(self.guess)), self.most)
         while high - low > 1 and high - low > self.close * max(low, 1):
-            if Trial(service=self.service, ask=self.ask, n_users=at, n_requests=self.n_requests).holds:
+            if (
+                at == self.known
+                or Trial(service=self.service, ask=self.ask, n_users=at, n_requests=self.n_requests).run_if_good()
+            ):
                 low = at
             else:
                 high = at
@@ -202,19 +212,26 @@ class Fit:
 
     def run(self) -> Report:
         """Of the cheapest service that holds; of the last one tried where none does."""
-        tried: dict[tuple[int, int], Report] = {}
+        tried: dict[tuple[int, int], Report | None] = {}  # None: does not hold, beside what does
         at = (self.service.pool.n_engines, 0 if self.service.readers is None else self.service.readers.n_engines)
+        holding: list[Report] = []
         for _ in range(MOST_FITS):
-            report = tried[at] = self._try(at)
+            trial = self._trial(at)
+            report = trial.run_if_good() if holding else trial.run()  # why it does not hold tells what to raise
+            tried[at] = report
+            if report is not None and self._holds(report):
+                holding.append(report)
             after = self._after(at, report, tried)
             if after is None:
                 break
             at = after
-        holding = [one for one in tried.values() if self._holds(one)]
-        return min(holding, key=lambda one: self._cost(one.service)) if holding else report
+        if not holding:
+            assert report is not None
+            return report
+        return min(holding, key=lambda one: self._cost(one.service))
 
     def _after(
-        self, at: tuple[int, int], report: Report, tried: dict[tuple[int, int], Report]
+        self, at: tuple[int, int], report: Report | None, tried: dict[tuple[int, int], Report | None]
     ) -> tuple[int, int] | None:
         """What to try next: an engine less of the costlier kind while it holds, one more of the kind that is late."""
         decoders, readers = at
@@ -235,17 +252,18 @@ class Fit:
                 else (decoders_before - 1, readers_before)
             )
             return other if other not in tried and min(other) >= 1 else None
+        assert report is not None
         late = report.late_share
         step = max(1, round(0.1 * decoders))
         is_reading = readers and late["ttft"] > late["tpot"]
         return (decoders, readers + 1) if is_reading else (decoders + step, readers)
 
-    def _try(self, at: tuple[int, int]) -> Report:
+    def _trial(self, at: tuple[int, int]) -> Trial:
         service = with_engines(self.service, at[0], at[1] or None)
-        return Trial(service=service, ask=self.ask, n_users=self.ask.n_users, n_requests=self.n_requests).run()
+        return Trial(service=service, ask=self.ask, n_users=self.ask.n_users, n_requests=self.n_requests)
 
-    def _holds(self, report: Report) -> bool:
-        return report.good_share >= self.ask.good_share
+    def _holds(self, report: Report | None) -> bool:
+        return report is not None and report.good_share >= self.ask.good_share
 
     def _cost(self, service: Service) -> float:
         readers = 0 if service.readers is None else service.readers.n_engines

@@ -131,10 +131,16 @@ class Cluster:
         self._steps: list[tuple[float, int, int]] = []  # when, whose, and its number where that changed meanwhile
         self._load: Load | None = None
         self._n_left = 0  # requests to come
+        self._good_share, self._is_lost = 0.0, False  # asked for; certainly missed
 
-    def run(self, load: Load, *, progress: Callable[[int, float], object] | None = None) -> None:
-        """Serve the whole load. progress(requests that are over, seconds simulated) is called now and then."""
-        self._load, self._n_left = load, load.n_requests
+    def run(
+        self, load: Load, *, progress: Callable[[int, float], object] | None = None, good_share: float = 0.0
+    ) -> None:
+        """Serve the whole load. progress(requests that are over, seconds simulated) is called now and then.
+
+        good_share: given up as soon as it is certain that less than this share of the load's requests will be good.
+        """
+        self._load, self._n_left, self._good_share = load, load.n_requests, good_share
         decoders = [member.engine.core for member in self.members if member.on_prefill is None]
         for number, token_ids in enumerate(load.histories()):
             decoders[number % len(decoders)].warm(token_ids)
@@ -160,6 +166,8 @@ class Cluster:
             if progress is not None and self.n_over >= n_told:
                 progress(self.n_over, at_s)
                 n_told = self.n_over + 64
+            if self._is_lost:
+                return
         if self._journeys:
             raise InternalError(f"{len(self._journeys)} prompts were read and never answered")
 
@@ -186,6 +194,8 @@ class Cluster:
             return
         record = self._records.pop(event.request_id)
         self.tally.finished(record)
+        assert self._load is not None
+        self._is_lost = self.tally.most_good_share(self._load.n_requests) < self._good_share
         self._router.forget(event.request_id, output_tokens=record.output_tokens)
         self._follow(self._open.pop(event.request_id), event.at_s, record.output_tokens)
 

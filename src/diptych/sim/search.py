@@ -6,7 +6,7 @@ answer = search(ask, pools, link=Link(bytes_per_s=50e9), price_of=lambda setup: 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.cost.setup import Setup
@@ -117,17 +117,20 @@ def search(
     with workers(processes) as mapped:
         chosen, too_slow = _screened(ask, candidates, price_of)
         say("one engine of each kind", 0, N_STAGES)
-        rough = _bisected(ask, chosen, mapped, n_requests=SHORT, close=ROUGH)
+        rough = _by_pool(chosen, mapped(bisect_one, _bisections(ask, chosen, n_requests=SHORT, close=ROUGH)))
         chosen = [pool for pool in chosen if rough[id(pool)]]
         if not chosen:
             raise ConfigError("no device of these holds a single user within the limits", hint="looser limits")
         chosen.sort(key=lambda pool: price_of(pool.setup) * pool.n_devices / rough[id(pool)])
         say("the best of them, longer", 1, N_STAGES)
-        fine = _bisected(ask, chosen[:FINALISTS], mapped, n_requests=LONG, close=FINE, guesses=rough)
+        finalists = chosen[:FINALISTS]
+        finer = mapped(bisect_one, _bisections(ask, finalists, n_requests=LONG, close=FINE, guesses=rough))
+        fits = mapped(fit_one, _pool_fits(ask, chosen, link, price_of))  # other processes begin with them meanwhile
+        fine = _by_pool(finalists, finer)
         say("all users", 2, N_STAGES)
         layouts = _colocated(ask, chosen, rough | fine, fine, mapped, price_of)
         say("two pools", 3, N_STAGES)
-        layouts += _pools(ask, chosen, link, mapped, price_of)
+        layouts += _pools(ask, fits, price_of)
         if not any(layout.holds for layout in layouts):
             raise ConfigError(
                 "no layout of these holds all users within the limits", hint="other devices or looser limits"
@@ -139,10 +142,12 @@ def search(
         pools = [layout for layout in layouts if layout.service.readers is not None]
         say("without a prefix cache, with longer and shorter steps", 5, N_STAGES)
         margin = _margin(best)
+        twice = mapped(
+            run_one, [Trial(service=best.service, ask=ask, n_users=2 * ask.n_users, n_requests=WHOLE)]
+        )  # begins meanwhile
         changed = _changed(ask, best, colocated[0], margin, [one for one in pools[:1] if one.holds], mapped)
         say("twice the users", 6, N_STAGES)
-        twice = Trial(service=best.service, ask=ask, n_users=2 * ask.n_users, n_requests=WHOLE)
-        (doubled,) = mapped(run_one, [twice])
+        (doubled,) = twice
     assert best.longer is not None
     users, message = _crossover(ask, colocated, pools, changed.in_pools, chosen, price_of)
     return Answer(
@@ -193,17 +198,11 @@ def _screened(ask: Ask, candidates: Sequence[Pool], price_of: PriceOf) -> tuple[
     return [pool for _, pool in ranked[:SCREENED]], tuple(dict.fromkeys(too_slow))
 
 
-def _bisected(
-    ask: Ask,
-    pools: Sequence[Pool],
-    mapped: Mapped,
-    *,
-    n_requests: int,
-    close: float,
-    guesses: dict[int, int] | None = None,
-) -> dict[int, int]:
-    """Users that one engine of each holds, by the pool's identity."""
-    asked = [
+def _bisections(
+    ask: Ask, pools: Sequence[Pool], *, n_requests: int, close: float, guesses: dict[int, int] | None = None
+) -> list[Bisection]:
+    """For the users that one engine of each holds."""
+    return [
         Bisection(
             service=Service(pool=pool),
             ask=ask,
@@ -214,7 +213,11 @@ def _bisected(
         )
         for pool in pools
     ]
-    return {id(pool): users for pool, users in zip(pools, mapped(bisect_one, asked), strict=True)}
+
+
+def _by_pool(pools: Sequence[Pool], found: Iterable[int]) -> dict[int, int]:
+    """Users that one engine of each holds, by the pool's identity."""
+    return {id(pool): users for pool, users in zip(pools, found, strict=True)}
 
 
 def _for_longer(ask: Ask, layouts: list[Layout], mapped: Mapped, price_of: PriceOf) -> list[Layout]:
@@ -287,9 +290,22 @@ def _changed(
 ) -> _Changed:
     """Engines without a prefix cache; of what to buy with shorter and with longer steps; users that pools hold."""
 
-    def held(service: Service, guess: float, most: int, n_requests: int = SHORT, close: float = ROUGH) -> Bisection:
-        return Bisection(service=service, ask=ask, guess=guess, n_requests=n_requests, close=close, most=most)
+    def held(service: Service, guess: float, most: int, n_requests: int = SHORT) -> Bisection:
+        return Bisection(service=service, ask=ask, guess=guess, n_requests=n_requests, close=ROUGH, most=most)
 
+    paired = [
+        Bisection(
+            service=one.service,
+            ask=ask,
+            guess=ask.n_users,
+            n_requests=LONG,
+            close=FINE,
+            most=3 * ask.n_users,
+            known=0 if one.report is None or one.report.good_share < ask.good_share else ask.n_users,  # from its fit
+        )
+        for one in pools
+    ]
+    held_in_pools = mapped(bisect_one, paired)
     each = colocated.users_each or 1
     asked = [held(with_engines(uncached(colocated.service), 1), each / 2, ask.n_users)]
     for pace in margin:
@@ -298,8 +314,8 @@ def _changed(
             asked.append(held(with_engines(service, 1), (best.users_each or 1) / pace, ask.n_users))
         else:
             asked.append(held(service, ask.n_users / pace, 4 * ask.n_users, n_requests=WHOLE))
-    asked += [held(one.service, ask.n_users, 3 * ask.n_users, LONG, FINE) for one in pools]
-    without, quick, slow, in_pools = [*mapped(bisect_one, asked), 0][:4]
+    without, quick, slow = mapped(bisect_one, asked)
+    in_pools = next(held_in_pools, 0)
     if best.service.readers is None:  # one engine was bisected, of a service that holds
         n = best.service.n_engines
         quick, slow = n * quick, n * slow
@@ -346,8 +362,8 @@ def _colocated(
     return layouts
 
 
-def _pools(ask: Ask, pools: Sequence[Pool], link: Link, mapped: Mapped, price_of: PriceOf) -> list[Layout]:
-    """The cheapest pairs by the fluid model, fitted whole."""
+def _pool_fits(ask: Ask, pools: Sequence[Pool], link: Link, price_of: PriceOf) -> list[Fit]:
+    """The cheapest pairs by the fluid model, to be fitted whole."""
     pairs: list[tuple[float, Service]] = []
     for reader in pools:
         for decoder in pools:
@@ -359,7 +375,7 @@ def _pools(ask: Ask, pools: Sequence[Pool], link: Link, mapped: Mapped, price_of
             service = with_engines(service, engines_for(ask.n_users, decodes), engines_for(ask.n_users, reads))
             pairs.append((cost_per_hour(service, price_of), service))
     pairs.sort(key=lambda pair: pair[0])
-    fits = [
+    return [
         Fit(
             service=service,
             ask=ask,
@@ -369,6 +385,10 @@ def _pools(ask: Ask, pools: Sequence[Pool], link: Link, mapped: Mapped, price_of
         )
         for _, service in pairs[:FINALISTS]
     ]
+
+
+def _pools(ask: Ask, fitted: Iterable[Report], price_of: PriceOf) -> list[Layout]:
+    """Two pools that were fitted."""
     return [
         Layout(
             service=report.service,
@@ -377,7 +397,7 @@ def _pools(ask: Ask, pools: Sequence[Pool], link: Link, mapped: Mapped, price_of
             report=report,
             holds=report.good_share >= ask.good_share,
         )
-        for report in mapped(fit_one, fits)
+        for report in fitted
     ]
 
 

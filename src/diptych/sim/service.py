@@ -157,6 +157,15 @@ def simulate(
     return _report(service, first, service.usd_per_hour(usd_per_hour))
 
 
+def simulate_if_good(
+    service: Service, load: Load, *, limits: Limits, good_share: float, from_s: float = 0.0, seed: int = 0
+) -> Report | None:
+    """As `simulate`, or None where less than this share of requests is good, given up as soon as that is certain."""
+    seen = _run(service, load, limits, from_s, seed, good_share=good_share)
+    report = _report(service, seen, service.usd_per_hour(None))
+    return report if report.good_share >= good_share else None
+
+
 def _run(
     service: Service,
     load: Load,
@@ -166,6 +175,7 @@ def _run(
     *,
     progress: Told | None = None,
     film: TextIO | None = None,
+    good_share: float = 0.0,
 ) -> _Seen:
     tally = Tally(limits, n_groups=len(service.pools), from_s=from_s)
     cluster = Cluster(service.groups(), tally=tally, router=service.router, wire=service.wire(), seed=seed)
@@ -173,7 +183,7 @@ def _run(
     if film is not None:
         filmed.film = Film(film, service.pool.setup, filmed.engine)
     with _rare_collections():
-        cluster.run(load, progress=progress)
+        cluster.run(load, progress=progress, good_share=good_share)
     if filmed.film is not None:  # it was over before the minute was
         filmed.film.close(filmed.engine.clock.now_s())
     cores = [member.engine.core.stats() for member in cluster.members]

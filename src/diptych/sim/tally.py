@@ -114,7 +114,7 @@ class Tally:
         self.ttft_s, self.itl_s, self.tpot_s, self.queue_s, self.e2e_s, self.hand_off_s = (Stream() for _ in range(6))
         self.work = [Work(from_s=from_s) for _ in range(n_groups)]
         self.close_s: float | None = None
-        self.n_arrived = self.n_complete = self.n_failed = self.n_good = 0
+        self.n_before = self.n_arrived = self.n_complete = self.n_failed = self.n_good = 0
         self.n_late_ttft = self.n_late_tpot = self.n_late_e2e = 0  # of those that completed
         self.prompt_tokens = self.cached_tokens = self.output_tokens = self.recomputed_tokens = 0
         self.first_arrival_s, self.last_end_s = math.inf, 0.0
@@ -136,6 +136,7 @@ class Tally:
     def arrived(self, at_s: float) -> None:
         """A request came, whatever becomes of it."""
         if at_s < self._from_s:
+            self.n_before += 1
             return
         self.n_arrived += 1
         self.first_arrival_s = min(self.first_arrival_s, at_s)
@@ -148,6 +149,16 @@ class Tally:
             self.close_s = at_s
             for work in self.work:
                 work.until_s = at_s
+
+    @property
+    def n_bad(self) -> int:
+        """Requests that are over and missed a limit, or failed."""
+        return self.n_complete + self.n_failed - self.n_good
+
+    def most_good_share(self, n_requests: int) -> float:
+        """Of so many requests in all, those before from_s among them: the share that is good if all that are left are."""
+        n = n_requests - self.n_before
+        return (n - self.n_bad) / n if n else 0.0
 
     @property
     def steps_s(self) -> float:
