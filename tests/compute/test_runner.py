@@ -129,3 +129,17 @@ def test_hidden_states_are_those_that_transformers_gives(backend: str, tmp_path:
     logits = model.forward(batch, kv, Want.LOGITS)
     assert ids_best == logits.argmax(dim=-1).tolist()
     assert values == logits.max(dim=-1).values.tolist()
+
+
+@pytest.mark.native
+@pytest.mark.skipif(len(runner.cpu_kernels.instruction_sets()) < 2, reason="this processor has one kernel set")
+def test_kernels_that_are_not_the_processors_best_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was said for every place of a load that asks for the set."""
+    path = make_checkpoint("llama", tmp_path)
+    best, *others = runner.cpu_kernels.instruction_sets()
+    for name, expected in ((best, 0), ("auto", 0), (others[-1], 1)):
+        caplog.clear()
+        load_model(path, ComputeConfig(backend="cpu", instruction_set=name, threads=1)).close()
+        assert sum("this processor also has" in record.getMessage() for record in caplog.records) == expected

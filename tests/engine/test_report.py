@@ -10,6 +10,7 @@ from tests.engine.conftest import tiny_config
 from tests.engine.test_speculation import unpriced
 
 from diptych.compute.ceilings import Ceilings
+from diptych.compute.ops import cpu_kernels
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel
@@ -61,6 +62,22 @@ def test_a_phase_above_its_ceiling_says_which_one(loaded: LoadedModel) -> None:
         told = [line.strip() for line in report.table().splitlines() if "above 100%" in line]
         assert len(told) == len(says)
         assert all(line.startswith(begin) for line, begin in zip(told, says, strict=True))
+
+
+def test_kernels_that_are_not_the_processors_best_are_named(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log alone said so, and it is long gone when somebody looks at a rate."""
+    llm, observer = LLM(loaded, tiny_config()), PhaseObserver()
+    stop = llm.engine.listen(observer)
+    (done,) = llm.generate([list(range(40, 65))], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    stop()
+    own = loaded.model.instruction_set
+    monkeypatch.setattr(loaded.model, "backend_name", "cpu")
+    for sets, is_told in (([own, "older"], False), (["newer", own], True), (["newer"], False)):
+        monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda sets=sets: sets)
+        report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
+        assert (f"kernels use {own}; this processor also has newer" in report.table()) == is_told
 
 
 def test_speculation_is_told_as_tokens_per_step_and_what_it_gained(

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli.doctor import app
+from diptych.cli.doctor import app, text_of
 from diptych.insight.diagnosis import diagnose, read_scrape
 from server_process import ServerProcess
 
@@ -118,6 +118,18 @@ def test_a_window_looks_at_what_happened_in_it() -> None:
     assert window.histograms["queue_s"].mean == pytest.approx(4.5)
     assert window.numbers["output_tokens_total"] == 5000.0
     assert window.numbers["kv_usage"] == 0.2
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_kernels_that_are_not_the_processors_best_are_named(is_idle: bool) -> None:
+    """Whatever the times are, and before the first request too; a server that says nothing of kernels has no such cause."""
+    text = metrics() if is_idle else metrics(**BASE)
+    info = '# TYPE diptych_build_info gauge\ndiptych_build_info{kernels="avx2",faster_kernels="%s"} 1\n'
+    for faster in ("", "avx512"):
+        scrape = read_scrape(info % faster + text)
+        diagnosis = diagnose(scrape.since(scrape))
+        assert ("slower kernels than there are" in [one.cause for one in diagnosis.findings]) == bool(faster)
+        assert ("kernels use avx2; this processor also has avx512" in text_of(diagnosis)) == bool(faster)
 
 
 def test_the_command_reads_a_running_server(server: ServerProcess) -> None:

@@ -82,7 +82,7 @@ def fetch(url: str, key: str | None) -> Scrape:
 def text_of(diagnosis: Diagnosis) -> str:
     """A few lines for a person."""
     numbers = diagnosis.numbers
-    if not numbers["requests"] and not numbers["refused"]:
+    if not numbers["requests"] and not numbers["refused"] and not diagnosis.findings:
         return "no request was answered in this time, so there is nothing to judge"
     lines = ["numbers"]
     for name, unit, label in SHOWN:

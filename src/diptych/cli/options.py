@@ -55,6 +55,10 @@ TpAddress = Annotated[
     ),
 ]
 Numa = Annotated[str, typer.Option(help="where they are pinned: auto (node by node) | off | nodes such as 0 or 0,1")]
+InstructionSet = Annotated[
+    str,
+    typer.Option("--instruction-set", help="kernel set of the cpu backend: auto (this processor's best) | avx2 | ..."),
+]
 MaxContext = Annotated[int | None, typer.Option("--max-context-tokens", help=CONFIG["max_context_tokens"].what)]
 KvMemory = Annotated[int | None, typer.Option("--kv-memory-bytes", help=CONFIG["kv_memory_bytes"].what)]
 StallBudget = Annotated[float | None, typer.Option("--stall-budget-ms", help=CONFIG["stall_budget_s"].what)]
@@ -102,6 +106,7 @@ BACKEND: Block = {
     "kv": (Kv, "auto"),
     "threads": (Threads, None),
     "numa": (Numa, "auto"),
+    "instruction_set": (InstructionSet, "auto"),
     "tp": (Tp, 1),
     "tp_address": (TpAddress, None),
     "speculate": (Speculate, "off"),

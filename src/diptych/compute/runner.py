@@ -150,6 +150,7 @@ def build_over_ranks(
         raise ConfigError(cpu_kernels.is_available()[1], hint="leave tp out, which the cpu kernels are needed for")
     # every rank computes with what rank 0 found here, whatever it would choose itself
     config = replace(config, backend="cpu", instruction_set=choose_instruction_set(config.instruction_set))
+    cpu_kernels.warn_of_faster_set(config.instruction_set)
     ranks = (start or (Ranks if config.tp_address is None else LinkedRanks))(config.tp, config)
     placements = [placement_head(placement) for placement in ranks.placements]
     if isinstance(blueprint.source, Checkpoint | GgufCheckpoint):
@@ -310,5 +311,7 @@ def build(
         logger.warning("the torch backend is used, which is several times slower on a CPU: %s", reason)
     logger.info("backend chosen name=%s reason=%s", backend, reason)
     if backend == "cpu":
+        if beside is None:
+            cpu_kernels.warn_of_faster_set(config.instruction_set)
         return build_cpu_model(blueprint, config, beside=beside, on_packed=on_packed)
     return build_torch_model(blueprint, config)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from diptych.compute.ops.cpu_kernels import faster_set
 from diptych.compute.pooler import Pooler
 from diptych.compute.runner import Model, load_model, memory_of_block
 from diptych.compute.sampler import Sampler
@@ -236,6 +237,11 @@ def profile_gap(model: Model) -> str | None:
     if measured == own:
         return None
     return f"this machine was measured with {measured}, not with {own} (diptych lab calibrate)"
+
+
+def faster_kernels(model: Model) -> str | None:
+    """The kernel set that this processor has and the model, told to use another, does not use; None where there is none."""
+    return faster_set(model.instruction_set) if model.backend_name == "cpu" else None
 
 
 def local_predictor(model: Model) -> CalibratedModel | None:

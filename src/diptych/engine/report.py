@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from diptych.compute.ceilings import Ceilings
 from diptych.cost.calibrated import CalibratedModel
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, local_predictor, profile_gap
+from diptych.engine.load import LoadedModel, faster_kernels, local_predictor, profile_gap
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -54,7 +54,8 @@ class PhaseRow:
 class PhaseReport:
     """What `diptych generate` prints after the text. load_s is None where nobody waited for the model to load.
 
-    kernels: the kernel set, or what torch runs on. unpredicted: why there is no prediction, where there is none.
+    kernels: the kernel set, or what torch runs on. faster_kernels: a better set that the processor has too.
+    unpredicted: why there is no prediction, where there is none.
     """
 
     model: str
@@ -75,6 +76,7 @@ class PhaseReport:
     undrafted_s: float | None  # predicted time of the same decode without drafts; None without drafts or prediction
     usage: Usage
     unpredicted: str | None = None
+    faster_kernels: str | None = None
 
     def as_json(self) -> dict[str, object]:
         """Plain dicts."""
@@ -93,7 +95,12 @@ class PhaseReport:
             f"{self.threads} threads · "
             f"ceilings {self.ceilings.read_bytes_per_s / 1e9:.1f} GB/s, {self.ceilings.flops_per_s / 1e9:.0f} Gop/s"
         )
-        lines = [head, f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}"]
+        lines = [head]
+        if self.faster_kernels is not None:
+            lines.append(
+                f"  kernels use {self.kernels}; this processor also has {self.faster_kernels}, which is faster"
+            )
+        lines.append(f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}")
         rows = [row for row in (self.prefill, self.decode) if row is not None]
         lines += [_row_line(row) for row in rows]
         lines += [f"  {row.phase} above 100%: {_ABOVE[row.bound]}" for row in rows if row.fraction_of_ceiling > 1.0]
@@ -177,6 +184,7 @@ def phase_report(
         undrafted_s=None if not usage.drafted_tokens else _undrafted_s(decode_steps, predictor),
         usage=usage,
         unpredicted=profile_gap(loaded.model),
+        faster_kernels=faster_kernels(loaded.model),
     )
 
 

@@ -91,6 +91,7 @@ class Scrape:
 
     histograms: dict[str, Histogram]
     numbers: dict[str, float]
+    kernels: tuple[str, str] = ("", "")  # that compute, and a faster set that the server's processor has too
 
     def since(self, earlier: Scrape) -> Scrape:
         """Histograms and counters as differences; gauges as they are now."""
@@ -103,7 +104,7 @@ class Scrape:
             before = earlier.numbers.get(name, 0.0)
             if name in numbers and numbers[name] >= before:
                 numbers[name] -= before
-        return Scrape(histograms, numbers)
+        return Scrape(histograms, numbers, self.kernels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +135,11 @@ def read_scrape(text: str) -> Scrape:
     buckets: dict[str, dict[float, float]] = {}
     sums: dict[str, float] = {}
     values: dict[str, float] = {}
+    kernels = ("", "")
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if sample.labels.get("faster_kernels"):
+                kernels = (sample.labels["kernels"], sample.labels["faster_kernels"])
             phase = sample.labels.get("phase")
             name = f"{family.name}{{phase={phase}}}" if phase else family.name
             if sample.name.endswith("_bucket"):
@@ -155,6 +159,7 @@ def read_scrape(text: str) -> Scrape:
     return Scrape(
         {name: found for name, names in HISTOGRAMS.items() if (found := _first(names, histograms)) is not None},
         {name: number for name, names in NUMBERS.items() if (number := _first(names, values)) is not None},
+        kernels,
     )
 
 
@@ -170,6 +175,7 @@ def diagnose(scrape: Scrape) -> Diagnosis:
         _refusals,
     )  # fmt: skip
     findings = [finding for rule in rules if (finding := rule(numbers)) is not None]
+    findings += [_slower_kernels(*scrape.kernels)] if any(scrape.kernels) else []
     return Diagnosis(numbers=numbers, findings=sorted(findings, key=lambda one: -one.severity))
 
 
@@ -192,6 +198,17 @@ def key_numbers(scrape: Scrape) -> dict[str, float | None]:
     queries, hits = scrape.numbers.get("prefix_queries"), scrape.numbers.get("prefix_hits")
     numbers["prefix_hit_share"] = hits / queries if queries and hits is not None else None
     return numbers
+
+
+def _slower_kernels(used: str, faster: str) -> Finding:
+    """True whatever the times are, so it is said without a request too."""
+    return Finding(
+        about="tokens_per_s",
+        cause="slower kernels than there are",
+        severity=0.2,
+        evidence=f"kernels use {used}; this processor also has {faster}, which is faster",
+        advice="leave --instruction-set at auto",
+    )
 
 
 def _is_slow_ttft(n: dict[str, float | None]) -> bool:

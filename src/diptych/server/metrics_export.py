@@ -29,6 +29,8 @@ class ServedModel:
     name: str
     fingerprint: str | None
     backend: str
+    kernels: str
+    faster_kernels: str  # that the processor has too; "" where none is
     weights: str
     kv: str
     version: str
@@ -77,9 +79,10 @@ class MetricsCollector(Collector):
 
     def _own_gauges(self) -> Iterator[Metric]:
         model, counts = self._model, self.counts
-        labels = ["model", "backend", "weights", "kv", "version"]
+        labels = ["model", "backend", "weights", "kv", "version", "kernels", "faster_kernels"]
         info = GaugeMetricFamily("diptych_build_info", "what is served, with which kernels and formats", labels=labels)
-        info.add_metric([model.name, model.backend, model.weights, model.kv, model.version], 1)
+        made_of = [model.weights, model.kv, model.version, model.kernels, model.faster_kernels]
+        info.add_metric([model.name, model.backend, *made_of], 1)
         yield info
         yield _gauge(
             "diptych_model_load_seconds", "time from process start of loading to ready (cold start)", model.load_s

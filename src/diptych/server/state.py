@@ -9,6 +9,7 @@ from diptych.compute.ceilings import Ceilings
 from diptych.cost.parameters import attention_flops_per_pair, linear_parameter_count
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.cost_view import CostView
+from diptych.engine.load import faster_kernels
 from diptych.engine.spans import spans_to
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.version import VERSION
@@ -106,6 +107,8 @@ def served_model(engine: AsyncLLM, config: ServerConfig) -> ServedModel:
         name=config.served_model_names[0] if config.served_model_names else loaded.name,
         fingerprint=system_fingerprint(engine, reads_control_tokens=config.reads_control_tokens),
         backend=model.backend_name,
+        kernels=model.instruction_set,
+        faster_kernels=faster_kernels(model) or "",
         weights=model.weights_format,
         kv=model.kv_format,
         version=VERSION,

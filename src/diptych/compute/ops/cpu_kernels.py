@@ -61,9 +61,19 @@ def choose_instruction_set(name: str) -> str:
         return known[0]
     if name not in known:
         raise ConfigError(f"instruction_set is {name!r}; this machine runs {', '.join(known)}", hint=hint)
-    if name != known[0]:
-        logger.warning("kernels use %s; this processor also has %s, which is faster", name, known[0])
     return name
+
+
+def faster_set(name: str) -> str | None:
+    """The best kernel set of this processor where `name` is one of the others; None where it is the best, or none of them."""
+    known = instruction_sets()
+    return known[0] if name in known[1:] else None
+
+
+def warn_of_faster_set(name: str) -> None:
+    """Said once for each model, as the set is chosen at several places of a load."""
+    if faster := faster_set(name):
+        logger.warning("kernels use %s; this processor also has %s, which is faster", name, faster)
 
 
 def kv_bytes_per_block(spec: ModelSpec, kv_format: str, block_tokens: int) -> int:
