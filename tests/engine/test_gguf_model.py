@@ -17,7 +17,7 @@ from tests.gguf_files import write_gguf
 from diptych.cost.parameters import parameter_count
 from diptych.cost.setup import find_model
 from diptych.engine.llm import LLM
-from diptych.engine.load import bundled_dir
+from diptych.engine.load import BUNDLED_MODEL, bundled_dir
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.request import SamplingParams
 
@@ -25,28 +25,41 @@ CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @cache
-def bundled_reference() -> transformers.PreTrainedModel:
-    return transformers.AutoModelForCausalLM.from_pretrained(bundled_dir())
+def bundled_reference(name: str = BUNDLED_MODEL) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(bundled_dir(name))
 
 
-def write_bundled(path: Path, kind: str = "BF16", pooling: int | None = None, **writer: object) -> Path:
-    """The bundled model as one GGUF file, with its tokenizer and template. pooling: what an embedding model says."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_dir())
+def write_bundled(
+    path: Path,
+    kind: str = "BF16",
+    pooling: int | None = None,
+    *,
+    name: str = BUNDLED_MODEL,
+    swapped: int | None = None,
+    **writer: object,
+) -> Path:
+    """A bundled model as one GGUF file, with its tokenizer and template. pooling: what an embedding model says.
+
+    swapped: the id of a token that changes places with the next.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(bundled_dir(name))
 
     def add_words(out: gguf.GGUFWriter) -> None:
         special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
         words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        if swapped is not None:
+            words[swapped : swapped + 2] = words[swapped + 1], words[swapped]
         out.add_tokenizer_model("gpt2")
         out.add_tokenizer_pre("qwen2")
         out.add_token_list(words)
         out.add_token_types(
             [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(words))]
         )
-        gguf.SpecialVocab(bundled_dir(), load_merges=True).add_to_gguf(out)
+        gguf.SpecialVocab(bundled_dir(name), load_merges=True).add_to_gguf(out)
         if pooling is not None:
             out.add_pooling_type(gguf.PoolingType(pooling))
 
-    return write_gguf(bundled_reference(), path, choose=lambda name: kind, add_words=add_words, **writer)
+    return write_gguf(bundled_reference(name), path, choose=lambda name: kind, add_words=add_words, **writer)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from diptych.compute.decoder import LayerLoader, LayerWeights, head_name, prefix_of, run_layer
 from diptych.compute.model import Blueprint
 from diptych.compute.ops.contract import LinearParts, Loader, NormParts, Ops, WeightTensor
-from diptych.compute.weights import Checkpoint, FileTensor
+from diptych.compute.weights import Checkpoint, FileTensor, Source
 from diptych.ground.errors import LoadError
 from diptych.models.heads import EagleSpec, MedusaSpec
 from diptych.models.spec import Activation, MlpSpec, ModelSpec
@@ -72,8 +71,8 @@ class HeadSource(Checkpoint):
 class TargetTensors:
     """What a head shares with the model that it drafts for: its embedding, output projection and last norm."""
 
-    def __init__(self, directory: Path, spec: ModelSpec) -> None:
-        self._source = Checkpoint(directory)
+    def __init__(self, source: Source, spec: ModelSpec) -> None:
+        self._source = source
         self._spec = spec
         self._prefix = prefix_of(self._source, spec)
 

@@ -19,18 +19,20 @@ from diptych.compute.drafter import Drafter, DraftModel
 from diptych.compute.head_drafters import EagleDrafter, Fuse, MedusaDrafter, fused, normed
 from diptych.compute.heads import EagleBlueprint, FusionBlueprint, HeadSource, MedusaBlueprint, TargetTensors
 from diptych.compute.model import Model
-from diptych.compute.runner import build, load_model
+from diptych.compute.runner import build, load_model, open_blueprint
 from diptych.compute.sampler import Sampler
 from diptych.compute.weights import resolve_model_dir
 from diptych.cost.measured_drafts import MeasuredDraftPrices
 from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.text.tokenizer import Tokenizer
+from diptych.engine.text.words import tokenizer_of
 from diptych.ground.clock import Clock
 from diptych.ground.config import MODEL_DRAFTERS, ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.models.config import read_json
+from diptych.models.gguf_file import find_gguf
 from diptych.models.heads import EagleSpec, MedusaSpec, read_eagle, read_medusa
 
 logger = logging.getLogger("diptych.engine")
@@ -224,11 +226,16 @@ def open_drafter(
     if kind == "draft":
         opened = _open_model(config, target, folder, tokenizer)
     else:
-        if directory is None or directory.is_file():  # a GGUF file holds them in blocks
+        if directory is None:
             raise ConfigError(
-                f"speculate is {kind!r}, and the model is {_without_folder(directory)}; {kind} heads read the embedding, the "
-                "norm and the output head of a checkpoint folder with safetensors",
+                f"speculate is {kind!r}, and the model is random weights without a checkpoint; {kind} heads read its "
+                "embedding, norm and output head",
                 hint="lookup and draft work with every model",
+            )
+        if folder.is_file():
+            raise ConfigError(
+                f"the {kind} heads {folder} are a GGUF file; heads are read from safetensors",
+                hint="give the folder with config.json and *.safetensors; the model itself may be a GGUF file",
             )
         opened = (_open_eagle if kind == "eagle" else _open_medusa)(config, target, folder, directory)
     opened.kind = kind
@@ -242,13 +249,9 @@ def _in_one_process(compute: ComputeConfig) -> ComputeConfig:
     return replace(compute, tp=1, threads=threads)
 
 
-def _without_folder(directory: Path | None) -> str:
-    return "random weights without a folder" if directory is None else f"the GGUF file {directory.name}"
-
-
 def _open_model(config: EngineConfig, target: Model, folder: Path, tokenizer: Tokenizer | None) -> OpenDrafter:
     if tokenizer is not None:
-        _refuse_other_words(Tokenizer.from_dir(folder), tokenizer, folder)
+        _refuse_other_words(tokenizer_of(folder), tokenizer, folder)
     model = load_model(folder, config.compute, max_context_tokens=config.max_context_tokens, beside=target)
     ours, theirs = target.spec.vocab_size, model.spec.vocab_size
     if ours != theirs and (tokenizer is None or tokenizer.vocab_size > min(ours, theirs)):  # padded rows have no words
@@ -262,7 +265,7 @@ def _open_model(config: EngineConfig, target: Model, folder: Path, tokenizer: To
 def _open_eagle(config: EngineConfig, target: Model, folder: Path, directory: Path) -> OpenDrafter:
     raw = read_json(folder / "config.json")
     eagle = read_eagle(raw, target.spec, str(folder / "config.json"))
-    tensors, compute = TargetTensors(directory, target.spec), _compute_of(config, target)
+    tensors, compute = _shared(directory, config, target), _compute_of(config, target)
     blueprint = EagleBlueprint(spec=eagle.layer, hf_config=raw, source=HeadSource(folder), eagle=eagle, target=tensors)
     fusion = None
     if eagle.version == 3:
@@ -279,12 +282,17 @@ def _open_medusa(config: EngineConfig, target: Model, folder: Path, directory: P
     n_blocks = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
     has_own_head = source.has(f"0.{n_blocks}.weight") or source.has("lm_heads.0.weight")
     medusa = read_medusa(raw, target.spec, str(folder / "config.json"), has_own_head=has_own_head)
-    tensors = TargetTensors(directory, target.spec)
+    tensors = _shared(directory, config, target)
     blueprint = MedusaBlueprint(spec=medusa.spec, hf_config=raw, source=source, medusa=medusa, target=tensors)
     return OpenMedusa(
         model=build(blueprint, _compute_of(config, target), beside=target), config=config, medusa=medusa,
         fuse=normed(tensors.norm(), target.spec.norm_eps), taps=(target.spec.n_layers - 1,),
     )  # fmt: skip
+
+
+def _shared(directory: Path, config: EngineConfig, target: Model) -> TargetTensors:
+    """What heads share with the model, out of its folder or GGUF file."""
+    return TargetTensors(open_blueprint(directory, config.compute).blueprint.source, target.spec)
 
 
 def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
@@ -295,7 +303,8 @@ def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
 
 def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
     if config.draft_model is not None:
-        return resolve_model_dir(config.draft_model)
+        gguf = find_gguf(Path(config.draft_model).expanduser())
+        return resolve_model_dir(config.draft_model) if gguf is None else gguf
     bundled = shipped(directory)
     if kind not in bundled:
         raise ConfigError(

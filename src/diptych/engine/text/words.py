@@ -18,3 +18,8 @@ def words_of(path: Path) -> tuple[Tokenizer, ChatTemplate]:
     file = open_gguf(path)
     tokenizer = gguf_tokenizer(file)
     return tokenizer, gguf_template(file, tokenizer)
+
+
+def tokenizer_of(path: Path) -> Tokenizer:
+    """The tokenizer alone. Raises LoadError."""
+    return Tokenizer.from_dir(path) if path.is_dir() else gguf_tokenizer(open_gguf(path))
