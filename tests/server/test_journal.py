@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,8 @@ def test_what_if_takes_it(recorded: tuple[Path, list[str]]) -> None:
     found = answer_of(path, names[1])
     again = found["outcomes"][0]
     assert again["cached_tokens"] == found["measured"]["cached_tokens"] > 0
+    page = CliRunner().invoke(explain, ["--request", names[1], "--recording", str(path), "--model", "bundled"]).output
+    assert re.search(r"as it was, TTFT is [+-]\d+% and TPOT is [+-]\d+% off what was measured", page), page
     with pytest.raises(ConfigError, match=r"no request 'nobody' in afternoon\.jsonl"):
         journal_minutes(path, "nobody")
 
