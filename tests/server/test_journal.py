@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from diptych.cli.explain import app as explain
 from diptych.cli.simulate import app as simulate
+from diptych.engine.load import bundled_dir
 from diptych.ground.errors import ConfigError
 from diptych.server.config import ServerConfig
 from diptych.sim.journal import id_digest, journal_load, journal_minutes
+from lora import ALL, write_adapter
 from server_process import ServerProcess
 
 TEXT = "A long story about a lighthouse and the people who kept its lamp. " * 12
@@ -20,14 +24,18 @@ TEXT = "A long story about a lighthouse and the people who kept its lamp. " * 12
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The file, and the ids of two equal prompts and a chat of two choices."""
-    path = tmp_path_factory.mktemp("record") / "afternoon.jsonl"
-    with ServerProcess("--record", str(path), "--kv-memory-bytes", "33554432", key="top-secret-key") as server:
+    """The file, and the ids of two equal prompts, a chat of two choices, and the prompt twice more for an adapter."""
+    folder = tmp_path_factory.mktemp("record")
+    path, poet = folder / "afternoon.jsonl", write_adapter(folder / "poet", bundled_dir(), ALL)
+    options = ("--record", str(path), "--kv-memory-bytes", "33554432", "--lora", f"poet={poet}")
+    with ServerProcess(*options, key="top-secret-key") as server:
         http = server.client()
         body = {"prompt": TEXT, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
         names = [str(http.post("/v1/completions", json=body).raise_for_status().json()["id"]) for _ in range(2)]
         chat = {"messages": [{"role": "user", "content": "Who kept it?"}], "max_tokens": 12, "n": 2}
         names.append(str(http.post("/v1/chat/completions", json=chat).raise_for_status().json()["id"]))
+        body["model"] = "poet"
+        names += [str(http.post("/v1/completions", json=body).raise_for_status().json()["id"]) for _ in range(2)]
         assert server.stop()[0] == 0
     return path, names
 
@@ -36,36 +44,63 @@ def test_nothing_said_and_no_key_stands_in_it(recorded: tuple[Path, list[str]]) 
     """Times, lengths and numbers of blocks; nor can texts be tried against the numbers, as their key is gone."""
     path, names = recorded
     text = path.read_text("utf-8")
-    for word in ("lighthouse", "kept", "top-secret", "user", *names):
+    for word in ("lighthouse", "kept", "top-secret", "user", "poet", *names):
         assert word not in text
     requests = [line["request"] for line in map(json.loads, text.splitlines()) if "request" in line]
     assert [one["id"] for one in requests] == [id_digest(name) for name in names]
-    assert [len(one["output_tokens"]) for one in requests] == [1, 1, 2]
-    first, second, _ = requests
+    assert [len(one["output_tokens"]) for one in requests] == [1, 1, 2, 1, 1]
+    first, second, *_ = requests
     assert first["blocks"] == second["blocks"], "equal prompts and greedy answers have equal blocks"
     assert second["cached_tokens"] > 0 == first["cached_tokens"]
     assert path.stat().st_mode & 0o077 == 0
 
 
+def test_an_adapter_shares_no_prefix_with_the_model(recorded: tuple[Path, list[str]]) -> None:
+    """Scopes of the cache are kept: the numbers of blocks were the same for an adapter's keys and values as for the model's,
+    so a simulation found in its cache what no engine would, and an adapter's request was replayed as the model's.
+    """
+    path, names = recorded
+    entries = [line["request"] for line in map(json.loads, path.read_text("utf-8").splitlines()) if "request" in line]
+    plain, adapted, again = entries[0], *entries[3:]
+    assert not {*plain["blocks"]} & {*adapted["blocks"]}
+    assert adapted["blocks"] == again["blocks"]
+    assert (plain["adapter"], adapted["adapter"] == again["adapter"] != "") == (None, True)
+    assert adapted["cached_tokens"] == 0 < again["cached_tokens"]
+    minutes, target = journal_minutes(path, names[3])
+    scopes = {past.request.request_id: past.request.cache_scope for past in minutes.requests}
+    assert scopes[target] == scopes[id_digest(names[4])] != scopes[id_digest(names[0])]
+    for name, measured in zip(names[3:], (adapted, again), strict=True):
+        told = answer_of(path, name)
+        assert told["outcomes"][0]["cached_tokens"] == measured["cached_tokens"], name
+
+
+def answer_of(path: Path, name: str) -> dict[str, Any]:
+    told = CliRunner().invoke(
+        explain, ["--request", name, "--recording", str(path), "--model", "llama-3.1-8b", "--json"]
+    )
+    assert told.exit_code == 0, told.output
+    found: dict[str, Any] = json.loads(told.output)
+    return found
+
+
 def test_a_simulation_takes_it(recorded: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     """The worked example of docs/capacity.md: the same requests, their shared prefix found again."""
     path, _ = recorded
-    assert journal_load(path).n_requests == 4  # two choices are two requests
+    assert journal_load(path).n_requests == 6  # two choices are two requests
     simulate(["llama-3.1-8b", "--hardware", "l40s", "--trace", str(path), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["n_complete"] == 4
-    assert found["prefix_hit_tokens"] > 0
+    assert found["n_complete"] == 6
+    entries = [json.loads(line).get("request") for line in path.read_text("utf-8").splitlines()]
+    assert found["prefix_hit_tokens"] == sum(one["cached_tokens"] for one in entries if one)
 
 
 def test_what_if_takes_it(recorded: tuple[Path, list[str]]) -> None:
     path, names = recorded
-    told = CliRunner().invoke(
-        explain, ["--request", names[1], "--recording", str(path), "--model", "llama-3.1-8b", "--json"]
-    )
-    assert told.exit_code == 0, told.output
-    found = json.loads(told.output)
+    found = answer_of(path, names[1])
     again = found["outcomes"][0]
     assert again["cached_tokens"] == found["measured"]["cached_tokens"] > 0
+    page = CliRunner().invoke(explain, ["--request", names[1], "--recording", str(path), "--model", "bundled"]).output
+    assert re.search(r"as it was, TTFT is [+-]\d+% and TPOT is [+-]\d+% off what was measured", page), page
     with pytest.raises(ConfigError, match=r"no request 'nobody' in afternoon\.jsonl"):
         journal_minutes(path, "nobody")
 
@@ -102,4 +137,4 @@ def test_a_damaged_journal_names_its_line(tmp_path: Path, recorded: tuple[Path, 
     with pytest.raises(ConfigError, match=r"bad.jsonl line 3 cannot be read"):
         journal_load(path)
     path.write_text("".join(lines)[:-5])  # as a crash leaves it
-    assert journal_load(path).n_requests <= 4
+    assert journal_load(path).n_requests <= 6

@@ -68,9 +68,13 @@ def text_of(found: dict[str, Any]) -> str:
             lines.append(f"  {row['words']:<36}{times}{row['cached_tokens']:>9}")
     notes = {f"{row['words']}: {row['note']}" for row in found["outcomes"] if row.get("note")}
     again, measured = found["outcomes"][0], found["measured"]
-    if measured["ttft_ms"]:
-        off = again["ttft_ms"] / measured["ttft_ms"] - 1.0
-        lines.append(f"run again as it was, TTFT is {off:+.0%} off what was measured; trust the others as far")
+    off = [
+        f"{name} is {again[key] / measured[key] - 1.0:+.0%}"
+        for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))
+        if measured[key] and again.get(key) is not None
+    ]
+    if off:
+        lines.append(f"run again as it was, {' and '.join(off)} off what was measured; trust the others as far")
     return "\n".join([*lines, *sorted(notes)])
 
 

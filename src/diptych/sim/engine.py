@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from struct import Struct
 
 from diptych.control.ahead import ForeseeingCore
 from diptych.cost.speculation import DraftPrices
@@ -21,6 +22,8 @@ from diptych.metrics import EventBook, StepRecord
 from diptych.sim.drafts import StatedDrafts
 from diptych.sim.executor import PredictedExecutor, Remembered
 from diptych.stepper import Stepper, serve
+
+_as_bytes = Struct("q").pack
 
 
 class SimulatedEngine:
@@ -73,4 +76,4 @@ def _next_digest(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """The chain one block further, where SHA-256 would take a tenth of a simulation. Equal chains give equal digests within
     one process, which is all that is asked of them: a match is believed only when the tokens agree too.
     """
-    return hash((previous, *token_ids)).to_bytes(8, "little", signed=True)
+    return _as_bytes(hash((previous, tuple(token_ids))))

@@ -8,8 +8,8 @@ around one request (`journal_minutes`). Three kinds of line:
     {"request": {...}}                                             when it is over, so in the order of ends
 
 Tokens do not stand in it. A full block of prompt and answer is a number made with a key that is drawn at the start and never
-written: two blocks have one number where they and all before them are equal, which is what a prefix cache sees; nobody can
-try texts against it. A request's id is a digest, found by who knows the id.
+written: two blocks have one number where they, all before them, adapter and salt are equal, which is what a prefix cache
+sees; nobody can try texts against it. So is an adapter's. A request's id is a digest, found by who knows the id.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diptych.control.recording import decode, encode
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.phase import Phase
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import AdapterRef, CacheScope, Request, SamplingParams
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.sim.counterfactual import Machine, Minutes, Past, Seen, times_of
 from diptych.sim.load import OpenLoad
@@ -39,21 +39,27 @@ AROUND_S = 120.0  # of a journal, before and after a request that is asked about
 
 
 class BlockNames:
-    """Numbers of full blocks. key: drawn anew for every journal."""
+    """Numbers of full blocks, and of adapters. key: drawn anew for every journal."""
 
     def __init__(self, key: bytes, block_tokens: int) -> None:
         self._key = key
         self._block_tokens = block_tokens
 
-    def of(self, token_ids: Sequence[int], salt: str | None) -> list[int]:
-        """Of the full blocks of a sequence."""
+    def of(self, token_ids: Sequence[int], scope: CacheScope) -> list[int]:
+        """Of the full blocks of a sequence whose keys and values are shared within this scope."""
         size, found = self._block_tokens, []
-        digest = b"" if salt is None else salt.encode()
+        digest = b"" if scope is None else json.dumps(scope).encode()
         for start in range(0, len(token_ids) - size + 1, size):
             tokens = array("q", token_ids[start : start + size]).tobytes()
             digest = blake2b(digest + tokens, key=self._key, digest_size=_BLOCK_BYTES).digest()
             found.append(int.from_bytes(digest, "big"))
         return found
+
+    def of_adapter(self, adapter: AdapterRef | None) -> str | None:
+        """What stands for an adapter: equal where its numbers are, and no name."""
+        if adapter is None:
+            return None
+        return blake2b(adapter.revision.encode(), key=self._key, digest_size=_ID_BYTES, person=b"adapter").hexdigest()
 
 
 def id_digest(request_id: str) -> str:
@@ -91,7 +97,8 @@ def request_line(past: Past, names: BlockNames) -> str:
                 "output_tokens": [len(one) for one in past.outputs],
                 "max_tokens": request.sampling.max_tokens,
                 "priority": request.priority,
-                "blocks": names.of(tokens, request.cache_salt),
+                "adapter": names.of_adapter(request.adapter),
+                "blocks": names.of(tokens, request.cache_scope),
                 "seen": asdict(seen),
             }
         }
@@ -209,12 +216,14 @@ def _past(entry: dict[str, Any], number: int, block_tokens: int) -> Past:
     prompt, outputs = entry["prompt_tokens"], entry["output_tokens"]
     longest = max((prompt, *(prompt + n for n in outputs)))
     tokens = tuple(_tokens(entry["blocks"], block_tokens, longest, number))
+    adapter = entry.get("adapter")  # not in journals of earlier versions
     request = Request(
         request_id=entry["id"],
         prompt_token_ids=tokens[:prompt],
         sampling=SamplingParams(max_tokens=entry["max_tokens"], n=max(1, len(outputs)), ignore_eos=True),
         arrival_s=entry["arrival_s"],
         priority=entry["priority"],
+        adapter=None if adapter is None else AdapterRef(name=adapter, number=0, revision=adapter),
     )
     return Past(
         request=request,
