@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from diptych.cost.advice import _variants
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile, profile_path, read_profile
 from diptych.cost.setup import setup_of
@@ -115,7 +116,10 @@ def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):
         setup_of("smollm2-135m", "local")
     assert "diptych lab calibrate" in str(caught.value)
     profile_path().write_text(json.dumps(PROFILE))
-    assert setup_of("smollm2-135m", "local").hardware.title == "test machine"
+    setup = setup_of("smollm2-135m", "local")
+    assert setup.hardware.title == "test machine"
+    offered = {name for name, _ in _variants(setup) if name.startswith("weights")}
+    assert offered == {"weights int8", "weights int4"}, "fp8 was offered, which no kernel of the engine multiplies"
     profile_path().write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
         load_profile()
