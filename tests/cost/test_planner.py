@@ -46,7 +46,7 @@ def test_linear_crossover_equals_the_reference(device, batch):
 def test_crossover_shrinks_with_the_weights_and_grows_with_experts():
     """int4 weights with 16-bit compute turn compute bound at a third; a mixture needs many more rows."""
     dense = setup_of("llama-3.1-8b", "a100-80gb-sxm")
-    small = compute_bound_batch(dense.with_weights(setup_of("llama-3.1-8b", "a100", weights="int4").quant))
+    small = compute_bound_batch(dense.with_weights("int4"))
     assert small == pytest.approx(153 * 0.625 / 2, rel=0.01)
     mixture = compute_bound_batch(setup_of("qwen3-30b-a3b", "a100-80gb-sxm"))
     assert mixture > 5 * 153

@@ -118,6 +118,13 @@ def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):
     profile_path().write_text(json.dumps(PROFILE))
     setup = setup_of("smollm2-135m", "local")
     assert setup.hardware.title == "test machine"
+    prefill = StepShape.prefill(batch=1, new_tokens=512)
+    plain_s, int8_s, int4_s = (
+        setup_of("smollm2-135m", "local", weights=name).model_of_time().predict_s(prefill)
+        for name in ("bf16", "int8", "int4")
+    )
+    assert int8_s < 0.8 * plain_s, "the engine's integers were priced as bf16: 574 ms for each of the three"
+    assert int4_s < 0.8 * plain_s
     offered = {name for name, _ in _variants(setup) if name.startswith("weights")}
     assert offered == {"weights int8", "weights int4"}, "fp8 was offered, which no kernel of the engine multiplies"
     profile_path().write_text("{")

@@ -12,7 +12,7 @@ from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, prefill_work_of
 from diptych.cost.setup import Setup
 from diptych.cost.speculation import choose_depths
-from diptych.cost.tables import kv_spec, quant_spec
+from diptych.cost.tables import kv_spec
 from diptych.ground.config import MOST_DRAFT_ROWS
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS
@@ -112,7 +112,7 @@ def _variants(setup: Setup) -> Iterator[tuple[str, Setup | ConfigError]]:
     yield f"as asked ({setup.quant.name}, kv {setup.kv.name}, tp {setup.tp})", setup
     for name in WHAT_IF_WEIGHTS:
         if name != setup.quant.name and (not setup.calibration.is_local or name in ENGINE_WEIGHTS):
-            yield f"weights {name}", setup.with_weights(quant_spec(name))
+            yield f"weights {name}", setup.with_weights(name)
     if setup.kv.bytes_per_element > 1.0:
         yield "kv int8", replace(setup, kv=kv_spec("int8", block_tokens=setup.kv.block_tokens))
     for tp in WHAT_IF_TP:

@@ -15,6 +15,7 @@ from diptych.cost.profile import load_profile, read_profile
 from diptych.cost.roofline import compute_dtype, link_rate
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
+from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
 from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_file import SUFFIX, find_gguf
@@ -61,9 +62,9 @@ class Setup:
         """Of one copy."""
         return self.tp * self.layout.parts
 
-    def with_weights(self, quant: QuantSpec) -> Setup:
-        """The same setup with weights in another format."""
-        return replace(self, quant=quant)
+    def with_weights(self, name: str) -> Setup:
+        """The same setup with weights in the format of that name."""
+        return replace(self, quant=own_quant(name) if self.calibration.is_local else quant_spec(name))
 
     @property
     def label(self) -> str:
@@ -121,6 +122,11 @@ def find_hardware(name: str, *, stack: str | None = None) -> tuple[HardwareSpec,
     return hardware, calibration_for(hardware, stack=stack)
 
 
+def own_quant(name: str) -> QuantSpec:
+    """The format of that name as the engine has it, which multiplies its int8 and int4 as integers; else as others do."""
+    return engine_quant(name, head_format(name)) if name in ENGINE_WEIGHTS else quant_spec(name)
+
+
 def setup_of(
     model: str,
     hardware: str,
@@ -132,12 +138,12 @@ def setup_of(
     layout: Layout = PLAIN,
 ) -> Setup:
     """A setup from names. Raises ConfigError with the nearest names for an unknown one."""
-    quant = quant_spec(weights)
+    quant = quant_spec(weights)  # its name is refused before anything is read
     device, calibration = find_hardware(hardware, stack=stack)
     return Setup(
         model=find_model(model),
         hardware=device,
-        quant=quant,
+        quant=own_quant(weights) if calibration.is_local else quant,
         kv=kv_spec(kv),
         tp=tp,
         calibration=calibration,
