@@ -25,6 +25,9 @@
 #include <memory>
 #include <vector>
 
+// Header functions that kernels call are forced inline: an out-of-line copy compiled with wide flags must not exist.
+#define DIPTYCH_FORCED inline __attribute__((always_inline))
+
 namespace diptych {
 
 struct KernelSet;  // kernel_sets.h
@@ -33,6 +36,10 @@ constexpr int64_t kPanelLanes = 64;  // output lanes of one packed panel
 
 enum class Format : int32_t { bf16 = 0, int8 = 1, int4 = 2, group4 = 3, group8 = 4 };
 enum class Source : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+
+// How many steps of a grid one unit is, where the largest magnitude of its numbers takes `top` steps. Numbers so small that the
+// inverse would not be finite (2^-100: products of a closed gate, say) are zero on every grid.
+DIPTYCH_FORCED float steps_per_unit(float highest, float top) { return highest > 0x1p-100f ? top / highest : 0.0f; }
 
 inline bool is_grouped(Format format) { return format == Format::group4 || format == Format::group8; }
 

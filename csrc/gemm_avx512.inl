@@ -479,7 +479,7 @@ inline __m512 load_some(const uint16_t* x, __mmask16 mask) { return widen_bf16(_
 template <typename Value>
 inline void quantize_values(const Value* x, int64_t count, int8_t* out, float* scale, int32_t* sum) {
   const float highest = row_abs_max(x, count);
-  const __m512 inverse = _mm512_set1_ps(highest > 0.0f ? 127.0f / highest : 0.0f);
+  const __m512 inverse = _mm512_set1_ps(steps_per_unit(highest, 127.0f));
   const __m512i ones = _mm512_set1_epi8(1);
   __m512i sums = _mm512_setzero_si512();
   int64_t i = 0;

@@ -165,7 +165,7 @@ void quantize_row(const void* x, Source source, int64_t count, int8_t* out, floa
     const float most = abs_max(chunk, load(i));
     highest = most > highest ? most : highest;
   }
-  const float inverse = highest > 0.0f ? 127.0f / highest : 0.0f;
+  const float inverse = steps_per_unit(highest, 127.0f);
   const int64_t padded = round_up(count, kMaxGroup);
   std::memset(out + count, 0, padded - count);
   for (int64_t i = 0; i < count; i += kChunk) quantize_int8(chunk, load(i), inverse, out + i);

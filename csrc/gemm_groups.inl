@@ -79,7 +79,7 @@ void quantize_groups(const void* x, Source source, int64_t count, int64_t group,
     const int64_t left = count - begin, present = left < 0 ? 0 : left < group ? left : group;
     if (present > 0) kLoad(x, source, begin, present, values);
     std::memset(values + present, 0, sizeof(float) * static_cast<size_t>(group - present));
-    const float highest = kMost(values, group), inverse = highest > 0.0f ? top / highest : 0.0f;
+    const float highest = kMost(values, group), inverse = steps_per_unit(highest, top);
     int32_t sum = 0;
     if (low == nullptr) {
       kQuantize(values, group, inverse, out);

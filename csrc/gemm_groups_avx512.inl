@@ -199,7 +199,7 @@ inline void quantize_groups_of(const Value* x, int64_t count, int64_t group, int
       most = _mm512_max_ps(most, _mm512_abs_ps(values[v]));
     }
     const float highest = _mm512_reduce_max_ps(most);
-    const __m512 inverse = _mm512_set1_ps(highest > 0.0f ? top / highest : 0.0f);
+    const __m512 inverse = _mm512_set1_ps(steps_per_unit(highest, top));
     __m512i sum = _mm512_setzero_si512();
     for (int64_t v = 0; v < vectors; ++v) {
       const __m512i level = _mm512_cvtps_epi32(_mm512_mul_ps(values[v], inverse));

@@ -134,7 +134,7 @@ constexpr float kMostWide = 127 * 128;   // the highest q of wide rows; low halv
 
 // Scales of rows have 22 significant bits, so that 3 * 2^22 times one is exact: a tile may take the float of a sum from the
 // mantissa of 3 * 2^22 + sum.
-inline float short_scale(float scale) {
+DIPTYCH_FORCED float short_scale(float scale) {
   uint32_t bits;
   std::memcpy(&bits, &scale, 4);
   bits &= ~uint32_t{3};

@@ -14,8 +14,6 @@
 
 #include "gemm.h"
 
-// Header functions that kernels call are forced inline: an out-of-line copy compiled with wide flags must not exist.
-#define DIPTYCH_FORCED inline __attribute__((always_inline))
 
 namespace diptych {
 

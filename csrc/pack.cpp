@@ -83,7 +83,7 @@ void find_scales(const LinearKernels& kernels, const LinearShape& shape, const S
       highest = std::max(highest, kernels.abs_max(scratch.inputs, count));
     }
     scales[lane] = highest / 127.0f;
-    inverse[lane] = highest > 0.0f ? 127.0f / highest : 0.0f;
+    inverse[lane] = steps_per_unit(highest, 127.0f);
   }
 }
 

@@ -58,7 +58,7 @@ DIPTYCH_INLINE float quantise(KvFormat format, const float* x, int64_t n, int8_t
     for (int64_t i = 0; scale != 0.0f && i < n; ++i) out[i] = static_cast<int8_t>(to_e4m3(x[i] / scale));
     return scale;
   }
-  float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+  float inverse = steps_per_unit(most, 127.0f);
   for (int64_t i = 0; i < n; i += 16) {
     int64_t lanes = n - i < 16 ? n - i : 16;
     float whole[16];

@@ -401,6 +401,16 @@ def test_inputs_are_taken_in_another_order(kernels, isa, format_name):
     assert np.array_equal(prepared(kernels, isa, format_name, x, order=order), expected)
 
 
+@pytest.mark.parametrize("format_name", ["int8", "group8", "group8-wide"])
+def test_numbers_too_small_for_a_grid_are_zero(kernels, isa, format_name):
+    """A closed gate leaves 1e-37: its inverse was infinite, every code the lowest, and their sum overflowed."""
+    x = np.zeros((2, 128), np.float32)
+    x[0, :2], x[1] = (1.7e-37, -8e-38), np.linspace(-3e-38, 3e-38, 128)
+    assert not prepared(kernels, isa, format_name, x).any()
+    x[0, 100] = 1.0  # in a group of its own, and in int8 one that the whole row shares
+    assert np.flatnonzero(prepared(kernels, isa, format_name, x)).tolist() == [100]
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_int4_groups_reconstruct_the_weights(kernels, isa, group):
     """Each weight must land within about half a step of its group's grid, also in a ragged last group."""
