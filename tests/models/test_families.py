@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from diptych.compute.decoder import load_decoder
+from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.weights import RandomSource
 from diptych.cost.parameters import active_parameter_count, parameter_count
 from diptych.models.config import HfConfig
