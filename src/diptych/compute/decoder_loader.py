@@ -26,7 +26,9 @@ from diptych.compute.ops.contract import (
 from diptych.compute.rope import frequencies
 from diptych.compute.views import (
     MXFP4_BLOCK,
+    JoinedTensor,
     Mxfp4Tensor,
+    OnesTensor,
     ReorderedTensor,
     RowsTensor,
     TransposedTensor,
@@ -284,26 +286,38 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
             head_dim=spec.head_dim,
             scale=spec.scale,
             window=spec.window,
+            is_chunked=spec.is_chunked,
             softcap=spec.softcap,
             rope=None if spec.rope is None else frequencies(spec.rope),
-            qk_norm=spec.qk_norm,
+            query_scale=spec.query_scale,
+            qk_norm=QkNorm.HEAD if spec.qk_norm is QkNorm.UNIT else spec.qk_norm,
             norm_eps=self.spec.norm_eps,
         )
         if spec.qk_norm is QkNorm.NONE:
             return self.loader.attention(heads, q_norm=None, k_norm=None, sinks=sinks)
-        is_full = spec.qk_norm is QkNorm.FULL
-        q_norm: WeightTensor = self.source.tensor(
-            f"{root}q_norm.weight", spec.head_dim * (spec.n_heads if is_full else 1)
-        )
-        k_norm: WeightTensor = self.source.tensor(
-            f"{root}k_norm.weight", spec.head_dim * (spec.n_kv_heads if is_full else 1)
-        )
-        if spec.rope is not None and spec.rope.is_interleaved:
-            order = halves_order(spec.head_dim, spec.rope.rotary_dim)
-            q_norm, k_norm = ReorderedTensor(q_norm, order), ReorderedTensor(k_norm, order)
+        q_norm = self._heads_norm(f"{root}{self.names.q_norm}", spec.n_heads)
+        k_norm = self._heads_norm(f"{root}{self.names.k_norm}", spec.n_kv_heads)
         return self.loader.attention(
             heads, q_norm=q_norm, k_norm=k_norm, norm_offset=self.spec.norm_offset, sinks=sinks
         )
+
+    def _heads_norm(self, name: str, n_heads: int) -> WeightTensor:
+        """The weight of the norm of q or of k, dimensions in the order that the projections are read in."""
+        attention = self.parts.attention
+        d, rope, kind = attention.head_dim, attention.rope, attention.qk_norm
+        weight: WeightTensor
+        if kind is QkNorm.UNIT:
+            return OnesTensor(d)
+        if kind is QkNorm.HEADS and "{}" in name:
+            heads = range(n_heads)
+            weight = JoinedTensor(tuple(self.source.tensor(f"{name.format(head)}.weight", d) for head in heads))
+        elif kind is QkNorm.HEADS:
+            weight = JoinedTensor((self.source.tensor(f"{name}.weight", n_heads, d),))
+        else:
+            weight = self.source.tensor(f"{name}.weight", d * (n_heads if kind is QkNorm.FULL else 1))
+        if rope is None or not rope.is_interleaved:
+            return weight
+        return ReorderedTensor(weight, halves_order(d, rope.rotary_dim))
 
     def norm_tensor(self, name: str | None) -> NormParts | None:
         """A norm over the residual width."""
@@ -338,7 +352,7 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         ffn, hidden = moe.expert_ffn, self.spec.hidden
         router = self.linear(root, (self.names.router,), (moe.n_experts,), hidden, has_bias=moe.has_router_bias)
         experts = self._expert_parts(moe, root)
-        shared = self._shared_parts(moe, root)
+        shared = self._shared_parts(moe, roots, root)
         if self.loader.is_balancing:
             readers = (router, *(expert.gate_up for expert in experts), *(parts for parts in shared[::2]))
             norm, scaled = self._balance_norm(norm, readers)
@@ -386,22 +400,21 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         )
 
     def _transposed_parts(self, moe: MoeSpec, first: str, second: str) -> tuple[ExpertParts, ...]:
-        """All experts stacked, as [inputs, outputs] or in MXFP4, gate and up rows in turn, with biases (gpt-oss)."""
+        """All experts stacked, as [inputs, outputs] or in MXFP4, rows of gate and up in turn or one behind the other."""
         n, ffn, hidden = moe.n_experts, moe.expert_ffn, self.spec.hidden
         order = halves_order(2 * ffn, 2 * ffn)
-        gate_ups, downs = self._stacked(first, n, 2 * ffn, hidden), self._stacked(second, n, hidden, ffn)
-        gate_up_bias = self.source.tensor(f"{first}_bias", n, 2 * ffn)
-        down_bias = self.source.tensor(f"{second}_bias", n, hidden)
-        return tuple(
-            ExpertParts(
-                gate_up=LinearParts(
-                    weights=(ReorderedTensor(gate_ups[e], order),),
-                    biases=(ReorderedTensor(SlicedTensor(gate_up_bias, e), order),),
-                ),
-                down=LinearParts(weights=(downs[e],), biases=(SlicedTensor(down_bias, e),)),
-            )
-            for e in range(n)
-        )
+
+        def parts(name: str, rows: int, columns: int, *, takes_turns: bool) -> list[LinearParts]:
+            weights: tuple[WeightTensor, ...] = self._stacked(name, n, rows, columns)
+            bias = self.source.tensor(f"{name}_bias", n, rows) if moe.has_expert_bias else None
+            biases: tuple[WeightTensor, ...] = () if bias is None else tuple(SlicedTensor(bias, e) for e in range(n))
+            if takes_turns:
+                weights, biases = (tuple(ReorderedTensor(one, order) for one in some) for some in (weights, biases))
+            return [LinearParts(weights=(weights[e],), biases=biases[e : e + 1]) for e in range(n)]
+
+        gate_ups = parts(first, 2 * ffn, hidden, takes_turns=self.names.takes_turns)
+        downs = parts(second, hidden, ffn, takes_turns=False)
+        return tuple(ExpertParts(gate_up=gate_ups[e], down=downs[e]) for e in range(n))
 
     def _stacked(self, name: str, n: int, rows: int, columns: int) -> tuple[WeightTensor, ...]:
         """n matrices [rows, columns] that lie transposed in one tensor, or as blocks of MXFP4."""
@@ -415,11 +428,15 @@ class LayerLoader(Generic[Table, Vector, Linear, Heads, Experts]):
         scales = self.source.raw(f"{name}_scales", n, rows, groups, n_values=0)
         return tuple(Mxfp4Tensor(name, blocks, scales, e) for e in range(n))
 
-    def _shared_parts(self, moe: MoeSpec, root: str) -> tuple[LinearParts, ...]:
+    def _shared_parts(self, moe: MoeSpec, roots: list[str], root: str) -> tuple[LinearParts, ...]:
         """gate_up and down of the shared experts, and their gate where they have one; nothing where there are none."""
         if not moe.shared_ffn:
             return ()
-        ffn, hidden, names = moe.shared_ffn, self.spec.hidden, self.names
+        names = self.names
+        root = next(
+            (one for one in (root, *roots) if self.source.has(f"{one}{names.shared}.{names.down}.weight")), root
+        )
+        ffn, hidden = moe.shared_ffn, self.spec.hidden
         gate_up = self.linear(f"{root}{names.shared}.", names.gate_up, (ffn, ffn), hidden)
         down = self.linear(f"{root}{names.shared}.", (names.down,), (hidden,), ffn)
         gate = (self.linear(root, (names.shared_gate,), (1,), hidden),) if moe.has_shared_gate else ()

@@ -52,7 +52,7 @@ DENSE: tuple[Family, ...] = (
         keys={**USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
               "sliding_window": 4096, "layer_types": None},
     ),
-    # queries are scaled by their position from original_max_position_embeddings on: run up to there
+    # queries are scaled by their position, by steps of original_max_position_embeddings
     Family(
         name="ministral3", architectures=("Ministral3ForCausalLM",),
         keys={**USUAL, "vocab_size": 131_072, "intermediate_size": 14_336, "num_hidden_layers": 34,
@@ -174,6 +174,18 @@ DENSE: tuple[Family, ...] = (
         turns_windowed_only=True,
         turns_full_alone=True,
     ),
+    # windows but on every fourth layer from the first on
+    Family(
+        name="cwm", architectures=("CwmForCausalLM",),
+        keys={**USUAL, "vocab_size": 128_256, "hidden_size": 6144, "intermediate_size": 21_504, "num_hidden_layers": 64,
+              "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 8192, "layer_types": None,
+              "rope_parameters": {"rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0,
+                                  "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                                  "original_max_position_embeddings": 8192}},
+        fixed={"mlp_bias": (False,), "attention_bias": (False, None)},
+        full_every=4, full_first=True,
+    ),
     # no rotary positions where no_rope_layers holds 0 (1 is for layers that do turn)
     Family(
         name="smollm3", architectures=("SmolLM3ForCausalLM",),
@@ -220,12 +232,12 @@ DENSE: tuple[Family, ...] = (
         names=TensorNames(gate_up=("gate_up_proj",), norms={Norms.AROUND: (
             "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")}),
     ),
-    # Command-R and Aya; R+ norms each head of q and k by weights of its own, which no op here does
+    # Command-R and Aya; R+ norms each head of q and k by weights of its own
     Family(
         name="cohere", architectures=("CohereForCausalLM",),
-        keys={**COHERE, "rope_theta": 500_000.0},
-        fixed={"use_qk_norm": (False,)},
+        keys={**COHERE, "rope_theta": 500_000.0, "use_qk_norm": False},
         renamed=LAYER_NORM_EPS,
+        qk_norm=QkNorm.HEADS, qk_norm_key="use_qk_norm",
         **COHERE_LAYERS,
     ),
     # Command-R7B and A: layers that attend to everything have no positions
@@ -236,13 +248,14 @@ DENSE: tuple[Family, ...] = (
         turns_windowed_only=True,
         **COHERE_LAYERS,
     ),
-    # StableLM 2 1.6B and 3B; the 12B norms each head of q and k by weights of its own, which no op here does
+    # StableLM 2 1.6B and 3B; the 12B norms each head of q and k by weights of its own
     Family(
         name="stablelm", architectures=("StableLmForCausalLM",),
         keys={**USUAL, "vocab_size": 50_304, "intermediate_size": 6912, "hidden_size": 2560, "num_key_value_heads": 32,
               "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
-              "use_qkv_bias": False, "use_parallel_residual": False},
-        fixed={"qk_layernorm": (False,)},
+              "use_qkv_bias": False, "use_parallel_residual": False, "qk_layernorm": False},
+        qk_norm=QkNorm.HEADS, qk_norm_key="qk_layernorm",
+        names=TensorNames(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.{}"),
         renamed=LAYER_NORM_EPS,
         parallel_key="use_parallel_residual",
         centres_norms=True,

@@ -47,6 +47,17 @@ LATENT_ATTENTION: tuple[Family, ...] = (
         **LIKE_DEEPSEEK,
         **CHOSEN_BY_SIGMOID,
     ),
+    # MiniCPM3: embeddings, what layers add, and logits are scaled
+    Family(
+        name="minicpm3", architectures=("MiniCPM3ForCausalLM",),
+        keys={**LATENT, "vocab_size": 73_448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62,
+              "num_attention_heads": 40, "num_key_value_heads": 40, "max_position_embeddings": 32_768,
+              "rms_norm_eps": 1e-5, "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64,
+              "qk_rope_head_dim": 32, "v_head_dim": None, "tie_word_embeddings": True, "embedding_multiplier": 12,
+              "scale_depth": 1.4, "dim_model_base": 256},
+        renamed={"scale_emb": "embedding_multiplier"},
+        o_bias="attention_bias",
+    ),
     # Youtu-LLM: latent attention without experts
     Family(
         name="youtu", architectures=("YoutuForCausalLM",),

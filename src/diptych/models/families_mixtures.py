@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diptych.models.families_shared import (
+    BESIDE_VISION,
     BY_ATTENTION_BIAS,
     BY_GROUPS,
     BY_USE_BIAS,
@@ -14,7 +15,7 @@ from diptych.models.families_shared import (
     USUAL,
 )
 from diptych.models.family import Family, TensorNames
-from diptych.models.spec import Activation, QkNorm
+from diptych.models.spec import Activation, QkNorm, Scores
 
 QWEN_EXPERTS = {"hidden_size": 2048, "num_hidden_layers": 24, "decoder_sparse_step": 1, "mlp_only_layers": None,
                 "norm_topk_prob": False}  # fmt: skip
@@ -52,6 +53,17 @@ MIXTURES: tuple[Family, ...] = (
         renamed=LOCAL_EXPERTS,
         renormalises=True,
         names=TensorNames(mlp=("block_sparse_moe.",), router="router.layer",
+                          stacked=("input_linear.weight", "output_linear.weight")),
+        **BY_ATTENTION_BIAS,
+    ),
+    # beside its experts an MLP for every token
+    Family(
+        name="granitemoeshared", architectures=("GraniteMoeSharedForCausalLM",),
+        keys={**USUAL, **GRANITE, "num_experts_per_tok": 2, "num_experts": 8, "shared_expert_intermediate_size": 0},
+        renamed={**LOCAL_EXPERTS, "shared_intermediate_size": "shared_expert_intermediate_size"},
+        renormalises=True,
+        names=TensorNames(mlp=("block_sparse_moe.", ""), router="router.layer", shared="shared_mlp",
+                          gate_up=("input_linear",), down="output_linear",
                           stacked=("input_linear.weight", "output_linear.weight")),
         **BY_ATTENTION_BIAS,
     ),
@@ -114,6 +126,26 @@ MIXTURES: tuple[Family, ...] = (
         **CHOSEN_BY_SIGMOID,
         **BY_ATTENTION_BIAS,
     ),
+    # chunks and norms of q and k where there are rotary positions, queries scaled by position where there are none
+    Family(
+        name="llama4_text", architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        more_model_types=("llama4",),
+        keys={**USUAL, "vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 16_384, "num_hidden_layers": 48,
+              "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "attention_bias": False, "sliding_window": 8192,
+              "layer_types": None, "no_rope_layers": None, "no_rope_layer_interval": 4, "use_qk_norm": True,
+              "attn_temperature_tuning": True, "attn_scale": 0.1, "floor_scale": 8192, "moe_intermediate_size": 8192,
+              "num_experts": 16, "num_experts_per_tok": 1, "n_shared_experts": 1, "moe_layers": None,
+              "decoder_sparse_step": 1},
+        renamed={**LOCAL_EXPERTS, "attention_chunk_size": "sliding_window", "interleave_moe_layer_step": "decoder_sparse_step",
+                 "intermediate_size": "moe_intermediate_size", "intermediate_size_mlp": "intermediate_size"},
+        attends_in_chunks=True, scales_queries=True, is_interleaved=True,
+        qk_norm=QkNorm.UNIT, qk_norm_key="use_qk_norm",
+        renormalises=False, scores=Scores.SIGMOID, weighs_input=True,
+        names=TensorNames(mlp=("feed_forward.",), router="router", is_transposed=True, shared="shared_expert"),
+        **{**BESIDE_VISION, "ignored": (*BESIDE_VISION["ignored"], "vision_model.")},
+        **BY_ATTENTION_BIAS,
+    ),
     # sinks, windows on every other layer, biases everywhere, experts published in MXFP4
     Family(
         name="gpt_oss", architectures=("GptOssForCausalLM",),
@@ -132,7 +164,7 @@ MIXTURES: tuple[Family, ...] = (
         renormalises=True,
         has_router_bias=True,
         has_expert_bias=True,
-        names=TensorNames(router="router", is_transposed=True),
+        names=TensorNames(router="router", is_transposed=True, takes_turns=True),
         reads_mxfp4=True,
         **BY_ATTENTION_BIAS,
     ),
