@@ -44,6 +44,7 @@ SIZE_LIMITS = {
     "v_head_dim": 4096,
 }
 SIZE_LIMIT = 2**31 - 1
+NUMBER_LIMIT = 1e30  # its powers and products are numbers still
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -97,8 +98,10 @@ class HfConfig:
         """A number greater than 0."""
         value = self.raw.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < float("inf"):
-            raise LoadError(f"{name} in {self.path} is {value!r}; it must be a number greater than 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value <= NUMBER_LIMIT:
+            raise LoadError(
+                f"{name} in {self.path} is {value!r}; it must be a number greater than 0 and at most {NUMBER_LIMIT:g}"
+            )
         return float(value)
 
     def optional_number(self, name: str) -> float | None:

@@ -17,7 +17,7 @@ import math
 from functools import partial
 
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.models.config import HfConfig
+from diptych.models.config import NUMBER_LIMIT, HfConfig
 from diptych.models.spec import Rope
 
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
@@ -46,9 +46,11 @@ def rope_section(
 
     aliases: names that mean longrope in this family. is_partial: whether it may turn a part of each head only.
     """
-    raw = dict(config.section("rope_parameters").raw or config.section("rope_scaling").raw)
-    if any(isinstance(raw.get(kind), dict) for kind in LAYER_TYPES):
-        raw = dict(raw.get(layer_type) or {})
+    given = config.section("rope_parameters")
+    given = given if given.raw else config.section("rope_scaling")
+    if any(isinstance(given.raw.get(kind), dict) for kind in LAYER_TYPES):
+        given = given.section(layer_type)
+    raw = dict(given.raw)
     raw.setdefault("rope_theta", config.number("rope_theta"))
     if config.raw.get("partial_rotary_factor") is not None:
         raw.setdefault("partial_rotary_factor", config.raw["partial_rotary_factor"])
@@ -102,6 +104,10 @@ def make_rope(
         if rotary_dim <= 2:
             raise LoadError(f"rotary dimension {rotary_dim} in {config.path} is too small for dynamic rope")
         theta *= ((stretch * length / trained) - (stretch - 1)) ** (rotary_dim / (rotary_dim - 2))
+    if theta > NUMBER_LIMIT:
+        raise LoadError(
+            f"{kind} rope in {rope.path} stretches rope_theta to {theta:g}; at most {NUMBER_LIMIT:g} is possible"
+        )
     made = partial(Rope, theta=theta, rotary_dim=rotary_dim, kind=kind)
     if kind in ("default", "dynamic"):
         return made()

@@ -75,16 +75,21 @@ def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
-    """Names, dtypes and shapes: 8 bytes of length, then JSON (the safetensors format)."""
+    """Names, dtypes, shapes and places, whole numbers all of them: 8 bytes of length, then JSON (the safetensors format)."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > MAX_JSON_BYTES:
                 raise ValueError(f"a header of {size} bytes")
             header = json.loads(file.read(size))
-        if not all(isinstance(tensor, dict) for tensor in header.values()):
-            raise ValueError("a tensor without shape")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        for name, tensor in header.items():
+            if name == "__metadata__" and isinstance(tensor, dict):
+                continue
+            begin, end = tensor["data_offsets"]
+            numbers = (begin, end, *tensor["shape"])
+            if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers) or begin > end:
+                raise ValueError(f"the shape or the place of tensor {name} is none")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise LoadError(f"{path} is damaged or cut short: {error}", hint="download the file again") from error
     return dict(header)
 

@@ -1,0 +1,115 @@
+"""Folders whose config, index, quantisation or headers are wrong: refused by name or read, and never another error."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import make_checkpoint
+from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
+from diptych.compute.held import what_is_held
+from diptych.cost.setup import find_model
+from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
+from diptych.models.contents import contents_of
+
+FIELDS = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 3, 2**31, 2**63, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x", "default",
+    "llama", [], [0], [[1]], {}, {"a": 1}, [None] * 3,
+)  # fmt: skip
+
+
+def coded(folder: Path, layout: Layout) -> Path:
+    original = make_checkpoint("llama", folder / "original", dtype=torch.bfloat16, **FIELDS)
+    return quantised_checkpoints(original, folder, layout)[0]
+
+
+FOLDERS: dict[str, Callable[[Path], Path]] = {
+    "sharded": lambda folder: make_checkpoint("gemma3", folder, max_shard_size="40KB", num_hidden_layers=2),
+    "Llama 4": lambda folder: make_checkpoint("llama4", folder, num_hidden_layers=2),
+    "MLA": lambda folder: make_checkpoint("deepseek_v3", folder, num_hidden_layers=2),
+    "gpt-oss": lambda folder: mxfp4_checkpoint(folder)[0],
+    "AWQ": lambda folder: coded(folder, awq(32)),
+    "GPTQ": lambda folder: coded(folder, gptq(4, 32, symmetric=False, act_order=True)),
+    "W8A8": lambda folder: coded(folder, compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True)),
+}  # fmt: skip
+
+
+def parts_of(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) in a JSON value."""
+    keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in ((value, key), *parts_of(value[key]))]
+
+
+def mutated(text: bytes, rng: random.Random) -> bytes:
+    """A JSON file with one to three values wrong or missing, or with bytes wrong."""
+    if rng.random() < 0.15:
+        changed = bytearray(text)
+        changed[rng.randrange(len(changed))] = rng.randrange(256)
+        return bytes(changed[: rng.choice((len(changed), rng.randrange(len(changed))))])
+    value = json.loads(text)
+    for _ in range(rng.randint(1, 3)):
+        places = parts_of(value)
+        if not places:
+            break
+        container, key = rng.choice(places)
+        if isinstance(container, dict) and rng.random() < 0.2:
+            del container[key]
+        else:
+            container[key] = copy.deepcopy(rng.choice(VALUES))
+    return json.dumps(value).encode()
+
+
+def with_header(file: bytes, rng: random.Random) -> bytes:
+    """A safetensors file whose header, or the length before it, is wrong."""
+    size = int.from_bytes(file[:8], "little")
+    header = mutated(file[8 : 8 + size], rng)
+    length = rng.choice((0, 2**63, size + 1)) if rng.random() < 0.1 else len(header)
+    return length.to_bytes(8, "little") + header + file[8 + size :]
+
+
+def storm(folder: Path, name: str, n: int, seed: int) -> int:
+    path = FOLDERS[name](folder / "made")
+    wrong = folder / "wrong"
+    shutil.copytree(path, wrong)
+    files = sorted(one for one in path.iterdir() if one.suffix in (".json", ".safetensors"))
+    rng, refused = random.Random(seed), 0
+    for number in range(n):
+        source = rng.choice([*files, path / "config.json"])
+        target, whole = wrong / source.name, source.read_bytes()
+        target.write_bytes(mutated(whole, rng) if source.suffix == ".json" else with_header(whole, rng))
+        try:
+            contents_of(wrong)
+            find_model(str(wrong))
+            what_is_held(wrong)
+        except (LoadError, UnsupportedModel, ConfigError):
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{name}, mutation {number} of seed {seed}, {source.name}: {error!r}") from error
+        finally:
+            target.write_bytes(whole)
+    return refused
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_damaged_folder_is_refused_or_read_and_never_crashes(name: str, tmp_path: Path) -> None:
+    """What somebody else wrote decides shapes, loops and divisions."""
+    assert storm(tmp_path, name, 60, seed=1) > 15
+
+
+@pytest.mark.native
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", FOLDERS)
+def test_many_damaged_folders(name: str, tmp_path: Path) -> None:
+    """As above, for longer."""
+    assert storm(tmp_path, name, 10_000, seed=2) > 3000
