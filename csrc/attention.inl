@@ -463,9 +463,9 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
     const int32_t* positions = scratch.positions + r0;
-    const int64_t low = positions[0] - call.shape.window + 1, high = positions[n - 1] + 1 - tile.start;
+    const int64_t low = call.shape.first_seen(positions[0]), high = positions[n - 1] + 1 - tile.start;
     Span seen = tile.span;
-    if (call.shape.window != INT64_MAX && low > tile.start) seen.first = (low - tile.start) / 16;
+    if (low > tile.start) seen.first = (low - tile.start) / 16;
     if (seen.first < tile.span.first) seen.first = tile.span.first;
     if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
     if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
@@ -477,7 +477,7 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     float most[16], sum[16], keeps[16], takes[16];
     for (int64_t r = 0; r < n; ++r) {
       const int64_t position = positions[r];
-      const int64_t lo = call.shape.window > position ? 0 : position - call.shape.window + 1;
+      const int64_t lo = call.shape.first_seen(position);
       lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo - tile.start, position + 1 - tile.start, call.shape,
                               has_scales ? scratch.key_scales : nullptr);
     }
@@ -503,8 +503,7 @@ DIPTYCH_INLINE SequenceView view_of(const AttentionCall& call, const AttentionTa
 
 // First position that some row of the task sees.
 DIPTYCH_INLINE int64_t first_key(const AttentionCall& call, const AttentionTask& task) {
-  const int64_t lowest = call.positions[task.token_begin];
-  return call.shape.window > lowest ? 0 : lowest - call.shape.window + 1;
+  return call.shape.first_seen(call.positions[task.token_begin]);
 }
 
 static void attention(const AttentionCall& call, const AttentionTask& task, const AttentionTask* following, uint8_t* memory) {

@@ -14,7 +14,8 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import EDGE_SHAPES, OPS, Activation, AttentionSpec, EdgeShape, RopeSpec
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
+from diptych.compute.ops.cpu_recorder import CLAMPED_GATE, PLAIN_GATE
+from diptych.models.spec import MoeSpec, QueryScale, Scores
 
 pytestmark = [
     pytest.mark.native,
@@ -32,7 +33,8 @@ WIDE_SHAPES = (
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "window 1": {"window": 1}, "window 17": {"window": 17}, "window 260": {"window": 260},
     "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9}, "sinks": {"has_sinks": True},
-    "sinks, window": {"has_sinks": True, "window": 17},
+    "sinks, window": {"has_sinks": True, "window": 17}, "chunks": {"window": 24, "is_chunked": True},
+    "long chunks": {"window": 300, "is_chunked": True},
 }  # fmt: skip
 
 BEST = next(iter(cpu.instruction_sets()), "")
@@ -204,7 +206,7 @@ def attention_rows(
     return torch.cat(picked)
 
 
-@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("norm", ["none", "head", "heads", "full"])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 24])
 def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str) -> None:
     """A key is written once and read for the rest of the sequence: its norm, angle and slot must be right."""
@@ -216,7 +218,8 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
     rope = RopeSpec(
         inv_freq=tuple(10000 ** (-i / max(rotary_dim // 2, 1)) for i in range(rotary_dim // 2)), attention_factor=1.2
     )
-    width = {"none": (0, 0), "head": (24, 24), "full": (6 * 24, 2 * 24)}[norm]
+    width = {"none": (0, 0), "head": (24, 24)}.get(norm, (6 * 24, 2 * 24))
+    scale = QueryScale(slope=0.3, tokens=8, shift=1) if norm == "none" else None
     weights = [noise(n, seed=6 + i) + 1 for i, n in enumerate(width)]
     native = cpu._cpu.AttentionShape(n_heads=6, n_kv_heads=2, head_dim=24, scale=1.0)
     q = bench.program.add_bf16(6 * 24)
@@ -225,7 +228,8 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
         rope=bench.program.add_rope(list(rope.inv_freq), rope.attention_factor) if rotary_dim else None,
         q_norm=bench.program.add_vector(weights[0]) if width[0] else None,
         k_norm=bench.program.add_vector(weights[1]) if width[1] else None,
-        has_full_width_norm=norm == "full", norm_eps=1e-6,
+        has_full_width_norm=norm == "full", has_head_norms=norm == "heads", norm_eps=1e-6,
+        query_scale=scale and (scale.slope, scale.tokens, scale.shift),
     )  # fmt: skip
     bench.program.attention(q=q, out=bench.program.add_f32(6 * 24), layer=0, shape=native)
     got_q = bench.run(q, 6 * 24, batch, kv)
@@ -234,11 +238,16 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
         heads = x.unflatten(1, (-1, 24))
         if norm == "head":
             heads = reference.rms_norm(heads, weight, eps=1e-6)
+        if norm == "heads":
+            heads = reference.layer_norm(heads, torch.ones(24), eps=1e-6) * weight.view(-1, 24)
         if norm == "full":
             heads = reference.rms_norm(x, weight, eps=1e-6).unflatten(1, (-1, 24))
         return reference.rotate(heads, torch.from_numpy(batch.positions_T), rope) if rotary_dim else heads
 
-    check("rotate_and_cache", got_q, rounded(expected(qkv[:, : 6 * 24], weights[0]).flatten(1)))
+    positions = torch.from_numpy(batch.positions_T)
+    by_position = torch.ones(1) if scale is None else reference.query_scales(positions, scale)
+    expected_q = expected(qkv[:, : 6 * 24], weights[0]).flatten(1) * by_position[:, None]
+    check("rotate_and_cache", got_q / by_position[:, None], rounded(expected_q) / by_position[:, None])
     expected_k, expected_v = expected(qkv[:, 6 * 24 : 8 * 24], weights[1]), qkv[:, 8 * 24 :].unflatten(1, (-1, 24))
     for s, context in enumerate(batch.context_tokens_S):
         begin, end = batch.query_start_S1[s], batch.query_start_S1[s + 1]
@@ -299,6 +308,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "V2": {"n_groups": 4, "groups_per_token": 2, "routed_scale": 3.0},
     "V3": {"n_groups": 4, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "renormalises": True},
     "ERNIE": {"renormalises": True, "has_choice_bias": True},
+    "Llama 4": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "weighs_input": True},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
 }
 
@@ -306,8 +316,9 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: dict[str, Any]) -> None:
-    """DeepSeek's groups, scores and bias for the choice; gpt-oss's clamped gate in place of the usual one, biases in all."""
-    spec = MoeSpec(n_experts=8, experts_per_token=3, expert_ffn=48, activation=Activation.CLAMPED, **routing)
+    """DeepSeek's groups, scores and bias for the choice; gates that are joined apart: gpt-oss's and Llama 4's."""
+    sizes = {"n_experts": 8, "experts_per_token": 3, "expert_ffn": 48}
+    spec = MoeSpec(**{"activation": Activation.CLAMPED, **sizes, **routing})
     n, ffn, hidden, top_k = spec.n_experts, spec.expert_ffn, 64, spec.experts_per_token
     x = rounded(noise(9, hidden, seed=1))
     router = rounded(noise(n, hidden, seed=2, scale=2 * hidden**-0.5))
@@ -331,7 +342,8 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         out=out, top_k=top_k, renormalises=spec.renormalises, activation="silu",
         scores_by_sigmoid=spec.scores is Scores.SIGMOID, choice_bias=-1 if bias is None else program.add_vector(bias),
         groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
-        wide=program.add_f32(2 * ffn, top_k), clamp=(CLAMPED_ALPHA, CLAMPED_LIMIT),
+        wide=program.add_f32(2 * ffn, top_k), weighs_input=spec.weighs_input,
+        gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
     )  # fmt: skip
     check("experts_add", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 

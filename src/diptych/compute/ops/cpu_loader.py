@@ -214,7 +214,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
 
     def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
-        self.plain[tensor.name] = tensor
+        self.plain |= {one.name: one for one in tensor.stored}
         values = tensor.read().detach().to(torch.float32).reshape(-1)[rows] + offset
         return int(self.program.add_vector(values.contiguous()))
 
@@ -246,8 +246,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """The layer's native attention shape; layers with equal rotary specs share one table."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
         self._heads[spec.layer] = spec, own
-        norms = [self._vector(norm, norm_offset) if norm is not None else None for norm in (q_norm, k_norm)]
         mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
+        of_norms = [slice(None), slice(None)]
+        if spec.qk_norm is QkNorm.HEADS and own is not None:
+            heads = (own.first_head, own.n_heads), (own.first_kv_head, own.n_kv_heads)
+            of_norms = [slice(first * spec.head_dim, (first + n) * spec.head_dim) for first, n in heads]
+        norms = [
+            None if norm is None else self._vector(norm, norm_offset, rows=rows)
+            for norm, rows in zip((q_norm, k_norm), of_norms, strict=True)
+        ]
         return AttentionHandle(
             spec=spec,
             own=own,
@@ -309,8 +316,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """
         stored = [[getattr(expert, name) for expert in experts] for name in ("gate_up", "down")]
         keep = all(len({(self._kept(part), _name_of(_order_of(part))) for part in parts}) == 1 for parts in stored)
-        # halves that are clamped are joined by an operation of its own
-        joined = None if spec.activation is Activation.CLAMPED else spec.activation
+        joined = None if spec.joins_apart else spec.activation
         return ExpertsHandle(
             spec=spec,
             router=self.router(router),
@@ -554,4 +560,5 @@ def _shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
+        is_chunked=spec.is_chunked,
     )
