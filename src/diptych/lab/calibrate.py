@@ -35,6 +35,7 @@ from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
+from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
 from diptych.lab.drive import Engines
 from diptych.lab.fingerprint import fingerprint
 from diptych.lab.probe import StepProbe
@@ -125,6 +126,7 @@ def calibrate(
     """
     effort = effort or Effort(budget_s=BUDGET_S)
     samples: list[TimedStep] = []
+    adapted: dict[str, tuple[str, AdaptedSteps]] = {}  # by compute dtype, with the weights beside them
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
     host: dict[str, float] = {}
@@ -141,6 +143,9 @@ def calibrate(
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement, ceilings[weights].read_bytes_per_s)
         samples += _sample(model, DECODE_STEPS + PREFILL_STEPS, effort, takes_busy=takes_busy)
+        dtype = CostView(model).quant.compute
+        if dtype not in adapted:  # over int4, too, rows are int8
+            adapted[dtype] = weights, adapted_steps(model, replace(effort, budget_s=effort.budget_s / 2))
         model.close()
         if backend == "cpu":
             small = random_model(SMALL_MODEL, config, seed=0)
@@ -156,6 +161,11 @@ def calibrate(
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
     profile = _fit(profile, samples) | {"host": host}
+    profile["adapters"] = constants_of(
+        {dtype: steps for dtype, (_, steps) in adapted.items()},
+        profile["flops_per_s"],
+        {dtype: profile["memory_bytes_per_s"] * profile["eb"][weights] for dtype, (weights, _) in adapted.items()},
+    )
     profile["fingerprint"] = fingerprint()
     target = path or profile_path()
     target.parent.mkdir(parents=True, exist_ok=True)
