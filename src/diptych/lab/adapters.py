@@ -24,7 +24,7 @@ CONTEXT = 64
 
 def modules_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of every projection that an adapter may have."""
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for number, layer in enumerate(spec.layers):
         heads, mlp, root = layer.attention, layer.mlp, f"model.layers.{number}."
         q, kv = heads.n_heads * heads.head_dim, heads.n_kv_heads * heads.head_dim
