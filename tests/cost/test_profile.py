@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from diptych.cost.adapters import Loras
 from diptych.cost.advice import _variants
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile, profile_path, read_profile
-from diptych.cost.setup import setup_of
+from diptych.cost.setup import own_quant, setup_of
 from diptych.cost.tables import model_spec, quant_spec
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
@@ -107,6 +108,26 @@ def test_damaged_profiles_are_refused_by_entry(path, value, words):
     with pytest.raises(ConfigError, match=words) as caught:
         read_profile(damaged(path, value))
     assert "lab calibrate" in str(caught.value)
+
+
+def test_adapters_cost_what_was_measured_on_this_machine():
+    """A profile of before adapters takes a share of the other matrices' rate; one with them has its own, by phase."""
+    model, quant = model_spec("qwen2.5-1.5b"), own_quant("bf16")
+    entry = {"layer_s": 1e-5, "prefill_ef": {"bf16": 0.5}, "decode_ef": {"bf16": 0.1}}
+    before, after = (
+        CalibratedModel.from_profile(one, model, quant) for one in (PROFILE, PROFILE | {"adapters": entry})
+    )
+    step, prompt = StepShape.decode(batch=16, context_tokens=64), StepShape.prefill(batch=1, new_tokens=512)
+    for work, share in ((step, 0.1), (prompt, 0.5)):
+        adapted = Loras(count=1).spread(model, work)
+        products_s = 2.0 * work.n_tokens * 18_464_768 / (share * PROFILE["flops_per_s"]["bf16"])
+        read_s = 2.0 * 18_464_768 / (PROFILE["eb"]["bf16"] * PROFILE["memory_bytes_per_s"])
+        seen = after.predict(adapted).parts_s["adapters"]
+        assert seen == pytest.approx(28 * 1e-5 + read_s + products_s)
+        assert before.predict(adapted).parts_s["adapters"] != pytest.approx(seen, rel=0.05)
+    for damage in ([], {"layer_s": -1.0}, {"layer_s": 0.0}):
+        with pytest.raises(ConfigError, match=r"adapters|layer_s|prefill_ef"):
+            read_profile(PROFILE | {"adapters": damage or [1]})
 
 
 def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):

@@ -94,7 +94,9 @@ def _batches(axis: Axes, plan: Plan) -> None:
     batches = [2**i for i in range(11) if 2**i <= max(most, 1)]
     if 1 < most < 1024 and most != batches[-1]:
         batches.append(most)
-    costs = [predictor.predict(StepShape.decode(batch=batch, context_tokens=context)) for batch in batches]
+    costs = [
+        predictor.predict(plan.setup.asked(StepShape.decode(batch=batch, context_tokens=context))) for batch in batches
+    ]
     axis.plot(
         batches, [cost.total_s * 1e3 for cost in costs], color=DECODE, marker="o", ms=3, label="ms per output token"
     )

@@ -196,7 +196,7 @@ class Scheduler:
                 new_block_ids = tuple(seq.block_ids[first_new:])
                 seq.table_sent = len(seq.block_ids)
             draft.chunks.append(Chunk(seq.seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True))
-            shapes.append(ChunkShape(decode, 1, start, True))
+            shapes.append(ChunkShape(decode, 1, start, True, 1, seq.adapter))
             if seq.speculation is not None:
                 draft.speculations.append((len(shapes) - 1, seq.speculation))
             draft.decode_request_ids.append(seq.request.request_id)
@@ -317,7 +317,7 @@ class Scheduler:
             return limit
 
         def is_within(n_tokens: int) -> bool:
-            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens))
+            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens), 1, seq.adapter)
             return predict_s(draft.shape.plus(chunk)) <= budget_s
 
         n_tokens = longest_within(limit=limit, quantum=MIN_PREFILL_TOKENS, is_within=is_within)
@@ -344,7 +344,7 @@ class Scheduler:
             wanted_drafts=self.drafts.wanted_behind(seq, end),
         )
         draft.chunks.append(chunk)
-        draft.shape = draft.shape.plus(chunk.shape)
+        draft.shape = draft.shape.plus(ChunkShape(Phase.PREFILL, n_tokens, start, chunk.samples, 1, seq.adapter))
         draft.left_tokens -= n_tokens
         seq.table_sent = len(seq.block_ids)
         seq.is_in_flight = True

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from diptych.cost.acceptance import MOST_DEPTH
+from diptych.cost.calibration import ADAPTER_SHARE
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
 from diptych.cost.layout import PLAIN
@@ -154,8 +155,7 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     """Everything about one setup. Raises ConfigError for an impossible split or context."""
     context = question.decode_context_tokens
     _check_context(setup, max(question.prompt_tokens, context))
-    prefill_work = prefill_work_of(question)
-    decode_work = StepShape.decode(batch=question.batch, context_tokens=context)
+    prefill_work, decode_work = prefill_work_of(setup, question), decode_work_of(setup, question)
     prefill = phase_plan(setup, prefill_work)
     decode = phase_plan(setup, decode_work)
     calibrated = setup.model_of_time().predict(decode_work)
@@ -179,15 +179,21 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     )
 
 
-def prefill_work_of(question: Question) -> StepShape:
+def prefill_work_of(setup: Setup, question: Question) -> StepShape:
     """The prompts of the question as one step."""
-    new_tokens = question.prompt_tokens - question.cached_tokens
-    return StepShape.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
+    new_tokens, cached_tokens = question.prompt_tokens - question.cached_tokens, question.cached_tokens
+    return setup.asked(StepShape.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=cached_tokens))
+
+
+def decode_work_of(setup: Setup, question: Question) -> StepShape:
+    """The step that stands for the answers of the question."""
+    return setup.asked(StepShape.decode(batch=question.batch, context_tokens=question.decode_context_tokens))
 
 
 def _cost(setup: Setup, work: StepShape) -> PhaseCost:
     """Of one device: its share of the rows and their KV, and of the experts."""
-    cost, layout = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp), setup.layout
+    is_ours, layout = setup.calibration.is_local, setup.layout
+    cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp, is_ours=is_ours)
     return cost if layout == PLAIN else cost.shared(rows=layout.parts, experts=layout.dp)
 
 
@@ -318,6 +324,10 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
         notes.append("the weights fit the last-level cache of this machine: decode may beat the roofline of its memory")
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
+    if setup.loras is not None and not setup.calibration.decode.adapter_ef:
+        notes.append(
+            f"adapters were not measured: their products are taken to reach {ADAPTER_SHARE:g} of what other matrices do"
+        )
     if setup.tp > 1:
         reduced, whole = all_reduced(setup.model, tp=setup.tp), gathered(setup.model, tp=setup.tp)
         notes.append(
