@@ -56,6 +56,10 @@ def test_a_phase_above_its_ceiling_says_which_one(loaded: LoadedModel) -> None:
             replace(CEILINGS, flops_per_s=1.0),
             ["prefill above 100%: the processor is faster", "decode above 100%: the processor"],
         ),
+        (
+            replace(CEILINGS, cached_bytes_per_s=1.0),
+            ["prefill above 100%: the ceiling is that of the cache", "decode above 100%: the ceiling is that of the c"],
+        ),
         (replace(CEILINGS, read_bytes_per_s=1e18, flops_per_s=1e18), []),
     ):
         report = phase_report(loaded, observer, ceilings=ceilings, usage=done.usage, timings=done.timings)
