@@ -1,4 +1,4 @@
-// Causal paged attention with an online softmax, the same arithmetic for one query row (decode) and many (prefill).
+// Paged attention, causal or both ways, with an online softmax, the same arithmetic for one query row (decode) and many (prefill).
 //
 // A kv head's tile of 256 keys, at absolute positions, is read once for all query heads of its group and all rows of the
 // task. Each row takes from each tile a fresh partial (max m, sum l, weighted values o), and joins the partials in tile
@@ -446,12 +446,12 @@ DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t 
 }
 
 struct TaskRows {
-  int64_t token, group, head, n;  // first token, heads per token, first head, rows
+  int64_t token, group, head, n, whole;  // first token, heads per token, first head, rows, AttentionTask::whole
 };
 
 DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& task) {
   const int64_t group = call.shape.n_heads / call.shape.n_kv_heads;
-  return {task.token_begin, group, task.kv_head * group, (task.token_end - task.token_begin) * group};
+  return {task.token_begin, group, task.kv_head * group, (task.token_end - task.token_begin) * group, task.whole};
 }
 
 DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, const Tile& tile, const Scratch& scratch,
@@ -463,9 +463,10 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
     const int32_t* positions = scratch.positions + r0;
-    const int64_t low = positions[0] - call.shape.window + 1, high = positions[n - 1] + 1 - tile.start;
+    const int64_t low = call.shape.first_key(positions[0], rows.whole);
+    const int64_t high = call.shape.last_key(positions[n - 1], rows.whole) + 1 - tile.start;
     Span seen = tile.span;
-    if (call.shape.window != INT64_MAX && low > tile.start) seen.first = (low - tile.start) / 16;
+    if (low > tile.start) seen.first = (low - tile.start) / 16;
     if (seen.first < tile.span.first) seen.first = tile.span.first;
     if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
     if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
@@ -476,9 +477,8 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     F32 lanes[kRows];
     float most[16], sum[16], keeps[16], takes[16];
     for (int64_t r = 0; r < n; ++r) {
-      const int64_t position = positions[r];
-      const int64_t lo = call.shape.window > position ? 0 : position - call.shape.window + 1;
-      lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo - tile.start, position + 1 - tile.start, call.shape,
+      const int64_t lo = call.shape.first_key(positions[r], rows.whole), hi = call.shape.last_key(positions[r], rows.whole) + 1;
+      lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo - tile.start, hi - tile.start, call.shape,
                               has_scales ? scratch.key_scales : nullptr);
     }
     for (int64_t r = 0; r < n; ++r) most[r] = horizontal_max(lanes[r]) * unit;
@@ -498,13 +498,13 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
 }
 
 DIPTYCH_INLINE SequenceView view_of(const AttentionCall& call, const AttentionTask& task) {
-  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, call.positions[task.token_end - 1]};
+  const int64_t last_key = call.shape.last_key(call.positions[task.token_end - 1], task.whole);
+  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, last_key};
 }
 
 // First position that some row of the task sees.
 DIPTYCH_INLINE int64_t first_key(const AttentionCall& call, const AttentionTask& task) {
-  const int64_t lowest = call.positions[task.token_begin];
-  return call.shape.window > lowest ? 0 : lowest - call.shape.window + 1;
+  return call.shape.first_key(call.positions[task.token_begin], task.whole);
 }
 
 static void attention(const AttentionCall& call, const AttentionTask& task, const AttentionTask* following, uint8_t* memory) {

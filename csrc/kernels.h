@@ -79,6 +79,17 @@ struct AttentionShape {
   float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
   bool has_softcap = false;
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
+
+  // The first and the last position that a query sees. whole: 0, or how many tokens its sequence has where it sees both ways; then
+  // a window reaches `window` positions to either side.
+  int64_t first_key(int64_t position, int64_t whole) const {
+    const int64_t reach = whole > 0 ? window : window - 1;
+    return position > reach ? position - reach : 0;
+  }
+  int64_t last_key(int64_t position, int64_t whole) const {
+    if (whole == 0) return position;
+    return whole - 1 - position < window ? whole - 1 : position + window;
+  }
 };
 
 // Query tokens [token_begin, token_end) of one sequence against tiles [tile_begin, tile_end) of one kv head.
@@ -87,6 +98,7 @@ struct AttentionTask {
   bool is_split;           // then the tiles' partial results go to `partials` and combine_split joins them
   int64_t partial_begin;   // floats into `partials`: [tiles of the whole row range][rows][dv + 2]
   int32_t first_tile;      // the row range's first tile, where its partials begin
+  int32_t whole = 0;       // tokens of a sequence whose queries see both ways, else 0
 };
 
 struct AttentionCall {

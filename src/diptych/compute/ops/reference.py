@@ -60,8 +60,7 @@ def attention_paged(
     for s in range(batch.n_sequences):
         for t in range(int(batch.query_start_S1[s]), int(batch.query_start_S1[s + 1])):
             position = int(batch.positions_T[t])
-            first = 0 if spec.window is None else max(0, position - spec.window + 1)
-            seen = range(first, position + 1)
+            seen = _seen(position, spec.window, int(batch.context_tokens_S[s]) if _is_both_ways(batch, s) else None)
             blocks = [int(batch.block_table_SM[s, p // block_tokens]) for p in seen]
             offsets = [p % block_tokens for p in seen]
             for h in range(spec.n_heads):
@@ -74,6 +73,17 @@ def attention_paged(
                     scores = torch.cat([scores, sinks[h : h + 1]])
                 out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v
     return out
+
+
+def _is_both_ways(batch: ForwardBatch, s: int) -> bool:
+    return batch.both_ways_S is not None and bool(batch.both_ways_S[s])
+
+
+def _seen(position: int, window: int | None, whole: int | None) -> range:
+    """The positions that a query attends to. whole: tokens of its sequence where it attends both ways, else None."""
+    if whole is None:
+        return range(0 if window is None else max(0, position - window + 1), position + 1)
+    return range(whole) if window is None else range(max(0, position - window), min(whole, position + window + 1))
 
 
 def latent_attention(
