@@ -1,4 +1,4 @@
-// Causal paged attention with an online softmax, the same arithmetic for one query row (decode) and many (prefill).
+// Paged attention, causal or both ways, with an online softmax, the same arithmetic for one query row (decode) and many (prefill).
 //
 // A kv head's tile of 256 keys, at absolute positions, is read once for all query heads of its group and all rows of the
 // task. Each row takes from each tile a fresh partial (max m, sum l, weighted values o), and joins the partials in tile
@@ -390,12 +390,12 @@ DIPTYCH_INLINE void weigh_all_scores(const Scratch& scratch, int64_t n, const Ti
 }
 
 struct TaskRows {
-  int64_t token, group, head, n;  // first token, heads per token, first head, rows
+  int64_t token, group, head, n, whole;  // first token, heads per token, first head, rows, AttentionTask::whole
 };
 
 DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& task) {
   const int64_t group = call.shape.n_heads / call.shape.n_kv_heads;
-  return {task.token_begin, group, task.kv_head * group, (task.token_end - task.token_begin) * group};
+  return {task.token_begin, group, task.kv_head * group, (task.token_end - task.token_begin) * group, task.whole};
 }
 
 DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, const Tile& tile, const Scratch& scratch,
@@ -406,7 +406,8 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
     const int32_t* positions = scratch.positions + r0;
-    const int64_t low = call.shape.first_seen(positions[0]), high = positions[n - 1] + 1 - tile.start;
+    const int64_t low = call.shape.first_seen(positions[0], rows.whole);
+    const int64_t high = call.shape.last_seen(positions[n - 1], rows.whole) + 1 - tile.start;
     Span seen = tile.span;
     if (low > tile.start) seen.first = (low - tile.start) / 16;
     if (seen.first < tile.span.first) seen.first = tile.span.first;
@@ -418,8 +419,8 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     F32 lanes[kRows];
     float most[16], sum[16], keeps[16], takes[16], units[kRows], value_units[kRows] = {};
     for (int64_t r = 0; r < n; ++r) {
-      const int64_t position = positions[r];
-      const int64_t lo = call.shape.first_seen(position) - tile.start, hi = position + 1 - tile.start;
+      const int64_t lo = call.shape.first_seen(positions[r], rows.whole) - tile.start;
+      const int64_t hi = call.shape.last_seen(positions[r], rows.whole) + 1 - tile.start;
       const float scale = tile.is_whole ? call.shape.scale * scratch.query_scales[r0 + r] : call.shape.scale;
       units[r] = (call.shape.has_softcap ? 1.0f : scale) * kLog2e;
       lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo, hi, call.shape, scale);
@@ -443,12 +444,13 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
 }
 
 DIPTYCH_INLINE SequenceView view_of(const AttentionCall& call, const AttentionTask& task) {
-  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, call.positions[task.token_end - 1]};
+  const int64_t last_key = call.shape.last_seen(call.positions[task.token_end - 1], task.whole);
+  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, last_key};
 }
 
 // First position that some row of the task sees.
 DIPTYCH_INLINE int64_t first_key(const AttentionCall& call, const AttentionTask& task) {
-  return call.shape.first_seen(call.positions[task.token_begin]);
+  return call.shape.first_seen(call.positions[task.token_begin], task.whole);
 }
 
 static void attention(const AttentionCall& call, const AttentionTask& task, const AttentionTask* following, uint8_t* memory) {

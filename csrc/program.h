@@ -49,6 +49,7 @@ struct Step {
   float* taps = nullptr;                 // [n_tapped, T, width], written
   int64_t n_tapped = 0;
   const int32_t* adapters = nullptr;     // [S] each sequence's adapter, -1: none; null: none has any
+  const int32_t* both_ways = nullptr;    // [S] 1 where each token of the sequence, which is here whole, attends to all; null: nowhere
 };
 
 enum class BufferKind : int32_t { f32, bf16, rows };

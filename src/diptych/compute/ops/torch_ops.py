@@ -462,7 +462,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return self._queries[key]
 
     def _group(self, spec: AttentionSpec) -> Iterator[_Queries]:
-        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries."""
+        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries.
+
+        What attends both ways is here whole: its context is its own tokens.
+        """
+        both_ways_S = self._batch.both_ways_S
         starts = self._batch.query_start_S1.tolist()
         contexts = self._batch.context_tokens_S.tolist()
         counts = [end - start for start, end in pairwise(starts)]
@@ -475,7 +479,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             for row in range(0, count, QUERY_ROWS):
                 n_rows = min(QUERY_ROWS, count - row)
                 end = contexts[s] - count + row + n_rows  # positions of this slice: [end - n_rows, end)
-                yield self._prefill_slice(s, starts[s] + row, n_rows, end, spec)
+                if both_ways_S is not None and both_ways_S[s]:
+                    assert contexts[s] == count, "a sequence that attends both ways must come whole"
+                    yield self._both_ways_slice(s, starts[s] + row, (row, end), count, spec.window)
+                else:
+                    yield self._prefill_slice(s, starts[s] + row, n_rows, end, spec)
 
     def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], spec: AttentionSpec) -> _Queries:
         span = max(ends) if spec.window is None else min(spec.window, max(ends))
@@ -498,6 +506,18 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         query_n1 = torch.arange(first_query, end, device=self._device)[:, None]
         mask_nC = (positions_C <= query_n1) & (positions_C >= spec.first_seen(query_n1))
         return _Queries(slice(row, row + n_rows), slots, mask_nC[None, None])
+
+    def _both_ways_slice(
+        self, sequence: int, row: int, queries: tuple[int, int], n_tokens: int, window: int | None
+    ) -> _Queries:
+        """Queries [begin, end) of a whole sequence, against `window` positions to either side."""
+        positions_C = torch.arange(n_tokens, device=self._device)
+        slots = self._slots_of(self._table[sequence][None], positions_C[None])
+        mask = None
+        if window is not None:
+            query_n1 = torch.arange(*queries, device=self._device)[:, None]
+            mask = ((positions_C - query_n1).abs() <= window)[None, None]
+        return _Queries(slice(row, row + queries[1] - queries[0]), slots, mask)
 
     def _slots_of(self, table_BM: torch.Tensor, positions_BC: torch.Tensor) -> torch.Tensor:
         block_tokens = self._kv.block_tokens
