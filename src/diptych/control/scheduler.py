@@ -348,6 +348,7 @@ class Scheduler:
         first_new = self._take_blocks(seq, start, end, draft)
         taken = len(seq.block_ids) - held + len(draft.copies) - copied
         self._promise(seq, seq.promised_blocks - taken)
+        wanted = self.drafts.wanted_behind(seq, end)
         chunk = Chunk(
             seq_id=seq.seq_id,
             phase=Phase.PREFILL,
@@ -356,7 +357,8 @@ class Scheduler:
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
             samples=seq.samples_at(end),
-            wanted_drafts=self.drafts.wanted_behind(seq, end),
+            wanted_drafts=None if wanted is None else wanted[1],
+            drafter=0 if wanted is None else wanted[0],
         )
         draft.chunks.append(chunk)
         draft.shape = draft.shape.plus(ChunkShape(Phase.PREFILL, n_tokens, start, chunk.samples, 1, seq.adapter))

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from diptych.cost.acceptance import Acceptance
 from diptych.cost.asking import Asked, Purse
-from diptych.cost.speculation import DISTURBED, DraftPrices, Ratio
+from diptych.cost.depths import DISTURBED, Ratio
+from diptych.cost.speculation import DraftCosts, DraftPrices
 from diptych.ground.shape import StepShape
 
 _SURE = 3  # steps without drafts of one size, until they are believed
@@ -104,15 +106,8 @@ class _Size:
 class MeasuredDraftPrices(DraftPrices):
     """See the module, and `DraftPrices`. One per engine."""
 
-    def __init__(
-        self,
-        predict_s: Callable[[StepShape], float],
-        *,
-        guess_s: float = 10e-6,
-        draft_s: Callable[[StepShape, Sequence[int]], float] | None = None,
-        read_s: Callable[[int], float] | None = None,
-    ) -> None:
-        super().__init__(predict_s, guess_s=guess_s, draft_s=draft_s, read_s=read_s)
+    def __init__(self, predict_s: Callable[[StepShape], float], **costs: Unpack[DraftCosts]) -> None:
+        super().__init__(predict_s, **costs)
         self.rows_purse = Purse()
         self._sizes: dict[int, _Size] = {}
 
@@ -122,11 +117,12 @@ class MeasuredDraftPrices(DraftPrices):
         estimate.on_kept = self.rows_purse.gain
         return estimate
 
-    def begin_asked(self, name: str, kind: int = 0) -> Asked:
-        """The same with the executor's drafter, whose own purse they fill as well."""
-        estimate = super().begin_asked(name, kind)
-        estimate.on_kept = self.rows_purse.gain
-        return estimate
+    def begin_asked(self, names: Sequence[str], kind: int = 0) -> list[Asked]:
+        """The same with the executor's drafters, whose own purse they fill as well."""
+        estimates = super().begin_asked(names, kind)
+        for estimate in estimates:
+            estimate.on_kept = self.rows_purse.gain
+        return estimates
 
     def idle(self, n_steps: int, n_decodes: int) -> None:
         """See DraftPrices."""
@@ -165,7 +161,7 @@ class MeasuredDraftPrices(DraftPrices):
             n = shape.n_sequences
             size = self._sizes.setdefault(_slot(n), _Size())
             if shape.decode_tokens == n:
-                if not self._has_asked or not size.is_known or self.rows_purse.is_empty:
+                if not self._asker.has_asked or not size.is_known or self.rows_purse.is_empty:
                     size.add_plain(measured_s)
             elif size.is_known:
                 plain_s = size.seconds.value
