@@ -73,9 +73,9 @@ class ModelExecutor:
         """Of one block over all layers, as it travels."""
         return self._kv.header.block_bytes
 
-    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
+    def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
         """The bytes of these blocks, for another engine; between steps."""
-        return self._kv.export_blocks(block_ids)
+        return self._kv.export_blocks(block_ids, out)
 
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
         """Take in another engine's; between steps. TransferError, and nothing is written, unless all of them are right."""
