@@ -41,13 +41,7 @@ def services(rows_file: Path | None, *, processes: int = 1) -> dict[str, Any]:
         targets = _cases(rows, left_out, mapped, tell)
         others = _cases([row for row in shipped if row not in known], Counter(), mapped, tell)
         judged = {
-            held_out: judge(
-                targets,
-                others,
-                held_out=held_out,
-                told=lambda words, done, of, held_out=held_out: tell(f"fits without a {held_out}: {words}", done, of),
-                mapped=mapped,
-            )
+            held_out: judge(targets, others, held_out=held_out, told=_fits(tell, held_out), mapped=mapped)
             for held_out in ("model", "device")
         }
     seen = {id(one.case) for one in judged["model"]}
@@ -57,6 +51,10 @@ def services(rows_file: Path | None, *, processes: int = 1) -> dict[str, Any]:
         "rows": [_row(one) for found in judged.values() for one in found],
         "left_out": dict(+left_out),
     }
+
+
+def _fits(tell: Tell, held_out: str) -> Tell:
+    return lambda words, done, of: tell(f"fits without a {held_out}: {words}", done, of)
 
 
 def _of_file(path: Path) -> tuple[list[MeasuredService], Counter[str]]:
