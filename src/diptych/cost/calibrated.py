@@ -146,6 +146,9 @@ class CalibratedModel:
         self._prefill = self._terms(calibration.prefill)
         is_one = calibration.decode is calibration.prefill  # as in a fit, which builds thousands of these
         self._decode = self._prefill if is_one else self._terms(calibration.decode)
+        # attention of one token that a plain decode step reads and meets once: a step takes a multiple of it. None: windows
+        whole = [(kv_s, pair_s) for window, kv_s, _, pair_s in self._decode.windows if window is None]
+        self._token_s = pnorm(*whole[0], self._decode.p) if len(whole) == len(self._decode.windows) == 1 else None
         self._attended = {window: _Attended(window) for window, *_ in self._decode.windows if window is not None}
         self._reach = tuple(
             self._gaps(coverage) for coverage in (calibration.prefill_coverage, calibration.decode_coverage)
@@ -345,6 +348,8 @@ class CalibratedModel:
         Quick enough for the scheduler's bisection: it costs the chunks added since the last call at most.
         """
         is_decode = shape.decode_tokens == shape.n_tokens
+        if is_decode and self._token_s is not None and shape.n_tokens == shape.n_sequences == shape.n_logits_rows:
+            return self.predict_run_s(shape, 1)[0]
         terms = self._decode if is_decode else self._prefill
         p, rows, logits = terms.p, shape.n_tokens, shape.n_logits_rows
         known = self._decode_rows_s.get(rows) if is_decode and rows == logits else None
@@ -371,27 +376,24 @@ class CalibratedModel:
 
     def predict_run_s(self, shape: StepShape, n_steps: int) -> list[float]:
         """`predict_s(shape.later(k))` for k below n_steps, of a step that only decodes one token of each sequence."""
-        terms, rows = self._decode, shape.n_tokens
-        if len(terms.windows) != 1 or terms.windows[0][0] is not None:
+        terms, rows, token_s = self._decode, shape.n_tokens, self._token_s
+        if token_s is None:
             return [self.predict_s(shape.later(step)) for step in range(n_steps)]
         device_s = self._decode_rows_s.get(rows)
         if device_s is None:
             device_s = self._decode_rows_s[rows] = self._rows_s(terms, shape)
-        (_, kv_s, _, pair_s), p, launch_p = terms.windows[0], terms.p, terms.launch_p
-        writes = self._crowded(shape)[1]
+        launch_p, writes = terms.launch_p, self._crowded(shape)[1]
         link_s = terms.link_base_s + writes * rows * terms.link_row_s + rows * terms.link_logits_row_s
         if shape.adapters:
             device_s += _adapters_s(terms, shape)
         base_s, sequences_s = terms.base_s, rows * terms.sequence_s
-        tokens, pairs = shape.decode_context_tokens, shape.decode_pairs
+        tokens = shape.decode_context_tokens
+        contexts = range(tokens, tokens + n_steps * rows, rows)
+        if launch_p == 1.0:
+            return [base_s + (device_s + writes * (context * token_s) + link_s) + sequences_s for context in contexts]
         return [
-            pnorm(
-                base_s,
-                device_s + writes * pnorm((tokens + moved) * kv_s, (pairs + moved) * pair_s, p) + link_s,
-                launch_p,
-            )
-            + sequences_s
-            for moved in range(0, n_steps * rows, rows)
+            pnorm(base_s, device_s + writes * (context * token_s) + link_s, launch_p) + sequences_s
+            for context in contexts
         ]
 
     def _rows_s(self, terms: _Terms, shape: StepShape) -> float:

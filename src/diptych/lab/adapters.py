@@ -71,7 +71,9 @@ def adapted_steps(model: Model, effort: Effort) -> AdaptedSteps:
     works = [StepShape.decode(batch=rows, context_tokens=CONTEXT) for rows in (FEW, MANY)]
     works.append(StepShape.prefill(batch=1, new_tokens=PROMPT))
     rounds = measure([probe.usual(work, adapters=adapters) for work in works for adapters in ((), (number,))], effort)
-    few_s, many_s, prompt_s = (median(rounds.times_RN[:, 2 * i + 1] - rounds.times_RN[:, 2 * i]) for i in range(3))
+    few_s, many_s, prompt_s = (
+        rounds.of(lambda times_N, i=i: times_N[2 * i + 1] - times_N[2 * i]).value for i in range(3)
+    )
     return AdaptedSteps(
         n_layers=model.spec.n_layers,
         n_parameters=adapter.n_parameters,
