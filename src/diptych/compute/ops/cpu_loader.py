@@ -201,7 +201,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
         An int8 head has lost bits, and so has a bf16 head of a 32-bit or fp16 tensor.
         """
-        if head is not None and head.format == "bf16" and tensor.dtype == torch.bfloat16:
+        if head is not None and is_table_too(head, tensor):
             return head
         self.plain[tensor.name] = tensor
         values = tensor.read()
@@ -427,20 +427,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             weights_format = kept.name
         if role is not None and role.layer is not None and key not in self.packed:
             self.n_values[weights_format] += parts.n_outputs * k
-        saved = self.source.find_packed(key, whole.packed_bytes)
-        seed = parts.weights[0].random_seed
-        if saved is not None:
-            index = self._add_saved(shape, whole, rows, saved)
-        elif seed is not None and not parts.biases:
-            index = self._add_random(shape, whole, rows, seed & (2**63 - 1), (3.0 / k) ** 0.5)
-        else:
-            index = self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept)
-        self.packed[key] = index
+        self.packed[key], is_packed = self._add(shape, whole, key, parts, rows, weights_format, kept)
         order = self._note_order(key, parts, k) if kept is not None else ""
         if weights_format != "bf16":
-            self._note_exponents(key, parts, is_packed=saved is not None)
+            self._note_exponents(key, parts, is_packed=is_packed)
         return LinearHandle(
-            index=index,
+            index=self.packed[key],
             key=key,
             format=weights_format,
             n_inputs=k,
@@ -450,6 +442,25 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             rows=rows,
             order=order,
         )
+
+    def _add(
+        self,
+        shape: Any,
+        whole: Any,
+        key: str,
+        parts: LinearParts,
+        rows: Rows | None,
+        weights_format: str,
+        kept: KeptFormat | None,
+    ) -> tuple[int, bool]:
+        """The weight's number in the program, and whether it was packed already."""
+        saved = self.source.find_packed(key, whole.packed_bytes)
+        seed = parts.weights[0].random_seed
+        if saved is not None:
+            return self._add_saved(shape, whole, rows, saved), True
+        if seed is not None and not parts.biases:
+            return self._add_random(shape, whole, rows, seed & (2**63 - 1), (3.0 / parts.n_inputs) ** 0.5), False
+        return self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept), False
 
     def _note_order(self, key: str, parts: LinearParts, n_inputs: int) -> str:
         """The name of the order in which a kept weight has its inputs."""
@@ -499,6 +510,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         saved = self.source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
         if saved is not None:
             self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
+
+
+def is_table_too(head: LinearHandle, tensor: WeightTensor) -> bool:
+    """Whether a packed head has the very numbers of the embedding that it is tied to."""
+    return head.format == "bf16" and tensor.dtype == torch.bfloat16
 
 
 def _order_of(parts: LinearParts) -> torch.Tensor | None:
