@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -83,7 +84,9 @@ def _rows(n: int, start: int = 0) -> StepShape:
 
 DECODE_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in
                 ((1, 64), (1, 2048), (1, 8000), (4, 256), (8, 1024), (16, 256), (32, 256))]  # fmt: skip
-PREFILL_STEPS = [_rows(n) for n in (8, 32, 64, 128, 256, 512, 1024, 2048)] + [_rows(256, 1792), _rows(512, 6144)]
+_HALF_A_THOUSAND = _rows(512)
+PREFILL_STEPS = [*(_rows(n) for n in (8, 32, 64, 128, 256)), _HALF_A_THOUSAND, _rows(1024), _rows(2048),
+                 _rows(256, 1792), _rows(512, 6144)]  # fmt: skip
 EMPTY_STEPS = [StepShape.decode(batch=1, context_tokens=16), StepShape.decode(batch=16, context_tokens=16)]
 SMALL_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
 CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
@@ -118,6 +121,7 @@ def calibrate(
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
     host: dict[str, float] = {}
+    elsewhere: dict[str, float | str] = {}
     backend = kernels = ""
     placement = Placement(threads=1)
     for weights in ("bf16", "int8", "int4", "fp32"):
@@ -130,8 +134,11 @@ def calibrate(
         ceilings[weights] = machine_ceilings(model)
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement, ceilings[weights].read_bytes_per_s)
-        samples += _sample(model, DECODE_STEPS + PREFILL_STEPS, effort)
+        taken = _sample(model, DECODE_STEPS + PREFILL_STEPS, effort)
+        samples += taken
         model.close()
+        if backend == "cpu" and weights == "bf16":
+            elsewhere = _elsewhere(taken, config, effort)
         if backend == "cpu":
             small = random_model(SMALL_MODEL, config, seed=0)
             samples += _sample(small, SMALL_STEPS, effort)
@@ -146,6 +153,8 @@ def calibrate(
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
     profile = _fit(profile, samples) | {"host": host}
+    if elsewhere:
+        profile["elsewhere"] = elsewhere
     profile["fingerprint"] = fingerprint()
     target = path or profile_path()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +168,18 @@ def _sample(model: Model, steps: Sequence[StepShape], effort: Effort) -> list[Ti
     # in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others
     rounds = measure([probe.sampler(work) for work in steps], effort)
     return [TimedStep(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+
+
+def _elsewhere(own: Sequence[TimedStep], config: ComputeConfig, effort: Effort) -> dict[str, float | str]:
+    """How many times as fast the torch backend goes through a step of each phase, with the same weights."""
+    steps = (DECODE_STEPS[0], _HALF_A_THOUSAND)
+    with closing(random_model(PROBE_MODEL, replace(config, backend="torch"), seed=0)) as model:
+        theirs = _sample(model, steps, effort)
+        found: dict[str, float | str] = {"backend": model.backend_name, "weights": model.weights_format}
+    for step in theirs:
+        ours = next(sample for sample in own if sample.work is step.work)
+        found[step.phase.value] = ours.measured.value / step.measured.value
+    return found
 
 
 def _host(model: Model, effort: Effort) -> dict[str, float]:
