@@ -106,8 +106,9 @@ struct Span {
 struct Tile {
   const uint16_t* keys[kTileGroups];
   const uint16_t* values[kTileGroups];
-  const char* next_keys[kTileGroups];    // what the memory should fetch meanwhile
+  const char* next_keys[kTileGroups];    // what the memory should fetch meanwhile, as many bytes as keys and values take in the cache
   const char* next_values[kTileGroups];
+  bool has_next = true;
   int64_t start;  // position of the tile's first key
   Span span;
   const float* key_scales = nullptr;  // [256] of a cache of bytes
@@ -122,6 +123,12 @@ struct SequenceView {
   int64_t kv_head;
   int64_t last_key;  // no row of the task sees past it
 };
+
+// Of 2 n bytes of numbers of 16 bits, n are in a cache of bytes: every other line is there.
+DIPTYCH_INLINE void fetch(const char* at, int64_t offset, bool has_bytes) {
+  if (!has_bytes) __builtin_prefetch(at + offset, 0, 2);
+  else if (offset % 128 == 0) __builtin_prefetch(at + offset / 2, 0, 2);
+}
 
 // What a row's product with V becomes: values [R, dv] = old * keep + product * unit * take; without `keep` product * unit is stored as it
 // is, without `unit` the product stands for itself.
@@ -293,24 +300,12 @@ DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uin
 #endif
 }
 
-DIPTYCH_INLINE void fetch(const void* data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
-}
-
 // A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.
 DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim();
   GroupWalk walk(view, tile.start + tile.span.first * 16);
-  // two groups ahead: enough to hide the memory behind the conversion
-  GroupWalk ahead = walk;
-  int64_t ahead_token = tile.start + tile.span.first * 16;
   for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
-    for (; ahead_token < tile.start + g * 16 + 96 && ahead_token + 16 <= view.last_key; ahead_token += 16) {
-      ahead.step();
-      fetch(ahead.head.keys + ahead.offset * d, 16 * d);
-      fetch(ahead.head.values + ahead.offset * dv, 16 * dv);
-    }
     const int64_t offset = walk.offset;
     const KvHead head = walk.head;
     const int8_t* keys = reinterpret_cast<const int8_t*>(head.keys) + offset * d;
@@ -323,8 +318,6 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     std::memcpy(scratch.value_scales + g * 16, (kv.has_values ? head.value_scales : head.key_scales) + offset, 64);
     tile.keys[g] = wide_keys;
     tile.values[g] = wide_values;
-    tile.next_keys[g] = reinterpret_cast<const char*>(wide_values);
-    tile.next_values[g] = reinterpret_cast<const char*>(wide_keys);
     if (g + 1 < tile.span.end) walk.step();
   }
   tile.key_scales = scratch.key_scales, tile.value_scales = scratch.value_scales;
@@ -332,6 +325,22 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
   tile.is_whole = is_whole(kv.format);
   if (tile.is_whole && tile.span.first == 0 && tile.span.pairs == kTileTokens / 2) tile.most_value_scale = most_scale(tile.value_scales, 0, kTileTokens);
 #endif
+}
+
+// What is widened after this tile: its bytes come while this one's products are made, its scales at once.
+DIPTYCH_INLINE void find_next(Tile& tile, const SequenceView* following, int64_t following_token) {
+  tile.has_next = following != nullptr;
+  if (following == nullptr) return;
+  const KvShape& kv = following->call->kv.shape;
+  GroupWalk next(*following, following_token);
+  for (int64_t g = 0; g < kTileGroups; ++g) {
+    tile.next_keys[g] = reinterpret_cast<const char*>(next.head.keys) + next.offset * kv.head_dim;
+    tile.next_values[g] = kv.has_values ? reinterpret_cast<const char*>(next.head.values) + next.offset * kv.value_dim() : tile.next_keys[g];
+    __builtin_prefetch(next.head.key_scales + next.offset, 0, 2);
+    __builtin_prefetch(next.head.value_scales + next.offset, 0, 2);
+    following_token += 16;
+    if (following_token <= following->last_key) next.step();
+  }
 }
 
 #include "attention_latent.inl"
@@ -413,7 +422,7 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
     if (seen.first < tile.span.first) seen.first = tile.span.first;
     if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
     if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
-    const bool fetches = r0 == 0 && tile.key_scales == nullptr;
+    const bool fetches = r0 == 0 && tile.has_next;
     if (seen.end > seen.first) score(scratch, r0, n, d, tile, seen, fetches);
     // Pass by pass over all rows, so that the reductions of one row hide behind those of the others.
     F32 lanes[kRows];
@@ -486,17 +495,17 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     const int64_t left = view.last_key + 1 - tile.start;
     tile.span.end = left >= kTileTokens ? kTileGroups : (left + 15) / 16;
     tile.span.pairs = left >= kTileTokens ? kTileTokens / 2 : (left + 1) / 2;
+    const SequenceView* after = t + 1 < task.tile_end ? &view : following != nullptr ? &following_view : nullptr;
+    int64_t after_token = tile.start + kTileTokens;
+    if (after == &following_view) {
+      const int64_t start = following->tile_begin * kTileTokens, first = first_key(call, *following) / 16 * 16;
+      after_token = first > start ? first : start;
+    }
     if (call.kv.shape.format != KvFormat::bf16) {
       widen_tile(view, scratch, tile);
+      find_next(tile, after, after_token);
     } else {
-      if (t + 1 < task.tile_end) {
-        find_groups(view, tile, &view, tile.start + kTileTokens);
-      } else if (following != nullptr) {
-        const int64_t start = following->tile_begin * kTileTokens, first = first_key(call, *following) / 16 * 16;
-        find_groups(view, tile, &following_view, first > start ? first : start);
-      } else {
-        find_groups(view, tile, nullptr, 0);
-      }
+      find_groups(view, tile, after, after_token);
     }
     if (!call.kv.shape.has_values) values_of_keys(view, scratch, tile);
     float* partial = nullptr;

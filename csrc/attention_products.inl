@@ -50,7 +50,7 @@ DIPTYCH_INLINE void score_columns(const InputOf<Sum>* q, int64_t d, const uint16
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
   for (int64_t i = 0; i < d / 2; ++i) {
     if (next)
-      for (int z = 0; z < Z; ++z) __builtin_prefetch(next[z] + i * 64, 0, 2);
+      for (int z = 0; z < Z; ++z) fetch(next[z], i * 64, scales != nullptr);
     add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return keys[z] + i * 32; });
   }
   for (int r = 0; r < R; ++r)
@@ -111,11 +111,11 @@ DIPTYCH_INLINE void weigh_columns(const InputOf<Sum>* weights, const Tile& tile,
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
   for (int64_t g = seen.first; g < seen.end; ++g) {
     const uint16_t* v = tile.values[g] + column * 2;
-    const char* next = tile.next_values[g] + column * 4;
+    int64_t next = column * 4;
     const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
     for (int64_t p = 0; p < pairs; ++p, v += 2 * dv, next += 4 * dv) {
       if (fetches)
-        for (int z = 0; z < Z; ++z) __builtin_prefetch(next + z * 64, 0, 2);
+        for (int z = 0; z < Z; ++z) fetch(tile.next_values[g], next + z * 64, tile.key_scales != nullptr);
       add_pair(acc, [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; }, [&](int z) { return v + z * 32; });
     }
   }

@@ -6,12 +6,13 @@ Built from events alone (`PhaseObserver` listens) and the cost model; no clock o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from diptych.compute.ceilings import ABOVE, Ceilings
 from diptych.cost.calibrated import CalibratedModel
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, faster_kernels, local_predictor, profile_gap
+from diptych.engine.load import LoadedModel, faster_backends, faster_kernels, local_predictor, profile_gap
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -48,6 +49,7 @@ class PhaseReport:
     """What `diptych generate` prints after the text. load_s is None where nobody waited for the model to load.
 
     kernels: the kernel set, or what torch runs on. faster_kernels: a better set that the processor has too.
+    faster_backends: phases in which the profile of this machine knows a faster backend.
     unpredicted: why there is no prediction, where there is none.
     """
 
@@ -70,6 +72,7 @@ class PhaseReport:
     usage: Usage
     unpredicted: str | None = None
     faster_kernels: str | None = None
+    faster_backends: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
         """Plain dicts."""
@@ -96,6 +99,7 @@ class PhaseReport:
         lines.append(f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}")
         rows = [row for row in (self.prefill, self.decode) if row is not None]
         lines += [_row_line(row) for row in rows]
+        lines += [f"  {phase}: {words} (diptych lab calibrate)" for phase, words in self.faster_backends.items()]
         lines += [f"  {row.phase} above 100%: {ABOVE[row.bound]}" for row in rows if row.fraction_of_ceiling > 1.0]
         is_state = not (self.usage.output_tokens or self.usage.remaining_tokens)  # else it was cut off before a token
         name, end = ("state after", "pooling") if is_state else ("TTFT", "first token")
@@ -178,6 +182,7 @@ def phase_report(
         usage=usage,
         unpredicted=profile_gap(loaded.model),
         faster_kernels=faster_kernels(loaded.model),
+        faster_backends=faster_backends(loaded.model),
     )
 
 
