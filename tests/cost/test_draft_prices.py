@@ -124,6 +124,7 @@ class Loop:
             self.tokens += 1 + kept
             if is_due:
                 estimate.learn(min(right[i], kept + 1), kept + 1, 1)
+                estimate.kept(kept)
 
     def n_right(self) -> int:
         n = 0

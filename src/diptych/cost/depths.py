@@ -6,41 +6,59 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 LEAST_GAIN = 1.05  # a prediction is no better than this, and what would be lost counts more than what would be won
 DISTURBED = 3.0  # times what was expected: the machine did something else, which the drafter does not pay for
 FARTHEST = 1.5  # what one measurement may say beyond those before it: the machine may have been busy
-_TRUST = 0.1  # weight of a newest measurement over predicted time, once there are many
+_LATEST = 15  # measurements
+LOW = 0.4  # where in their order the undisturbed ones are, where three of ten are disturbed: the middle of the others
+LOWEST = 0.2  # the same of what drafts are weighed against: too low a time costs a gain, and too high a one a loss
+_OLD = 0.5  # less believed than that, a measurement is forgotten by the next
 _SINGLY = 4  # drafts up to which sizes double; then rows of the step fill tiles
 
 
 class Ratio:
-    """Measured over predicted time of one kind of step: a mean of the first, then of the latest."""
+    """Measured over predicted time of one kind of step, as it is where nobody disturbs: of the latest measurements one low in
+    their order. A machine that others use makes steps longer and never shorter, and a mean of them made drafts seem to pay
+    where they lost a fifth.
+    """
 
-    __slots__ = ("_n", "value")
+    __slots__ = ("_faded", "_latest", "_low", "_towards", "_value")
 
-    def __init__(self) -> None:
-        self.value = 1.0
-        self._n = 0
+    def __init__(self, low: float = LOW) -> None:
+        """low: which of the latest, in their order, as a share of them."""
+        self._low = low
+        self._latest: deque[float] = deque(maxlen=_LATEST)
+        self._value = 1.0
+        self._towards, self._faded = 1.0, 1.0
+
+    @property
+    def value(self) -> float:
+        """1 before anything was measured."""
+        return self._towards + (self._value - self._towards) * self._faded
 
     @property
     def is_known(self) -> bool:
         """Whether any was measured."""
-        return self._n > 0
+        return bool(self._latest)
 
     def add(self, ratio: float, like: float | None = None) -> None:
         """Take in one measurement; like: what the first is expected to be near to, where anything is."""
-        if self._n:
-            ratio = min(max(ratio, self.value / FARTHEST), self.value * FARTHEST)
-        elif like is not None:
+        latest = self._latest
+        if not latest and like is not None:
             ratio = min(ratio, DISTURBED * like)
-        self._n += 1
-        self.value += max(_TRUST, 1.0 / self._n) * (ratio - self.value)
+        if self._faded < _OLD:
+            latest.clear()
+        self._faded = 1.0
+        latest.append(ratio)
+        self._value = sorted(latest)[int(self._low * len(latest))]
 
     def fade(self, towards: float, kept: float) -> None:
         """Believe it a little less."""
-        self.value = towards + (self.value - towards) * kept
+        self._towards = towards
+        self._faded *= kept
 
 
 def choose_depths(

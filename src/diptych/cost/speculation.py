@@ -19,7 +19,7 @@ from typing import TypedDict, Unpack
 from diptych.cost.acceptance import LEAST_CHANCE, Acceptance
 from diptych.cost.asker import LONGEST_IDLE, Asker, Option, Wanted
 from diptych.cost.asking import Asked, DrafterCost, Purse
-from diptych.cost.depths import FARTHEST, Ratio, choose_depths
+from diptych.cost.depths import DISTURBED, FARTHEST, LOWEST, Ratio, choose_depths
 from diptych.ground.shape import StepShape
 
 _GUESS_S = 10e-6  # of one guess and the questions around it, where nobody says
@@ -31,7 +31,7 @@ _SILENCE = 16  # steps in which nobody had a guess, until guesses are made as ra
 _PROBE_PRICE = 6.0  # of a step without drafts; before anything is learned each row may be thought to cost a step
 _SHARE = 0.005  # of a step's time that guesses in vain may take
 _PLAIN_EVERY = 8
-_BLIND = (4, 128)  # steps with drafts until one of their size goes without, to see what that takes: at first, at most
+_BLIND = (4, 64)  # steps with drafts until one of their size goes without, to see what that takes: at first, at most
 _LIKE_TOKENS = 256  # of context: within them drafts multiply the time of a step by the same
 _LIKE_STEPS = 64  # measured, until what was remembered is predicted again
 _FADE = 0.998  # per step without drafts: an old measurement is tried again some day
@@ -103,28 +103,34 @@ class DraftPrices:
     """
 
     def __init__(self, predict_s: Callable[[StepShape], float], **costs: Unpack[DraftCosts]) -> None:
-        self.purse = Purse()
+        self.purse = Purse()  # of the executor's drafters
+        self.rows_purse = Purse()  # of what steps take longer for any draft
         self._predict_s = predict_s
         self._guess_s = costs.get("guess_s", _GUESS_S)
         self._asker = Asker(self._price_s, self.purse, costs.get("drafters", ()))
         self._pools: dict[tuple[str, int], Acceptance] = {}
         self._refusals: dict[int, _Refusal] = {}  # by sequences of the step, as powers of two
-        # measured over predicted, by rows (powers of two): of decode steps without drafts and with; and of the drafter
+        # measured over predicted, by `_size` of rows: of decode steps without drafts and with; and of the drafter
         self._plain: dict[int, Ratio] = {}
         self._verify: dict[int, Ratio] = {}
         self._n_plain = 0
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
         self._n_learned = 0
-        # the executor's share of the planned step's drafts, the step's price without drafts and with
-        self._sent: tuple[float, float, float] | None = None
+        # of the planned step's drafts the executor's share; its price without drafts, with them, and the most it is to take
+        self._sent: tuple[float, float, float, float] | None = None
 
     def begin(self, name: str, kind: int = 0) -> Acceptance:
         """Of a new sequence with this drafter; each kind of request has chances of its own."""
-        return Acceptance(self._pools.setdefault((name, kind), Acceptance()))
+        estimate = Acceptance(self._pools.setdefault((name, kind), Acceptance()))
+        estimate.on_kept = self.rows_purse.gain
+        return estimate
 
     def begin_asked(self, names: Sequence[str], kind: int = 0) -> list[Asked]:
         """The same with the executor's drafters, by number: one of them follows the sequence, where any pays."""
-        return self._asker.begin(len(names), kind)
+        estimates = self._asker.begin(len(names), kind)
+        for estimate in estimates:
+            estimate.on_kept = self.rows_purse.gain
+        return estimates
 
     def best(self, guesses: Sequence[tuple[Acceptance, int, int]]) -> int:
         """Which of these guesses for one sequence is worth most."""
@@ -168,6 +174,7 @@ class DraftPrices:
     def idle(self, n_steps: int, n_decodes: int) -> None:
         """So many of them passed."""
         self._asker.idle(n_steps)
+        self.rows_purse.pass_steps(n_steps)
         refusal = self._refusals.get(n_decodes.bit_length())
         if refusal is not None:
             refusal.asks_in -= n_steps
@@ -187,13 +194,18 @@ class DraftPrices:
         """
         refusal = self._refusals.setdefault(len(guesses).bit_length(), _Refusal())
         refusal.n_silent = 0
+        self.rows_purse.pass_steps(1)
+        if not shape.prefill_tokens:
+            self.rows_purse.fill(self._price_s(shape, [0] * len(guesses)), len(guesses))
+        if self.rows_purse.is_empty:
+            return [0] * len(guesses)
         guess_s = self._guess_s * sum(n > 0 for _, n, _ in guesses)
 
         def price_s(depths: Sequence[int]) -> float:  # who drafts guesses in every step
             return self._price_s(shape, depths) + (guess_s if any(depths) else 0.0)
 
         depths = self._decide(guesses, refusal, price_s, most_rows, limit_s)
-        size = shape.n_sequences.bit_length()
+        size = _size(shape.n_sequences)
         if any(depths) and self._verify and size not in self._plain and refusal.is_blind():
             return [0] * len(guesses)
         if refusal.worth and refusal.asks_in == _REST:  # the price said no just now
@@ -203,8 +215,8 @@ class DraftPrices:
             most_s = min(_PROBE_PRICE * price_s(depths), limit_s or inf)
             if any(probe) and price_s(probe) <= most_s:
                 depths = probe
-        if self._asker.is_needed and any(depths):
-            self._note_rows(guesses, depths, price_s)
+        if any(depths):
+            self._note_rows(guesses, depths, shape)
         return depths
 
     def ask(
@@ -217,15 +229,17 @@ class DraftPrices:
         return self._asker.ask(options, shape=shape, most_rows=most_rows, limit_s=limit_s)
 
     def _note_rows(
-        self,
-        guesses: Sequence[tuple[Acceptance, int, int]],
-        depths: list[int],
-        price_s: Callable[[list[int]], float],
+        self, guesses: Sequence[tuple[Acceptance, int, int]], depths: Sequence[int], shape: StepShape
     ) -> None:
-        """The executor's drafts in a step are to pay for their part of what it takes longer."""
+        """The drafts in a step are to pay for what it takes longer, and the executor's for their part of it."""
         rows = sum(depth for (estimate, _, _), depth in zip(guesses, depths, strict=True) if type(estimate) is Asked)
-        if rows:
-            self._sent = (rows / sum(depths), price_s([0] * len(depths)), price_s(depths))
+        plain_s, longer_s = self._price_s(shape, [0] * len(depths)), self._price_s(shape, depths)
+        self._sent = rows / sum(depths), plain_s, longer_s, self._most_s(shape, depths, longer_s)
+
+    def _most_s(self, shape: StepShape, depths: Sequence[int], longer_s: float) -> float:
+        """What a step of this price takes at most, beyond which it was the machine that did something else."""
+        is_known = _size(shape.decode_tokens + sum(depths)) in self._verify
+        return (FARTHEST if is_known else DISTURBED) * longer_s
 
     def _decide(
         self,
@@ -262,9 +276,10 @@ class DraftPrices:
         else:
             self._n_plain = 0
         if self._sent is not None:
-            (share, plain_s, longer_s), self._sent = self._sent, None
-            took_s = longer_s if shape.prefill_tokens else min(measured_s, FARTHEST * longer_s)
+            (share, plain_s, longer_s, most_s), self._sent = self._sent, None
+            took_s = longer_s if shape.prefill_tokens else min(measured_s, most_s)
             self.purse.pay(share * max(0.0, took_s - plain_s))
+            self.rows_purse.pay(max(0.0, took_s - plain_s))
         if not (self._pools or self._asker.is_needed) or shape.prefill_tokens or not shape.decode_tokens:
             return
         self._n_learned += 1
@@ -276,12 +291,12 @@ class DraftPrices:
                 plain_s = measured_s / ratio * self._plain_ratio(shape)
                 self.purse.pay(min(max(0.0, measured_s - plain_s), (FARTHEST - 1.0) * plain_s))
                 return
-            self._plain.setdefault(shape.decode_tokens.bit_length(), Ratio()).add(ratio)
+            self._plain.setdefault(_size(shape.decode_tokens), Ratio(LOWEST)).add(ratio)
             kept = _FADE if self._n_plain <= _PLAIN_EVERY else _FADE**_PLAIN_EVERY
             for known in self._verify.values():
                 known.fade(self._plain_ratio(shape), kept)
         else:
-            rows = shape.decode_tokens.bit_length()
+            rows = _size(shape.decode_tokens)
             like = self._ratio(shape, rows) if self._plain or self._verify else None
             self._verify.setdefault(rows, Ratio()).add(ratio, like)
 
@@ -300,7 +315,7 @@ class DraftPrices:
         if not rows:
             return plain_s * self._plain_ratio(shape)
         times = self._times_longer(shape, depths, rows)
-        return plain_s * times * self._ratio(shape, (shape.decode_tokens + rows).bit_length())
+        return plain_s * times * self._ratio(shape, _size(shape.decode_tokens + rows))
 
     def _times_longer(self, shape: StepShape, depths: Sequence[int], rows: int) -> float:
         """By what the drafts multiply the predicted time of a step. Remembered: a choice of depth asks for half a dozen."""
@@ -315,14 +330,20 @@ class DraftPrices:
 
     def _plain_ratio(self, shape: StepShape) -> float:
         """Measured over predicted of steps without drafts and about so many sequences."""
-        return _nearest(self._plain, shape.n_sequences.bit_length()) if self._plain else 1.0
+        return _nearest(self._plain, _size(shape.n_sequences)) if self._plain else 1.0
 
     def _ratio(self, shape: StepShape, rows: int) -> float:
         """The same of steps with drafts and about so many rows."""
         return _nearest(self._verify, rows) if self._verify else self._plain_ratio(shape)
 
 
+def _size(rows: int) -> int:
+    """Rows that are one size: from a power of two to half as much again, and from there to the next."""
+    n_bits = rows.bit_length()
+    return 2 * n_bits + (rows >> (n_bits - 2) & 1 if n_bits > 1 else 0)
+
+
 def _nearest(ratios: dict[int, Ratio], rows: int) -> float:
-    """Of the nearest number of rows that was seen."""
+    """Of the nearest size that was seen."""
     known = ratios.get(rows)
     return (ratios[min(ratios, key=lambda seen: abs(seen - rows))] if known is None else known).value
