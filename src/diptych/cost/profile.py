@@ -15,8 +15,8 @@
 Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
 t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the sampler around them; a predicted step has
 both. Another backend or kernel set than `backend` and `kernels` takes no times from it. `elsewhere`: how many times as
-fast another backend took a step of each phase. `adapters`, `host`, `cache` and `elsewhere` may be absent; `cache` holds for models
-whose weights all fit in its bytes.
+fast another backend took a step of each phase. `adapters`, `host`, `cache` and `elsewhere` may be absent; `cache` holds for
+models whose weights all fit in its bytes.
 """
 
 from __future__ import annotations
