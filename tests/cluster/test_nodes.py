@@ -75,7 +75,7 @@ def test_a_node_that_is_lost_loses_no_request(
     cluster.remove_node(node, allow_graceful=False)
     lost_s = CLOCK.now_s()
     load.check(one)
-    wait_for(lambda: len(worker_pids(pools)) == 3, "all workers are up again", 2 * RECOVERY_S)
+    wait_for(lambda: len(worker_pids(pools)) == 3, "all workers are up again", RECOVERY_S)
     print(f"{state}: {victims} were back after {CLOCK.now_s() - lost_s:.1f} s")
     assert lost not in nodes_of(pools).values()
     pools.check_balance()
