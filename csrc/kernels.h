@@ -85,10 +85,16 @@ struct AttentionShape {
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
 
-  // The first position that a query at `position` sees.
-  DIPTYCH_FORCED int64_t first_seen(int64_t position) const {
+  // The first and the last position that a query sees. whole: 0, or how many tokens its sequence has where it sees both ways; then
+  // a window reaches `window` positions to either side.
+  DIPTYCH_FORCED int64_t first_seen(int64_t position, int64_t whole) const {
     if (is_chunked) return position - position % window;
-    return window > position ? 0 : position - window + 1;
+    const int64_t reach = whole > 0 ? window : window - 1;
+    return position > reach ? position - reach : 0;
+  }
+  DIPTYCH_FORCED int64_t last_seen(int64_t position, int64_t whole) const {
+    if (whole == 0) return position;
+    return whole - 1 - position < window ? whole - 1 : position + window;
   }
 };
 
@@ -98,6 +104,7 @@ struct AttentionTask {
   bool is_split;           // then the tiles' partial results go to `partials` and combine_split joins them
   int64_t partial_begin;   // floats into `partials`: [tiles of the whole row range][rows][dv + 2]
   int32_t first_tile;      // the row range's first tile, where its partials begin
+  int32_t whole = 0;       // tokens of a sequence whose queries see both ways, else 0
 };
 
 struct AttentionCall {

@@ -195,12 +195,13 @@ Step step_of(const I32& token_ids, const I32& query_start, const I32& context_to
 using Input = std::optional<F32Matrix>;
 using Tapped = std::optional<std::pair<I32, F32CubeOut>>;  // numbers of taps, and [taps, T, width] to write them to
 
-using AdapterOf = std::optional<I32>;  // [S] each sequence's adapter, or -1
+using OfSequences = std::optional<I32>;  // [S] each sequence's adapter, or -1; whether it attends both ways
 
-void add_adapters(Step& step, const AdapterOf& adapters) {
-  if (!adapters) return;
-  if (static_cast<int64_t>(adapters->shape(0)) != step.n_sequences) throw std::invalid_argument("adapters must be as many as sequences");
-  step.adapters = adapters->data();
+const int32_t* of_sequences(const OfSequences& numbers, const Step& step) {
+  if (!numbers) return nullptr;
+  if (static_cast<int64_t>(numbers->shape(0)) != step.n_sequences)
+    throw std::invalid_argument("adapters and both_ways must be as many as sequences");
+  return numbers->data();
 }
 
 // Of one layer: its number, and of each part the rows [begin, end) that it adds to, A [ranks, k], and B [rows, ranks], scaled.
@@ -236,9 +237,9 @@ void add_ends(const Program& program, Step& step, const Input& input, Tapped& ta
 }
 
 void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-         F32Out logits, Input input, Tapped tapped, AdapterOf adapters) {
+         F32Out logits, Input input, Tapped tapped, OfSequences adapters, OfSequences both_ways) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  add_adapters(step, adapters);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
   add_ends(program, step, input, tapped);
   if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
@@ -248,9 +249,9 @@ void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I
 
 std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I32 token_ids, I32 query_start, I32 context_tokens,
                                                              I32Table block_table, I32 logits_rows, KvCache& kv, Input input,
-                                                             Tapped tapped, AdapterOf adapters) {
+                                                             Tapped tapped, OfSequences adapters, OfSequences both_ways) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  add_adapters(step, adapters);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
   add_ends(program, step, input, tapped);
   std::pair<std::vector<int32_t>, std::vector<float>> out;
   nb::gil_scoped_release release;
@@ -262,9 +263,9 @@ std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I
 }
 
 void run_hidden(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-                F32Out hidden, AdapterOf adapters) {
+                F32Out hidden, OfSequences adapters, OfSequences both_ways) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  add_adapters(step, adapters);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
   if (hidden.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(hidden.shape(1)) != program.hidden_width())
     throw std::invalid_argument("hidden must be [rows wanted, model dimension]");
   nb::gil_scoped_release release;
@@ -464,12 +465,12 @@ void bind_program(nb::module_& m) {
            nb::arg("order").none() = nb::none())
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
-           nb::arg("adapters").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
-           nb::arg("adapters").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
       .def("run_hidden", &run_hidden, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none())
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
       .def_prop_ro("hidden_width", &Program::hidden_width)
       .def("tap_width", &Program::tap_width, nb::arg("number"))
       .def("argmax", &argmax)

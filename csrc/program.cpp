@@ -403,7 +403,7 @@ void Program::place_tokens(const Step& step, int64_t block_tokens) {
 }
 
 void Program::plan_attention(const Step& step) {
-  const AttentionBatch batch{step.query_start, positions_.data(), step.n_sequences};
+  const AttentionBatch batch{step.query_start, positions_.data(), step.n_sequences, step.both_ways, step.context_tokens};
   int64_t floats = 0;
   for (size_t i = 0; i < attention_shapes_.size(); ++i) {
     plan_attention_tasks(attention_shapes_[i], batch, pool_.size(), attention_plans_[i]);
@@ -447,6 +447,9 @@ void Program::check(const Step& step, const KvCache& kv) const {
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);
   for (int64_t s = 0; step.adapters != nullptr && s < step.n_sequences; ++s)
     if (step.adapters[s] != -1) adapter_bytes(step.adapters[s]);
+  for (int64_t s = 0; step.both_ways != nullptr && s < step.n_sequences; ++s)
+    require(step.both_ways[s] == 0 || step.context_tokens[s] == step.query_start[s + 1] - step.query_start[s],
+            "a sequence that attends both ways must come whole");
   for (int64_t t = 0; t < step.n_tokens; ++t)
     require(step.token_ids[t] >= 0 && step.token_ids[t] < table_rows_, "a token id is outside the vocabulary");
   for (int64_t r = 0; r < step.n_logits; ++r)

@@ -49,6 +49,7 @@ struct Step {
   float* taps = nullptr;                 // [n_tapped, T, width], written
   int64_t n_tapped = 0;
   const int32_t* adapters = nullptr;     // [S] each sequence's adapter, -1: none; null: none has any
+  const int32_t* both_ways = nullptr;    // [S] 1 where each token of the sequence, which is here whole, attends to all; null: nowhere
 };
 
 enum class BufferKind : int32_t { f32, bf16, rows };
@@ -166,6 +167,7 @@ struct Routing {
   std::vector<int32_t> expert_begin;   // [E + 1] into the two lists below
   std::vector<int32_t> source_rows;    // [T * k] token of each expert row
   std::vector<int32_t> expanded_rows;  // [T, k] expert row of each choice
+  bool is_adapted = false;             // whether an adapter of the step has experts of this mixture
   void resize(int64_t tokens, int64_t top_k, int64_t n_experts);
 };
 
@@ -273,7 +275,8 @@ class Program {
   std::vector<Buffer> buffers_;
   std::vector<Op> ops_;
   std::vector<std::unique_ptr<Adapter>> adapters_;  // null: dropped
-  AdaptedRows adapted_;                             // of the step
+  AdaptedRows adapted_;                             // of the step: its tokens
+  AdaptedRows adapted_head_, adapted_experts_;      // rows that the head reads; those of the mixture that runs
   std::vector<AttentionShape> attention_shapes_;  // distinct windows, or chunks
   std::vector<AttentionPlan> attention_plans_;    // one for each of them
   std::vector<int> plan_of_op_;                   // index by op; only read for attention

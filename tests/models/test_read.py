@@ -182,7 +182,6 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("llama", {"attention_multiplier": 0.5}, "attention_multiplier"),
         ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types"),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok in config.json is 5"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}, "max_position_embeddings": 8192}, "short_factor"),
     ],

@@ -33,7 +33,7 @@ class ReorderedTensor(WeightTensor):
         self.random_seed = tensor.random_seed  # random rows in another order are random rows
         self.kept, self.order = tensor.kept, tensor.order
         self._tensor = tensor
-        self._rows = (heads[:, None] + order).reshape(-1)
+        self._rows = self.row_order = (heads[:, None] + order).reshape(-1)
 
     @property
     def stored(self) -> tuple[WeightTensor, ...]:

@@ -39,7 +39,7 @@ from diptych.models.spec import (
 logger = logging.getLogger("diptych.models")
 
 # architectures of transformers that are a family's decoder under another head, or under none
-HEADLESS = ("ForSequenceClassification", "Model")
+HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
 
 
@@ -85,7 +85,7 @@ def read_model(
         logit_softcap=config.optional_number("final_logit_softcapping"),
         is_tied=config.flag("tie_word_embeddings"),
         is_run=family.is_run,
-        has_head=has_head,
+        has_head=has_head and not _is_both_ways(config),
         centres_norms=family.centres_norms,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
@@ -152,8 +152,16 @@ def is_headless(config: HfConfig) -> bool:
     return isinstance(name, str) and _with_head(name) != name
 
 
+def _is_both_ways(config: HfConfig) -> bool:
+    """Whether every token attends to those behind it too (EmbeddingGemma): a model of states, which writes nothing.
+
+    `is_causal: false` says less: GritLM embeds with it, and writes without.
+    """
+    return bool(config.raw.get("use_bidirectional_attention"))
+
+
 def _with_head(architecture: str) -> str:
-    """The architecture that writes text: Qwen3ForCausalLM for Qwen3Model and Qwen3ForSequenceClassification."""
+    """The architecture that writes text: Qwen3ForCausalLM for Qwen3Model, Gemma3ForCausalLM for Gemma3TextModel."""
     for ending in HEADLESS:
         whole = architecture.removesuffix(ending) + "ForCausalLM"
         if architecture.endswith(ending) and whole in BY_ARCHITECTURE:
@@ -342,6 +350,8 @@ def _decided(config: HfConfig, by: bool | str) -> bool:
 def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:
     """The window of each layer: by layer_types, by the family's pattern, or on every layer; none where switched off."""
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", True) else None
+    if window is not None and _is_both_ways(config):
+        window = window // 2  # to either side
     types = config.layer_types(n_layers, "chunked_attention" if family.attends_in_chunks else "sliding_attention")
     pattern = config.optional_integer("sliding_window_pattern") or family.full_every
     if window is None:

@@ -28,7 +28,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
     "attention with two softmaxes": ("diffllama",),
-    "attention both ways": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
+    "an encoder alone, with positions of its own": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
     "an encoder beside the decoder": ("bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"),
 })  # fmt: skip
 

@@ -218,8 +218,8 @@ class ModelSpec:
     Layers may differ, but for their mixtures: one in all layers that have one. max_context_tokens: the longest sequence an
     engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms take the
     mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
-    engine runs this family, or the planner only prices it. has_head: whether there is an output projection; a model without
-    one gives states (embeddings, scores) and no tokens.
+    engine runs this family, or the planner only prices it. has_head: whether there is an output projection that tokens are
+    drawn by; a model without one gives states (embeddings, scores) and no tokens.
     """
 
     name: str

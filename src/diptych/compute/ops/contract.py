@@ -64,7 +64,8 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all.
+    """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all. Where a
+    sequence attends both ways (`ForwardBatch.both_ways_S`) it sees so many to either side.
 
     is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become softcap * tanh(score /
     softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of kv_rank + rope_dim, whose
@@ -110,10 +111,12 @@ class WeightTensor(Protocol):
 
     kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
     order: int32 [k], which input of the layer meets each input of `codes`; None: they come in order.
+    row_order: which row of the file each row is, where they were put in another order; None: they were not.
     """
 
     kept: KeptFormat | None = None
     order: torch.Tensor | None = None
+    row_order: torch.Tensor | None = None
 
     name: str
     shape: tuple[int, ...]

@@ -317,18 +317,24 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         stored = [[getattr(expert, name) for expert in experts] for name in ("gate_up", "down")]
         keep = all(len({(self._kept(part), _name_of(_order_of(part))) for part in parts}) == 1 for parts in stored)
         joined = None if spec.joins_apart else spec.activation
+        gate_up = tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts)
+        down = tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts)
+        for e, expert in enumerate(experts):
+            self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
         return ExpertsHandle(
             spec=spec,
             router=self.router(router),
             choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
-            gate_up=tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts),
-            down=tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts),
+            gate_up=gate_up,
+            down=down,
         )
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
         parts, weights_format = LinearParts(weights=(tensor,)), head_format(self.weights_format)
-        return self._pack_own(parts, weights_format, role)
+        handle = self._pack_own(parts, weights_format, role)
+        self.sites.note_head(tensor, handle)
+        return handle
 
     def _pack_own(
         self, parts: LinearParts, weights_format: str, role: Role | None, *, keep: bool = True

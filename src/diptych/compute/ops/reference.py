@@ -60,7 +60,7 @@ def attention_paged(
     for s in range(batch.n_sequences):
         for t in range(int(batch.query_start_S1[s]), int(batch.query_start_S1[s + 1])):
             position = int(batch.positions_T[t])
-            seen = range(max(0, spec.first_seen(position)), position + 1)
+            seen = _seen(position, spec, int(batch.context_tokens_S[s]) if _is_both_ways(batch, s) else None)
             blocks = [int(batch.block_table_SM[s, p // block_tokens]) for p in seen]
             offsets = [p % block_tokens for p in seen]
             for h in range(spec.n_heads):
@@ -73,6 +73,19 @@ def attention_paged(
                     scores = torch.cat([scores, sinks[h : h + 1]])
                 out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v
     return out
+
+
+def _is_both_ways(batch: ForwardBatch, s: int) -> bool:
+    return batch.both_ways_S is not None and bool(batch.both_ways_S[s])
+
+
+def _seen(position: int, spec: AttentionSpec, whole: int | None) -> range:
+    """The positions that a query attends to. whole: tokens of its sequence where it attends both ways, else None."""
+    if whole is None:
+        return range(max(0, spec.first_seen(position)), position + 1)
+    if spec.window is None:
+        return range(whole)
+    return range(max(0, position - spec.window), min(whole, position + spec.window + 1))
 
 
 def latent_attention(

@@ -166,17 +166,18 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         role: Role | None = None,
     ) -> TorchExperts:
         """One pair of matrices per expert."""
-        return TorchExperts(
-            spec,
-            self.router(router),
-            None if choice_bias is None else self._vector(choice_bias),
-            tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts),
-            tuple(self._stacked(expert.down, role=role) for expert in experts),
-        )
+        gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts)
+        down = tuple(self._stacked(expert.down, role=role) for expert in experts)
+        for e, expert in enumerate(experts):
+            self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
+        bias = None if choice_bias is None else self._vector(choice_bias)
+        return TorchExperts(spec, self.router(router), bias, gate_up, down)
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> TorchLinear:
         """[V, D] in the compute dtype."""
-        return TorchLinear(self._place(tensor.read()), None, role=role)
+        linear = TorchLinear(self._place(tensor.read()), None, role=role)
+        self.sites.note_head(tensor, linear)
+        return linear
 
     def _stacked(
         self, parts: LinearParts, activation: Activation | None = None, *, role: Role | None = None
@@ -281,15 +282,24 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
 
     def linear(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, N]."""
+        return self._product(h, weight, None)
+
+    def _product(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
+        """y [len(h), N]. tokens: of the step, which the rows of h are; None: all in their order."""
         y = F.linear(h, weight.weight, weight.bias)
-        for rows, adapter in self._adapted:
-            for site, low_rank in adapter.get(id(weight), ()):
+        for of_adapter, adapter in self._adapted:
+            sites = adapter.get(id(weight), ())
+            rows = of_adapter if tokens is None or not sites else torch.isin(tokens, of_adapter).nonzero()[:, 0]
+            for site, low_rank in sites:
                 y[rows, site.begin : site.end] += F.linear(F.linear(h[rows], low_rank.a), low_rank.b)
         return y
 
     def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, F]."""
-        gate, up = self.linear(h, weight).chunk(2, dim=-1)
+        return self._gated(h, weight, None)
+
+    def _gated(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
+        gate, up = self._product(h, weight, tokens).chunk(2, dim=-1)
         if weight.activation is Activation.CLAMPED:
             gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
             return gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
@@ -388,7 +398,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             weights, given = weights_Tk[rows, column, None], h[rows]
             if spec.weighs_input:
                 given, weights = (given * weights).to(h.dtype), torch.ones_like(weights)
-            y = self.linear(self.linear_gate(given, experts.gate_up[expert]), experts.down[expert])
+            y = self._product(self._gated(given, experts.gate_up[expert], rows), experts.down[expert], rows)
             total.index_add_(0, rows, (y * weights).to(total.dtype))
         return x + total
 
@@ -408,7 +418,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             h = self.norm(h, norm, eps=eps)
         if self._wants_hidden:
             return h.float()
-        logits = F.linear(h, weight.weight)
+        logits = self._product(h, weight, self._logits_rows)
         if scale != 1.0:
             logits = logits * scale
         if softcap is not None:
@@ -462,7 +472,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         return self._queries[key]
 
     def _group(self, spec: AttentionSpec) -> Iterator[_Queries]:
-        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries."""
+        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries.
+
+        What attends both ways is here whole: its context is its own tokens.
+        """
+        both_ways_S = self._batch.both_ways_S
         starts = self._batch.query_start_S1.tolist()
         contexts = self._batch.context_tokens_S.tolist()
         counts = [end - start for start, end in pairwise(starts)]
@@ -475,7 +489,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             for row in range(0, count, QUERY_ROWS):
                 n_rows = min(QUERY_ROWS, count - row)
                 end = contexts[s] - count + row + n_rows  # positions of this slice: [end - n_rows, end)
-                yield self._prefill_slice(s, starts[s] + row, n_rows, end, spec)
+                if both_ways_S is not None and both_ways_S[s]:
+                    assert contexts[s] == count, "a sequence that attends both ways must come whole"
+                    yield self._both_ways_slice(s, starts[s] + row, (row, end), count, spec.window)
+                else:
+                    yield self._prefill_slice(s, starts[s] + row, n_rows, end, spec)
 
     def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], spec: AttentionSpec) -> _Queries:
         span = max(ends) if spec.window is None else min(spec.window, max(ends))
@@ -498,6 +516,18 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         query_n1 = torch.arange(first_query, end, device=self._device)[:, None]
         mask_nC = (positions_C <= query_n1) & (positions_C >= spec.first_seen(query_n1))
         return _Queries(slice(row, row + n_rows), slots, mask_nC[None, None])
+
+    def _both_ways_slice(
+        self, sequence: int, row: int, queries: tuple[int, int], n_tokens: int, window: int | None
+    ) -> _Queries:
+        """Queries [begin, end) of a whole sequence, against `window` positions to either side."""
+        positions_C = torch.arange(n_tokens, device=self._device)
+        slots = self._slots_of(self._table[sequence][None], positions_C[None])
+        mask = None
+        if window is not None:
+            query_n1 = torch.arange(*queries, device=self._device)[:, None]
+            mask = ((positions_C - query_n1).abs() <= window)[None, None]
+        return _Queries(slice(row, row + queries[1] - queries[0]), slots, mask)
 
     def _slots_of(self, table_BM: torch.Tensor, positions_BC: torch.Tensor) -> torch.Tensor:
         block_tokens = self._kv.block_tokens
