@@ -16,6 +16,7 @@ from diptych.compute.ceilings import machine_ceilings
 from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import env_text
+from diptych.ground.errors import ConfigError
 from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
 from diptych.server.run import bind, run_server
 
@@ -26,7 +27,10 @@ LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.W
 @app.command()
 @options.takes(settings=options.ENGINE, loras=options.LORAS)
 def serve(
-    model: Annotated[str, typer.Argument(help="'bundled', a checkpoint folder, or a hub name")] = "bundled",
+    model: Annotated[
+        str, typer.Argument(help="'bundled', a checkpoint folder, a GGUF file, or a hub name")
+    ] = "bundled",
+    named_model: Annotated[str | None, typer.Option("--model", "-m", help="MODEL, as other commands take it")] = None,
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 8000,
     api_key: Annotated[str | None, typer.Option(help="key that clients must send (default: DIPTYCH_API_KEY)")] = None,
@@ -124,6 +128,7 @@ def serve(
     logging.basicConfig(
         level=LOG_LEVELS.get(log_level.lower(), logging.INFO), format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
+    model = _one_of(model, named_model)
     pools = cluster.pools_of(
         prefill,
         decode,
@@ -176,3 +181,9 @@ def serve(
         llm = AsyncLLM.from_pretrained(model, replace(engine, scheduler=scheduler), progress=progress)
     ceilings = machine_ceilings(llm.loaded.model)
     raise typer.Exit(run_server(llm, config, listener, ceilings=ceilings))
+
+
+def _one_of(model: str, named: str | None) -> str:
+    if named is None or model in ("bundled", named):
+        return named or model
+    raise ConfigError(f"MODEL is {model!r} and --model is {named!r}", hint="name one of them")
