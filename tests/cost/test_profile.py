@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from diptych.cli.plan_picture import draw
 from diptych.cost.adapters import Loras
 from diptych.cost.advice import _variants
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.planner import Question, make_plan
 from diptych.cost.profile import load_profile, profile_path, read_profile
 from diptych.cost.setup import own_quant, setup_of
 from diptych.cost.tables import model_spec, quant_spec
@@ -69,6 +71,27 @@ def test_weights_that_fit_the_cache_are_read_from_it():
     assert gained_s == pytest.approx(weights / (5e10 * 0.9) - weights / (2e11 * 0.5), rel=0.01)
     too_small = cache | {"bytes": 2.6e8}
     assert seconds("smollm2-135m", PROFILE | {"cache": too_small}) == seconds("smollm2-135m", PROFILE)
+
+
+def test_the_roof_of_cached_weights_is_the_caches(monkeypatch, tmp_path, capsys):
+    """A plan's roofline was the memory's: predictions from a cache stood above it. The picture draws both."""
+    cache = {"bytes": 3e8, "bytes_per_s": 2e11, "eb": {"bf16": 0.5, "int8": 0.4, "int4": 0.3}}
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+
+    def decode(cached: dict):
+        (tmp_path / "hardware.json").write_text(json.dumps(PROFILE | cached))
+        return make_plan(setup_of("smollm2-135m", "local"), Question(prompt_tokens=64))
+
+    plain, roofed = decode({}), decode({"cache": cache})
+    assert plain.decode.bound_s == pytest.approx(4 * roofed.decode.bound_s, rel=0.01)
+    assert roofed.decode.bound_s < roofed.decode.predicted_s < plain.decode.bound_s
+    assert roofed.compute_bound_batch == pytest.approx(plain.compute_bound_batch / 4)
+    assert any("so the roof is the cache's: 200 GB/s, not the memory's 50" in note for note in roofed.notes)
+    draw(roofed, tmp_path / "plan.svg")
+    picture = (tmp_path / "plan.svg").read_text()
+    assert "roof of the memory, 50 GB/s" in picture
+    assert "roof of the cache, 286 MiB at 200 GB/s" in picture
+    assert decode({"cache": cache | {"bytes": 2.6e8}}).decode.bound_s == plain.decode.bound_s
 
 
 def test_a_step_holds_the_hosts_time_once():

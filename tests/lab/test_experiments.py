@@ -325,6 +325,9 @@ def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path, monkeypa
     assert fitted.is_local
     assert fitted.decode_residual.rows >= 7
     assert fitted.prefill_residual.rows >= 8
+    elsewhere = load_profile(path)["elsewhere"]
+    assert (elsewhere["backend"], elsewhere["weights"]) == ("torch", "bf16")
+    assert min(elsewhere["prefill"], elsewhere["decode"]) > 0.0
 
 
 def test_a_profile_of_a_busy_machine_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

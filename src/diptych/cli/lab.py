@@ -15,7 +15,7 @@ from diptych.cli.options import check_writable, console, engine_config, loading_
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
-from diptych.engine.load import LoadedModel, bundled_dir, load, local_predictor, profile_gap
+from diptych.engine.load import FASTER, LoadedModel, bundled_dir, load, local_predictor, profile_gap
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
@@ -140,6 +140,11 @@ def calibrate(
         )
     rates = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in profile["flops_per_s"].items())
     console.print(f"{profile['device']}: {profile['memory_bytes_per_s'] / 1e9:.1f} GB/s read, {rates}")
+    elsewhere = profile.get("elsewhere", {})
+    for phase in (phase for phase in profile["residuals"] if elsewhere.get(phase, 0.0) > FASTER):
+        console.print(
+            f"  {phase}: the {elsewhere['backend']} backend is {elsewhere[phase]:.1f} times as fast with bf16 weights"
+        )
     for phase, residual in profile["residuals"].items():
         console.print(
             f"  {phase}: median error {residual['median_error']:.1%}, measured/predicted - 1 from {residual['low']:+.0%} "

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.cost.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
+from diptych.cost.depths import choose_depths
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, decode_work_of, prefill_work_of
 from diptych.cost.setup import Setup
-from diptych.cost.speculation import choose_depths
 from diptych.cost.tables import kv_spec
 from diptych.ground.config import MOST_DRAFT_ROWS
 from diptych.ground.errors import ConfigError

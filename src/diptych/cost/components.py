@@ -268,7 +268,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     q_width, kv_width = sizes.heads * head_dim, sizes.kv_heads * head_dim
     width = q_width + 2 * kv_width
     qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
-    if attention.qk_norm is not QkNorm.NONE:
+    if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
         norm = 2 * head_dim if attention.qk_norm is QkNorm.HEAD else q_width + kv_width
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
     rotary = 6.0 * sizes.n * (sizes.heads + sizes.kv_heads) * head_dim

@@ -108,7 +108,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         count += spec.n_heads
     if spec.qk_norm is QkNorm.HEAD:
         count += 2 * spec.head_dim
-    elif spec.qk_norm is QkNorm.FULL:
+    elif spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS):
         count += (spec.n_heads + spec.n_kv_heads) * spec.head_dim
     return count
 

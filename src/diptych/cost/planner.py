@@ -30,7 +30,7 @@ from diptych.cost.setup import Setup
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
-from diptych.ground.specs import Bottleneck, StepCost
+from diptych.ground.specs import Bottleneck, HardwareSpec, StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +200,9 @@ def _cost(setup: Setup, work: StepShape) -> PhaseCost:
 def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
     """One phase in numbers."""
     cost = _cost(setup, work)
-    bound = roofline(cost, setup.hardware, setup.quant)
     predictor = setup.model_of_time()
+    roof = roof_of(setup)
+    bound = roofline(cost, roof, setup.quant)
     predicted = predictor.predict(work)
     shape = work.shapes[0]
     is_decode = shape.is_decode
@@ -216,7 +217,7 @@ def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
         kv_bytes=cost.kv_bytes,
         activation_bytes=cost.total("activation_bytes"),
         intensity=cost.intensity,
-        balance=balance(setup.hardware, setup.quant.compute),
+        balance=balance(roof, setup.quant.compute),
         bound=predicted.bound,
         bound_s=bound.total_s,
         predicted_s=predicted.total_s,
@@ -228,13 +229,21 @@ def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
         launch_s=predicted.parts_s["launch"],
         link_s=predicted.parts_s["link"],
         distance=tuple(f"{gap.axis}: {gap.text}" for gap in predictor.gaps(work)),
-        components=component_lines(setup, cost, bound),
+        components=component_lines(cost, bound, balance(roof, setup.quant.compute)),
     )
 
 
-def component_lines(setup: Setup, cost: PhaseCost, bound: StepCost) -> tuple[ComponentLine, ...]:
-    """Every component that does or moves something, with what binds it at the machine's peak."""
-    ridge = balance(setup.hardware, setup.quant.compute)
+def roof_of(setup: Setup) -> HardwareSpec:
+    """The machine whose roof is this model's: reads are those of the measured cache that holds the weights, where one does."""
+    predictor = setup.model_of_time()
+    cache = predictor.calibration.cache
+    if cache is None or not predictor.weights_are_cached:
+        return setup.hardware
+    return replace(setup.hardware, memory_bytes_per_s=max(cache.bytes_per_s, setup.hardware.memory_bytes_per_s))
+
+
+def component_lines(cost: PhaseCost, bound: StepCost, ridge: float) -> tuple[ComponentLine, ...]:
+    """Every component that does or moves something, with what binds it at the machine's peak, whose ridge is given."""
     lines = []
     for part in cost.components:
         if part.name == "embedding" and not part.flops:
@@ -263,7 +272,7 @@ def compute_bound_batch(setup: Setup) -> float | None:
     unit = _cost(setup, StepShape.decode(batch=1, context_tokens=1))
     parts = [unit.component(name) for name in ("qkv", "o", "mlp", "router", "experts", "shared_experts")]
     row_s = sum(part.flops for part in parts) / peak_flops_per_s(setup.hardware, setup.quant.compute)
-    bandwidth = setup.hardware.memory_bytes_per_s
+    bandwidth = roof_of(setup).memory_bytes_per_s
     dense = sum(part.weight_bytes for part in parts if part.name != "experts")
     moe = setup.model.moe
     if moe is None:
@@ -320,8 +329,13 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
     for name, text in (("memory_bytes_per_s", "memory bandwidth"), (f"flops_{used}", f"{used} peak")):
         if setup.hardware.flag_of(name).value == "unverified":
             notes.append(f"the {text} of {setup.hardware.name} is unverified")
-    if setup.model_of_time().weights_are_cached:
-        notes.append("the weights fit the last-level cache of this machine: decode may beat the roofline of its memory")
+    cache = setup.calibration.cache
+    if cache is not None and setup.model_of_time().weights_are_cached:
+        rates = (one.memory_bytes_per_s / 1e9 for one in (roof_of(setup), setup.hardware))
+        notes.append(
+            f"the weights fit the {cache.bytes / 2**20:,.0f} MiB of cache that were measured, so the roof is the cache's: "
+            "{:.0f} GB/s, not the memory's {:.0f}".format(*rates)
+        )
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
     if setup.loras is not None and not setup.calibration.decode.adapter_ef:

@@ -9,13 +9,14 @@
      "adapters": {"layer_s": 1e-6, "prefill_ef": {"bf16": 0.3}, "decode_ef": {"bf16": 0.2}},
      "host": {"step_s": 1e-4, "sequence_s": 1e-5},
      "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}},
+     "elsewhere": {"backend": "torch", "weights": "bf16", "prefill": 0.7, "decode": 0.4},
      "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
 
 Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
 t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the sampler around them; a predicted step has
-both. Another backend or kernel set than `backend` and `kernels` takes no times
-from it. `adapters`, `host` and `cache` may be absent; `cache` holds for models
-whose weights all fit in its bytes.
+both. Another backend or kernel set than `backend` and `kernels` takes no times from it. `elsewhere`: how many times as
+fast another backend took a step of each phase. `adapters`, `host`, `cache` and `elsewhere` may be absent; `cache` holds for
+models whose weights all fit in its bytes.
 """
 
 from __future__ import annotations

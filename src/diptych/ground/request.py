@@ -210,10 +210,12 @@ class Pooling:
     """A request for states in place of tokens: its prompt is read, nothing is written, and its blocks go at once.
 
     first: where the mean begins; what stands before it (an instruction) is read and not averaged.
+    both_ways: every token attends to all of the prompt, which is then read in one chunk, and found in no cache.
     """
 
     pool: Pool
     first: int = 0
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -85,7 +86,9 @@ def _rows(n: int, start: int = 0) -> StepShape:
 
 DECODE_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in
                 ((1, 64), (1, 2048), (1, 8000), (4, 256), (8, 1024), (16, 256), (32, 256))]  # fmt: skip
-PREFILL_STEPS = [_rows(n) for n in (8, 32, 64, 128, 256, 512, 1024, 2048)] + [_rows(256, 1792), _rows(512, 6144)]
+_HALF_A_THOUSAND = _rows(512)
+PREFILL_STEPS = [*(_rows(n) for n in (8, 32, 64, 128, 256)), _HALF_A_THOUSAND, _rows(1024), _rows(2048),
+                 _rows(256, 1792), _rows(512, 6144)]  # fmt: skip
 EMPTY_STEPS = [StepShape.decode(batch=1, context_tokens=16), StepShape.decode(batch=16, context_tokens=16)]
 SMALL_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
 CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
@@ -130,6 +133,7 @@ def calibrate(
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
     host: dict[str, float] = {}
+    elsewhere: dict[str, float | str] = {}
     backend = kernels = ""
     placement = Placement(threads=1)
     for weights in ("bf16", "int8", "int4", "fp32"):
@@ -142,11 +146,14 @@ def calibrate(
         ceilings[weights] = machine_ceilings(model)
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement, ceilings[weights].read_bytes_per_s)
-        samples += _sample(model, DECODE_STEPS + PREFILL_STEPS, effort, takes_busy=takes_busy)
+        taken = _sample(model, DECODE_STEPS + PREFILL_STEPS, effort, takes_busy=takes_busy)
+        samples += taken
         dtype = CostView(model).quant.compute
         if dtype not in adapted:  # over int4, too, rows are int8
             adapted[dtype] = weights, adapted_steps(model, replace(effort, budget_s=effort.budget_s / 2))
         model.close()
+        if backend == "cpu" and weights == "bf16":
+            elsewhere = _elsewhere(taken, config, effort, takes_busy=takes_busy)
         if backend == "cpu":
             small = random_model(SMALL_MODEL, config, seed=0)
             samples += _sample(small, SMALL_STEPS, effort, takes_busy=takes_busy)
@@ -166,6 +173,8 @@ def calibrate(
         profile["flops_per_s"],
         {dtype: profile["memory_bytes_per_s"] * profile["eb"][weights] for dtype, (weights, _) in adapted.items()},
     )
+    if elsewhere:
+        profile["elsewhere"] = elsewhere
     profile["fingerprint"] = fingerprint()
     target = path or profile_path()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -184,6 +193,20 @@ def _sample(model: Model, steps: Sequence[StepShape], effort: Effort, *, takes_b
             hint="stop them and run it again, or keep such a profile with --busy",
         )
     return [TimedStep(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+
+
+def _elsewhere(
+    own: Sequence[TimedStep], config: ComputeConfig, effort: Effort, *, takes_busy: bool
+) -> dict[str, float | str]:
+    """How many times as fast the torch backend goes through a step of each phase, with the same weights."""
+    steps = (DECODE_STEPS[0], _HALF_A_THOUSAND)
+    with closing(random_model(PROBE_MODEL, replace(config, backend="torch"), seed=0)) as model:
+        theirs = _sample(model, steps, effort, takes_busy=takes_busy)
+        found: dict[str, float | str] = {"backend": model.backend_name, "weights": model.weights_format}
+    for step in theirs:
+        ours = next(sample for sample in own if sample.work is step.work)
+        found[step.phase.value] = ours.measured.value / step.measured.value
+    return found
 
 
 def _host(model: Model, effort: Effort) -> dict[str, float]:
