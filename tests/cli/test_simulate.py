@@ -194,6 +194,8 @@ def test_a_damaged_trace_is_told_by_line(
         (["--rate", "1/s", "--prompt", "1:99999999999"], "a prompt may have 99999999999 tokens; at most 16777216"),
         (["--users", "3", "--shared-prefix", "99999999999"], "at most 16777216 can be simulated"),
         (["--users", "3", "--turns", "100000000"], "turns is 100000000"),
+        (["--users", "3", "--lora", "4:0"], "--lora is 0"),
+        (["--users", "3", "--lora", "many"], "cannot read 'many' in --lora"),
     ],
 )
 def test_impossible_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from diptych.cli.explain import app as explain
 from diptych.cli.simulate import app as simulate
+from diptych.compute.adapters import read_adapter
 from diptych.engine.load import bundled_dir
 from diptych.ground.errors import ConfigError
+from diptych.ground.shape import AdapterShape
 from diptych.server.config import ServerConfig
 from diptych.sim.journal import id_digest, journal_load, journal_minutes
 from lora import ALL, write_adapter
@@ -66,6 +68,10 @@ def test_an_adapter_shares_no_prefix_with_the_model(recorded: tuple[Path, list[s
     assert adapted["blocks"] == again["blocks"]
     assert (plain["adapter"], adapted["adapter"] == again["adapter"] != "") == (None, True)
     assert adapted["cached_tokens"] == 0 < again["cached_tokens"]
+    sizes = [due.adapter.shape if due.adapter else None for _, due in journal_load(path).start()]
+    assert sizes[0] is None
+    assert sizes[-1] == sizes[-2] == AdapterShape(0, adapted["adapter_parameters"])  # a simulation did not pay for them
+    assert adapted["adapter_parameters"] == read_adapter(path.parent / "poet", max_rank=64).n_parameters
     minutes, target = journal_minutes(path, names[3])
     scopes = {past.request.request_id: past.request.cache_scope for past in minutes.requests}
     assert scopes[target] == scopes[id_digest(names[4])] != scopes[id_digest(names[0])]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from diptych.compute.adapters import Adapter, LowRank
@@ -71,9 +73,7 @@ def adapted_steps(model: Model, effort: Effort) -> AdaptedSteps:
     works = [StepShape.decode(batch=rows, context_tokens=CONTEXT) for rows in (FEW, MANY)]
     works.append(StepShape.prefill(batch=1, new_tokens=PROMPT))
     rounds = measure([probe.usual(work, adapters=adapters) for work in works for adapters in ((), (number,))], effort)
-    few_s, many_s, prompt_s = (
-        rounds.of(lambda times_N, i=i: times_N[2 * i + 1] - times_N[2 * i]).value for i in range(3)
-    )
+    few_s, many_s, prompt_s = (rounds.of(partial(_added_s, point=point)).value for point in range(3))
     return AdaptedSteps(
         n_layers=model.spec.n_layers,
         n_parameters=adapter.n_parameters,
@@ -82,6 +82,10 @@ def adapted_steps(model: Model, effort: Effort) -> AdaptedSteps:
         many_s=many_s,
         prompt_s=prompt_s,
     )
+
+
+def _added_s(times_N: np.ndarray, point: int) -> float:
+    return float(times_N[2 * point + 1] - times_N[2 * point])
 
 
 def constants_of(
