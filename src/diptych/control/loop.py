@@ -170,6 +170,7 @@ class EngineCore:
             max_context_tokens=self.config.max_context_tokens,
             n_blocks=self.pool.n_blocks,
             block_tokens=self.pool.block_tokens,
+            max_step_tokens=self.config.max_step_tokens,
         )
 
     def submit_prefill(self, request: Request) -> list[Event]:

@@ -42,6 +42,7 @@ from diptych.ground.bounds import shown
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
+from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.models.gguf_file import find_gguf
 from diptych.models.named import SHAPES
@@ -51,6 +52,7 @@ from diptych.stepper import Observe
 logger = logging.getLogger("diptych.engine")
 
 BUNDLED_MODEL = "diptych-10m"
+FASTER = 1.05  # times as fast, from which on another backend is worth a word
 # share of the memory that is free after loading which the KV pool may take when nobody says otherwise
 KV_MEMORY_SHARE = 0.5
 # sequences of the whole context that a pool has room for, where nobody says how many run and memory allows
@@ -244,6 +246,19 @@ def profile_gap(model: Model) -> str | None:
 def faster_kernels(model: Model) -> str | None:
     """The kernel set that this processor has and the model, told to use another, does not use; None where there is none."""
     return faster_set(model.instruction_set) if model.backend_name == "cpu" else None
+
+
+def faster_backends(model: Model) -> dict[str, str]:
+    """Phases in which another backend was measured to be faster on this machine with the same weights, and how much."""
+    other = {} if profile_gap(model) is not None else load_profile().get("elsewhere", {})
+    if not isinstance(other, dict) or other.get("weights") != model.weights_format:
+        return {}
+    times = {phase.value: other.get(phase.value) for phase in Phase}
+    return {
+        phase: f"the {other.get('backend')} backend is {value:.1f} times as fast here with {model.weights_format} weights"
+        for phase, value in times.items()
+        if isinstance(value, float) and value > FASTER
+    }
 
 
 def local_predictor(model: Model) -> CalibratedModel | None:
