@@ -94,6 +94,10 @@ def test_drafters_are_known_by_their_files(loaded: LoadedModel, tiny_dir: Path, 
     assert [one.kind for one in opened] == ["draft", "medusa", "eagle"]
     assert [one.cost.begins_every for one in opened] == [1, 1, config.block_tokens]
     assert [one.cost.most_drafts for one in opened] == [16, 3, 16]
+    medusa = named.split(",")[1]
+    for kind in ("draft", "eagle"):
+        with pytest.raises(ConfigError, match=f"speculate is '{kind}', and .* holds medusa heads"):
+            open_drafters(engine_config(config, speculate=kind, draft_model=medusa), loaded.model, directory=tiny_dir)
     twice = replace(config, draft_model=f"{named}, {tiny_dir}")
     with pytest.raises(ConfigError, match="two drafters of the kind draft"):
         open_drafters(twice, loaded.model, directory=tiny_dir, tokenizer=loaded.tokenizer)

@@ -230,8 +230,17 @@ def open_drafters(
 def _named(config: EngineConfig, directory: Path | None) -> dict[str, Path]:
     """Which drafters are to be opened, and where they lie. `auto`: those that are named, else those beside the model."""
     kind, bundled = config.scheduler.speculate, shipped(directory)
+    if kind not in (*MODEL_DRAFTERS, "auto"):
+        return {}
     if kind != "auto":
-        return {kind: _folder(config, kind, directory)} if kind in MODEL_DRAFTERS else {}
+        folder = _folder(config, kind, directory)
+        holds = _kind_of(folder)
+        if holds not in (kind, "draft"):
+            raise ConfigError(
+                f"speculate is {kind!r}, and {folder} holds {holds} heads",
+                hint=f"--speculate {holds}, or another folder",
+            )
+        return {kind: folder}
     if config.draft_model is None:
         return {kind: BUNDLED / bundled[kind] for kind in MODEL_DRAFTERS if kind in bundled}
     found: dict[str, Path] = {}
