@@ -46,7 +46,7 @@ class LinearHandle:
 
     Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
     following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
-    rows: which of n_outputs the packed weight has, in its order; None: all.
+    rows: which of n_outputs the packed weight has, in its order; None: all. begin: the first output of the tensors in `key`.
     order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
     """
 
@@ -61,6 +61,7 @@ class LinearHandle:
     is_gathered: bool = False
     pieces: tuple[LinearHandle, ...] = ()
     rows: Rows | None = None
+    begin: int = 0
     order: str = ""
 
     def own_rows(self, begin: int, end: int) -> tuple[int, list[slice]]:
@@ -220,11 +221,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        is_heads = role is not None and role.sites[0][0] == "q"
-        if self.rank.size > 1 and is_heads and role is not None and role.layer is not None:
-            handle = self._heads_projection(parts, role, *self._heads[role.layer])
-        else:
+        if role is None or role.layer is None or role.sites[0][0] != "q":
             handle = self._pack_own(parts, self.weights_format, role)
+        elif self.rank.size == 1:
+            handle = self._joined(parts, role, ((0, parts.n_outputs),))
+        else:
+            handle = self._heads_projection(parts, role, *self._heads[role.layer])
         self.sites.note(parts, handle)
         return handle
 
@@ -377,26 +379,57 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             rows += ((begin + first * width // of, begin + (first + n) * width // of),)
             begin += width
         if not is_gathered:
-            return self._pack(parts, self.weights_format, role=role, rows=rows)
+            return self._joined(parts, role, rows)
         pieces = [
-            replace(
-                self._pack(parts, self.weights_format, role=role, rows=(own_rows,)),
-                column=own_rows[0],
-                is_gathered=True,
-            )
-            for own_rows in rows
+            replace(self._joined(parts, role, (own_rows,)), column=own_rows[0], is_gathered=True) for own_rows in rows
         ]
         return replace(nobody, index=pieces[0].index, pieces=tuple(pieces), order=pieces[0].order)
+
+    def _joined(self, parts: LinearParts, role: Role, rows: Rows) -> LinearHandle:
+        """`rows` of stacked tensors, in a piece for each run of them that one format and order holds."""
+        pieces: list[LinearHandle] = []
+        begin = column = 0
+        for run in self._runs(parts):
+            end = begin + run.n_outputs
+            own = tuple((max(low, begin), min(high, end)) for low, high in rows if max(low, begin) < min(high, end))
+            is_whole = own == ((begin, end),)
+            if own:
+                of_run = None if is_whole else tuple((low - begin, high - begin) for low, high in own)
+                piece = self._pack(run, self.weights_format, role=role, rows=of_run)
+                is_all = is_whole and run.n_outputs == parts.n_outputs
+                pieces.append(replace(piece, rows=None if is_all else own, begin=begin, column=column))
+                column += piece.n_outputs
+            begin = end
+        if len(pieces) == 1:
+            return pieces[0]
+        return replace(pieces[0], n_outputs=column, rows=rows, pieces=tuple(pieces))
+
+    def _runs(self, parts: LinearParts) -> list[LinearParts]:
+        """Neighbours that are kept alike, or not at all; one where there is a bias for several tensors together."""
+        if len(parts.biases) not in (0, len(parts.weights)):
+            return [parts]
+        runs: list[LinearParts] = []
+        for i, tensor in enumerate(parts.weights):
+            one = LinearParts(weights=(tensor,), biases=parts.biases[i : i + 1])
+            if runs and self._is_alike(LinearParts(weights=(runs[-1].weights[0], tensor))):
+                before = runs[-1]
+                runs[-1] = LinearParts(weights=(*before.weights, tensor), biases=(*before.biases, *one.biases))
+            else:
+                runs.append(one)
+        return runs
 
     @property
     def main_format(self) -> str:
         """The format of most weights of the layers."""
         return self.n_values.most_common(1)[0][0] if self.n_values else self.weights_format
 
+    def _is_alike(self, parts: LinearParts) -> bool:
+        """Whether one format and order holds the stored values of all parts, or none of them is kept."""
+        return not self.is_keeping or len({(part.kept, _name_of(part.order)) for part in parts.weights}) == 1
+
     def _kept(self, parts: LinearParts) -> KeptFormat | None:
         """What holds the stored values of all parts."""
-        formats = {(part.kept, _name_of(part.order)) for part in parts.weights} if self.is_keeping else {(None, "")}
-        kept = formats.pop()[0] if len(formats) == 1 else None
+        kept = parts.weights[0].kept if self.is_keeping and self._is_alike(parts) else None
         return replace(kept, is_wide=False) if kept is not None and self._meets_narrow_rows else kept
 
     def _pack(
