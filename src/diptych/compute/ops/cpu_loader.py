@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from diptych.compute.balance import exponents_of
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
-    Codes,
     ExpertParts,
     LinearParts,
     Loader,
@@ -26,18 +24,18 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
+from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
 from diptych.models.contents import EXPONENTS, INPUT_ORDER
 from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
-Rows = tuple[tuple[int, int], ...]  # ranges of a projection's outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +391,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         if not is_gathered:
             return self._joined(parts, role, rows)
         pieces = [
-            replace(self._joined(parts, role, (own_rows,)), column=own_rows[0], is_gathered=True) for own_rows in rows
+            replace(self._joined(parts, role, (of_site,)), column=of_site[0], is_gathered=True) for of_site in rows
         ]
         return replace(nobody, index=pieces[0].index, pieces=tuple(pieces), order=pieces[0].order)
 
@@ -519,11 +517,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """Rows of the tensors, packed."""
         bias = None
         if parts.biases:
-            biases = [part.read().detach().reshape(-1)[own] for part, own in _own_rows(parts.biases, rows)]
+            biases = [part.read().detach().reshape(-1)[own] for part, own in own_rows(parts.biases, rows)]
             bias = torch.cat([values.to(torch.float32) for values in biases])
         if kept is not None:
-            return int(self.program.add_coded_linear(shape, _native_codes(parts.weights, rows), bias))
-        return int(self.program.add_linear(shape, _finite_weights(parts, rows, weights_format), bias))
+            return int(self.program.add_coded_linear(shape, native_codes(parts.weights, rows), bias))
+        return int(self.program.add_linear(shape, finite_weights(parts, rows, weights_format), bias))
 
     def _add_random(self, shape: Any, whole: Any, rows: Rows | None, seed: int, amplitude: float) -> int:
         if rows is None:
@@ -563,48 +561,6 @@ def _order_of(parts: LinearParts) -> torch.Tensor | None:
 
 def _name_of(order: torch.Tensor | None) -> str:
     return "" if order is None else f" {hashlib.sha256(order.numpy().tobytes()).hexdigest()}"
-
-
-def _own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[WeightTensor, slice]]:
-    """Which rows of which of the stacked tensors `rows` of the stack are, in their order."""
-    for begin, end in rows:
-        first = 0
-        for tensor in tensors:
-            low, high = max(begin, first), min(end, first + tensor.shape[0])
-            if low < high:
-                yield tensor, slice(low - first, high - first)
-            first += tensor.shape[0]
-
-
-def _native_codes(tensors: tuple[WeightTensor, ...], rows: Rows) -> list[tuple[Any, ...]]:
-    """Codes, scales and offsets of rows of the stack: each row has its own."""
-    read: dict[str, Codes] = {}
-    native = []
-    for part, own in _own_rows(tensors, rows):
-        if part.name not in read:
-            read[part.name] = part.codes()
-        codes = read[part.name]
-        if not bool(torch.isfinite(codes.scales[own].to(torch.float32)).all()):
-            raise LoadError(
-                f"tensor {part.name} has a scale that is not finite",
-                hint="the checkpoint is damaged; download it again",
-            )
-        offsets = None if codes.offsets is None else codes.offsets[own].contiguous()
-        native.append((codes.codes[own].contiguous(), codes.scales[own].contiguous(), offsets))
-    return native
-
-
-def _finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list[torch.Tensor]:
-    """The rows' values; rounding one that is not finite to a grid would make a number of it, and hide it."""
-    weights = [(part.name, part.part(own, parts.n_inputs).detach()) for part, own in _own_rows(parts.weights, rows)]
-    if weights_format in ("int8", "int4"):
-        for name, values in weights:
-            if not bool(torch.isfinite(values).all()):
-                raise LoadError(
-                    f"tensor {name} has a weight that is not finite; {weights_format} cannot hold it",
-                    hint="the checkpoint is damaged; download it again",
-                )
-    return [values for _, values in weights]
 
 
 def _shape(spec: AttentionSpec, own: OwnHeads) -> Any:
