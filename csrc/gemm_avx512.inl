@@ -581,9 +581,9 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4,
 };
 extern const GroupTiles kGroupTiles = {
-    {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes),
-     DIPTYCH_DIRECT(Codes::wide)},
-    {6, 4, tile_expanded<6, 4, false>}, {3, 4, tile_expanded<3, 4, true>}, expand_groups, quantize_groups,
+    {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::wide)},
+    {{3, 4, tile_expanded<3, 4, false>}, {6, 4, tile_expanded<6, 4, false>}}, {{3, 4, tile_expanded<3, 4, true>}, {6, 4, tile_expanded<6, 4, true>}},
+    expand_groups, quantize_groups,
 };
 #endif
 

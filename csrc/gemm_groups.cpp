@@ -10,7 +10,6 @@ namespace {
 
 constexpr int64_t kDirectPasses = 2;     // of few rows over a strip, before expanding it is cheaper
 constexpr int64_t kBlockRows = 192;      // their fp32 sums of a panel and some groups of x lie in L2
-constexpr int64_t kBlockInputs = 512;    // of the strips that are expanded at one time; whole heads of every group size
 
 struct Job : LinearCall {
   const GroupTiles& tiles;
@@ -41,6 +40,11 @@ GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64
   return (is_linear ? direct.linear : direct.table)[rows - 1];
 }
 
+const ExpandedTile& expanded_tile(const GroupTiles& tiles, const LinearShape& shape) {
+  const bool is_long = shape.group / 4 * (shape.wide ? 2 : 1) >= kLongWords;
+  return (shape.wide ? tiles.expanded_wide : tiles.expanded)[is_long];
+}
+
 // A strip passes once or twice, from memory and then from cache.
 void run_direct(const Job& job, int thread, int threads) {
   const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces;
@@ -62,26 +66,44 @@ void run_direct(const Job& job, int thread, int threads) {
   }
 }
 
-// Groups [group, group + count) of the tile's strips of a panel against rows [begin, end).
-void run_block(const Job& job, int64_t panel, int64_t strip, int64_t group, int64_t count, Range rows) {
+// Some groups of the tile's strips of a panel.
+struct Block {
+  int64_t panel, strip, group, count;
+};
+
+const uint8_t* strip_of(const Job& job, const Block& block, int64_t i) {
+  return job.w.panels + block.panel * job.w.panel_bytes + (block.strip + i) * job.strip_bytes();
+}
+
+// Part `part` of `parts` of what will be expanded next, into L2. Inline: GCC drops calls of a function that only prefetches.
+DIPTYCH_FORCED void read_ahead(const Job& job, const Block& next, int64_t part, int64_t parts) {
+  const int64_t head = bytes_of_group_head(job.shape()) / kHeadGroups, begin = place_of_group(job.shape(), next.group).scales;
+  const int64_t lines = next.count * (head + bytes_of_group_steps(job.shape())) / kStepBytes;
+  for (int64_t i = 0; i < job.tile.strips; ++i)
+    for (int64_t line = lines * part / parts; line < lines * (part + 1) / parts; ++line)
+      __builtin_prefetch(strip_of(job, next, i) + begin + line * kStepBytes, 0, 2);
+}
+
+// A block against rows [begin, end).
+void run_block(const Job& job, const Block& block, const Block& next, Range rows) {
+  const auto [panel, strip, group, count] = block;
   const LinearShape& shape = job.shape();
   GroupArgs args{};
   args.shape = &shape;
   args.groups = count;
   args.resume = group != 0;
   args.steps = job.steps;
-  args.steps_bytes = kBlockInputs / 4 * kStepBytes;
   args.scales = job.scales;
   args.minima = shape.grid.offset == Offset::minima ? job.minima : nullptr;
-  args.scales_stride = kBlockInputs / shape.group * kStripLanes;
   for (int64_t i = 0; i < job.tile.strips; ++i) {
-    const uint8_t* packed = job.w.panels + panel * job.w.panel_bytes + (strip + i) * job.strip_bytes();
-    const int64_t at = i * args.scales_stride;
-    job.tiles.expand(shape, packed, group, count, job.steps + i * args.steps_bytes, job.scales + at, job.minima + at);
+    const int64_t at = i * kExpandedScales;
+    job.tiles.expand(shape, strip_of(job, block, i), group, count, job.steps + i * kExpandedBytes, job.scales + at, job.minima + at);
   }
   const bool is_last = strip + job.tile.strips == kPanelStrips && group + count == job.groups;
-  for (int64_t row = rows.begin; row < rows.end; row += job.tile.rows) {
-    const int64_t height = std::min(job.tile.rows, rows.end - row);
+  const int64_t tiles = (rows.end - rows.begin + job.tile.rows - 1) / job.tile.rows;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    read_ahead(job, next, tile, tiles);
+    const int64_t row = rows.begin + tile * job.tile.rows, height = std::min(job.tile.rows, rows.end - row);
     for (int64_t i = 0; i < job.tile.rows; ++i)  // the tile's spare rows repeat the last one
       point_at_row(job, args, i, row + std::min(i, height - 1), group);
     float* acc = job.acc + (row - rows.begin) * kPanelLanes;
@@ -97,9 +119,17 @@ void run_expanded(const Job& job, int thread, int threads) {
   for (Tasks tasks(blocks * panels, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t begin = tasks.current() / panels * block_rows, end = std::min(job.m, begin + block_rows);
     if (begin >= end) continue;
-    for (int64_t strip = 0; strip < kPanelStrips; strip += job.tile.strips)
-      for (int64_t group = 0; group < job.groups; group += per_block)
-        run_block(job, tasks.current() % panels, strip, group, std::min(per_block, job.groups - group), {begin, end});
+    auto count = [&](int64_t group) { return std::min(per_block, job.groups - group); };
+    Block block{tasks.current() % panels, 0, 0, count(0)};
+    for (int64_t left = kPanelStrips / job.tile.strips * ((job.groups + per_block - 1) / per_block); left > 0; --left) {
+      Block next = block;
+      next.group += per_block;
+      if (next.group >= job.groups) next.group = 0, next.strip += job.tile.strips;
+      if (next.strip == kPanelStrips) next.strip = 0, next.panel = tasks.following() % panels;
+      next.count = count(next.group);
+      run_block(job, block, next, {begin, end});
+      block = next;
+    }
   }
 }
 
@@ -107,9 +137,9 @@ void run_expanded(const Job& job, int thread, int threads) {
 
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads) {
   const LinearShape& shape = call.w.shape;
-  const ExpandedTile& tile = shape.wide ? tiles.expanded_wide : tiles.expanded;
-  const int64_t acc_bytes = (kBlockRows + kMaxTileRows) * kPanelLanes * 4, steps_bytes = tile.strips * kBlockInputs / 4 * kStepBytes;
-  const int64_t scales_bytes = tile.strips * kBlockInputs / shape.group * kStripLanes * 4;
+  const ExpandedTile& tile = expanded_tile(tiles, shape);
+  const int64_t acc_bytes = (kBlockRows + kMaxTileRows) * kPanelLanes * 4, steps_bytes = tile.strips * kExpandedBytes;
+  const int64_t scales_bytes = tile.strips * kExpandedScales * 4;
   uint8_t* memory = linear_scratch(acc_bytes + steps_bytes + 2 * scales_bytes);
   uint8_t* scales = memory + acc_bytes + steps_bytes;
   const Job job{call, tiles, tile, call.w.k_padded / shape.group, reinterpret_cast<float*>(memory), memory + acc_bytes,

@@ -44,7 +44,7 @@ void tile_groups(const GroupArgs& args) {
   alignas(64) int32_t sums[kRows * kPanelLanes], low_sums[kRows * kPanelLanes];
   TileArgs tile{};
   tile.units = args.shape->group / 4;
-  tile.strip_bytes = args.steps_bytes;
+  tile.strip_bytes = kExpandedBytes;
   if (!args.resume)
     for (int row = 0; row < kRows; ++row) std::memset(args.acc + row * kPanelLanes, 0, sizeof(float) * kStripLanes);
   for (int64_t g = 0; g < args.groups; ++g) {

@@ -89,77 +89,118 @@ void tile_direct(const GroupArgs& args) {
 #define DIPTYCH_DIRECT(codes) \
   {tile_direct<codes, 1>, tile_direct<codes, 2>, tile_direct<codes, 3>, tile_direct<codes, 4>, tile_direct<codes, 5>, tile_direct<codes, 6>}
 
-// Expanded strips. The registers hold a group's whole sums, which begin with what the levels' offset of 128 adds too much; sums over
-// the groups lie in L1 meanwhile. Wide rows count as two, of their halves. The sums of others begin at 3 * 2^22 as a float's bits too,
-// and so are floats when they end: one fma instead of a conversion and a product.
+// Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
+// are too where the tile is small enough (kHeld), else they lie in L1: 24 stores cost more than 24 registers where groups are short.
+// A group ends in one multiplication for each scale and sum; what else it needs of a row is made for all groups before, as
+// broadcasts from memory take no port of those that multiply. Narrow sums begin at 3 * 2^22 as a float's bits too, and so are floats
+// when they end: one fma instead of a conversion and a product. Wide rows pass twice: the sums of their high halves are shifted, and go
+// on with the low ones.
 constexpr int32_t kFloatBits = 0x4b400000;
 constexpr float kFloatStart = 12582912.0f;
 
-template <int kRows, int kStrips, bool kWide>
-void tile_expanded(const GroupArgs& args) {
-  constexpr int kHalves = kWide ? 2 : 1;
-  const int64_t words = args.shape->group / 4;
-  const uint8_t* w = args.steps;
-  if (!args.resume)
-    for (int row = 0; row < kRows; ++row)
-      for (int v = 0; v < kStrips; ++v) _mm512_store_ps(args.acc + row * kPanelLanes + v * kStripLanes, _mm512_setzero_ps());
-  int64_t at = 0;
-  for (int64_t group = 0; group < args.groups; ++group) {
-    __m512i whole[kRows * kHalves][kStrips];
-    const uint8_t* x[kRows * kHalves];
-#pragma GCC unroll 24
-    for (int row = 0; row < kRows; ++row) {
-      const __m512i start = _mm512_set1_epi32(-128 * args.x_sums[row][group] + (kWide ? 0 : kFloatBits));
+struct RowOfGroups {
+  alignas(64) int32_t starts[kMostExpanded];
+  alignas(64) float scales[kMostExpanded];
+  alignas(64) float offsets[kMostExpanded];     // of narrow rows: what kFloatStart adds too much
+  alignas(64) float sum_scales[kMostExpanded];  // of a group's minimum
+};
+
+template <bool kWide>
+inline void ready_row(const float* x_scales, const int32_t* x_sums, int64_t groups, RowOfGroups& row) {
+  for (int64_t at = 0; at < groups; at += 16) {
+    const __mmask16 mask = head(groups - at);
+    const __m512i sums = _mm512_maskz_loadu_epi32(mask, x_sums + at);
+    const __m512 scales = _mm512_maskz_loadu_ps(mask, x_scales + at);
+    const __m512i starts = kWide ? _mm512_sub_epi32(_mm512_setzero_si512(), sums)
+                                 : _mm512_sub_epi32(_mm512_set1_epi32(kFloatBits), _mm512_slli_epi32(sums, 7));
+    _mm512_store_si512(row.starts + at, starts);
+    _mm512_store_ps(row.scales + at, scales);
+    _mm512_store_ps(row.offsets + at, _mm512_mul_ps(scales, _mm512_set1_ps(-kFloatStart)));
+    _mm512_store_ps(row.sum_scales + at, _mm512_mul_ps(scales, _mm512_cvtepi32_ps(sums)));
+  }
+}
+
+// One group of rows that begin at byte `from` of each x.
+template <int kRows, int kStrips>
+DIPTYCH_FORCED void add_group(__m512i (&whole)[kRows][kStrips], const uint8_t* w, const uint8_t* const (&x)[kRows], int64_t from, int64_t bytes) {
+  for (const int64_t end = from + bytes; from < end; from += 16, w += 4 * kStepBytes) {
 #pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) whole[row][v] = start;
-      x[row] = args.x[row];
-      if constexpr (kWide) {
+    for (int step = 0; step < 4; ++step) {
+      __m512i lanes[kStrips];
 #pragma GCC unroll 4
-        for (int v = 0; v < kStrips; ++v) whole[kRows + row][v] = _mm512_setzero_si512();
-        x[kRows + row] = x[row], x[row] += args.low;
+      for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * kExpandedBytes + step * kStepBytes);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const __m512i word = _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + from + step * 4));
+#pragma GCC unroll 4
+        for (int v = 0; v < kStrips; ++v) add_dot_int8(whole[row][v], lanes[v], word);
       }
-    }
-    for (const int64_t end = at + words; at < end; at += 4) {
-#pragma GCC unroll 4
-      for (int step = 0; step < 4; ++step, w += kStepBytes) {
-        __m512i lanes[kStrips];
-#pragma GCC unroll 4
-        for (int v = 0; v < kStrips; ++v) lanes[v] = _mm512_load_si512(w + v * args.steps_bytes);
-#pragma GCC unroll 24
-        for (int row = 0; row < kRows * kHalves; ++row) {
-          const __m512i word = _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + (at + step) * 4));
-#pragma GCC unroll 4
-          for (int v = 0; v < kStrips; ++v) add_dot_int8(whole[row][v], lanes[v], word);
-        }
-      }
-    }
-    const float* scales = args.scales + group * kStripLanes;
-#pragma GCC unroll 24
-    for (int row = 0; row < kRows; ++row) {
-      const float x_scale_value = args.x_scales[row][group];
-      const __m512 x_scale = _mm512_set1_ps(x_scale_value), start = _mm512_set1_ps(-kFloatStart * x_scale_value);
-      float* acc = args.acc + row * kPanelLanes;
-#pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v, acc += kStripLanes) {
-        __m512 scaled;
-        if constexpr (kWide) {
-          const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(whole[kRows + row][v], kLowBits), whole[row][v]);
-          scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(both), x_scale);
-        } else {
-          scaled = _mm512_fmadd_ps(_mm512_castsi512_ps(whole[row][v]), x_scale, start);
-        }
-        _mm512_store_ps(acc, _mm512_fmadd_ps(scaled, _mm512_load_ps(scales + v * args.scales_stride), _mm512_load_ps(acc)));
-      }
-    }
-    if (args.minima == nullptr) continue;
-    const float* minima = args.minima + group * kStripLanes;
-    for (int row = 0; row < kRows; ++row) {
-      const __m512 x_sum = _mm512_set1_ps(args.x_scales[row][group] * static_cast<float>(args.x_sums[row][group]));
-      float* acc = args.acc + row * kPanelLanes;
-      for (int v = 0; v < kStrips; ++v, acc += kStripLanes)
-        _mm512_store_ps(acc, _mm512_fmadd_ps(x_sum, _mm512_load_ps(minima + v * args.scales_stride), _mm512_load_ps(acc)));
     }
   }
+}
+
+template <int kRows, int kStrips, bool kWide, bool kMinima>
+inline void run_expanded(const GroupArgs& args) {
+  RowOfGroups rows[kRows];
+  const uint8_t* x[kRows];
+  constexpr bool kHeld = kRows * kStrips <= 12;  // the sums beside the whole sums, in 32 registers
+  __m512 sums[kRows][kStrips];
+  float* const acc = args.acc;
+  const int64_t groups = args.groups, inputs = args.shape->group;
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+    x[row] = args.x[row];
+    ready_row<kWide>(args.x_scales[row], args.x_sums[row], groups, rows[row]);
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) {
+      float* at = acc + row * kPanelLanes + v * kStripLanes;
+      if (!args.resume) _mm512_store_ps(at, _mm512_setzero_ps());
+      if constexpr (kHeld) sums[row][v] = _mm512_load_ps(at);
+    }
+  }
+  const int64_t low = args.low;
+  const uint8_t* w = args.steps;
+  const float *scales = args.scales, *minima = args.minima;
+  for (int64_t group = 0; group < groups; ++group, w += inputs / 4 * kStepBytes, scales += kStripLanes, minima += kMinima ? kStripLanes : 0) {
+    __m512i whole[kRows][kStrips];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+      for (int v = 0; v < kStrips; ++v) whole[row][v] = _mm512_set1_epi32(rows[row].starts[group]);
+    add_group(whole, w, x, group * inputs, inputs);
+    if constexpr (kWide) {
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int v = 0; v < kStrips; ++v) whole[row][v] = _mm512_slli_epi32(whole[row][v], kLowBits);
+      add_group(whole, w, x, group * inputs + low, inputs);
+    }
+    if constexpr (!kHeld) __asm__ volatile("" ::: "memory");  // else the compiler holds them, beside the registers that there are
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const __m512 x_scale = _mm512_set1_ps(rows[row].scales[group]), offset = _mm512_set1_ps(rows[row].offsets[group]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kStrips; ++v) {
+        float* at = acc + row * kPanelLanes + v * kStripLanes;
+        const __m512 scaled = kWide ? _mm512_mul_ps(_mm512_cvtepi32_ps(whole[row][v]), x_scale)
+                                    : _mm512_fmadd_ps(_mm512_castsi512_ps(whole[row][v]), x_scale, offset);
+        __m512 sum = _mm512_fmadd_ps(scaled, _mm512_load_ps(scales + v * kExpandedScales), kHeld ? sums[row][v] : _mm512_load_ps(at));
+        if constexpr (kMinima) sum = _mm512_fmadd_ps(_mm512_set1_ps(rows[row].sum_scales[group]), _mm512_load_ps(minima + v * kExpandedScales), sum);
+        if constexpr (kHeld) sums[row][v] = sum;
+        else _mm512_store_ps(at, sum);
+      }
+    }
+  }
+  if constexpr (!kHeld) return;
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+    for (int v = 0; v < kStrips; ++v) _mm512_store_ps(acc + row * kPanelLanes + v * kStripLanes, sums[row][v]);
+}
+
+template <int kRows, int kStrips, bool kWide>
+void tile_expanded(const GroupArgs& args) {
+  args.minima == nullptr ? run_expanded<kRows, kStrips, kWide, false>(args) : run_expanded<kRows, kStrips, kWide, true>(args);
 }
 
 void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first, int64_t count, uint8_t* steps, float* scales, float* minima) {

@@ -115,6 +115,10 @@ struct MatrixTiles {
 
 constexpr int64_t kHeadGroups = 4;   // groups that share a head
 constexpr int kDirectRows = 6;       // the most rows that meet the codes as they are packed
+constexpr int64_t kBlockInputs = 512;  // of the strips that are expanded at one time; whole heads of every group size
+constexpr int64_t kMostExpanded = kBlockInputs / 16;  // groups of those
+constexpr int64_t kExpandedBytes = kBlockInputs / 4 * kStepBytes;        // from strip to strip
+constexpr int64_t kExpandedScales = kMostExpanded * kStripLanes;         // likewise of their scales, and of their minima
 
 // The level of a code of group4, but for zeros.
 constexpr int8_t kLevels[4][16] = {
@@ -152,11 +156,9 @@ struct GroupArgs {
   float* acc;
   bool resume;                            // acc holds the sums of earlier groups
   const uint8_t* strip;                   // direct tiles: one packed strip, whole
-  const uint8_t* steps;                   // others: expanded strips, u8 = level + 128 in steps of int8,
-  int64_t steps_bytes;                    //   from strip to strip
-  const float* scales;                    //   [groups][16]
-  const float* minima;                    //   [groups][16] or null
-  int64_t scales_stride;                  //   of both, from strip to strip
+  const uint8_t* steps;                   // others: expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8,
+  const float* scales;                    //   of each [kExpandedScales], [groups][16]
+  const float* minima;                    //   likewise, or null
 };
 using GroupKernel = void (*)(const GroupArgs& args);
 
@@ -167,6 +169,8 @@ using ExpandGroups = void (*)(const LinearShape& shape, const uint8_t* strip, in
 // of wide rows the high halves, with the low ones in `low`.
 using QuantizeGroups = void (*)(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales,
                                 int32_t* sums);
+
+constexpr int64_t kLongWords = 16;
 
 // Over expanded strips: computes all its rows.
 struct ExpandedTile {
@@ -185,7 +189,7 @@ struct DirectTiles {
 
 struct GroupTiles {
   DirectTiles direct;
-  ExpandedTile expanded, expanded_wide;
+  ExpandedTile expanded[2], expanded_wide[2];  // for short groups, and for those with kLongWords dot products in a group or more
   ExpandGroups expand;
   QuantizeGroups quantize;
 };

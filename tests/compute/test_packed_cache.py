@@ -22,6 +22,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from gguf_files import gguf_reference, write_gguf
 from stepping import Stepper
+from thread_ranks import load_over_threads
 
 pytestmark = pytest.mark.native
 PROMPT = list(range(3, 60))
@@ -83,6 +84,36 @@ def test_kept_values_come_back_from_the_cache(
     assert torch.equal(logits(first), logits(second))
     assert first.revision == second.revision
     monkeypatch.undo()
+
+
+def test_joined_projections_of_several_types_keep_their_values(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Q4_K_M files have v in Q6_K and q and k in Q4_K: all three became bf16. Also from the cache, cut and over ranks."""
+    fields = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
+    reference = gguf_reference("qwen2", **fields, num_key_value_heads=4, num_hidden_layers=2)
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K"}
+    path = write_gguf(
+        reference,
+        tmp_path / "m.gguf",
+        choose=lambda name: next((kind for part, kind in kinds.items() if part in name), "Q4_K"),
+    )
+    with caplog.at_level("INFO", logger="diptych"):
+        first = load(path, "auto")
+    assert first.formats == {"group4-g32-f32-minima": 2 * 256 * (256 + 128 + 256 + 512),
+                             "group8-g16-f32-wide": 2 * 256 * (128 + 256)}  # fmt: skip
+    assert "because the kernels hold the file's values\n" in caplog.text
+    whole = logits(first)
+    exact = logits(load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")))
+    assert (whole - exact).std() < 0.03 * exact.std()
+    assert torch.equal(whole, Stepper(first).prefill("cut", PROMPT, chunk=5))
+    over_ranks = load_over_threads(path, ComputeConfig(backend="cpu", threads=2, tp=2))
+    assert torch.equal(whole, logits(over_ranks))
+    over_ranks.close()
+    monkeypatch.setattr("diptych.compute.gguf.codes_of", lambda *_: pytest.fail("read again"))
+    second = load(path, "auto")
+    assert torch.equal(whole, logits(second))
+    assert (first.revision, first.formats) == (second.revision, second.formats)
 
 
 def test_a_gguf_file_is_dequantised_once(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

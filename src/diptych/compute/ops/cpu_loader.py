@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from diptych.compute.balance import exponents_of
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
-    Codes,
     ExpertParts,
     LinearParts,
     Loader,
@@ -26,18 +24,18 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
+from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
-from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
 from diptych.models.contents import EXPONENTS, INPUT_ORDER
 from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
-Rows = tuple[tuple[int, int], ...]  # ranges of a projection's outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,7 @@ class LinearHandle:
 
     Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
     following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
-    rows: which of n_outputs the packed weight has, in its order; None: all.
+    rows: which of n_outputs the packed weight has, in its order; None: all. begin: the first output of the tensors in `key`.
     order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
     """
 
@@ -61,6 +59,7 @@ class LinearHandle:
     is_gathered: bool = False
     pieces: tuple[LinearHandle, ...] = ()
     rows: Rows | None = None
+    begin: int = 0
     order: str = ""
 
     def own_rows(self, begin: int, end: int) -> tuple[int, list[slice]]:
@@ -220,11 +219,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
     def linear(self, parts: LinearParts, *, role: Role | None = None) -> LinearHandle:
         """A projection in the weights' format."""
-        is_heads = role is not None and role.sites[0][0] == "q"
-        if self.rank.size > 1 and is_heads and role is not None and role.layer is not None:
-            handle = self._heads_projection(parts, role, *self._heads[role.layer])
-        else:
+        if role is None or role.layer is None or role.sites[0][0] != "q":
             handle = self._pack_own(parts, self.weights_format, role)
+        elif self.rank.size == 1:
+            handle = self._joined(parts, role, ((0, parts.n_outputs),))
+        else:
+            handle = self._heads_projection(parts, role, *self._heads[role.layer])
         self.sites.note(parts, handle)
         return handle
 
@@ -389,26 +389,57 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             rows += ((begin + first * width // of, begin + (first + n) * width // of),)
             begin += width
         if not is_gathered:
-            return self._pack(parts, self.weights_format, role=role, rows=rows)
+            return self._joined(parts, role, rows)
         pieces = [
-            replace(
-                self._pack(parts, self.weights_format, role=role, rows=(own_rows,)),
-                column=own_rows[0],
-                is_gathered=True,
-            )
-            for own_rows in rows
+            replace(self._joined(parts, role, (of_site,)), column=of_site[0], is_gathered=True) for of_site in rows
         ]
         return replace(nobody, index=pieces[0].index, pieces=tuple(pieces), order=pieces[0].order)
+
+    def _joined(self, parts: LinearParts, role: Role, rows: Rows) -> LinearHandle:
+        """`rows` of stacked tensors, in a piece for each run of them that one format and order holds."""
+        pieces: list[LinearHandle] = []
+        begin = column = 0
+        for run in self._runs(parts):
+            end = begin + run.n_outputs
+            own = tuple((max(low, begin), min(high, end)) for low, high in rows if max(low, begin) < min(high, end))
+            is_whole = own == ((begin, end),)
+            if own:
+                of_run = None if is_whole else tuple((low - begin, high - begin) for low, high in own)
+                piece = self._pack(run, self.weights_format, role=role, rows=of_run)
+                is_all = is_whole and run.n_outputs == parts.n_outputs
+                pieces.append(replace(piece, rows=None if is_all else own, begin=begin, column=column))
+                column += piece.n_outputs
+            begin = end
+        if len(pieces) == 1:
+            return pieces[0]
+        return replace(pieces[0], n_outputs=column, rows=rows, pieces=tuple(pieces))
+
+    def _runs(self, parts: LinearParts) -> list[LinearParts]:
+        """Neighbours that are kept alike, or not at all; one where there is a bias for several tensors together."""
+        if len(parts.biases) not in (0, len(parts.weights)):
+            return [parts]
+        runs: list[LinearParts] = []
+        for i, tensor in enumerate(parts.weights):
+            one = LinearParts(weights=(tensor,), biases=parts.biases[i : i + 1])
+            if runs and self._is_alike(LinearParts(weights=(runs[-1].weights[0], tensor))):
+                before = runs[-1]
+                runs[-1] = LinearParts(weights=(*before.weights, tensor), biases=(*before.biases, *one.biases))
+            else:
+                runs.append(one)
+        return runs
 
     @property
     def main_format(self) -> str:
         """The format of most weights of the layers."""
         return self.n_values.most_common(1)[0][0] if self.n_values else self.weights_format
 
+    def _is_alike(self, parts: LinearParts) -> bool:
+        """Whether one format and order holds the stored values of all parts, or none of them is kept."""
+        return not self.is_keeping or len({(part.kept, _name_of(part.order)) for part in parts.weights}) == 1
+
     def _kept(self, parts: LinearParts) -> KeptFormat | None:
         """What holds the stored values of all parts."""
-        formats = {(part.kept, _name_of(part.order)) for part in parts.weights} if self.is_keeping else {(None, "")}
-        kept = formats.pop()[0] if len(formats) == 1 else None
+        kept = parts.weights[0].kept if self.is_keeping and self._is_alike(parts) else None
         return replace(kept, is_wide=False) if kept is not None and self._meets_narrow_rows else kept
 
     def _pack(
@@ -486,11 +517,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """Rows of the tensors, packed."""
         bias = None
         if parts.biases:
-            biases = [part.read().detach().reshape(-1)[own] for part, own in _own_rows(parts.biases, rows)]
+            biases = [part.read().detach().reshape(-1)[own] for part, own in own_rows(parts.biases, rows)]
             bias = torch.cat([values.to(torch.float32) for values in biases])
         if kept is not None:
-            return int(self.program.add_coded_linear(shape, _native_codes(parts.weights, rows), bias))
-        return int(self.program.add_linear(shape, _finite_weights(parts, rows, weights_format), bias))
+            return int(self.program.add_coded_linear(shape, native_codes(parts.weights, rows), bias))
+        return int(self.program.add_linear(shape, finite_weights(parts, rows, weights_format), bias))
 
     def _add_random(self, shape: Any, whole: Any, rows: Rows | None, seed: int, amplitude: float) -> int:
         if rows is None:
@@ -530,48 +561,6 @@ def _order_of(parts: LinearParts) -> torch.Tensor | None:
 
 def _name_of(order: torch.Tensor | None) -> str:
     return "" if order is None else f" {hashlib.sha256(order.numpy().tobytes()).hexdigest()}"
-
-
-def _own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[WeightTensor, slice]]:
-    """Which rows of which of the stacked tensors `rows` of the stack are, in their order."""
-    for begin, end in rows:
-        first = 0
-        for tensor in tensors:
-            low, high = max(begin, first), min(end, first + tensor.shape[0])
-            if low < high:
-                yield tensor, slice(low - first, high - first)
-            first += tensor.shape[0]
-
-
-def _native_codes(tensors: tuple[WeightTensor, ...], rows: Rows) -> list[tuple[Any, ...]]:
-    """Codes, scales and offsets of rows of the stack: each row has its own."""
-    read: dict[str, Codes] = {}
-    native = []
-    for part, own in _own_rows(tensors, rows):
-        if part.name not in read:
-            read[part.name] = part.codes()
-        codes = read[part.name]
-        if not bool(torch.isfinite(codes.scales[own].to(torch.float32)).all()):
-            raise LoadError(
-                f"tensor {part.name} has a scale that is not finite",
-                hint="the checkpoint is damaged; download it again",
-            )
-        offsets = None if codes.offsets is None else codes.offsets[own].contiguous()
-        native.append((codes.codes[own].contiguous(), codes.scales[own].contiguous(), offsets))
-    return native
-
-
-def _finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list[torch.Tensor]:
-    """The rows' values; rounding one that is not finite to a grid would make a number of it, and hide it."""
-    weights = [(part.name, part.part(own, parts.n_inputs).detach()) for part, own in _own_rows(parts.weights, rows)]
-    if weights_format in ("int8", "int4"):
-        for name, values in weights:
-            if not bool(torch.isfinite(values).all()):
-                raise LoadError(
-                    f"tensor {name} has a weight that is not finite; {weights_format} cannot hold it",
-                    hint="the checkpoint is damaged; download it again",
-                )
-    return [values for _, values in weights]
 
 
 def _shape(spec: AttentionSpec, own: OwnHeads) -> Any:

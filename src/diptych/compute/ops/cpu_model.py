@@ -201,7 +201,7 @@ class CpuModel(Model):
                 hint="write it again with `diptych quantize`",
             )
         outputs, inputs = exponents[: -site.n_inputs].exp2(), exponents[-site.n_inputs :].exp2()
-        return low_rank.a * inputs, low_rank.b * outputs[site.begin : site.end, None]
+        return low_rank.a * inputs, low_rank.b * outputs[site.begin - linear.begin : site.end - linear.begin, None]
 
     def drop_adapter(self, number: int) -> None:
         """Its pages go back to the system."""

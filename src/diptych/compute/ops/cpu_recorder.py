@@ -124,8 +124,8 @@ class CpuOps(
                 self.program.meet(self._f32(f"{category} out", weight.n_outputs, weight.is_gathered))
             return Value("projection", weight.n_outputs)
         out = self._f32(f"{category} out", weight.n_outputs, weight.is_gathered)
-        rows = self._rows(h, weight)
         for one in weight.pieces or (weight,):
+            rows = self._rows(h, one)
             self.program.linear(category=category, weight=one.index, rows=rows, out=out, column=one.column)
         return Value("projection", weight.n_outputs, buffer=out)
 

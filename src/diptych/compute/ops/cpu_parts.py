@@ -1,0 +1,55 @@
+"""Rows of stacked tensors (q, k and v; gate and up) as a native program packs them: of which tensor, in codes or values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from diptych.compute.ops.contract import Codes, LinearParts, WeightTensor
+from diptych.ground.errors import LoadError
+
+Rows = tuple[tuple[int, int], ...]  # ranges of a projection's outputs
+
+
+def own_rows(tensors: tuple[WeightTensor, ...], rows: Rows) -> Iterator[tuple[WeightTensor, slice]]:
+    """Which rows of which of the stacked tensors `rows` of the stack are, in their order."""
+    for begin, end in rows:
+        first = 0
+        for tensor in tensors:
+            low, high = max(begin, first), min(end, first + tensor.shape[0])
+            if low < high:
+                yield tensor, slice(low - first, high - first)
+            first += tensor.shape[0]
+
+
+def native_codes(tensors: tuple[WeightTensor, ...], rows: Rows) -> list[tuple[Any, ...]]:
+    """Codes, scales and offsets of rows of the stack: each row has its own."""
+    read: dict[str, Codes] = {}
+    native = []
+    for part, own in own_rows(tensors, rows):
+        if part.name not in read:
+            read[part.name] = part.codes()
+        codes = read[part.name]
+        if not bool(torch.isfinite(codes.scales[own].to(torch.float32)).all()):
+            raise LoadError(
+                f"tensor {part.name} has a scale that is not finite",
+                hint="the checkpoint is damaged; download it again",
+            )
+        offsets = None if codes.offsets is None else codes.offsets[own].contiguous()
+        native.append((codes.codes[own].contiguous(), codes.scales[own].contiguous(), offsets))
+    return native
+
+
+def finite_weights(parts: LinearParts, rows: Rows, weights_format: str) -> list[torch.Tensor]:
+    """The rows' values; rounding one that is not finite to a grid would make a number of it, and hide it."""
+    weights = [(part.name, part.part(own, parts.n_inputs).detach()) for part, own in own_rows(parts.weights, rows)]
+    if weights_format in ("int8", "int4"):
+        for name, values in weights:
+            if not bool(torch.isfinite(values).all()):
+                raise LoadError(
+                    f"tensor {name} has a weight that is not finite; {weights_format} cannot hold it",
+                    hint="the checkpoint is damaged; download it again",
+                )
+    return [values for _, values in weights]
