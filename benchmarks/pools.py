@@ -6,8 +6,12 @@ MODEL: a path, or a shape with random weights: `bundled` (the bundled model's, a
 benchmarks/random_checkpoint.py. Three questions, each setup in turn in every round:
   overhead   two workers of half the threads against one engine with all of them: output tokens a second of `--streams`
              streams, and prompt tokens a second of two prompts that come together
-  transfer   keys and values of a prompt that went from one worker to another: GB/s and ms per 1,000 tokens of all that both
-             spend on it (export, checksums, Ray's object store, import), beside one memcpy of as many bytes
+  transfer   keys and values of prompts that went from one worker to another: GB/s and ms per 1,000 tokens of all that both
+             spend on it (export, checksums, Ray's object store, import), and how often each takes as long as one memcpy of
+             as many bytes, which is measured after every prompt. By design a byte is read three times and written three
+             times (out of the pool, into the object store, into the pool), so all of it can't be less than three of copies
+             as fast as that one; what lies in caches makes it less. The two ends work at one time, on cores of their own: a
+             stream of parcels is as fast as the slower.
   stall      the 99th percentile of the gaps of running streams while prompts of `--prompt-tokens` arrive: one engine, one
              with a stall budget, pools
 Prints JSON: every round, medians, and the command. Needs ray, and a machine with nothing else to do.
@@ -148,6 +152,11 @@ class Client:
         gaps = [later - earlier for own in runs for earlier, later in itertools.pairwise(own) if later >= begin_s]
         return float(np.percentile(gaps, 99) * 1e3)
 
+    def transfers(self, n: int, prompt_tokens: int) -> dict[str, float]:
+        """Medians over n prompts, in turns with a memcpy."""
+        found = [self.transfer(prompt_tokens) for _ in range(n)]
+        return {what: statistics.median(one[what] for one in found) for what in found[0]}
+
     def transfer(self, prompt_tokens: int) -> dict[str, float]:
         """Of one long prompt that is read by one worker and answered by another."""
         names = ("received_bytes", "received_tokens", "export_seconds", "import_seconds")
@@ -167,6 +176,8 @@ class Client:
             "import_ms_per_1k_tokens": import_s / n_tokens * 1e6,
             "memcpy_gb_per_s": n_bytes / copy_s / 1e9,
             "times_a_memcpy": both_s / copy_s,
+            "export_times_a_memcpy": export_s / copy_s,
+            "import_times_a_memcpy": import_s / copy_s,
         }
 
     def _total(self, name: str) -> float:
@@ -208,7 +219,7 @@ def measured(client: Client, name: str, options: argparse.Namespace, tell: Calla
     )
     if name == "pools":
         tell("transfer")
-        results |= client.transfer(options.prompt_tokens)
+        results |= client.transfers(3, options.prompt_tokens)
     return results
 
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "e4m3.h"
+#include "xxh3.h"
 
 namespace diptych {
 namespace {
@@ -114,6 +115,20 @@ void KvCache::import_block(int64_t block, const uint8_t* data) {
   const int64_t bytes = shape_.block_bytes();
   for (int64_t index = 0; index < shape_.n_layers; ++index)
     std::memcpy(layer(index).data + block * bytes, data + index * bytes, static_cast<size_t>(bytes));
+}
+
+uint64_t KvCache::export_checked(int64_t block, uint8_t* out) const {
+  const int64_t bytes = shape_.block_bytes();
+  Xxh3Copy pass(shape_.n_layers * bytes);
+  for (int64_t index = 0; index < shape_.n_layers; ++index) pass.copy(out + index * bytes, layer(index).data + block * bytes, bytes);
+  return pass.digest();
+}
+
+uint64_t KvCache::import_checked(int64_t block, const uint8_t* data) {
+  const int64_t bytes = shape_.block_bytes();
+  Xxh3Copy pass(shape_.n_layers * bytes);
+  for (int64_t index = 0; index < shape_.n_layers; ++index) pass.copy_past_caches(layer(index).data + block * bytes, data + index * bytes, bytes);
+  return pass.digest();
 }
 
 void KvCache::read(int64_t index, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const {

@@ -72,6 +72,9 @@ class KvCache {
   // The bytes of one block as they lie, layer after layer: n_layers * block_bytes().
   void export_block(int64_t block, uint8_t* out) const;
   void import_block(int64_t block, const uint8_t* data);
+  // The same, with the XXH3-64 of the bytes that were copied: each is read once, and no byte can change between the two.
+  uint64_t export_checked(int64_t block, uint8_t* out) const;
+  uint64_t import_checked(int64_t block, const uint8_t* data);
 
   // Unpacks tokens [0, n_tokens) that lie in block_ids, to k and v [K, n_tokens, d] fp32.
   void read(int64_t layer, const int32_t* block_ids, int64_t n_tokens, float* k, float* v) const;

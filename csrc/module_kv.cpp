@@ -51,30 +51,44 @@ void import_blocks(KvCache& kv, I32 block_ids, BytesTable data) {
   for (size_t i = 0; i < block_ids.shape(0); ++i) kv.import_block(block_ids(i), data.data() + i * data.shape(1));
 }
 
+// [blocks]: the XXH3-64 of each
+std::vector<uint64_t> export_checked(const KvCache& kv, I32 block_ids, BytesOut out) {
+  check_raw(kv, block_ids, out.shape(0), out.shape(1));
+  nb::gil_scoped_release release;
+  std::vector<uint64_t> sums;
+  for (size_t i = 0; i < block_ids.shape(0); ++i) sums.push_back(kv.export_checked(block_ids(i), out.data() + i * out.shape(1)));
+  return sums;
+}
+
+std::vector<uint64_t> import_checked(KvCache& kv, I32 block_ids, BytesTable data) {
+  check_raw(kv, block_ids, data.shape(0), data.shape(1));
+  nb::gil_scoped_release release;
+  std::vector<uint64_t> sums;
+  for (size_t i = 0; i < block_ids.shape(0); ++i) sums.push_back(kv.import_checked(block_ids(i), data.data() + i * data.shape(1)));
+  return sums;
+}
+
+// That `k` and `v` [kv heads, tokens, head_dim] are tokens of one layer that the blocks can hold; how many tokens.
 template <class Cube>
-void check_cube(const KvCache& kv, const Cube& cube, int64_t n_tokens) {
+int64_t checked_tokens(const KvCache& kv, int64_t layer, const I32& block_ids, const Cube& k, const Cube& v) {
   const KvShape& shape = kv.shape();
-  if (static_cast<int64_t>(cube.shape(0)) != shape.n_kv_heads || static_cast<int64_t>(cube.shape(1)) != n_tokens ||
-      static_cast<int64_t>(cube.shape(2)) != shape.head_dim)
-    throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
+  const size_t n_tokens = k.shape(1);
+  check_layer(kv, layer);
+  check_blocks(kv, block_ids, static_cast<int64_t>(n_tokens));
+  for (const Cube* cube : {&k, &v})
+    if (static_cast<int64_t>(cube->shape(0)) != shape.n_kv_heads || cube->shape(1) != n_tokens || static_cast<int64_t>(cube->shape(2)) != shape.head_dim)
+      throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
+  return static_cast<int64_t>(n_tokens);
 }
 
 void read_kv(const KvCache& kv, int64_t layer, I32 block_ids, F32CubeOut k, F32CubeOut v) {
-  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
-  check_layer(kv, layer);
-  check_blocks(kv, block_ids, n_tokens);
-  check_cube(kv, k, n_tokens);
-  check_cube(kv, v, n_tokens);
+  const int64_t n_tokens = checked_tokens(kv, layer, block_ids, k, v);
   nb::gil_scoped_release release;
   kv.read(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
 
 void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
-  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
-  check_layer(kv, layer);
-  check_blocks(kv, block_ids, n_tokens);
-  check_cube(kv, k, n_tokens);
-  check_cube(kv, v, n_tokens);
+  const int64_t n_tokens = checked_tokens(kv, layer, block_ids, k, v);
   nb::gil_scoped_release release;
   kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
@@ -105,6 +119,8 @@ void bind_kv(nb::module_& m) {
       .def("copy_blocks", &copy_blocks)
       .def("export_blocks", &export_blocks, nb::arg("block_ids"), nb::arg("out"))
       .def("import_blocks", &import_blocks, nb::arg("block_ids"), nb::arg("data"))
+      .def("export_checked", &export_checked, nb::arg("block_ids"), nb::arg("out"))
+      .def("import_checked", &import_checked, nb::arg("block_ids"), nb::arg("data"))
       .def("read", &read_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"))
       .def("write", &write_kv, nb::arg("layer"), nb::arg("block_ids"), nb::arg("k"), nb::arg("v"));
   m.def("kv_bytes_per_block", [](int64_t n_layers, int64_t block_tokens, int64_t n_kv_heads, int64_t head_dim, const std::string& format, bool has_values) {

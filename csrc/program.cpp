@@ -214,7 +214,7 @@ struct Names {
   void operator()(const MoeOp& op) const {
     buffers({op.router_rows, op.scores, op.rows, op.hidden_rows, op.expanded, op.out}), weights({op.router});
     if (op.has_hidden) buffers({op.hidden});
-    if (op.is_clamped) buffers({op.wide});
+    if (op.joins_apart) buffers({op.wide});
     optional_vector(op.choice_bias);
     for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
   }
@@ -271,7 +271,7 @@ void Program::record(Category category, OpBody body) {
   note_meetings(body);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
-    auto same = [&](const AttentionShape& other) { return other.window == op->shape.window; };
+    auto same = [&](const AttentionShape& other) { return other.window == op->shape.window && other.is_chunked == op->shape.is_chunked; };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
     if (found == attention_shapes_.end()) attention_shapes_.push_back(op->shape);
@@ -362,7 +362,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
       if (const auto* moe = std::get_if<MoeOp>(&op.body)) {
         bytes = std::max(bytes, static_cast<int64_t>(moe->down.size()) * 4 + moe->n_groups * 4 + 128);
-        if (moe->is_clamped) bytes = std::max(bytes, buffers_[moe->wide].width * 2 + 64);
+        if (moe->joins_apart) bytes = std::max(bytes, buffers_[moe->wide].width * 2 + 64);
       }
       if (const auto* head = std::get_if<HeadOp>(&op.body)) bytes = std::max(bytes, buffers_[head->x].width * 4 + 64);
     }

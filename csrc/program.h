@@ -112,9 +112,10 @@ struct MoeOp {
   int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
   int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
   float routed_scale = 1.0f;
-  bool is_clamped = false;                   // gate_up is plain, [T * k, 2F] in `wide`, and a clamped gate joins its halves
+  bool joins_apart = false;                  // gate_up is plain, [T * k, 2F] in `wide`, whose halves are joined by themselves as `gate` says
   int wide = -1;
-  float alpha = 0.0f, limit = 0.0f;
+  GateForm gate;
+  bool weighs_input = false;                 // an expert's input is multiplied by its weight, not its output; of those that join apart
   int64_t hidden_column = 0, column = 0;     // where the outputs of gate_up and down begin
 };
 struct HeadOp {
@@ -276,8 +277,8 @@ class Program {
   std::vector<std::unique_ptr<Adapter>> adapters_;  // null: dropped
   AdaptedRows adapted_;                             // of the step: its tokens
   AdaptedRows adapted_head_, adapted_experts_;      // rows that the head reads; those of the mixture that runs
-  std::vector<AttentionShape> attention_shapes_;  // distinct windows
-  std::vector<AttentionPlan> attention_plans_;    // one for each distinct window
+  std::vector<AttentionShape> attention_shapes_;  // distinct windows, or chunks
+  std::vector<AttentionPlan> attention_plans_;    // one for each of them
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   std::vector<uint8_t> meets_;                    // by op: whether all ranks meet behind it

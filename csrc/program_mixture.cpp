@@ -102,8 +102,8 @@ void Program::Run::run_experts(const std::vector<int>& weights, const Rows& rows
 
 // The experts' gated rows, in the form that `down` reads.
 void Program::Run::gate_experts(const MoeOp& op, size_t index, int thread, int threads) const {
-  const bool is_direct = !op.is_clamped && !op.has_hidden;
-  const int out = op.is_clamped ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
+  const bool is_direct = !op.joins_apart && !op.has_hidden;
+  const int out = op.joins_apart ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
   run_experts(op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, is_direct ? Store::bf16 : Store::f32, op.activation, op.hidden_column),
               thread, threads);
   meet(thread, index);  // their columns are those of all ranks
@@ -111,10 +111,12 @@ void Program::Run::gate_experts(const MoeOp& op, size_t index, int thread, int t
   const Buffer& from = buffer(out);
   const Rows& rows = buffer(op.hidden_rows).rows;
   const Range part = share(step.n_tokens * op.top_k, thread, threads);
-  if (op.is_clamped) {
+  if (op.joins_apart) {
     float* row = reinterpret_cast<float*>(scratch(thread));
-    for (int64_t i = part.begin; i < part.end; ++i) {
-      kernels.clamped_gate_row(from.f32() + i * from.width, from.width / 2, op.alpha, op.limit, row);
+    for (int64_t choice = part.begin; choice < part.end; ++choice) {
+      const int64_t i = program.routing_.expanded_rows[choice];
+      const float scale = op.weighs_input ? program.routing_.expert_weights[choice] : 1.0f;  // of the input: products are linear
+      kernels.gate_row(from.f32() + i * from.width, from.width / 2, scale, op.gate, row);
       prepare_row(set, rows, i, row);
     }
   } else {
@@ -143,7 +145,7 @@ void Program::Run::run(const MoeOp& op, size_t index, int thread, int threads) c
     std::memset(y, 0, static_cast<size_t>(out.width) * 4);
     for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j)
       kernels.add_row(expanded.f32() + program.routing_.expanded_rows[j] * out.width, out.width,
-                      program.routing_.expert_weights[j], y);
+                      op.weighs_input ? 1.0f : program.routing_.expert_weights[j], y);
   }
 }
 

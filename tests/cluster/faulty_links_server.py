@@ -21,15 +21,17 @@ quiet_ray(is_local=True)
 from diptych.cluster import rays  # noqa: E402  # ray reads its environment when it is imported
 from diptych.cluster.messages import Done, Parcel, Read, ToWorker  # noqa: E402
 from diptych.cluster.worker import Worker  # noqa: E402
-from diptych.compute.kv_store import KVPayload  # noqa: E402
+
+
+def with_data(parcel: Parcel, data_NB: np.ndarray) -> Parcel:
+    return replace(parcel, payload=replace(parcel.payload, data_NB=data_NB))
 
 
 def flipped(parcel: Parcel) -> Parcel:
     """The same with one bit changed."""
-    data = np.array(parcel.payload.data_NB)
+    data = parcel.payload.data_NB.copy()
     data[-1, len(data[-1]) // 2] ^= 4
-    payload = KVPayload(header=parcel.payload.header, checksums=parcel.payload.checksums, data_NB=data)
-    return replace(parcel, payload=payload)
+    return with_data(parcel, data)
 
 
 def becomes(fault: str, message: ToWorker, rng: random.Random) -> list[tuple[float, ToWorker]]:
@@ -60,6 +62,8 @@ class FaultyProcess(rays._Actor):
 
     def _send(self, name: str, message: Any) -> None:
         # the id as the door knows it: cmpl-drop30-7
+        if isinstance(message, Parcel):  # its memory is used again, and it may be sent later
+            message = with_data(message, message.payload.data_NB.copy())
         for later_s, what in becomes(message.request_id.split("-")[1], message, FaultyProcess.rng):
             if later_s:
                 threading.Timer(later_s, super()._send, (name, what)).start()

@@ -15,7 +15,6 @@ import numpy as np
 from diptych.cluster.core import ClusterCore
 from diptych.cluster.messages import Facts, Parcel, ToWorker
 from diptych.cluster.worker import Worker
-from diptych.compute.kv_store import KVPayload
 from diptych.compute.structured import GrammarCompiler
 from diptych.engine.adapters import Adapters
 from diptych.engine.engine import Engine
@@ -121,6 +120,8 @@ class LocalCluster:
     def _send(self, name: str, message: ToWorker) -> None:
         """From worker to worker: here links fail."""
         self.n_sent += 1
+        if isinstance(message, Parcel):  # its memory is used again, and it may be sent later
+            message = with_data(message, message.payload.data_NB.copy())
         for later, what in self.fault(message):
             self._mail.append((self._n_pumped + later, name, what))
 
@@ -164,9 +165,12 @@ class _NoExecutor(ModelExecutor):
         """The door computes nothing."""
 
 
+def with_data(parcel: Parcel, data_NB: np.ndarray) -> Parcel:
+    return replace(parcel, payload=replace(parcel.payload, data_NB=data_NB))
+
+
 def flipped(parcel: Parcel) -> Parcel:
     """The same with one bit changed."""
-    data = np.array(parcel.payload.data_NB)
+    data = parcel.payload.data_NB.copy()
     data[-1, len(data[-1]) // 2] ^= 4
-    payload = KVPayload(header=parcel.payload.header, checksums=parcel.payload.checksums, data_NB=data)
-    return replace(parcel, payload=payload)
+    return with_data(parcel, data)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints import make_checkpoint
-from tests.cluster.local import Fault, LocalCluster, flipped
+from tests.cluster.local import Fault, LocalCluster, flipped, no_fault
 from tests.engine.conftest import tiny_config
 
 from diptych.cluster.messages import Done, Parcel, Read, ToWorker
@@ -260,6 +260,10 @@ def test_a_lost_end_is_not_waited_for(loaded: LoadedModel) -> None:
     got = cluster.llm.generate(prompts((130,)), GREEDY)[0]
     assert got.usage.transferred_tokens == 128
     assert not cluster.reasons("recomputes")
+    assert cluster.total("lost_ends") == 1, "it costs time, so it is counted"
+    cluster.fault = no_fault
+    cluster.llm.generate(prompts((130,), seed=1), GREEDY)
+    assert cluster.total("lost_ends") == 1
     cluster.check()
 
 

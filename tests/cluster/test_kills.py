@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 
 import pytest
-from tests.cluster.states import N_ROUNDS, SAMPLED, STATES, is_in
+from tests.cluster.states import N_ROUNDS, STATES, Load
 from tests.cluster.test_serve import OPTIONS, RECOVERY_S, WORDS, Stream, body, held, wait_for, worker_pids
 
 from diptych.engine.llm import LLM
 from diptych.ground.request import SamplingParams
-from server_process import CLOCK, ServerProcess, check_account
+from server_process import CLOCK, ServerProcess
 
 pytestmark = [pytest.mark.native, pytest.mark.cluster, pytest.mark.slow]
 
@@ -38,26 +37,12 @@ def test_a_kill_under_load_loses_nothing(
 ) -> None:
     """Every stream ends with the text it would have had, and the worker is back in time."""
     wait_for(lambda: len(worker_pids(pools)) == 3, "all workers are up", 120)
-    rng = random.Random(f"{victim} {state} {round_number}")
-    asked = [
-        (f"{rng.random()} " + WORDS * rng.choice((1, 4, 12, 40)), {"seed": rng.randrange(2**32), **SAMPLED})
-        for _ in range(8)
-    ]
-    before, deaths = pools.scrape(), pools.metric("diptych_worker_deaths_total")
-    streams = [Stream(pools, prompt, max_tokens=120, **options) for prompt, options in asked]
-    wait_for(
-        lambda: is_in(pools, victim, state, streams, before) or not any(s.thread.is_alive() for s in streams), state
-    )
+    deaths = pools.metric("diptych_worker_deaths_total")
+    load = Load(pools, f"{victim} {state} {round_number}", max_tokens=120)
+    load.wait_for(state, [victim])
     os.kill(worker_pids(pools)[victim], signal.SIGKILL)
     killed_s = CLOCK.now_s()
-    for stream in streams:
-        stream.thread.join(timeout=120)
-        assert not stream.thread.is_alive(), "a stream hangs"
-    wanted = one.generate([prompt for prompt, _ in asked], [SamplingParams(max_tokens=120, **o) for _, o in asked])
-    for stream, completion in zip(streams, wanted, strict=True):
-        assert stream.error is None, stream.error
-        assert stream.text == completion.choices[0].text
-        check_account(stream.end)
+    load.check(one)
     wait_for(lambda: pools.metric("diptych_worker_deaths_total") == deaths + 1, "the death was seen")
     wait_for(lambda: len(worker_pids(pools)) == 3, "the worker is back", RECOVERY_S)
     assert CLOCK.now_s() - killed_s < 2 * RECOVERY_S

@@ -50,6 +50,7 @@ def test_no_fault_of_a_link_between_processes_changes_an_answer(pools: ServerPro
     """Over Ray's object store and real processes: text, tokens by source and times add up, and counters say what happened."""
     recomputes, refused = FAULTS[fault]
     before = {name: counted(pools, name) for name in ("recomputes", "parcels_refused")}
+    lost_ends = pools.metric("diptych_worker_lost_ends_total")
     asked = [(f"{fault} {n} {WORDS * (8 + 9 * n)}", {"seed": n, "temperature": 0.9}) for n in range(N_REQUESTS)]
 
     def ask(n: int) -> dict[str, object]:
@@ -67,6 +68,8 @@ def test_no_fault_of_a_link_between_processes_changes_an_answer(pools: ServerPro
     for answer, completion in zip(answers, wanted, strict=True):
         assert answer["choices"][0]["text"] == completion.choices[0].text
         check_account(answer)
+    if fault == "unsaid":  # all of it came, so nothing is read again; what was waited for is counted by itself
+        assert pools.metric("diptych_worker_lost_ends_total") == lost_ends + N_REQUESTS
     found = {name: set(counted(pools, name) - old) for name, old in before.items()}
     # nothing is given up without a reason, and on a machine that is busy a piece may be late all the same
     assert recomputes <= found["recomputes"] <= recomputes | {"missing", "lease"}, found

@@ -217,12 +217,12 @@ def test_the_end_of_a_server_is_the_end_of_its_workers() -> None:
         pids = [*worker_pids(server).values(), *(one.pid for one in family if "Agent" not in " ".join(one.cmdline()))]
         assert len(pids) > 2
         server.process.kill()
-        wait_for(lambda: not any(map(_is_alive, pids)), "all processes have ended", timeout_s=30)
+        wait_for(lambda: not any(map(is_alive, pids)), "all processes have ended", timeout_s=30)
         # Ray's own agents look for their parent now and then
-        wait_for(lambda: not any(_is_alive(one.pid) for one in family), "agents have ended", timeout_s=180)
+        wait_for(lambda: not any(is_alive(one.pid) for one in family), "agents have ended", timeout_s=180)
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

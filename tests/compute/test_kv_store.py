@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import psutil
 import pytest
 import torch
+import xxhash
 
 from checkpoints import make_checkpoint
 from diptych.compute.kv_store import KVStore, TorchKVStore
@@ -182,7 +184,6 @@ def test_blocks_that_are_not_this_stores_are_refused_whole(make: Callable[[str],
         "dtype": replace(payload, header=replace(payload.header, dtype="fp16")),
         "block_tokens": replace(payload, header=replace(payload.header, block_tokens=32)),
         "shape": replace(payload, data_NB=payload.data_NB[:2]),
-        "block 2 of 3": replace(payload, data_NB=flipped),
     }
     before = there.export_blocks(list(range(6))).checksums
     for named, bad in wrong.items():
@@ -191,6 +192,32 @@ def test_blocks_that_are_not_this_stores_are_refused_whole(make: Callable[[str],
     with pytest.raises(TransferError, match="3 checksums"):
         there.import_blocks([0, 1], payload)
     assert there.export_blocks(list(range(6))).checksums == before, "nothing of a refused payload is written"
+    with pytest.raises(TransferError, match="block 2 of 3"):
+        there.import_blocks([0, 1, 2], replace(payload, data_NB=flipped))
+    assert there.export_blocks([3, 4, 5]).checksums == before[3:], "no block is touched but those that should have come"
+    there.import_blocks([0, 1, 2], payload)
+    assert there.export_blocks([0, 1, 2]).checksums == payload.checksums
+
+
+@NATIVE[0]
+@NATIVE[1]
+@pytest.mark.parametrize("stripes", [4, 5, 15, 16, 17, 31, 32, 33, 48, 49])
+def test_checksums_of_the_copying_pass_are_xxhash(stripes: int) -> None:
+    """Other stores and the ranks take the library's: one number has to be the other, at every edge of the algorithm."""
+    cache = {"n_layers": 3, "n_kv_heads": 1, "head_dim": 2 * stripes, "format": "bf16", "has_values": False}
+    kv = CpuKVStore(cache, n_blocks=3, block_tokens=16)
+    assert kv.header.block_bytes == 3 * 64 * stripes
+    one = CpuKVStore({**cache, "n_layers": 1}, n_blocks=3, block_tokens=16)
+    for store in (kv, one):
+        rng = np.random.default_rng(stripes)
+        data = rng.integers(0, 256, (2, store.header.block_bytes), dtype=np.uint8)
+        sums = [xxhash.xxh3_64_intdigest(row.tobytes()) for row in data]
+        assert store.native.import_checked(np.array([2, 0], dtype=np.int32), data) == sums
+        room = np.zeros((3, store.header.block_bytes), dtype=np.uint8)
+        sent = store.export_blocks([2, 0], room)
+        assert list(sent.checksums) == sums
+        assert np.shares_memory(sent.data_NB, room)
+        assert np.array_equal(sent.data_NB, data)
 
 
 @NATIVE[0]

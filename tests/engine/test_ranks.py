@@ -22,6 +22,7 @@ from tests.lora import ALL, write_adapter
 from tests.server_process import ServerProcess
 from tests.thread_ranks import free_address, load_over_threads
 
+from diptych.compute.ops import linked
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.ops.linked import Carrier
 from diptych.engine.async_llm import AsyncLLM
@@ -81,6 +82,22 @@ def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 10.0) ->
         sleep_s(0.02)
 
 
+def lose_rank(llm: LLM, lose: Callable[[], object], what: str) -> None:
+    """Lose a rank while answers are written: they end with an error that says so, and so does what is asked afterwards."""
+    lost: list[bool] = []
+
+    def once(number: int, delta: object) -> None:
+        if not lost:
+            lost.append(True)
+            lose()
+
+    with pytest.raises(WorkerLost, match=what):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), on_delta=once)
+    assert llm.engine.n_open == 0
+    with pytest.raises(WorkerLost):
+        llm.generate("again")
+
+
 def test_two_processes_answer_as_one_and_end_as_one(tmp_path: Path) -> None:
     """Text, log-probabilities, cached tokens, drafts by lookup, and an adapter that comes and goes; then one dies while both
     decode.
@@ -101,18 +118,7 @@ def test_two_processes_answer_as_one_and_end_as_one(tmp_path: Path) -> None:
     assert answers(llm)[0][0] == expected[0][0]
     llm.load_lora("late", adapter)  # is there when the rank dies, and no error of its own then
     (rank,) = rank_processes()
-    killed: list[bool] = []
-
-    def kill(number: int, delta: object) -> None:
-        if not killed:
-            killed.append(True)
-            rank.send_signal(signal.SIGKILL)
-
-    with pytest.raises(WorkerLost, match="rank 1 was ended by signal 9"):
-        llm.generate(PROMPTS, SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), on_delta=kill)
-    assert llm.engine.n_open == 0
-    with pytest.raises(WorkerLost):
-        llm.generate("again")
+    lose_rank(llm, lambda: rank.send_signal(signal.SIGKILL), "rank 1 was ended by signal 9")
     llm.engine.back_memory(lambda: True)  # on a thread of its own, where nobody would catch what it raised
     llm.loaded.model.close()
     wait_until(lambda: not rank_processes() and memfds() == 0, "a process or its memory stayed")
@@ -247,21 +253,34 @@ def test_linked_processes_answer_as_one_and_end_as_one() -> None:
     listening = [one.laddr.ip for one in psutil.Process(other.pid).net_connections() if one.status == "LISTEN"]
     listening += [one.laddr.ip for one in psutil.Process().net_connections() if one.status == "LISTEN"]
     assert set(listening) <= {"127.0.0.1"}, listening
-    killed: list[bool] = []
-
-    def kill(number: int, delta: object) -> None:
-        if not killed:
-            killed.append(True)
-            other.send_signal(signal.SIGKILL)
-
-    with pytest.raises(WorkerLost, match="rank 1 is gone"):
-        llm.generate(PROMPTS, SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True), on_delta=kill)
-    assert llm.engine.n_open == 0
-    with pytest.raises(WorkerLost):
-        llm.generate("again")
+    lose_rank(llm, lambda: other.send_signal(signal.SIGKILL), "rank 1 is gone")
     llm.loaded.model.close()
     other.communicate(timeout=10)
     assert memfds() == 0
+
+
+@pytest.mark.parametrize("is_idle", [False, True], ids=["in a step", "idle"])
+def test_a_linked_rank_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
+    """It closes nothing, so no system tells of it: a step waited for it three times as long as it takes to know."""
+    monkeypatch.setattr(linked, "LOST_S", 3.0)
+    address = free_address()
+    other = other_rank(1, 2, address)
+    llm = LLM("bundled", tp=2, tp_address=address, threads=1, backend="cpu", max_context_tokens=512)
+    lost: list[object] = []
+    llm.loaded.model.on_loss(lost.append)
+    begin_s = CLOCK.now_s()
+    if is_idle:
+        other.send_signal(signal.SIGSTOP)
+        wait_until(lambda: bool(lost), "nobody was told", 20)
+        with pytest.raises(WorkerLost, match="rank 1 is gone"):
+            llm.generate("again")
+    else:
+        lose_rank(llm, lambda: other.send_signal(signal.SIGSTOP), "rank 1 is gone")
+    assert lost
+    assert CLOCK.now_s() - begin_s < linked.STEP_S / 2, "the pulse says so, not the time that a step may take"
+    llm.loaded.model.close()
+    other.kill()
+    other.communicate(timeout=10)
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from diptych.cluster.messages import (
     Batch,
     Cancel,
@@ -48,7 +50,7 @@ logger = logging.getLogger("diptych.cluster")
 
 LEASE_S = 30.0  # without news of a reader; it may have a line before it
 LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
-# of one parcel at most: its memory then comes from what the last one gave back; larger ones are new pages, each a fault
+# of one parcel at most: it is copied again on its way, out of the caches where it is no larger
 PARCEL_BYTES = 4 * 2**20
 
 
@@ -89,7 +91,9 @@ class _Reading:
 
 
 class Worker:
-    """See the module. send(name, message): to another worker; it may be lost on the way."""
+    """See the module. send(name, message): to another worker; it may be lost on the way. Its arrays are written over by the
+    next one, so who does not send at once copies them.
+    """
 
     def __init__(
         self,
@@ -114,7 +118,10 @@ class Worker:
         self._send = send
         self._spans = WorkerSpans(spans, name)
         self._lineage, self._takes_other_kernels = self._executor.lineage, takes_other_kernels
-        self._lease_s, self._late_s, self._parcel_bytes = lease_s, late_s, parcel_bytes
+        self._lease_s, self._late_s = lease_s, late_s
+        # blocks of a parcel, always in the same memory: new pages are a fault each
+        self._parcel_blocks = max(1, parcel_bytes // self._executor.block_bytes)
+        self._room = np.empty((self._parcel_blocks, self._executor.block_bytes), dtype=np.uint8)
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
         self._events: list[Event] = []
         self._unplaced: deque[tuple[float, Submit]] = (
@@ -129,6 +136,7 @@ class Worker:
         self._recomputed_tokens = 0
         self._recomputes: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
+        self._lost_ends = 0
         self._handlers: dict[type, Callable[..., None]] = {
             Submit: self._on_submit,
             Cancel: self._on_cancel,
@@ -193,6 +201,7 @@ class Worker:
             recomputed_tokens=self._recomputed_tokens,
             recomputes=dict(self._recomputes),
             refused=dict(self._refused),
+            lost_ends=self._lost_ends,
         )
 
     def _fold(self, events: list[Event]) -> None:
@@ -410,6 +419,7 @@ class Worker:
         now_s = self._clock.now_s()
         for request_id, coming in list(self._coming.items()):
             if coming.lease_s <= now_s:
+                self._lost_ends += coming.done is None and coming.n_blocks == coming.end_block
                 self._settle(request_id, coming.refused or ("missing" if coming.done is not None else "lease"))
         while self._unplaced and self._unplaced[0][0] <= now_s:  # blocks are short: wait in line as anybody else
             _, submit = self._unplaced.popleft()
@@ -492,8 +502,8 @@ class Worker:
             reading.end_s = self._clock.now_s()
         begin_s = self._clock.now_s()
         while first < end:
-            until = min(end, first + max(1, self._parcel_bytes // self._executor.block_bytes))
-            payload = self._executor.export_blocks(block_ids[first:until])
+            until = min(end, first + self._parcel_blocks)
+            payload = self._executor.export_blocks(block_ids[first:until], self._room)
             parcel = Parcel(
                 request_id=order.request_id,
                 lineage=self._lineage,

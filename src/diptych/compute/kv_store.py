@@ -49,6 +49,11 @@ class KVPayload:
 
     def check(self, header: KVHeader, n_blocks: int) -> None:
         """Raise TransferError unless these are `n_blocks` whole blocks of a store with that header, with no bit changed."""
+        self.check_form(header, n_blocks)
+        self.check_sums(list(map(_checksum, self.data_NB)))
+
+    def check_form(self, header: KVHeader, n_blocks: int) -> None:
+        """Raise TransferError unless these are `n_blocks` whole blocks of a store with that header."""
         for name in (field.name for field in fields(header)):
             theirs, ours = getattr(self.header, name), getattr(header, name)
             if theirs != ours:
@@ -60,10 +65,13 @@ class KVPayload:
                 f"uint8 of shape {list(wanted)} was expected",
                 reason="shape",
             )
-        for i, (block, checksum) in enumerate(zip(self.data_NB, self.checksums, strict=True)):
-            if _checksum(block) != checksum:
+
+    def check_sums(self, found: Sequence[int]) -> None:
+        """Raise TransferError unless the blocks that came have these checksums."""
+        for i, (ours, theirs) in enumerate(zip(found, self.checksums, strict=True)):
+            if ours != theirs:
                 raise TransferError(
-                    f"block {i} of {n_blocks} does not have its checksum: its bytes changed on the way",
+                    f"block {i} of {len(found)} does not have its checksum: its bytes changed on the way",
                     reason="checksum",
                 )
 
@@ -103,12 +111,16 @@ class KVStore(Protocol):
         """What the bytes of this store's blocks mean."""
         ...
 
-    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
-        """The bytes of these blocks in every layer; a copy."""
+    def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
+        """The bytes of these blocks in every layer; a copy, which may be written to `out` [>= N, block_bytes] uint8."""
         ...
 
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
-        """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
+        """Take in blocks that an equal store exported. TransferError unless all of them are right.
+
+        Where layout, revision or number are wrong nothing is written. Checksums may be of the very pass that writes: where one
+        is wrong, what these blocks hold is nothing, and only the caller knows of them; no other block has changed.
+        """
         ...
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,8 +185,8 @@ class TorchKVStore:
             for source, target in pairs:
                 layer[:, target].copy_(layer[:, source])
 
-    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
-        """The bytes of these blocks in every layer; a copy."""
+    def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
+        """The bytes of these blocks in every layer; a copy, in memory of its own."""
         ids = torch.as_tensor(block_ids, dtype=torch.long, device=self.layers[0].device)
         blocks = torch.stack([layer[:, ids].transpose(0, 1) for layer in self.layers], dim=1)  # [n, L, 2 or 1, P, K, d]
         data = blocks.contiguous().cpu().view(torch.uint8).reshape(len(block_ids), -1).numpy()

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diptych.compute.decoder import head_name, prefix_of
+from diptych.compute.decoder_loader import head_name, prefix_of
 from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.quant import stored_weights
 from diptych.compute.weights import Checkpoint, Source

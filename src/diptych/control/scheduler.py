@@ -207,7 +207,7 @@ class Scheduler:
                 new_block_ids = tuple(seq.block_ids[first_new:])
                 seq.table_sent = len(seq.block_ids)
             draft.chunks.append(Chunk(seq.seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True))
-            shapes.append(ChunkShape(decode, 1, start, True))
+            shapes.append(ChunkShape(decode, 1, start, True, 1, seq.adapter))
             if seq.speculation is not None:
                 draft.speculations.append((len(shapes) - 1, seq.speculation))
             draft.decode_request_ids.append(seq.request.request_id)
@@ -330,7 +330,7 @@ class Scheduler:
             return limit
 
         def is_within(n_tokens: int) -> bool:
-            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens))
+            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens), 1, seq.adapter)
             return predict_s(draft.shape.plus(chunk)) <= budget_s
 
         if seq.is_whole:  # the budget cannot be kept by cutting it, only by letting it go alone
@@ -348,6 +348,7 @@ class Scheduler:
         first_new = self._take_blocks(seq, start, end, draft)
         taken = len(seq.block_ids) - held + len(draft.copies) - copied
         self._promise(seq, seq.promised_blocks - taken)
+        wanted = self.drafts.wanted_behind(seq, end)
         chunk = Chunk(
             seq_id=seq.seq_id,
             phase=Phase.PREFILL,
@@ -356,10 +357,11 @@ class Scheduler:
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
             samples=seq.samples_at(end),
-            wanted_drafts=self.drafts.wanted_behind(seq, end),
+            wanted_drafts=None if wanted is None else wanted[1],
+            drafter=0 if wanted is None else wanted[0],
         )
         draft.chunks.append(chunk)
-        draft.shape = draft.shape.plus(chunk.shape)
+        draft.shape = draft.shape.plus(ChunkShape(Phase.PREFILL, n_tokens, start, chunk.samples, 1, seq.adapter))
         draft.left_tokens -= n_tokens
         seq.table_sent = len(seq.block_ids)
         seq.is_in_flight = True

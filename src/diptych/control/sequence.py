@@ -20,6 +20,7 @@ class Sequence:
     """Mutable; owned by `EngineCore` and changed only by it and its scheduler."""
 
     __slots__ = (
+        "adapter",
         "block_ids",
         "computed_tokens",
         "digests",
@@ -54,6 +55,7 @@ class Sequence:
         self.seq_id = seq_id
         self.index = index
         self.request = request
+        self.adapter = None if request.adapter is None else request.adapter.shape  # asked for with every chunk
         self.key = (rank, seq_id)
         self.seed = seed
         self.max_output_tokens = max_output_tokens

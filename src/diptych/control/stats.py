@@ -31,7 +31,8 @@ class WorkerCounts:
     """A worker's numbers: gauges of this moment, and counters since it began.
 
     recomputes: requests of which not everything came that was to come, by why; recomputed_tokens: what was read again for it.
-    refused: parcels that were not taken in, by why. receiving, reading: requests whose keys and values are on their way here,
+    refused: parcels that were not taken in, by why. lost_ends: prompts of which all came but the word that it was all.
+    receiving, reading: requests whose keys and values are on their way here,
     or are computed here for others.
     """
 
@@ -47,6 +48,7 @@ class WorkerCounts:
     recomputed_tokens: int
     recomputes: Mapping[str, int]
     refused: Mapping[str, int]
+    lost_ends: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

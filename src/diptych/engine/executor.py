@@ -22,7 +22,7 @@ from diptych.compute.model import Best, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.pooler import Pooler
 from diptych.compute.sampler import SampledToken, Sampler, not_finite
-from diptych.engine.drafting import Drafting
+from diptych.engine.drafting import Draftings
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, ExecutorError, InternalError
 from diptych.ground.phase import Phase
@@ -40,7 +40,7 @@ class ModelExecutor:
         sampler: Sampler,
         *,
         clock: Clock,
-        drafting: Drafting | None = None,
+        drafting: Draftings | None = None,
         pooler: Pooler | None = None,
     ) -> None:
         self.drafting = drafting
@@ -73,9 +73,9 @@ class ModelExecutor:
         """Of one block over all layers, as it travels."""
         return self._kv.header.block_bytes
 
-    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
+    def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
         """The bytes of these blocks, for another engine; between steps."""
-        return self._kv.export_blocks(block_ids)
+        return self._kv.export_blocks(block_ids, out)
 
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
         """Take in another engine's; between steps. TransferError, and nothing is written, unless all of them are right."""
@@ -92,12 +92,9 @@ class ModelExecutor:
             self._begin_and_end_sequences(plan)
             if plan.copies:
                 self._kv.copy_blocks([(copy.source_block_id, copy.target_block_id) for copy in plan.copies])
-            if self.drafting is not None:
-                self.drafting.follow(plan)
+            drafted = None if self.drafting is None else self.drafting.begin(plan)
             batch = self._batch(plan)
             needs_logits = self._needs_logits(plan)
-            asked = self.drafting if self.drafting is not None and self.drafting.is_asked(plan) else None
-            drafted = None if asked is None else asked.taps_of(plan)
             taps = self._with_last(plan, drafted)
             ends: dict[str, Any] = {} if taps is None else {"taps": taps}
             forward_s = self._clock.now_s()
@@ -112,13 +109,10 @@ class ModelExecutor:
             if taps is not drafted:
                 assert taps is not None
                 results = self._pooled(plan, results, taps, drafted)
-            if asked is not None:
+            if self.drafting is not None:
                 drawn_s = self._clock.now_s()
-                results = asked.propose(plan, results, self._tables_of, drafted)
-                draft_s = self._clock.now_s() - drawn_s
-                asked.tell(plan, results, draft_s)
-            elif self.drafting is not None:
-                self.drafting.miss(plan, results)
+                results = self.drafting.end(plan, results, self._tables_of, drafted)
+                draft_s = self._clock.now_s() - drawn_s if self.drafting.has_asked else 0.0
         except EngineError:
             raise
         except Exception as error:

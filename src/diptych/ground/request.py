@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from diptych.ground.bounds import Bound, entries, exactly, ids, shown, text, whole
 from diptych.ground.errors import BadSampling, RequestError
+from diptych.ground.shape import AdapterShape
 
 MAX_N = 64
 MAX_TOP_LOGPROBS = 20
@@ -232,11 +233,17 @@ CacheScope = str | tuple[str, str | None] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRef:
-    """The adapter that answers a request: its name, its number in the model, and a digest of its numbers."""
+    """The adapter that answers a request: its name, its number in the model, a digest and the count of its numbers."""
 
     name: str
     number: int
     revision: str
+    n_parameters: int
+
+    @property
+    def shape(self) -> AdapterShape:
+        """What it costs depends on this alone."""
+        return AdapterShape(self.number, self.n_parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

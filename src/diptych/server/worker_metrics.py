@@ -22,6 +22,7 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[WorkerCounts], float]]] = {
     "received_bytes": ("bytes of keys and values taken in", lambda one: one.received_bytes),
     "export_seconds": ("time to copy blocks out of the pool and to hand them to the link", lambda one: one.export_s),
     "import_seconds": ("time to check blocks and copy them into the pool", lambda one: one.import_s),
+    "lost_ends": ("prompts of which all came but the reader's word that it was all", lambda one: one.lost_ends),
     "recomputed_tokens": ("tokens read again because they did not come", lambda one: one.recomputed_tokens),
 }
 

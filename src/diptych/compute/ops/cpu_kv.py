@@ -76,16 +76,18 @@ class CpuKVStore:
         """Copy block source to block target in every layer, in the order of the pairs."""
         self.native.copy_blocks([list(pair) for pair in pairs])
 
-    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
-        """The bytes of these blocks in every layer; a copy."""
-        data = np.empty((len(block_ids), self.header.block_bytes), dtype=np.uint8)
-        self.native.export_blocks(np.asarray(block_ids, dtype=np.int32), data)
-        return KVPayload.of(self.header, data)
+    def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
+        """The bytes of these blocks in every layer; a copy, in `out` [>= N, block_bytes] where that is given."""
+        n = len(block_ids)
+        data = np.empty((n, self.header.block_bytes), dtype=np.uint8) if out is None else out[:n]
+        checksums = self.native.export_checked(np.asarray(block_ids, dtype=np.int32), data)
+        return KVPayload(header=self.header, checksums=tuple(checksums), data_NB=data)
 
     def import_blocks(self, block_ids: Sequence[int], payload: KVPayload) -> None:
-        """Take in blocks that an equal store exported. TransferError, and nothing is written, unless all of them are right."""
-        payload.check(self.header, len(block_ids))
-        self.native.import_blocks(np.asarray(block_ids, dtype=np.int32), np.ascontiguousarray(payload.data_NB))
+        """Take in blocks that an equal store exported. TransferError unless all of them are right: see KVStore."""
+        payload.check_form(self.header, len(block_ids))
+        ids = np.asarray(block_ids, dtype=np.int32)
+        payload.check_sums(self.native.import_checked(ids, np.ascontiguousarray(payload.data_NB)))
 
     def read(self, layer: int, block_ids: Sequence[int], n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of the first n_tokens of a sequence that lies in block_ids, each [K, T, d] fp32; copies."""

@@ -122,8 +122,8 @@ class RankedKVStore:
             raise ValueError("a block id is outside the pool")
         self._tell(Verb.COPY, {}, ids, own=lambda: self._part.copy(ids))
 
-    def export_blocks(self, block_ids: Sequence[int]) -> KVPayload:
-        """The bytes of these blocks in every layer; a copy."""
+    def export_blocks(self, block_ids: Sequence[int], out: np.ndarray | None = None) -> KVPayload:
+        """The bytes of these blocks in every layer; a copy, in memory of its own."""
         ids = self._ids(block_ids)
         shape = self._part.bytes_shape(len(ids), self.header.block_bytes)
         data = self._gather(

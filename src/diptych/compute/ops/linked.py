@@ -3,7 +3,8 @@
 A carrier is what a native team calls at its meetings (csrc/team.h, Link). Three groups of connections: one for the gatherings
 of a step, one for what rank 0 asks (which may wait for hours), one over which rank 0 and each other say that they are there.
 Who dies closes its connections, and whoever waits on one is told by the system; a machine that falls silent is given up after
-LOST_S. Nothing is encrypted and nobody is asked who he is: for networks whose machines trust each other.
+LOST_S, and with it whatever waits for it. Nothing is encrypted and nobody is asked who he is: for networks whose machines
+trust each other.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ LOST_S = 20.0  # without a sign of life
 PULSE_S = 0.5
 HEARD_S = 5.0  # for others to hear why they are refused
 RETRY_S = 0.2
+LOOK = timedelta(seconds=1)  # while somebody is waited for: whether anybody is given up
 FRAME_BYTES = 16384  # of a message's first piece: most steps fit
 _FRAME = struct.Struct("<qq")  # kind, bytes
 _FOR_EVER = timedelta(days=3650)
@@ -55,6 +57,7 @@ class Carrier:
         self.number, self.size = number, size
         self.error = ""
         self.is_ending = threading.Event()
+        self._is_given_up = threading.Event()
         self._kind = int(Verb.LOAD)
         self._token = torch.zeros(1, dtype=torch.uint8)
         self._store = _store(host, port, number, size, join_s)
@@ -111,6 +114,8 @@ class Carrier:
         return ""
 
     def _group(self, name: str, own: str, limit: timedelta) -> Any:
+        # the public ways (GLOO_SOCKET_IFNAME, init_process_group) bind to an interface, which may have several addresses, and
+        # are one for the whole process
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = limit
         options._devices = [
@@ -126,12 +131,28 @@ class Carrier:
 
     def gather(self, slots: np.ndarray) -> bool:
         """slots [size, bytes]: each rank has written its own; then all are there."""
-        every = torch.from_numpy(slots)
-        return self._gathered(list(every), every[self.number].clone())
+        # memory of its own: what was given up is still written to where the others come back
+        every = torch.empty(slots.shape, dtype=torch.uint8)
+        is_there = self._gathered(list(every), torch.from_numpy(slots[self.number]))
+        if is_there:
+            slots[:] = every.numpy()
+        return is_there
 
     def _gathered(self, every: list[torch.Tensor], own: torch.Tensor) -> bool:
         group = self._steps if self._kind == STEP else self._calls
-        return self._try(lambda: group.allgather([every], [own]).wait())
+        return self._try(lambda: self._wait(group.allgather([every], [own])))
+
+    def _wait(self, work: Any) -> None:
+        """Until it is done, or a rank is given up; gloo by itself waits as long as a group may."""
+        while not self._is_given_up.is_set():
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what it failed of
+                    return
+        raise RuntimeError("a rank was given up")
 
     def post(self, kind: int, data: bytes) -> bool:
         """Rank 0's message to all."""
@@ -147,7 +168,7 @@ class Carrier:
         def send() -> None:
             for piece in pieces:
                 for work in [self._calls.send([piece], other, 0) for other in range(1, self.size)]:
-                    work.wait()
+                    work.wait(timedelta(seconds=STEP_S))  # who has met at the last message reads the next
 
         return self._try(send)
 
@@ -195,6 +216,10 @@ class Carrier:
         except RuntimeError as error:
             if not self.is_ending.is_set():
                 lost(other, _line(error))
+
+    def give_up(self) -> None:
+        """A rank is gone: whoever waits for it here stops, at the latest after LOOK. It may have closed nothing."""
+        self._is_given_up.set()
 
     def say_error(self, text: str) -> None:
         """Where rank 0 finds it, if that is still there."""
@@ -279,6 +304,7 @@ class LinkedRanks(Ranks):
             if not watch.is_ending:
                 watch.gone[number] = how = f"is gone ({why})"  # a step may have broken the team before
                 watch.lose(number, how, team)
+                carrier.give_up()
 
         carrier.watch(lost)
         self._ends_with(_end_linked, self.watch, team, self._fd, carrier)

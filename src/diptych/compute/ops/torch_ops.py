@@ -31,7 +31,7 @@ from diptych.compute.ops.contract import (
     Taps,
     WeightTensor,
 )
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores
 
 # what an adapter adds, by id of the projection's handle; A and B on the device in the compute dtype
 TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
@@ -249,7 +249,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         self._logits_rows = self._on_device(batch.logits_rows_R)
         self._table = self._on_device(batch.block_table_SM)
         self._rotations: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._queries: dict[int | None, list[_Queries]] = {}
+        self._queries: dict[tuple[int | None, bool], list[_Queries]] = {}
         self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
 
     def embed(self, table: torch.Tensor, *, scale: float) -> torch.Tensor:
@@ -333,10 +333,12 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         q_THd = q.unflatten(-1, (spec.n_heads, spec.head_dim))
         k_TKd = k.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
-        if spec.qk_norm is QkNorm.HEAD:
+        if spec.qk_norm in (QkNorm.HEAD, QkNorm.HEADS):
             q_THd, k_TKd = self._norm(q_THd, attention.q_norm, spec), self._norm(k_TKd, attention.k_norm, spec)
         if spec.rope is not None:
             q_THd, k_TKd = self._rotate(q_THd, spec.rope), self._rotate(k_TKd, spec.rope)
+        if spec.query_scale is not None:
+            q_THd = (q_THd * self._scales(spec.query_scale)[:, None, None]).to(q_THd.dtype)
         keys, values = self._pool(spec.layer)
         keys[self._slots] = k_TKd.to(keys.dtype)
         values[self._slots] = v_TKd.to(values.dtype)
@@ -377,7 +379,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         spec = attention.spec
         keys, values = self._pool(spec.layer)
         out = torch.empty_like(q_THd)
-        for queries in self._queries_of(spec.window):
+        for queries in self._queries_of(spec):
             n_sequences = queries.slots.shape[0]
             q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
             k_BKCd = keys[queries.slots].transpose(1, 2).to(q_THd.dtype)
@@ -393,8 +395,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         total = torch.zeros_like(h)
         for expert in chosen_Tk.unique().tolist():
             rows, column = torch.where(chosen_Tk == expert)
-            y = self._product(self._gated(h[rows], experts.gate_up[expert], rows), experts.down[expert], rows)
-            total.index_add_(0, rows, (y * weights_Tk[rows, column, None]).to(total.dtype))
+            weights, given = weights_Tk[rows, column, None], h[rows]
+            if spec.weighs_input:
+                given, weights = (given * weights).to(h.dtype), torch.ones_like(weights)
+            y = self._product(self._gated(given, experts.gate_up[expert], rows), experts.down[expert], rows)
+            total.index_add_(0, rows, (y * weights).to(total.dtype))
         return x + total
 
     def head(
@@ -433,7 +438,15 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
 
     def _norm(self, x: torch.Tensor, weight: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
         assert weight is not None, "a spec with q/k norm is loaded with its weights"
+        if spec.qk_norm is QkNorm.HEADS:
+            unit = F.layer_norm(x.float(), x.shape[-1:], eps=spec.norm_eps)
+            return (unit * weight.weight.view(x.shape[1:])).to(x.dtype)
         return self.norm(x, weight, eps=spec.norm_eps)
+
+    def _scales(self, scale: QueryScale) -> torch.Tensor:
+        """[T] fp32."""
+        times = torch.div(self._positions + scale.shift, scale.tokens, rounding_mode="floor")
+        return 1.0 + scale.slope * torch.log1p(times.float())
 
     def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         planes = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
@@ -452,12 +465,13 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         first, second, rest = x_THd[..., :half], x_THd[..., half : 2 * half], x_THd[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
-    def _queries_of(self, window: int | None) -> list[_Queries]:
-        if window not in self._queries:
-            self._queries[window] = list(self._group(window))
-        return self._queries[window]
+    def _queries_of(self, spec: AttentionSpec) -> list[_Queries]:
+        key = spec.window, spec.is_chunked
+        if key not in self._queries:
+            self._queries[key] = list(self._group(spec))
+        return self._queries[key]
 
-    def _group(self, window: int | None) -> Iterator[_Queries]:
+    def _group(self, spec: AttentionSpec) -> Iterator[_Queries]:
         """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries.
 
         What attends both ways is here whole: its context is its own tokens.
@@ -468,7 +482,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         counts = [end - start for start, end in pairwise(starts)]
         single = [s for s, count in enumerate(counts) if count == 1]
         if single:
-            yield self._decode_group(single, [starts[s] for s in single], [contexts[s] for s in single], window)
+            yield self._decode_group(single, [starts[s] for s in single], [contexts[s] for s in single], spec)
         for s, count in enumerate(counts):
             if count == 1:
                 continue
@@ -477,32 +491,30 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
                 end = contexts[s] - count + row + n_rows  # positions of this slice: [end - n_rows, end)
                 if both_ways_S is not None and both_ways_S[s]:
                     assert contexts[s] == count, "a sequence that attends both ways must come whole"
-                    yield self._both_ways_slice(s, starts[s] + row, (row, end), count, window)
+                    yield self._both_ways_slice(s, starts[s] + row, (row, end), count, spec.window)
                 else:
-                    yield self._prefill_slice(s, starts[s] + row, n_rows, end, window)
+                    yield self._prefill_slice(s, starts[s] + row, n_rows, end, spec)
 
-    def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], window: int | None) -> _Queries:
-        span = max(ends) if window is None else min(window, max(ends))
+    def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], spec: AttentionSpec) -> _Queries:
+        span = max(ends) if spec.window is None else min(spec.window, max(ends))
         end_S1 = torch.tensor(ends, device=self._device)[:, None]
         # [end - span, end): the last `span` positions of each sequence; those before its beginning are masked
         positions_SC = end_S1 - span + torch.arange(span, device=self._device)
-        if window is None:
+        if spec.window is None:
             positions_SC = torch.arange(span, device=self._device).expand(len(ends), -1)
-        is_seen_SC = (positions_SC >= 0) & (positions_SC < end_S1)
+        is_seen_SC = (positions_SC >= 0) & (positions_SC < end_S1) & (positions_SC >= spec.first_seen(end_S1 - 1))
         table = self._table[torch.tensor(sequences, device=self._device)]
         slots_SC = self._slots_of(table, positions_SC.clamp(min=0))
         mask = None if bool(is_seen_SC.all()) else is_seen_SC[:, None, None]
         return _Queries(torch.tensor(rows, device=self._device), slots_SC, mask)
 
-    def _prefill_slice(self, sequence: int, row: int, n_rows: int, end: int, window: int | None) -> _Queries:
+    def _prefill_slice(self, sequence: int, row: int, n_rows: int, end: int, spec: AttentionSpec) -> _Queries:
         first_query = end - n_rows
-        begin = 0 if window is None else max(0, first_query - window + 1)
+        begin = max(0, spec.first_seen(first_query))
         positions_C = torch.arange(begin, end, device=self._device)
         slots = self._slots_of(self._table[sequence][None], positions_C[None])
         query_n1 = torch.arange(first_query, end, device=self._device)[:, None]
-        mask_nC = positions_C <= query_n1
-        if window is not None:
-            mask_nC &= positions_C > query_n1 - window
+        mask_nC = (positions_C <= query_n1) & (positions_C >= spec.first_seen(query_n1))
         return _Queries(slice(row, row + n_rows), slots, mask_nC[None, None])
 
     def _both_ways_slice(
