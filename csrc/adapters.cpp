@@ -298,7 +298,7 @@ void AdaptedRows::shrink_whole(const KernelSet& set, const Some& some, const Ada
     set.linear->finish(last);
     for (int64_t i = 0; i < rows; ++i) {
       alignas(64) int8_t q[kMaxGroup];
-      Block& out = const_cast<Block&>(blocks_[(first + i) * stride_ + block]);
+      ShrunkBlock& out = const_cast<ShrunkBlock&>(blocks_[(first + i) * stride_ + block]);
       set.linear->quantize_row(u + i * kStripLanes, Source::f32, kStripLanes, q, &out.scale, &out.sum);
       std::memcpy(out.q, q, sizeof out.q);
     }
@@ -346,6 +346,24 @@ void AdaptedRows::shrink(const KernelSet& set, const AdapterCalls& calls, const 
   });
 }
 
+// The same as write_whole, by the set's own kernel for it.
+void AdapterBiases::write_blocks(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane,
+                                 int64_t lanes, float* out) const {
+  const ShrunkBlock* shrunk[kMostRows];
+  float* target[kMostRows];
+  for (int64_t lane = 0; lane < lanes; lane += kStripLanes) {
+    const Adapter::Strip& strip = site.strips[(first_lane + lane) / kStripLanes];
+    const float* bias = layer_.bias != nullptr ? layer_.bias + first_lane + lane : nullptr;
+    for (int64_t i = 0; i < count; ++i) {
+      shrunk[i] = rows_.blocks_.data() + rows_.places_[row + of_tile[i]] * rows_.stride_ + strip.first;
+      target[i] = out + of_tile[i] * kPanelLanes + lane;
+      if (strip.count == 0) std::memcpy(target[i], bias != nullptr ? bias : kNone, sizeof kNone);
+    }
+    if (strip.count > 0)
+      set_.step->expand_blocks(shrunk, count, site.b8 + strip.begin, strip.count, site.lanes.scales + first_lane + lane, bias, target);
+  }
+}
+
 // What B adds to rows row + of_tile[i] of the call, which have one adapter, at out + of_tile[i] * 64.
 void AdapterBiases::write_whole(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane,
                                 int64_t lanes, float* out) const {
@@ -375,7 +393,7 @@ void AdapterBiases::write_whole(const Adapter::Site& site, int64_t row, const in
     for (int64_t block = 0; block < strip.count; ++block, last.bias = nullptr, last.store = Store::add_f32) {
       for (int64_t i = 0; i < shape.rows; ++i) {
         const int64_t place = rows_.places_[row + of_tile[std::min(i, count - 1)]];  // the shape's spare rows repeat the last one
-        const AdaptedRows::Block& shrunk = rows_.blocks_[place * rows_.stride_ + strip.first + block];
+        const ShrunkBlock& shrunk = rows_.blocks_[place * rows_.stride_ + strip.first + block];
         args.x[i] = reinterpret_cast<const uint8_t*>(shrunk.q);
         last.row_scales[i] = &shrunk.scale, last.row_sums[i] = &shrunk.sum;
       }
@@ -408,7 +426,10 @@ bool AdapterBiases::write(int64_t row_of_call, int64_t n_rows, int64_t first_lan
     for (int64_t j = i; j < n_rows && count < (is_whole ? most : kBlock); ++j)  // sequences of one adapter seldom stand together
       if (groups[j] == groups[i] && !is_written[j]) is_written[j] = true, of_tile[count++] = j;
     if (is_whole) {
-      write_whole(*site, row, of_tile, count, first_lane, lanes, out);
+      if (set_.step->expand_blocks != nullptr)
+        write_blocks(*site, row, of_tile, count, first_lane, lanes, out);
+      else
+        write_whole(*site, row, of_tile, count, first_lane, lanes, out);
       continue;
     }
     alignas(64) float made[kBlock * kPanelLanes];

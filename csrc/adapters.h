@@ -107,13 +107,7 @@ class AdaptedRows {
   std::vector<int32_t> group_of_;  // [rows of the step] number of the group, or -1
   std::vector<float> shrunk_;      // u [rows, most ranks]
   int64_t stride_ = 0;
-  // A block of u as int8, as Rows describes a row.
-  struct Block {
-    int8_t q[16];
-    float scale;
-    int32_t sum;
-  };
-  std::vector<Block> blocks_;      // [rows, most ranks]
+  std::vector<ShrunkBlock> blocks_;  // [rows, most ranks]
   // Some rows of a group that read one layer, which is a site of its adapter.
   struct Some {
     const Adapter::Site* site;
@@ -136,6 +130,8 @@ class AdapterBiases final : public RowBiases {
   void fetch(int64_t first_lane, int64_t lanes) const override;
 
  private:
+  void write_blocks(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane, int64_t lanes,
+                    float* out) const;
   void write_whole(const Adapter::Site& site, int64_t row, const int64_t* of_tile, int64_t count, int64_t first_lane, int64_t lanes,
                    float* out) const;
 

@@ -173,6 +173,17 @@ using ShrinkRows = void (*)(const uint16_t* const* x, int64_t rows, const uint16
 using ExpandRows = void (*)(const float* const* shrunk, int64_t rows, const uint16_t* b, int64_t ranks, const float* bias, float* out,
                             int64_t stride);
 
+// A block of 16 shrunk ranks of a row as int8, as Rows describes a row.
+struct ShrunkBlock {
+  int8_t q[16];
+  float scale;
+  int32_t sum;
+};
+// The same over int8, 16 lanes: out[i][lane] = bias[lane] + sum over the blocks, one after the other, of scale * scales[lane] * (whole sum).
+// shrunk[i] has its blocks side by side; b [blocks][4 steps][16 words] of u8 = q + 128; bias null: none. Null where the set's tiles do it.
+using ExpandBlocks = void (*)(const ShrunkBlock* const* shrunk, int64_t rows, const uint8_t* b, int64_t blocks, const float* scales,
+                              const float* bias, float* const* out);
+
 struct AttentionKernels {
   AttentionRun run;
   AttentionCombine combine;
@@ -195,6 +206,7 @@ struct StepKernels {
   DrawRow draw_row;
   ShrinkRows shrink_rows;
   ExpandRows expand_rows;
+  ExpandBlocks expand_blocks;
 };
 
 }  // namespace diptych

@@ -71,5 +71,31 @@ static void expand_rows(const float* const* shrunk, int64_t rows, const uint16_t
   }
 }
 
+#if defined(__AVX512VNNI__)
+// The bits are those of the tiles and of `finish`: sums are whole.
+static void expand_blocks(const ShrunkBlock* const* shrunk, int64_t rows, const uint8_t* b, int64_t blocks, const float* scales,
+                          const float* bias, float* const* out) {
+  const __m512 of_lanes = _mm512_loadu_ps(scales);
+  for (int64_t block = 0; block < blocks; ++block, b += 256) {
+    __m512i steps[4];
+    for (int s = 0; s < 4; ++s) steps[s] = _mm512_loadu_si512(b + 64 * s);
+    for (int64_t i = 0; i < rows; ++i) {
+      const ShrunkBlock& x = shrunk[i][block];
+      int32_t words[4];
+      std::memcpy(words, x.q, sizeof words);
+      __m512i sum = _mm512_set1_epi32(-128 * x.sum);
+      for (int s = 0; s < 4; ++s) sum = _mm512_dpbusd_epi32(sum, steps[s], _mm512_set1_epi32(words[s]));
+      const __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(_mm512_set1_ps(x.scale), of_lanes));
+      if (block > 0)
+        _mm512_storeu_ps(out[i], _mm512_add_ps(y, _mm512_loadu_ps(out[i])));
+      else
+        _mm512_storeu_ps(out[i], bias != nullptr ? _mm512_add_ps(y, _mm512_loadu_ps(bias)) : y);
+    }
+  }
+}
+#else
+constexpr ExpandBlocks expand_blocks = nullptr;
+#endif
+
 }  // namespace DIPTYCH_ISA
 }  // namespace diptych
