@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from golden import ask_reference, check_golden
-from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints import make_checkpoint, make_reference
@@ -20,9 +19,8 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import KEPT_MXFP4
 from diptych.models.contents import contents_of
+from mxfp4_files import QUANTISATION, mxfp4_checkpoint, random_blocks
 from stepping import Stepper
-
-QUANTISATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
 
 
 class Memory:
@@ -35,13 +33,6 @@ class Memory:
         return self.tensor
 
 
-def random_blocks(*rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every code, and scales around 2^-5."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = torch.randint(256, (*rows, 16), generator=generator, dtype=torch.uint8)
-    return blocks, torch.randint(119, 124, rows, generator=generator, dtype=torch.uint8)
-
-
 def test_values_are_those_of_transformers() -> None:
     """Exact in bf16, over all codes and far scales."""
     blocks, scales = random_blocks(3, 5, 2, seed=1)
@@ -51,21 +42,6 @@ def test_values_are_those_of_transformers() -> None:
         ours = Mxfp4Tensor("w", Memory(blocks), Memory(scales), e)
         assert torch.equal(ours.read(), theirs[e].T)
         assert torch.equal(ours.part(slice(1, 4), 9), theirs[e].T[1:4, :9])
-
-
-def mxfp4_checkpoint(directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint whose experts lie in blocks, and what transformers reads in them."""
-    path = make_checkpoint("gpt_oss", directory)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISATION}))
-    tensors, dequantised = load_file(path / "model.safetensors"), {}
-    for seed, name in enumerate([n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]):
-        n_experts, columns, rows = tensors.pop(name).shape
-        blocks, scales = random_blocks(n_experts, rows, columns // 32, seed=seed)
-        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
-        dequantised[name] = convert_moe_packed_tensors(blocks, scales).float()
-    save_file(tensors, path / "model.safetensors")
-    return path, dequantised
 
 
 def test_a_published_layout_answers_as_its_values(tmp_path: Path) -> None:
