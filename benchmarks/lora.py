@@ -11,48 +11,15 @@ rows, and with all of them spread over the rows. Medians of rounds in turns with
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-import torch
-
-from diptych.compute.adapters import Adapter, LowRank
 from diptych.compute.model import Model
 from diptych.compute.runner import random_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.shape import StepShape
+from diptych.lab.adapters import random_adapter
 from diptych.lab.probe import StepProbe
 from diptych.lab.rounds import Effort, measure
 from diptych.models.named import SHAPES
-from diptych.models.spec import MlpSpec, ModelSpec
-
-
-def modules_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of every projection that an adapter may have."""
-    found = {}
-    for number, layer in enumerate(spec.layers):
-        heads, mlp, root = layer.attention, layer.mlp, f"model.layers.{number}."
-        q, kv = heads.n_heads * heads.head_dim, heads.n_kv_heads * heads.head_dim
-        sizes = {"self_attn.q_proj": (q, spec.hidden), "self_attn.k_proj": (kv, spec.hidden),
-                 "self_attn.v_proj": (kv, spec.hidden), "self_attn.o_proj": (spec.hidden, q)}  # fmt: skip
-        if isinstance(mlp, MlpSpec):
-            sizes |= {"mlp.gate_proj": (mlp.ffn, spec.hidden), "mlp.up_proj": (mlp.ffn, spec.hidden),
-                      "mlp.down_proj": (spec.hidden, mlp.ffn)}  # fmt: skip
-        found |= {f"{root}{name}": size for name, size in sizes.items()}
-    return found
-
-
-def random_adapter(spec: ModelSpec, rank: int, seed: int) -> Adapter:
-    """Small random numbers on every projection."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def numbers(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * 0.1 * columns**-0.5
-
-    modules = {
-        name: LowRank(a=numbers(rank, inputs), b=numbers(outputs, rank))
-        for name, (outputs, inputs) in modules_of(spec).items()
-    }
-    return Adapter(path=Path(f"random {seed}"), modules=modules, rank=rank, revision=str(seed))
 
 
 def report(model: Model, works: dict[str, StepShape], options: argparse.Namespace) -> None:

@@ -9,7 +9,8 @@
 
 Where a random model cannot say anything worth guessing, acceptance is scripted: the drafter knows the answer, errs at the
 stated rate and takes no time, so what is measured is verification and the choice of depth. Medians of rounds in turns, with
-their 95 % interval; a run on a disturbed machine says so.
+their 95 % interval; a run on a disturbed machine says so. Each cell of a grid is timed in pairs with off until its interval
+says whether it is at least 0.97 of it: yes, no, or not decided.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from time import perf_counter, process_time
 
 from diptych.compute.runner import random_model
@@ -30,13 +33,14 @@ from diptych.engine.load import bundled_dir, load
 from diptych.ground.config import EngineConfig, SchedulerConfig, engine_config
 from diptych.ground.request import Request, SamplingParams
 from diptych.lab.experiment import Stage
-from diptych.lab.rounds import Effort, measure
+from diptych.lab.rounds import DISTURBED, Effort, Verdict, measure, pairs
 from diptych.lab.scripted import Race
 from diptych.models.named import SHAPES
 
 BEGIN_S = perf_counter()
 BATCHES = (1, 4, 16, 64)
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
+GOAL = 0.97  # of off, in every cell of a grid
 QUOTING = 0.95  # of a draft in an answer that copies its prompt, where a random model is timed
 PROMPT, ANSWER = 128, 128  # tokens, where nobody says
 GRID_TOKENS = 1024  # of all answers of a cell of the grid together, and of all prompts; 32 of each sequence at least
@@ -134,29 +138,23 @@ def grid(options: argparse.Namespace) -> None:
     opened = one_layer(stage, options) if options.head else None
     if opened is not None:
         print(f"  drafted by one random layer of {opened.model.n_parameters / 1e6:.0f} M parameters, its time included")
-    worst = 9.9
+    effort = Effort(rounds=options.rounds, budget_s=options.budget)
+    verdicts: Counter[Verdict] = Counter()
     for batch in options.batches:
         prompt_tokens, answer_tokens = lengths(batch, options)
         tell(f"batch {batch}, prompts of {prompt_tokens} tokens and answers of {answer_tokens}: the answers")
         race = race_of(stage, batch, options)
-        lanes = []
         for acceptance in options.acceptances:
-            tell(f"batch {batch}, acceptance {acceptance}: a first run")
-            drafted = opened is not None
-            lanes.append(
-                race.drafting_lane(opened, acceptance=acceptance) if drafted else race.lane(acceptance=acceptance)
-            )
-        rounds = stage.measure([race.plain.token_s, *(lane.token_s for lane in lanes)])
-        for i, (acceptance, lane) in enumerate(zip(options.acceptances, lanes, strict=True)):
-            gain = rounds.of(lambda t, i=i: t[0] / t[1 + i])  # type: ignore[misc]
-            worst = min(worst, gain.value)
-            held = f"{lane.accepted_tokens} of {lane.drafted_tokens} drafts held" + " (disturbed)" * rounds.is_disturbed
-            each = rounds.point(1 + i).times(1e3).text()
-            print(
-                f"  batch {batch:>2}, acceptance {acceptance:<4}: {gain.text()} x, {each} ms per token, {held}",
-                flush=True,
-            )
-    print(f"worst cell {worst:.3f} (goal: 0.97)")
+            tell(f"batch {batch}, acceptance {acceptance}")
+            scripted = race.lane if opened is None else partial(race.drafting_lane, opened)
+            lane = scripted(acceptance=acceptance)
+            found = pairs(race.plain.token_s, lane.token_s, effort, limit=GOAL)
+            verdicts[found.verdict] += 1
+            held = f"{lane.accepted_tokens} of {lane.drafted_tokens} drafts held"
+            busy = f"; others took {found.others:.0%} of the cores" if found.others > DISTURBED else ""
+            print(f"  batch {batch:>2}, acceptance {acceptance:<4}: {found.text()}; {held}{busy}", flush=True)
+    told = ", ".join(f"{verdict.value} {verdicts[verdict]}" for verdict in Verdict)
+    print(f"at least {GOAL} of off, cells: {told}")
 
 
 def one_layer(stage: Stage, options: argparse.Namespace) -> OpenDrafter:
@@ -233,7 +231,9 @@ def main() -> None:
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds to go on until medians are settled")
+    parser.add_argument(
+        "--budget", type=float, default=30.0, help="seconds to go on until medians are settled, or a cell is decided"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     fewer = f"default: {PROMPT}, in a grid's large batches fewer, 32 at least"
     parser.add_argument("--prompt", type=int, help=f"tokens of each prompt; {fewer}")

@@ -211,7 +211,6 @@ void AdaptedRows::plan(const int32_t* adapter_of, const int32_t* query_start, in
   const int64_t tokens = query_start[n_sequences];
   places_.assign(tokens, -1);
   group_of_.assign(tokens, -1);
-  stride_ = 0;
   for (size_t number = 0; number < adapters.size(); ++number) {
     const int64_t begin = static_cast<int64_t>(rows_.size());
     for (int64_t s = 0; s < n_sequences; ++s) {
@@ -223,83 +222,128 @@ void AdaptedRows::plan(const int32_t* adapter_of, const int32_t* query_start, in
       }
     }
     const int64_t end = static_cast<int64_t>(rows_.size());
-    if (end == begin) continue;
-    groups_.push_back({adapters[number].get(), begin, end});
-    stride_ = std::max(stride_, round_up(adapters[number]->ranks(), 16));
+    if (end > begin) groups_.push_back({adapters[number].get(), begin, end});
   }
+  reserve();
+}
+
+void AdaptedRows::plan(const AdaptedRows& tokens, const int32_t* token_of, int64_t n) {
+  groups_.clear();
+  rows_.clear();
+  if (tokens.groups_.empty()) return;
+  places_.assign(n, -1);
+  group_of_.assign(n, -1);
+  for (size_t number = 0; number < tokens.groups_.size(); ++number) {
+    const int64_t begin = static_cast<int64_t>(rows_.size());
+    for (int64_t i = 0; i < n; ++i) {
+      if (tokens.group_of_[token_of[i]] != static_cast<int32_t>(number)) continue;
+      places_[i] = static_cast<int32_t>(rows_.size());
+      group_of_[i] = static_cast<int32_t>(groups_.size());
+      rows_.push_back(static_cast<int32_t>(i));
+    }
+    const int64_t end = static_cast<int64_t>(rows_.size());
+    if (end > begin) groups_.push_back({tokens.groups_[number].adapter, begin, end});
+  }
+  reserve();
+}
+
+void AdaptedRows::reserve() {
+  stride_ = 0;
+  for (const Group& group : groups_) stride_ = std::max(stride_, round_up(group.adapter->ranks(), 16));
   const size_t needed = rows_.size() * static_cast<size_t>(stride_);
   if (shrunk_.size() < needed) shrunk_.resize(needed), blocks_.resize(needed);
 }
 
-// Block `block` of u for rows_[first, first + rows).
-void AdaptedRows::shrink_whole(const KernelSet& set, const Adapter::Site& site, const Rows& x, int64_t first, int64_t rows,
-                               int64_t block) const {
-  alignas(64) int32_t sums[kMostRows * kPanelLanes];
-  alignas(64) float u[kMostRows * kStripLanes];
-  const TileShape& shape = tile_of(set, rows);
-  PackedLinear lanes = site.lanes;
-  lanes.scales = site.a_scales + block * kStripLanes;
-  TileArgs args = {};
-  FinishArgs last = {};
-  for (int64_t i = 0; i < shape.rows; ++i) {
-    const int64_t row = rows_[first + std::min(i, rows - 1)];  // the shape's spare rows repeat the last one
-    args.x[i] = x.data + row * x.stride_bytes;
-    last.row_scales[i] = x.scales + row, last.row_sums[i] = x.sums + row, last.out[i] = u + i * kStripLanes;
-  }
-  args.units = site.stride / 4;
-  args.strip_bytes = args.units * kStepBytes;
-  args.strip = args.next = args.next_strip = site.a8 + block * args.strip_bytes;
-  args.ahead_bytes = std::min(kAheadBytes, args.strip_bytes);
-  args.acc = sums;
-  shape.run(args);
-  last.w = &lanes, last.lanes = last.outputs = kStripLanes, last.rows = rows, last.acc = sums, last.store = Store::f32;
-  set.linear->finish(last);
-  for (int64_t i = 0; i < rows; ++i) {
-    alignas(64) int8_t q[kMaxGroup];
-    Block& out = const_cast<Block&>(blocks_[(first + i) * stride_ + block]);
-    set.linear->quantize_row(u + i * kStripLanes, Source::f32, kStripLanes, q, &out.scale, &out.sum);
-    std::memcpy(out.q, q, sizeof out.q);
+// Visits the rows of each layer that is a site of their adapter.
+template <class Function>
+void AdaptedRows::each(const AdapterCalls& calls, Function&& function) const {
+  for (int64_t call = 0; call < calls.count; ++call) {
+    if (calls.begins[call] == calls.begins[call + 1]) continue;
+    for (const Group& group : groups_) {
+      const Adapter::Site* site = group.adapter->site(calls.weights[call]);
+      if (site == nullptr) continue;
+      const auto rows = rows_.begin(), first = rows + group.begin, last = rows + group.end;
+      const int64_t begin = std::lower_bound(first, last, calls.begins[call]) - rows;
+      const int64_t end = std::lower_bound(first, last, calls.begins[call + 1]) - rows;
+      if (begin < end) function(Some{site, begin, end});
+    }
   }
 }
 
-void AdaptedRows::shrink(const KernelSet& set, int weight, const Rows& x, int thread, int threads) const {
-  int64_t units = 0;  // some rows times some ranks
+// Blocks of u as int8, a block of ranks of some rows after the other.
+void AdaptedRows::shrink_whole(const KernelSet& set, const Some& some, const AdapterCalls& calls, const Rows& x, Range units) const {
+  const Adapter::Site& site = *some.site;
   const int64_t most = most_rows(set);
-  auto units_of = [&](const Group& group, const Adapter::Site& site) {
-    if (site.is_whole) return ((group.end - group.begin + most - 1) / most) * site.ranks;
-    return ((group.end - group.begin + kBlock - 1) / kBlock) * ((site.ranks + kAdapterRanks - 1) / kAdapterRanks);
-  };
-  for (const Group& group : groups_)
-    if (const Adapter::Site* site = group.adapter->site(weight)) units += units_of(group, *site);
-  const Range own = share(units, thread, threads);
-  const bool is_grouped = group_of(x.kind) != 0;
-  uint16_t* wide = is_grouped ? reinterpret_cast<uint16_t*>(linear_scratch(kBlock * x.k_padded * 2)) : nullptr;
-  int64_t first = 0;
-  for (const Group& group : groups_) {
-    const Adapter::Site* site = group.adapter->site(weight);
-    if (site == nullptr) continue;
-    const int64_t tiles = (site->ranks + kAdapterRanks - 1) / kAdapterRanks, count = units_of(group, *site);
-    const int64_t begin = std::max<int64_t>(own.begin - first, 0), end = std::min(own.end - first, count);
-    first += count;
-    for (int64_t unit = begin; site->is_whole && unit < end; ++unit) {
-      const int64_t row = group.begin + unit / site->ranks * most;
-      shrink_whole(set, *site, x, row, std::min(most, group.end - row), unit % site->ranks);
+  for (int64_t unit = units.begin; unit < units.end; ++unit) {
+    const int64_t first = some.begin + unit / site.ranks * most, block = unit % site.ranks, rows = std::min(most, some.end - first);
+    alignas(64) int32_t sums[kMostRows * kPanelLanes];
+    alignas(64) float u[kMostRows * kStripLanes];
+    const TileShape& shape = tile_of(set, rows);
+    PackedLinear lanes = site.lanes;
+    lanes.scales = site.a_scales + block * kStripLanes;
+    TileArgs args = {};
+    FinishArgs last = {};
+    for (int64_t i = 0; i < shape.rows; ++i) {
+      const int64_t row = calls.row(rows_[first + std::min(i, rows - 1)]);  // the shape's spare rows repeat the last one
+      args.x[i] = x.data + row * x.stride_bytes;
+      last.row_scales[i] = x.scales + row, last.row_sums[i] = x.sums + row, last.out[i] = u + i * kStripLanes;
     }
-    for (int64_t unit = begin; !site->is_whole && unit < end;) {
-      const int64_t block = unit / tiles, row = group.begin + block * kBlock, rows = std::min(kBlock, group.end - row);
-      const int64_t rank = unit % tiles * kAdapterRanks;
-      const int64_t taken = std::min(end, (block + 1) * tiles) - unit, ranks = std::min(site->ranks - rank, taken * kAdapterRanks);
-      const uint16_t* inputs[kBlock];
-      float* out[kBlock];
-      for (int64_t i = 0; i < rows; ++i) {
-        inputs[i] = is_grouped ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(x.data + rows_[row + i] * x.stride_bytes);
-        if (is_grouped) widen_groups(*set.linear, x, rows_[row + i], wide + i * x.k_padded);
-        out[i] = const_cast<float*>(shrunk_.data()) + (row + i) * stride_ + rank;
-      }
-      set.step->shrink_rows(inputs, rows, site->a + rank * site->stride, site->stride, ranks, out);
-      unit += taken;
+    args.units = site.stride / 4;
+    args.strip_bytes = args.units * kStepBytes;
+    args.strip = args.next = args.next_strip = site.a8 + block * args.strip_bytes;
+    args.ahead_bytes = std::min(kAheadBytes, args.strip_bytes);
+    args.acc = sums;
+    shape.run(args);
+    last.w = &lanes, last.lanes = last.outputs = kStripLanes, last.rows = rows, last.acc = sums, last.store = Store::f32;
+    set.linear->finish(last);
+    for (int64_t i = 0; i < rows; ++i) {
+      alignas(64) int8_t q[kMaxGroup];
+      Block& out = const_cast<Block&>(blocks_[(first + i) * stride_ + block]);
+      set.linear->quantize_row(u + i * kStripLanes, Source::f32, kStripLanes, q, &out.scale, &out.sum);
+      std::memcpy(out.q, q, sizeof out.q);
     }
   }
+}
+
+// u in fp32, some ranks of some rows after the other.
+void AdaptedRows::shrink_some(const KernelSet& set, const Some& some, const AdapterCalls& calls, const Rows& x, Range units,
+                              uint16_t* wide) const {
+  const Adapter::Site& site = *some.site;
+  const int64_t tiles = (site.ranks + kAdapterRanks - 1) / kAdapterRanks;
+  for (int64_t unit = units.begin; unit < units.end;) {
+    const int64_t block = unit / tiles, first = some.begin + block * kBlock, rows = std::min(kBlock, some.end - first);
+    const int64_t rank = unit % tiles * kAdapterRanks;
+    const int64_t taken = std::min(units.end, (block + 1) * tiles) - unit, ranks = std::min(site.ranks - rank, taken * kAdapterRanks);
+    const uint16_t* inputs[kBlock];
+    float* out[kBlock];
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t row = calls.row(rows_[first + i]);
+      inputs[i] = wide != nullptr ? wide + i * x.k_padded : reinterpret_cast<const uint16_t*>(x.data + row * x.stride_bytes);
+      if (wide != nullptr) widen_groups(*set.linear, x, row, wide + i * x.k_padded);
+      out[i] = const_cast<float*>(shrunk_.data()) + (first + i) * stride_ + rank;
+    }
+    set.step->shrink_rows(inputs, rows, site.a + rank * site.stride, site.stride, ranks, out);
+    unit += taken;
+  }
+}
+
+void AdaptedRows::shrink(const KernelSet& set, const AdapterCalls& calls, const Rows& x, int thread, int threads) const {
+  const int64_t most = most_rows(set);
+  auto units_of = [&](const Some& some) {  // some rows times some ranks
+    const int64_t rows = some.end - some.begin;
+    if (some.site->is_whole) return ((rows + most - 1) / most) * some.site->ranks;
+    return ((rows + kBlock - 1) / kBlock) * ((some.site->ranks + kAdapterRanks - 1) / kAdapterRanks);
+  };
+  int64_t units = 0, first = 0;
+  each(calls, [&](const Some& some) { units += units_of(some); });
+  const Range own = share(units, thread, threads);
+  uint16_t* wide = group_of(x.kind) != 0 ? reinterpret_cast<uint16_t*>(linear_scratch(kBlock * x.k_padded * 2)) : nullptr;
+  each(calls, [&](const Some& some) {
+    const int64_t count = units_of(some);
+    const Range part{std::max<int64_t>(own.begin - first, 0), std::min(own.end - first, count)};
+    first += count;
+    some.site->is_whole ? shrink_whole(set, some, calls, x, part) : shrink_some(set, some, calls, x, part, wide);
+  });
 }
 
 // What B adds to rows row + of_tile[i] of the call, which have one adapter, at out + of_tile[i] * 64.
@@ -345,7 +389,8 @@ void AdapterBiases::write_whole(const Adapter::Site& site, int64_t row, const in
   }
 }
 
-bool AdapterBiases::write(int64_t row, int64_t n_rows, int64_t first_lane, int64_t lanes, float* out) const {
+bool AdapterBiases::write(int64_t row_of_call, int64_t n_rows, int64_t first_lane, int64_t lanes, float* out) const {
+  const int64_t row = first_ + row_of_call;
   const int32_t* groups = rows_.group_of_.data() + row;
   auto site_of = [&](int32_t group) { return group < 0 ? nullptr : rows_.groups_[group].adapter->site(weight_); };
   int32_t seen = -1;

@@ -7,7 +7,7 @@
 //
 //   auto adapter = pack_adapter(set, sites);      // once; A and B in bf16, B by strips of 16 lanes as the layer is packed
 //   AdaptedRows rows;  rows.plan(step, adapters)  // once per step: which rows, grouped by adapter; nothing where none asks
-//   rows.shrink(set, weight, x, thread, threads); barrier;  epilogue.biases = &AdapterBiases(...);  linear(...)
+//   rows.shrink(set, calls, x, thread, threads);  barrier;  epilogue.biases = &AdapterBiases(...);  linear(...)
 #pragma once
 
 #include <memory>
@@ -67,12 +67,24 @@ class Adapter {
 // Throws std::invalid_argument where parts overlap, are out of order or reach beyond the layer.
 std::unique_ptr<Adapter> pack_adapter(const KernelSet& set, const std::vector<AdapterParts>& sites);
 
-// The rows of one step that have an adapter.
+// Layers that read some rows, one after the other: weights[i] reads rows [begins[i], begins[i + 1]), row r of them x_rows[r], or r.
+struct AdapterCalls {
+  const int* weights;
+  const int32_t* begins;  // [count + 1]
+  int64_t count;
+  const int32_t* x_rows = nullptr;
+
+  int64_t row(int64_t r) const { return x_rows != nullptr ? x_rows[r] : r; }
+};
+
+// The rows of one step that have an adapter: its tokens, those that the head reads, or those of experts.
 class AdaptedRows {
  public:
   // adapter_of [S] names one of `adapters` or is -1; null: nobody asks. Single thread.
   void plan(const int32_t* adapter_of, const int32_t* query_start, int64_t n_sequences,
             const std::vector<std::unique_ptr<Adapter>>& adapters);
+  // Of n rows, each made of a token of `tokens`. Single thread.
+  void plan(const AdaptedRows& tokens, const int32_t* token_of, int64_t n);
 
   bool have_site(int weight) const {
     for (const Group& group : groups_)
@@ -80,8 +92,8 @@ class AdaptedRows {
     return false;
   }
 
-  // This thread's share of u = A x. x as the layer reads it.
-  void shrink(const KernelSet& set, int weight, const Rows& x, int thread, int threads) const;
+  // This thread's share of u = A x. x as the layers read it.
+  void shrink(const KernelSet& set, const AdapterCalls& calls, const Rows& x, int thread, int threads) const;
 
  private:
   friend class AdapterBiases;
@@ -90,9 +102,9 @@ class AdaptedRows {
     int64_t begin, end;  // into rows_
   };
   std::vector<Group> groups_;
-  std::vector<int32_t> rows_;      // tokens of the step, group by group, ascending within one
-  std::vector<int32_t> places_;    // [T] into rows_, or -1; only while there are groups
-  std::vector<int32_t> group_of_;  // [T] number of the group, or -1
+  std::vector<int32_t> rows_;      // group by group, ascending within one
+  std::vector<int32_t> places_;    // [rows of the step] into rows_, or -1; only while there are groups
+  std::vector<int32_t> group_of_;  // [rows of the step] number of the group, or -1
   std::vector<float> shrunk_;      // u [rows, most ranks]
   int64_t stride_ = 0;
   // A block of u as int8, as Rows describes a row.
@@ -102,15 +114,24 @@ class AdaptedRows {
     int32_t sum;
   };
   std::vector<Block> blocks_;      // [rows, most ranks]
+  // Some rows of a group that read one layer, which is a site of its adapter.
+  struct Some {
+    const Adapter::Site* site;
+    int64_t begin, end;  // into rows_
+  };
 
-  void shrink_whole(const KernelSet& set, const Adapter::Site& site, const Rows& x, int64_t first, int64_t rows, int64_t block) const;
+  void reserve();
+  template <class Function>
+  void each(const AdapterCalls& calls, Function&& function) const;
+  void shrink_some(const KernelSet& set, const Some& some, const AdapterCalls& calls, const Rows& x, Range units, uint16_t* wide) const;
+  void shrink_whole(const KernelSet& set, const Some& some, const AdapterCalls& calls, const Rows& x, Range units) const;
 };
 
-// Of one call of linear() over the rows of a step in their order.
+// Of one call of linear() over rows [first, ...) in their order.
 class AdapterBiases final : public RowBiases {
  public:
-  AdapterBiases(const KernelSet& set, const AdaptedRows& rows, int weight, const PackedLinear& layer)
-      : set_(set), rows_(rows), weight_(weight), layer_(layer) {}
+  AdapterBiases(const KernelSet& set, const AdaptedRows& rows, int weight, const PackedLinear& layer, int64_t first = 0)
+      : set_(set), rows_(rows), weight_(weight), layer_(layer), first_(first) {}
   bool write(int64_t row, int64_t n_rows, int64_t first_lane, int64_t lanes, float* out) const override;
   void fetch(int64_t first_lane, int64_t lanes) const override;
 
@@ -122,6 +143,7 @@ class AdapterBiases final : public RowBiases {
   const AdaptedRows& rows_;
   int weight_;
   const PackedLinear& layer_;
+  int64_t first_;
 };
 
 }  // namespace diptych

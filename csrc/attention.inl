@@ -1,9 +1,12 @@
-// Causal paged attention with an online softmax, the same arithmetic for one query row (decode) and many (prefill).
+// Paged attention, causal or both ways, with an online softmax, the same arithmetic for one query row (decode) and many (prefill).
 //
 // A kv head's tile of 256 keys, at absolute positions, is read once for all query heads of its group and all rows of the
 // task. Each row takes from each tile a fresh partial (max m, sum l, weighted values o), and joins the partials in tile
 // order. So it never matters which rows stand beside it, or whether tiles were split over threads. Keys a row may not see
 // add exact zeros. (Milakov and Gimelshein 2018; Dao et al. 2022, with the partial kept apart from the running state.)
+//
+// A cache of int8 is met by whole numbers of 16 bits (DIPTYCH_WHOLE): a query behind one scale, a row's weights of a tile behind another,
+// both finer than bf16, so that products are whole sums. Where bf16 has no instruction at its full rate they take half the time.
 
 namespace diptych {
 namespace DIPTYCH_ISA {
@@ -12,11 +15,6 @@ namespace DIPTYCH_ISA {
 constexpr int kRows = 16;
 #elif defined(DIPTYCH_AVX512)
 constexpr int kRows = 8;  // by 3 vectors, fewer rows by 4: at most 28 accumulators of 32 registers
-#if defined(__AVX512BF16__)
-constexpr int kMostWideRows = 7;
-#else
-constexpr int kMostWideRows = 6;  // widened vectors stand beside the sums
-#endif
 #elif defined(DIPTYCH_AVX2)
 constexpr int kRows = 2;  // by 2 vectors: 8 accumulators of 16 registers
 #elif defined(DIPTYCH_NEON)
@@ -38,7 +36,12 @@ DIPTYCH_INLINE void store_inputs(Input* out, F32 x) { store_bf16(out, x); }
 DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std::memcpy(out, x, static_cast<size_t>(n) * 2); }
 #endif
 
+#if !defined(DIPTYCH_ATTENTION_TILES) && !defined(DIPTYCH_NEON)
+#define DIPTYCH_WHOLE 1
+#endif
+
 constexpr int64_t kTileGroups = kTileTokens / kGroupTokens;
+constexpr float kWeightLevels = 32767.0f;
 constexpr float kLog2e = 1.44269504088896f;
 
 // Scratch of one thread, carved from one 64-byte aligned buffer.
@@ -54,6 +57,11 @@ struct Scratch {
   uint16_t* wide_values;   // [256 dv]
   float* key_scales;       // [256]
   float* value_scales;     // [256]
+  float* query_scales;     // [rows] where queries are whole numbers
+
+  // In place of queries and weights where the cache is met by whole numbers of 16 bits.
+  uint16_t* whole_queries() const { return reinterpret_cast<uint16_t*>(queries); }
+  uint16_t* whole_weights() const { return reinterpret_cast<uint16_t*>(weights); }
 };
 
 DIPTYCH_INLINE int64_t query_stride(int64_t d);
@@ -84,6 +92,7 @@ DIPTYCH_INLINE Scratch carve_scratch(const AttentionShape& shape, uint8_t* at) {
   s.wide_values = carve<uint16_t>(at, kTileTokens * dv);
   s.key_scales = carve<float>(at, kTileTokens);
   s.value_scales = carve<float>(at, kTileTokens);
+  s.query_scales = carve<float>(at, rows);
   return s;
 }
 
@@ -97,10 +106,15 @@ struct Span {
 struct Tile {
   const uint16_t* keys[kTileGroups];
   const uint16_t* values[kTileGroups];
-  const char* next_keys[kTileGroups];    // what the memory should fetch meanwhile
+  const char* next_keys[kTileGroups];    // what the memory should fetch meanwhile, as many bytes as keys and values take in the cache
   const char* next_values[kTileGroups];
+  bool has_next = true;
   int64_t start;  // position of the tile's first key
   Span span;
+  const float* key_scales = nullptr;  // [256] of a cache of bytes
+  const float* value_scales = nullptr;
+  bool is_whole = false;         // keys and values are numbers of 16 bits
+  float most_value_scale = 0.0f;  // of all 256 keys, where the rows see them all
 };
 
 struct SequenceView {
@@ -110,180 +124,38 @@ struct SequenceView {
   int64_t last_key;  // no row of the task sees past it
 };
 
+// Of 2 n bytes of numbers of 16 bits, n are in a cache of bytes: every other line is there.
+DIPTYCH_INLINE void fetch(const char* at, int64_t offset, bool has_bytes) {
+  if (!has_bytes) __builtin_prefetch(at + offset, 0, 2);
+  else if (offset % 128 == 0) __builtin_prefetch(at + offset / 2, 0, 2);
+}
+
+// What a row's product with V becomes: values [R, dv] = old * keep + product * unit * take; without `keep` product * unit is stored as it
+// is, without `unit` the product stands for itself.
+struct Joined {
+  const float* unit;
+  const float* keep;
+  const float* take;
+  float* out;
+  int64_t stride;
+};
+
 #if defined(DIPTYCH_ATTENTION_TILES)
 #include "attention_tiles.inl"
 #else
-// ---- the two products, register tiles of R rows by Z vectors ----
-
-DIPTYCH_INLINE int64_t query_stride(int64_t d) { return d; }
-DIPTYCH_INLINE void begin_products() {}
-DIPTYCH_INLINE void end_products() {}
-
-// One pair of inputs: acc[r][z] += x[r] * y[z], x(r) and y(z) where they lie. Without a dot instruction the even inputs come first, then
-// the odd: y is read twice, since both its halves beside the sums would not fit the registers.
-template <int R, int Z, class X, class Y>
-DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
-#if defined(DIPTYCH_AVX512) && !defined(__AVX512BF16__)
-  for (int half = 0; half < 2; ++half) {
-    F32 wide[Z];
-    for (int z = 0; z < Z; ++z) wide[z] = widen_half(load_pairs(y(z)), half);
-    for (int r = 0; r < R; ++r) {
-      const F32 b = set1(x(r)[half]);
-      for (int z = 0; z < Z; ++z) acc[r][z] = fma(b, wide[z], acc[r][z]);
-    }
-  }
-#else
-  Pairs pairs[Z];
-  for (int z = 0; z < Z; ++z) pairs[z] = load_pairs(y(z));
-  for (int r = 0; r < R; ++r) {
-    const Pairs b = broadcast_pair(x(r));
-    for (int z = 0; z < Z; ++z) acc[r][z] = dot2(acc[r][z], b, pairs[z]);
-  }
-#endif
-}
-
-template <int R, int Z>
-DIPTYCH_INLINE void score_columns(const Input* q, int64_t d, const uint16_t* const* keys, const char* const* next, float* out) {
-  F32 acc[R][Z];
-  for (int r = 0; r < R; ++r)
-    for (int z = 0; z < Z; ++z) acc[r][z] = zero();
-  for (int64_t i = 0; i < d / 2; ++i) {
-    if (next)
-      for (int z = 0; z < Z; ++z) __builtin_prefetch(next[z] + i * 64, 0, 2);
-    add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return keys[z] + i * 32; });
-  }
-  for (int r = 0; r < R; ++r)
-    for (int z = 0; z < Z; ++z) store(out + r * kTileTokens + z * 16, acc[r][z]);
-}
-
-template <int R>
-constexpr int columns_of() {
-#if defined(DIPTYCH_AVX512)
-  return R <= kMostWideRows ? 4 : 3;
-#elif defined(DIPTYCH_AVX2)
-  return 2;
-#else
-  return 1;
-#endif
-}
-
-// Of n vectors, how many the next call takes: never one alone where two calls of two or three would do.
-template <int R>
-DIPTYCH_INLINE int64_t vectors_at_once(int64_t n) {
-  constexpr int most = columns_of<R>();
-  if (n <= most) return n;
-  return most > 2 && n == most + 1 ? n - 2 : most;
-}
-
-template <int R>
-static void score_rows(const Input* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
-  for (int64_t g = seen.first; g < seen.end;) {
-    const int64_t z = vectors_at_once<R>(seen.end - g);
-    const char* const* next = fetches ? tile.next_keys + g : nullptr;
-    switch (z) {
-#if defined(DIPTYCH_AVX512)
-      case 4:
-        if constexpr (columns_of<R>() >= 4) score_columns<R, 4>(q, d, tile.keys + g, next, scores + g * 16);
-        break;
-      case 3: score_columns<R, 3>(q, d, tile.keys + g, next, scores + g * 16); break;
-#endif
-#if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
-      case 2: score_columns<R, 2>(q, d, tile.keys + g, next, scores + g * 16); break;
-#endif
-      default: score_columns<R, 1>(q, d, tile.keys + g, next, scores + g * 16);
-    }
-    g += z;
-  }
-}
-
-// values [R, Z * 16] = old * keep + (weights V) * take; without `keep` the fresh product is stored as it is.
-template <int R, int Z>
-DIPTYCH_INLINE void weigh_columns(const Input* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv,
-                                  bool fetches, const float* keep, const float* take, float* out, int64_t out_stride) {
-  F32 acc[R][Z];
-  for (int r = 0; r < R; ++r)
-    for (int z = 0; z < Z; ++z) acc[r][z] = zero();
-  for (int64_t g = seen.first; g < seen.end; ++g) {
-    const uint16_t* v = tile.values[g] + column * 2;
-    const char* next = tile.next_values[g] + column * 4;
-    const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
-    for (int64_t p = 0; p < pairs; ++p, v += 2 * dv, next += 4 * dv) {
-      if (fetches)
-        for (int z = 0; z < Z; ++z) __builtin_prefetch(next + z * 64, 0, 2);
-      add_pair(acc, [&](int r) { return weights + r * kTileTokens + g * 16 + 2 * p; }, [&](int z) { return v + z * 32; });
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int z = 0; z < Z; ++z) {
-      float* at = out + r * out_stride + column + z * 16;
-      store(at, keep ? fma(load(at), set1(keep[r]), mul(acc[r][z], set1(take[r]))) : acc[r][z]);
-    }
-}
-
-template <int R>
-static void weigh_rows(const Input* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
-                       const float* keep, const float* take, float* out, int64_t out_stride) {
-  for (int64_t column = 0; column < dv;) {
-    const int64_t z = vectors_at_once<R>((dv - column) / 16);
-    switch (z) {
-#if defined(DIPTYCH_AVX512)
-      case 4:
-        if constexpr (columns_of<R>() >= 4) weigh_columns<R, 4>(weights, tile, seen, column, dv, fetches, keep, take, out, out_stride);
-        break;
-      case 3: weigh_columns<R, 3>(weights, tile, seen, column, dv, fetches, keep, take, out, out_stride); break;
-#endif
-#if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
-      case 2: weigh_columns<R, 2>(weights, tile, seen, column, dv, fetches, keep, take, out, out_stride); break;
-#endif
-      default: weigh_columns<R, 1>(weights, tile, seen, column, dv, fetches, keep, take, out, out_stride);
-    }
-    column += 16 * z;
-  }
-}
-
-using ScoreRows = void (*)(const Input*, int64_t, const Tile&, const Span&, bool, float*);
-using WeighRows = void (*)(const Input*, const Tile&, const Span&, int64_t, bool, const float*, const float*, float*, int64_t);
-#if defined(DIPTYCH_AVX512)
-static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>,
-                                       score_rows<5>, score_rows<6>, score_rows<7>, score_rows<8>};
-static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>,
-                                       weigh_rows<5>, weigh_rows<6>, weigh_rows<7>, weigh_rows<8>};
-#elif defined(DIPTYCH_AVX2)
-static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>};
-static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>};
-#elif defined(DIPTYCH_NEON)
-static const ScoreRows kScoreRows[] = {score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>};
-static const WeighRows kWeighRows[] = {weigh_rows<1>, weigh_rows<2>, weigh_rows<3>, weigh_rows<4>};
-#else
-static const ScoreRows kScoreRows[] = {score_rows<1>};
-static const WeighRows kWeighRows[] = {weigh_rows<1>};
-#endif
-
-DIPTYCH_INLINE void score(int64_t n, const Input* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
-  kScoreRows[n - 1](q, d, tile, seen, fetches, scores);
-}
-DIPTYCH_INLINE void weigh(int64_t n, const Input* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
-                          const float* keep, const float* take, float* out, int64_t out_stride) {
-  kWeighRows[n - 1](weights, tile, seen, dv, fetches, keep, take, out, out_stride);
-}
+#include "attention_products.inl"
 #endif
 
 // ---- softmax of a few rows over one tile ----
 
-// Turns raw scores into log2 units: scale, softcap, scales of keys. Only called when the plain multiply is not enough.
-DIPTYCH_INLINE F32 adjust(F32 s, const AttentionShape& shape, const float* key_scales) {
-  if (key_scales) s = mul(s, load(key_scales));
-  if (!shape.has_softcap) return s;
-  F32 x = mul(s, set1(shape.scale / shape.softcap));
-  return mul(tanh_lanes(x), set1(shape.softcap));
-}
-
-// Hides the keys outside [lo, hi) of the tile from one row's scores and returns their maximum, lane by lane.
-DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int64_t hi, const AttentionShape& shape,
-                                const float* key_scales) {
-  if (shape.has_softcap || key_scales)
-    for (int64_t g = seen.first; g < seen.end; ++g)
-      store(scores + g * 16, adjust(load(scores + g * 16), shape, key_scales ? key_scales + g * 16 : nullptr));
+// Hides the keys outside [lo, hi) of the tile from one row's scores and returns their maximum, lane by lane. `scale` makes them the scores
+// that a softcap bends.
+DIPTYCH_INLINE F32 hide_and_max(float* scores, const Span& seen, int64_t lo, int64_t hi, const AttentionShape& shape, float scale) {
+  if (shape.has_softcap)
+    for (int64_t g = seen.first; g < seen.end; ++g) {
+      const F32 x = mul(load(scores + g * 16), set1(scale / shape.softcap));
+      store(scores + g * 16, mul(tanh_lanes(x), set1(shape.softcap)));
+    }
   const F32 none = set1(-__builtin_inff());
   int64_t first = seen.first, end = seen.end;
   for (; first < end && lo > first * 16; ++first) {
@@ -316,6 +188,49 @@ DIPTYCH_INLINE F32 weigh_scores(const float* scores, Input* weights, const Span&
   }
   return sum;
 }
+
+#if defined(DIPTYCH_WHOLE)
+// The same as whole numbers of 16 bits behind one scale for the row: what stands before them is at most `most_scale`.
+DIPTYCH_INLINE F32 weigh_scores_whole(const float* scores, uint16_t* weights, const Span& seen, float unit, float most,
+                                      const float* value_scales, float most_scale) {
+  const F32 shift = set1(most == -__builtin_inff() ? 0.0f : -most), factor = set1(unit);
+  const F32 levels = set1(most_scale > 1e-30f ? kWeightLevels / most_scale : 0.0f);
+  F32 sum = zero();
+  for (int64_t g = seen.first; g < seen.end; ++g) {
+    const F32 p = weight_exp2_lanes(fma(load(scores + g * 16), factor, shift));
+    sum = add(sum, p);
+    store_i16(weights + g * 16, mul(p, mul(load(value_scales + g * 16), levels)));
+  }
+  return sum;
+}
+
+// The largest of the scales [lo, hi) of a tile.
+DIPTYCH_INLINE float most_scale(const float* scales, int64_t lo, int64_t hi) {
+  F32 most = zero();
+  for (int64_t at = 0; at < kTileTokens; at += 16)
+    if (at < hi && at + 16 > lo) most = max(most, keep(load(scales + at), zero(), lo > at ? lo - at : 0, hi - at < 16 ? hi - at : 16));
+  return horizontal_max(most);
+}
+
+// A query of bf16 as whole numbers whose products with any bytes fit 32 bits; returns its scale.
+DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, uint16_t* out) {
+  const float levels = d <= 512 ? 32767.0f : 16383.0f;
+  F32 most = zero();
+  for (int64_t i = 0; i < d; i += 16) {
+    const F32 y = load_bf16_n(x + i, d - i < 16 ? d - i : 16);
+    most = max(most, max(y, sub(zero(), y)));
+  }
+  const float largest = horizontal_max(most);
+  const F32 inverse = set1(largest > 1e-30f ? levels / largest : 0.0f);
+  for (int64_t i = 0; i < d; i += 16) {
+    const int64_t lanes = d - i < 16 ? d - i : 16;
+    uint16_t whole[16];
+    store_i16(whole, mul(load_bf16_n(x + i, lanes), inverse));
+    std::memcpy(out + i, whole, static_cast<size_t>(lanes) * 2);
+  }
+  return largest > 1e-30f ? largest / levels : 0.0f;
+}
+#endif
 
 // ---- one task ----
 
@@ -363,31 +278,34 @@ DIPTYCH_INLINE void find_groups(const SequenceView& view, Tile& tile, const Sequ
   }
 }
 
+// Whether a cache's bytes are met by whole numbers.
+DIPTYCH_INLINE bool is_whole(KvFormat format) {
+#if defined(DIPTYCH_WHOLE)
+  return format == KvFormat::int8;
+#else
+  (void)format;
+  return false;
+#endif
+}
+
 DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uint16_t* out) {
   if (format == KvFormat::fp8)
     for (int64_t i = 0; i < n; i += 32) widen_e4m3(x + i, out + i);
   else
-    for (int64_t i = 0; i < n; i += 32) widen_i8(x + i, out + i);
+    for (int64_t i = 0; i < n; i += 32)
+#if defined(DIPTYCH_WHOLE)
+      widen_i8_whole(x + i, out + i);
+#else
+      widen_i8(x + i, out + i);
+#endif
 }
 
-DIPTYCH_INLINE void fetch(const void* data, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i, 0, 2);
-}
-
-// A cache of bytes: the tile's keys and values as bf16, exact; their scales go to scores and weights.
+// A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.
 DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim();
   GroupWalk walk(view, tile.start + tile.span.first * 16);
-  // two groups ahead: enough to hide the memory behind the conversion
-  GroupWalk ahead = walk;
-  int64_t ahead_token = tile.start + tile.span.first * 16;
   for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
-    for (; ahead_token < tile.start + g * 16 + 96 && ahead_token + 16 <= view.last_key; ahead_token += 16) {
-      ahead.step();
-      fetch(ahead.head.keys + ahead.offset * d, 16 * d);
-      fetch(ahead.head.values + ahead.offset * dv, 16 * dv);
-    }
     const int64_t offset = walk.offset;
     const KvHead head = walk.head;
     const int8_t* keys = reinterpret_cast<const int8_t*>(head.keys) + offset * d;
@@ -400,9 +318,28 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     std::memcpy(scratch.value_scales + g * 16, (kv.has_values ? head.value_scales : head.key_scales) + offset, 64);
     tile.keys[g] = wide_keys;
     tile.values[g] = wide_values;
-    tile.next_keys[g] = reinterpret_cast<const char*>(wide_values);
-    tile.next_values[g] = reinterpret_cast<const char*>(wide_keys);
     if (g + 1 < tile.span.end) walk.step();
+  }
+  tile.key_scales = scratch.key_scales, tile.value_scales = scratch.value_scales;
+#if defined(DIPTYCH_WHOLE)
+  tile.is_whole = is_whole(kv.format);
+  if (tile.is_whole && tile.span.first == 0 && tile.span.pairs == kTileTokens / 2) tile.most_value_scale = most_scale(tile.value_scales, 0, kTileTokens);
+#endif
+}
+
+// What is widened after this tile: its bytes come while this one's products are made, its scales at once.
+DIPTYCH_INLINE void find_next(Tile& tile, const SequenceView* following, int64_t following_token) {
+  tile.has_next = following != nullptr;
+  if (following == nullptr) return;
+  const KvShape& kv = following->call->kv.shape;
+  GroupWalk next(*following, following_token);
+  for (int64_t g = 0; g < kTileGroups; ++g) {
+    tile.next_keys[g] = reinterpret_cast<const char*>(next.head.keys) + next.offset * kv.head_dim;
+    tile.next_values[g] = kv.has_values ? reinterpret_cast<const char*>(next.head.values) + next.offset * kv.value_dim() : tile.next_keys[g];
+    __builtin_prefetch(next.head.key_scales + next.offset, 0, 2);
+    __builtin_prefetch(next.head.value_scales + next.offset, 0, 2);
+    following_token += 16;
+    if (following_token <= following->last_key) next.step();
   }
 }
 
@@ -445,66 +382,84 @@ DIPTYCH_INLINE void write_row(const AttentionCall& call, int64_t token, int64_t 
   }
 }
 
+DIPTYCH_INLINE void weigh_all_scores(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, const float* units,
+                                     const float* most, const float* most_scales, F32* sums) {
+  for (int64_t r = 0; r < n; ++r) {
+    const float* scores = scratch.scores + r * kTileTokens;
+#if defined(DIPTYCH_WHOLE)
+    if (tile.is_whole) {
+      sums[r] = weigh_scores_whole(scores, scratch.whole_weights() + r * kTileTokens, seen, units[r], most[r], tile.value_scales, most_scales[r]);
+      continue;
+    }
+#else
+    (void)most_scales;
+#endif
+    sums[r] = weigh_scores(scores, scratch.weights + r * kTileTokens, seen, units[r], most[r], tile.value_scales);
+  }
+}
+
 struct TaskRows {
-  int64_t token, group, head, n;  // first token, heads per token, first head, rows
+  int64_t token, group, head, n, whole;  // first token, heads per token, first head, rows, AttentionTask::whole
 };
 
 DIPTYCH_INLINE TaskRows rows_of(const AttentionCall& call, const AttentionTask& task) {
   const int64_t group = call.shape.n_heads / call.shape.n_kv_heads;
-  return {task.token_begin, group, task.kv_head * group, (task.token_end - task.token_begin) * group};
+  return {task.token_begin, group, task.kv_head * group, (task.token_end - task.token_begin) * group, task.whole};
 }
 
 DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, const Tile& tile, const Scratch& scratch,
                              float* partial) {
   const int64_t d = call.shape.head_dim, dv = call.kv.shape.value_dim();
-  const bool has_scales = call.kv.shape.format != KvFormat::bf16;
   const int64_t parts = (rows.n + kRows - 1) / kRows, most = (rows.n + parts - 1) / parts;  // nine rows: five and four
   for (int64_t r0 = 0; r0 < rows.n; r0 += most) {
     const int64_t n = rows.n - r0 < most ? rows.n - r0 : most;
     // Only the groups that these few rows see: what is left out would have added exact zeros.
     const int32_t* positions = scratch.positions + r0;
-    const int64_t low = positions[0] - call.shape.window + 1, high = positions[n - 1] + 1 - tile.start;
+    const int64_t low = call.shape.first_seen(positions[0], rows.whole);
+    const int64_t high = call.shape.last_seen(positions[n - 1], rows.whole) + 1 - tile.start;
     Span seen = tile.span;
-    if (call.shape.window != INT64_MAX && low > tile.start) seen.first = (low - tile.start) / 16;
+    if (low > tile.start) seen.first = (low - tile.start) / 16;
     if (seen.first < tile.span.first) seen.first = tile.span.first;
     if (high < seen.pairs * 2) seen.pairs = (high + 1) / 2;
     if ((high + 15) / 16 < seen.end) seen.end = (high + 15) / 16;
-    const bool fetches = r0 == 0 && !has_scales;
-    if (seen.end > seen.first) score(n, scratch.queries + r0 * query_stride(d), d, tile, seen, fetches, scratch.scores);
+    const bool fetches = r0 == 0 && tile.has_next;
+    if (seen.end > seen.first) score(scratch, r0, n, d, tile, seen, fetches);
     // Pass by pass over all rows, so that the reductions of one row hide behind those of the others.
-    const float unit = (call.shape.has_softcap ? 1.0f : call.shape.scale) * kLog2e;
     F32 lanes[kRows];
-    float most[16], sum[16], keeps[16], takes[16];
+    float most[16], sum[16], keeps[16], takes[16], units[kRows], value_units[kRows] = {};
     for (int64_t r = 0; r < n; ++r) {
-      const int64_t position = positions[r];
-      const int64_t lo = call.shape.window > position ? 0 : position - call.shape.window + 1;
-      lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo - tile.start, position + 1 - tile.start, call.shape,
-                              has_scales ? scratch.key_scales : nullptr);
+      const int64_t lo = call.shape.first_seen(positions[r], rows.whole) - tile.start;
+      const int64_t hi = call.shape.last_seen(positions[r], rows.whole) + 1 - tile.start;
+      const float scale = tile.is_whole ? call.shape.scale * scratch.query_scales[r0 + r] : call.shape.scale;
+      units[r] = (call.shape.has_softcap ? 1.0f : scale) * kLog2e;
+      lanes[r] = hide_and_max(scratch.scores + r * kTileTokens, seen, lo, hi, call.shape, scale);
+#if defined(DIPTYCH_WHOLE)  // a bound by the keys that the row sees, whoever stands beside it
+      if (tile.is_whole) value_units[r] = lo <= 0 && hi >= kTileTokens ? tile.most_value_scale : most_scale(tile.value_scales, lo, hi);
+#endif
     }
-    for (int64_t r = 0; r < n; ++r) most[r] = horizontal_max(lanes[r]) * unit;
-    for (int64_t r = 0; r < n; ++r)
-      lanes[r] = weigh_scores(scratch.scores + r * kTileTokens, scratch.weights + r * kTileTokens, seen, unit, most[r],
-                              has_scales ? scratch.value_scales : nullptr);
-    for (int64_t r = 0; r < n; ++r) sum[r] = horizontal_sum(lanes[r]);
+    for (int64_t r = 0; r < n; ++r) most[r] = horizontal_max(lanes[r]) * units[r];
+    weigh_all_scores(scratch, n, tile, seen, units, most, value_units, lanes);
+    for (int64_t r = 0; r < n; ++r) sum[r] = horizontal_sum(lanes[r]), value_units[r] *= 1.0f / kWeightLevels;
+    const float* unit = tile.is_whole ? value_units : nullptr;
     if (partial) {
       float* out = partial + r0 * (dv + 2);
-      weigh(n, scratch.weights, tile, seen, dv, fetches, nullptr, nullptr, out + 2, dv + 2);
+      weigh(scratch, n, tile, seen, dv, fetches, {unit, nullptr, nullptr, out + 2, dv + 2});
       for (int64_t r = 0; r < n; ++r) out[r * (dv + 2)] = most[r], out[r * (dv + 2) + 1] = sum[r];
     } else {
       join(scratch.state_max + r0, scratch.state_sum + r0, most, sum, n, keeps, takes);
-      weigh(n, scratch.weights, tile, seen, dv, fetches, keeps, takes, scratch.state_values + r0 * dv, dv);
+      weigh(scratch, n, tile, seen, dv, fetches, {unit, keeps, takes, scratch.state_values + r0 * dv, dv});
     }
   }
 }
 
 DIPTYCH_INLINE SequenceView view_of(const AttentionCall& call, const AttentionTask& task) {
-  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, call.positions[task.token_end - 1]};
+  const int64_t last_key = call.shape.last_seen(call.positions[task.token_end - 1], task.whole);
+  return {&call, call.block_table + task.sequence * call.table_width, task.kv_head, last_key};
 }
 
 // First position that some row of the task sees.
 DIPTYCH_INLINE int64_t first_key(const AttentionCall& call, const AttentionTask& task) {
-  const int64_t lowest = call.positions[task.token_begin];
-  return call.shape.window > lowest ? 0 : lowest - call.shape.window + 1;
+  return call.shape.first_seen(call.positions[task.token_begin], task.whole);
 }
 
 static void attention(const AttentionCall& call, const AttentionTask& task, const AttentionTask* following, uint8_t* memory) {
@@ -514,10 +469,17 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
   for (int64_t r = 0; r < rows.n; r += rows.group) {  // a token's heads of the group lie side by side
     const int64_t token = rows.token + r / rows.group;
     for (int64_t g = 0; g < rows.group; ++g) {
-      Input* query = scratch.queries + (r + g) * stride;
-      take_inputs(call.q + (token * call.shape.n_heads + rows.head + g) * d, d, query);
-      std::memset(query + d, 0, static_cast<size_t>(stride - d) * sizeof(Input));
+      const uint16_t* q = call.q + (token * call.shape.n_heads + rows.head + g) * d;
       scratch.positions[r + g] = call.positions[token];
+#if defined(DIPTYCH_WHOLE)
+      if (is_whole(call.kv.shape.format)) {
+        scratch.query_scales[r + g] = whole_query(q, d, scratch.whole_queries() + (r + g) * d);
+        continue;
+      }
+#endif
+      Input* query = scratch.queries + (r + g) * stride;
+      take_inputs(q, d, query);
+      std::memset(query + d, 0, static_cast<size_t>(stride - d) * sizeof(Input));
     }
   }
   for (int64_t r = 0; r < rows.n; ++r) scratch.state_max[r] = -__builtin_inff(), scratch.state_sum[r] = 0.0f;
@@ -533,17 +495,17 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
     const int64_t left = view.last_key + 1 - tile.start;
     tile.span.end = left >= kTileTokens ? kTileGroups : (left + 15) / 16;
     tile.span.pairs = left >= kTileTokens ? kTileTokens / 2 : (left + 1) / 2;
+    const SequenceView* after = t + 1 < task.tile_end ? &view : following != nullptr ? &following_view : nullptr;
+    int64_t after_token = tile.start + kTileTokens;
+    if (after == &following_view) {
+      const int64_t start = following->tile_begin * kTileTokens, first = first_key(call, *following) / 16 * 16;
+      after_token = first > start ? first : start;
+    }
     if (call.kv.shape.format != KvFormat::bf16) {
       widen_tile(view, scratch, tile);
+      find_next(tile, after, after_token);
     } else {
-      if (t + 1 < task.tile_end) {
-        find_groups(view, tile, &view, tile.start + kTileTokens);
-      } else if (following != nullptr) {
-        const int64_t start = following->tile_begin * kTileTokens, first = first_key(call, *following) / 16 * 16;
-        find_groups(view, tile, &following_view, first > start ? first : start);
-      } else {
-        find_groups(view, tile, nullptr, 0);
-      }
+      find_groups(view, tile, after, after_token);
     }
     if (!call.kv.shape.has_values) values_of_keys(view, scratch, tile);
     float* partial = nullptr;
@@ -588,9 +550,9 @@ static void attention_combine(const AttentionCall& call, const AttentionTask& ta
 
 static int64_t attention_scratch_bytes(const AttentionShape& shape) {
   const int64_t rows = most_rows(shape), d = shape.head_dim, dv = (d + 15) / 16 * 16;
-  const int64_t floats = 2 * rows + rows * dv + kRows * kTileTokens + 2 * kTileTokens;
+  const int64_t floats = 3 * rows + rows * dv + kRows * kTileTokens + 2 * kTileTokens;
   const int64_t inputs = (rows + kRows) * query_stride(d) + kRows * kTileTokens, halves = kTileTokens * (d + dv);
-  return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + 10 * 64 + 4095) / 4096 * 4096;
+  return (floats * 4 + inputs * static_cast<int64_t>(sizeof(Input)) + halves * 2 + 11 * 64 + 4095) / 4096 * 4096;
 }
 
 extern const AttentionKernels kAttention = {attention, attention_combine, attention_scratch_bytes};

@@ -13,20 +13,22 @@ int64_t work_of(const AttentionTask& task) {
 void list_row_ranges(const AttentionShape& shape, const AttentionBatch& batch, std::vector<AttentionTask>& tasks) {
   const int64_t group = shape.n_heads / shape.n_kv_heads;
   const int64_t tokens_per_task = std::max<int64_t>(1, kTaskRows / group);
-  for (int64_t s = 0; s < batch.n_sequences; ++s)
+  for (int64_t s = 0; s < batch.n_sequences; ++s) {
+    const int32_t whole = batch.both_ways != nullptr && batch.both_ways[s] != 0 ? batch.context_tokens[s] : 0;
     for (int64_t begin = batch.query_start[s]; begin < batch.query_start[s + 1]; begin += tokens_per_task) {
       const int64_t end = std::min<int64_t>(begin + tokens_per_task, batch.query_start[s + 1]);
-      const int64_t first = batch.positions[begin], last = batch.positions[end - 1];
-      const int64_t low = shape.window > first ? 0 : first - shape.window + 1;
+      const int64_t low = shape.first_seen(batch.positions[begin], whole), last = shape.last_seen(batch.positions[end - 1], whole);
       for (int64_t kv_head = 0; kv_head < shape.n_kv_heads; ++kv_head) {
         AttentionTask task{};
         task.sequence = static_cast<int32_t>(s), task.kv_head = static_cast<int32_t>(kv_head);
         task.token_begin = static_cast<int32_t>(begin), task.token_end = static_cast<int32_t>(end);
         task.tile_begin = task.first_tile = static_cast<int32_t>(low / kTileTokens);
         task.tile_end = static_cast<int32_t>(last / kTileTokens + 1);
+        task.whole = whole;
         tasks.push_back(task);
       }
     }
+  }
 }
 
 // Whether whole ranges, dealt heaviest first, leave some thread idle for more than a sixth of the time.

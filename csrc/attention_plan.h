@@ -18,6 +18,8 @@ struct AttentionBatch {
   const int32_t* query_start;  // [S + 1]
   const int32_t* positions;    // [T]
   int64_t n_sequences;
+  const int32_t* both_ways = nullptr;       // [S] 1 where queries see what stands behind them too; null: nowhere
+  const int32_t* context_tokens = nullptr;  // [S], read where the other says 1
 };
 
 void plan_attention_tasks(const AttentionShape& shape, const AttentionBatch& batch, int threads, AttentionPlan& plan);

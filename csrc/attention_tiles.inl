@@ -25,7 +25,7 @@ DIPTYCH_INLINE void each(Function&& function) {
 }
 
 template <int Z>
-static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, const char* const* next, float* out) {
+static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* keys, const char* const* next, bool has_bytes, float* out) {
   const int64_t stride = query_stride(d) * 2, whole = d / kTileDims, rest = d % kTileDims / 2;  // of rows of pairs
   each<Z>([](auto z) { tile_zero<z>(); });
   for (int64_t step = 0; step < whole; ++step) {
@@ -34,7 +34,7 @@ static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* k
       tile_load<5>(keys[z] + step * kTileBytes / 2, kTileRowBytes);
       dot_bf16<z, 4, 5>();
       if (next)
-        for (int64_t line = 0; line < kTileRows; ++line) __builtin_prefetch(next[z] + step * kTileBytes + line * 64, 0, 2);
+        for (int64_t line = 0; line < kTileRows; ++line) fetch(next[z], step * kTileBytes + line * 64, has_bytes);
     });
   }
   if (rest != 0) {
@@ -50,16 +50,22 @@ static void score_columns(const uint16_t* q, int64_t d, const uint16_t* const* k
 }
 
 // The rows' scores of the groups seen; rows beyond the n asked for are written too.
-DIPTYCH_INLINE void score(int64_t, const uint16_t* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
+DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_t d, const Tile& tile, const Span& seen, bool fetches) {
+  const uint16_t* q = scratch.queries + row * query_stride(d);
+  float* scores = scratch.scores;
   for (int64_t g = seen.first; g < seen.end; g += 4) {
     const char* const* next = fetches ? tile.next_keys + g : nullptr;
+    const bool has_bytes = tile.key_scales != nullptr;
     switch (seen.end - g) {
-      case 1: score_columns<1>(q, d, tile.keys + g, next, scores + g * 16); break;
-      case 2: score_columns<2>(q, d, tile.keys + g, next, scores + g * 16); break;
-      case 3: score_columns<3>(q, d, tile.keys + g, next, scores + g * 16); break;
-      default: score_columns<4>(q, d, tile.keys + g, next, scores + g * 16);
+      case 1: score_columns<1>(q, d, tile.keys + g, next, has_bytes, scores + g * 16); break;
+      case 2: score_columns<2>(q, d, tile.keys + g, next, has_bytes, scores + g * 16); break;
+      case 3: score_columns<3>(q, d, tile.keys + g, next, has_bytes, scores + g * 16); break;
+      default: score_columns<4>(q, d, tile.keys + g, next, has_bytes, scores + g * 16);
     }
   }
+  for (int64_t r = 0; tile.key_scales != nullptr && r < n; ++r)
+    for (int64_t g = seen.first; g < seen.end; ++g)
+      store(scores + r * kTileTokens + g * 16, mul(load(scores + r * kTileTokens + g * 16), load(tile.key_scales + g * 16)));
 }
 
 // fresh [16, 64]: weights V of Z vectors of dimensions.
@@ -86,15 +92,14 @@ static void weigh_columns(const uint16_t* weights, const Tile& tile, const Span&
       }
       dot_bf16<z, 6, 7>();
       if (fetches)
-        for (int64_t p = 0; p < pairs; ++p) __builtin_prefetch(tile.next_values[g] + column * 4 + z * 64 + p * dv * 4, 0, 2);
+        for (int64_t p = 0; p < pairs; ++p) fetch(tile.next_values[g], column * 4 + z * 64 + p * dv * 4, tile.key_scales != nullptr);
     });
   }
   each<Z>([&](auto z) { tile_store<z>(fresh + z * 16, 64 * 4); });
 }
 
-// values [n, dv] = old * keep + (weights V) * take; without `keep` the fresh product is stored as it is.
-DIPTYCH_INLINE void weigh(int64_t n, const uint16_t* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches,
-                          const float* keep, const float* take, float* out, int64_t out_stride) {
+DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, int64_t dv, bool fetches, const Joined& to) {
+  const uint16_t* weights = scratch.weights;
   alignas(64) float fresh[kRows * 64];
   for (int64_t column = 0; column < dv; column += 64) {
     const int64_t vectors = dv - column < 64 ? (dv - column) / 16 : 4;
@@ -106,9 +111,9 @@ DIPTYCH_INLINE void weigh(int64_t n, const uint16_t* weights, const Tile& tile, 
     }
     for (int64_t r = 0; r < n; ++r)
       for (int64_t z = 0; z < vectors; ++z) {
-        float* at = out + r * out_stride + column + z * 16;
+        float* at = to.out + r * to.stride + column + z * 16;
         const F32 product = load(fresh + r * 64 + z * 16);
-        store(at, keep ? fma(load(at), set1(keep[r]), mul(product, set1(take[r]))) : product);
+        store(at, to.keep ? fma(load(at), set1(to.keep[r]), mul(product, set1(to.take[r]))) : product);
       }
   }
 }

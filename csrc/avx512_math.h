@@ -34,6 +34,9 @@ inline void add_dot_bf16(__m512& sum, __m512i pairs, __m512i w) {
   __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(w));
 }
 #endif
+inline void add_dot_int16(__m512i& sum, __m512i pairs, __m512i w) {
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(w));
+}
 inline void add_dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }

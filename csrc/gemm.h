@@ -238,7 +238,7 @@ struct Epilogue {
   int64_t out_stride = 0;              // elements from row to row
   const int32_t* out_rows = nullptr;   // row i goes to out row out_rows[i]; null: row i. No row twice in one call.
   const float* row_weights = nullptr;  // add_f32: weight of row i; null: 1
-  const RowBiases* biases = nullptr;   // without x_rows, or none
+  const RowBiases* biases = nullptr;   // of rows of the call, or none
   OutputReader* reader = nullptr;      // f32 and add_f32: the calling thread's own, or none
 };
 

@@ -28,7 +28,11 @@ struct RotateShape {
   int64_t rotary_dim = 0;                   // even; 0 where the layer has no rotary position
   const float* q_norm = nullptr;            // [d], or [H*d] of all heads of the row, null: none
   const float* k_norm = nullptr;            // [d], or [K*d] likewise, null: none
+  // Queries are multiplied by 1 + slope * log(1 + (position + shift) / tokens), the quotient a whole number; slope 0: they are not.
+  float query_slope = 0.0f;
+  int64_t query_tokens = 1, query_shift = 0;
   bool has_full_width_norm = false;         // the norm runs over all heads of the row (OLMo 2)
+  bool has_head_norms = false;              // each head has a weight of its own, and its mean is taken away (Command-R+)
   float norm_eps = 0.0f;
   const float* cos_table = nullptr;         // [positions, rotary_dim / 2]
   const float* sin_table = nullptr;
@@ -79,6 +83,19 @@ struct AttentionShape {
   float softcap = 0.0f;        // scores become softcap * tanh(score / softcap)
   bool has_softcap = false;
   const float* sinks = nullptr;  // [H] one more score of each head, of a key without value; null: none
+  bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
+
+  // The first and the last position that a query sees. whole: 0, or how many tokens its sequence has where it sees both ways; then
+  // a window reaches `window` positions to either side.
+  DIPTYCH_FORCED int64_t first_seen(int64_t position, int64_t whole) const {
+    if (is_chunked) return position - position % window;
+    const int64_t reach = whole > 0 ? window : window - 1;
+    return position > reach ? position - reach : 0;
+  }
+  DIPTYCH_FORCED int64_t last_seen(int64_t position, int64_t whole) const {
+    if (whole == 0) return position;
+    return whole - 1 - position < window ? whole - 1 : position + window;
+  }
 };
 
 // Query tokens [token_begin, token_end) of one sequence against tiles [tile_begin, tile_end) of one kv head.
@@ -87,6 +104,7 @@ struct AttentionTask {
   bool is_split;           // then the tiles' partial results go to `partials` and combine_split joins them
   int64_t partial_begin;   // floats into `partials`: [tiles of the whole row range][rows][dv + 2]
   int32_t first_tile;      // the row range's first tile, where its partials begin
+  int32_t whole = 0;       // tokens of a sequence whose queries see both ways, else 0
 };
 
 struct AttentionCall {
@@ -118,8 +136,9 @@ using EmbedRow = void (*)(const void* row, Source source, int64_t n, float scale
 using SoftmaxRow = void (*)(float* x, int64_t n);
 // 1 / (1 + exp(-x)) in place, [n]
 using SigmoidRow = void (*)(float* x, int64_t n);
-// out [n] = g sigmoid(alpha g) (u + 1), g = min(gate, limit), u = up within +-limit; x = gate [n], up [n]; out may be x.
-using ClampedGateRow = void (*)(const float* x, int64_t n, float alpha, float limit, float* out);
+// out [n] = g sigmoid(alpha g) (u + shift), g = min(scale gate, limit), u = scale up within +-limit; x = gate [n], up [n]; out may be x.
+struct GateForm { float alpha = 1.0f, limit = 0.0f, shift = 0.0f; };
+using GateRow = void (*)(const float* x, int64_t n, float scale, const GateForm& form, float* out);
 // The largest of some numbers and the first place that holds it; NaN is no number.
 struct Best {
   float value = 0.0f;
@@ -171,7 +190,7 @@ struct StepKernels {
   EmbedRow embed_row;
   SoftmaxRow softmax_row;
   SigmoidRow sigmoid_row;
-  ClampedGateRow clamped_gate_row;
+  GateRow gate_row;
   FindBest find_best;
   DrawRow draw_row;
   ShrinkRows shrink_rows;

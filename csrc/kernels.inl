@@ -13,7 +13,7 @@ namespace diptych {
 namespace DIPTYCH_ISA {
 
 extern const StepKernels kStep = {rms_norm_row, layer_norm_row, rotate_token,     cache_latent, rotate_query, add_row,
-                                  softcap_row,  embed_row,      softmax_row,      sigmoid_row,  clamped_gate_row, find_best,
+                                  softcap_row,  embed_row,      softmax_row,      sigmoid_row,  gate_row,     find_best,
                                   draw_row,     shrink_rows,    expand_rows};
 
 }  // namespace DIPTYCH_ISA

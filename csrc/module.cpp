@@ -195,12 +195,13 @@ Step step_of(const I32& token_ids, const I32& query_start, const I32& context_to
 using Input = std::optional<F32Matrix>;
 using Tapped = std::optional<std::pair<I32, F32CubeOut>>;  // numbers of taps, and [taps, T, width] to write them to
 
-using AdapterOf = std::optional<I32>;  // [S] each sequence's adapter, or -1
+using OfSequences = std::optional<I32>;  // [S] each sequence's adapter, or -1; whether it attends both ways
 
-void add_adapters(Step& step, const AdapterOf& adapters) {
-  if (!adapters) return;
-  if (static_cast<int64_t>(adapters->shape(0)) != step.n_sequences) throw std::invalid_argument("adapters must be as many as sequences");
-  step.adapters = adapters->data();
+const int32_t* of_sequences(const OfSequences& numbers, const Step& step) {
+  if (!numbers) return nullptr;
+  if (static_cast<int64_t>(numbers->shape(0)) != step.n_sequences)
+    throw std::invalid_argument("adapters and both_ways must be as many as sequences");
+  return numbers->data();
 }
 
 // Of one layer: its number, and of each part the rows [begin, end) that it adds to, A [ranks, k], and B [rows, ranks], scaled.
@@ -236,9 +237,9 @@ void add_ends(const Program& program, Step& step, const Input& input, Tapped& ta
 }
 
 void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-         F32Out logits, Input input, Tapped tapped, AdapterOf adapters) {
+         F32Out logits, Input input, Tapped tapped, OfSequences adapters, OfSequences both_ways) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  add_adapters(step, adapters);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
   add_ends(program, step, input, tapped);
   if (logits.shape(0) != logits_rows.shape(0) || (logits.shape(0) > 0 && static_cast<int64_t>(logits.shape(1)) != program.vocab()))
     throw std::invalid_argument("logits must be [rows wanted, vocabulary]");
@@ -248,9 +249,9 @@ void run(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I
 
 std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I32 token_ids, I32 query_start, I32 context_tokens,
                                                              I32Table block_table, I32 logits_rows, KvCache& kv, Input input,
-                                                             Tapped tapped, AdapterOf adapters) {
+                                                             Tapped tapped, OfSequences adapters, OfSequences both_ways) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  add_adapters(step, adapters);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
   add_ends(program, step, input, tapped);
   std::pair<std::vector<int32_t>, std::vector<float>> out;
   nb::gil_scoped_release release;
@@ -262,9 +263,9 @@ std::pair<std::vector<int32_t>, std::vector<float>> run_best(Program& program, I
 }
 
 void run_hidden(Program& program, I32 token_ids, I32 query_start, I32 context_tokens, I32Table block_table, I32 logits_rows, KvCache& kv,
-                F32Out hidden, AdapterOf adapters) {
+                F32Out hidden, OfSequences adapters, OfSequences both_ways) {
   Step step = step_of(token_ids, query_start, context_tokens, block_table, logits_rows);
-  add_adapters(step, adapters);
+  step.adapters = of_sequences(adapters, step), step.both_ways = of_sequences(both_ways, step);
   if (hidden.shape(0) != logits_rows.shape(0) || static_cast<int64_t>(hidden.shape(1)) != program.hidden_width())
     throw std::invalid_argument("hidden must be [rows wanted, model dimension]");
   nb::gil_scoped_release release;
@@ -316,12 +317,14 @@ nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_blob(Program& program,
 }
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
-                               std::optional<float> softcap) {
+                               std::optional<float> softcap, bool is_chunked) {
   if (n_kv_heads < 1 || n_heads % n_kv_heads != 0) throw std::invalid_argument("n_heads must be a multiple of n_kv_heads");
   if (head_dim < 2 || head_dim % 2 != 0 || head_dim > kMostLatentDim) throw std::invalid_argument("head_dim must be even and at most 1024");
   AttentionShape shape;
   shape.n_heads = n_heads, shape.n_kv_heads = n_kv_heads, shape.head_dim = head_dim, shape.scale = scale;
   if (window) shape.window = *window;
+  shape.is_chunked = is_chunked;
+  if (shape.window < 1 || (is_chunked && !window)) throw std::invalid_argument("a window has at least one token, and chunks are as long as one");
   if (softcap) shape.has_softcap = true, shape.softcap = *softcap;
   return shape;
 }
@@ -340,10 +343,10 @@ void bind_shapes(nb::module_& m) {
       .def_prop_ro("packed_bytes", [](const LinearShape& self) { return packed_bytes(self); });
   nb::class_<AttentionShape>(m, "AttentionShape")
       .def("__init__", [](AttentionShape* self, int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale,
-                          std::optional<int64_t> window, std::optional<float> softcap) {
-        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap));
+                          std::optional<int64_t> window, std::optional<float> softcap, bool is_chunked) {
+        new (self) AttentionShape(attention_shape(n_heads, n_kv_heads, head_dim, scale, window, softcap, is_chunked));
       }, nb::kw_only(), nb::arg("n_heads"), nb::arg("n_kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
-         nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none());
+         nb::arg("window").none() = nb::none(), nb::arg("softcap").none() = nb::none(), nb::arg("is_chunked") = false);
 }
 
 void bind_operations(nb::class_<Program>& program) {
@@ -364,19 +367,23 @@ void bind_operations(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("category"), nb::arg("weight"), nb::arg("rows"), nb::arg("out"), nb::arg("store") = "f32", nb::arg("activation") = "silu",
          nb::arg("column") = 0)
       .def("rotate", [](Program& p, int qkv, int q, int layer, const AttentionShape& shape, std::optional<int> rope, std::optional<int> q_norm,
-                        std::optional<int> k_norm, bool has_full_width_norm, float norm_eps, std::optional<std::array<int64_t, 4>> row) {
+                        std::optional<int> k_norm, bool has_full_width_norm, float norm_eps, std::optional<std::array<int64_t, 4>> row,
+                        bool has_head_norms, std::optional<std::tuple<float, int64_t, int64_t>> query_scale) {
         RotateOp op{};
         const std::array<int64_t, 4> own{shape.n_heads, shape.n_kv_heads, 0, 0}, heads = row.value_or(own);
         op.shape.row_heads = heads[0], op.shape.row_kv_heads = heads[1], op.shape.first_head = heads[2], op.shape.first_kv_head = heads[3];
         op.qkv = qkv, op.q = q, op.layer = layer;
         op.shape.n_heads = shape.n_heads, op.shape.n_kv_heads = shape.n_kv_heads, op.shape.head_dim = shape.head_dim;
-        op.shape.has_full_width_norm = has_full_width_norm, op.shape.norm_eps = norm_eps;
+        op.shape.has_full_width_norm = has_full_width_norm, op.shape.has_head_norms = has_head_norms, op.shape.norm_eps = norm_eps;
+        if (query_scale) std::tie(op.shape.query_slope, op.shape.query_tokens, op.shape.query_shift) = *query_scale;
+        if (op.shape.query_tokens < 1 || op.shape.query_shift < 0) throw std::invalid_argument("queries are scaled every so many tokens, at least one");
         if (rope) op.has_rope = true, op.rope = *rope;
         if (q_norm) op.has_q_norm = true, op.q_norm = *q_norm;
         if (k_norm) op.has_k_norm = true, op.k_norm = *k_norm;
         p.record(Category::rope, op);
       }, nb::kw_only(), nb::arg("qkv"), nb::arg("q"), nb::arg("layer"), nb::arg("shape"), nb::arg("rope").none(), nb::arg("q_norm").none(),
-         nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none())
+         nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
+         nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none())
       .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column) {
         p.record(Category::attention, AttentionOp{q, out, layer, shape, sinks, column});
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0)
@@ -395,7 +402,7 @@ void bind_operations(nb::class_<Program>& program) {
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
-                     std::array<float, 2> clamp, int64_t hidden_column, int64_t column) {
+                     std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column) {
         MoeOp op{};
         op.hidden_column = hidden_column, op.column = column;
         op.router = router, op.router_rows = router_rows, op.scores = scores;
@@ -405,7 +412,9 @@ void bind_operations(nb::class_<Program>& program) {
         op.top_k = top_k, op.renormalises = renormalises, op.activation = activation_of(activation);
         op.scores_by_sigmoid = scores_by_sigmoid, op.choice_bias = choice_bias, op.routed_scale = routed_scale;
         op.n_groups = groups[0], op.groups_per_token = groups[1], op.group_best = groups[2];
-        if (wide) op.is_clamped = true, op.wide = *wide, op.alpha = clamp[0], op.limit = clamp[1];
+        if (wide) op.joins_apart = true, op.wide = *wide, op.gate = {gate[0], gate[1], gate[2]};
+        if (weighs_input && !wide) throw std::invalid_argument("experts that weigh their input join gate and up apart");
+        op.weighs_input = weighs_input;
         const int64_t experts = static_cast<int64_t>(op.down.size());
         if (op.n_groups < 1 || experts % op.n_groups != 0 || op.groups_per_token < 1 || op.groups_per_token > op.n_groups || op.group_best < 1 || op.group_best > kMostGroupBest || op.group_best > experts / op.n_groups ||
             top_k > experts / op.n_groups * op.groups_per_token) throw std::invalid_argument("the groups of experts are wrong");
@@ -414,7 +423,7 @@ void bind_operations(nb::class_<Program>& program) {
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by_sigmoid") = false, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
-         nb::arg("wide").none() = nb::none(), nb::arg("clamp") = std::array<float, 2>{0.0f, 0.0f}, nb::arg("hidden_column") = 0, nb::arg("column") = 0)
+         nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 3>{1.0f, 0.0f, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0)
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,
@@ -456,12 +465,12 @@ void bind_program(nb::module_& m) {
            nb::arg("order").none() = nb::none())
       .def("run", &run, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("logits"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
-           nb::arg("adapters").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
       .def("run_best", &run_best, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
            nb::arg("logits_rows"), nb::arg("kv"), nb::arg("input").none() = nb::none(), nb::arg("tapped").none() = nb::none(),
-           nb::arg("adapters").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
       .def("run_hidden", &run_hidden, nb::arg("token_ids"), nb::arg("query_start"), nb::arg("context_tokens"), nb::arg("block_table"),
-           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none())
+           nb::arg("logits_rows"), nb::arg("kv"), nb::arg("hidden"), nb::arg("adapters").none() = nb::none(), nb::arg("both_ways").none() = nb::none())
       .def_prop_ro("hidden_width", &Program::hidden_width)
       .def("tap_width", &Program::tap_width, nb::arg("number"))
       .def("argmax", &argmax)

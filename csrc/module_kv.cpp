@@ -68,30 +68,27 @@ std::vector<uint64_t> import_checked(KvCache& kv, I32 block_ids, BytesTable data
   return sums;
 }
 
+// That `k` and `v` [kv heads, tokens, head_dim] are tokens of one layer that the blocks can hold; how many tokens.
 template <class Cube>
-void check_cube(const KvCache& kv, const Cube& cube, int64_t n_tokens) {
+int64_t checked_tokens(const KvCache& kv, int64_t layer, const I32& block_ids, const Cube& k, const Cube& v) {
   const KvShape& shape = kv.shape();
-  if (static_cast<int64_t>(cube.shape(0)) != shape.n_kv_heads || static_cast<int64_t>(cube.shape(1)) != n_tokens ||
-      static_cast<int64_t>(cube.shape(2)) != shape.head_dim)
-    throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
+  const size_t n_tokens = k.shape(1);
+  check_layer(kv, layer);
+  check_blocks(kv, block_ids, static_cast<int64_t>(n_tokens));
+  for (const Cube* cube : {&k, &v})
+    if (static_cast<int64_t>(cube->shape(0)) != shape.n_kv_heads || cube->shape(1) != n_tokens || static_cast<int64_t>(cube->shape(2)) != shape.head_dim)
+      throw std::invalid_argument("keys and values must be [kv heads, tokens, head_dim]");
+  return static_cast<int64_t>(n_tokens);
 }
 
 void read_kv(const KvCache& kv, int64_t layer, I32 block_ids, F32CubeOut k, F32CubeOut v) {
-  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
-  check_layer(kv, layer);
-  check_blocks(kv, block_ids, n_tokens);
-  check_cube(kv, k, n_tokens);
-  check_cube(kv, v, n_tokens);
+  const int64_t n_tokens = checked_tokens(kv, layer, block_ids, k, v);
   nb::gil_scoped_release release;
   kv.read(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }
 
 void write_kv(KvCache& kv, int64_t layer, I32 block_ids, F32Cube k, F32Cube v) {
-  const int64_t n_tokens = static_cast<int64_t>(k.shape(1));
-  check_layer(kv, layer);
-  check_blocks(kv, block_ids, n_tokens);
-  check_cube(kv, k, n_tokens);
-  check_cube(kv, v, n_tokens);
+  const int64_t n_tokens = checked_tokens(kv, layer, block_ids, k, v);
   nb::gil_scoped_release release;
   kv.write(layer, block_ids.data(), n_tokens, k.data(), v.data());
 }

@@ -120,13 +120,13 @@ static void sigmoid_row(float* x, int64_t n) {
   }
 }
 
-static void clamped_gate_row(const float* x, int64_t n, float alpha, float limit, float* out) {
-  const F32 most = set1(limit), least = set1(-limit), steepness = set1(alpha);
+static void gate_row(const float* x, int64_t n, float scale, const GateForm& form, float* out) {
+  const F32 most = set1(form.limit), least = set1(-form.limit), steepness = set1(form.alpha), factor = set1(scale), shift = set1(form.shift);
   for (int64_t i = 0; i < n; i += 16) {
     const int64_t lanes = n - i < 16 ? n - i : 16;
-    const F32 gate = min(load_n(x + i, lanes), most), up = max(min(load_n(x + n + i, lanes), most), least);
+    const F32 gate = min(mul(load_n(x + i, lanes), factor), most), up = max(min(mul(load_n(x + n + i, lanes), factor), most), least);
     const F32 slope = add(set1(1.0f), exp_lanes(sub(zero(), mul(steepness, gate))));
-    store_n(out + i, mul(div(gate, slope), add(up, set1(1.0f))), lanes);
+    store_n(out + i, mul(div(gate, slope), add(up, shift)), lanes);
   }
 }
 

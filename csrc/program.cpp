@@ -214,7 +214,7 @@ struct Names {
   void operator()(const MoeOp& op) const {
     buffers({op.router_rows, op.scores, op.rows, op.hidden_rows, op.expanded, op.out}), weights({op.router});
     if (op.has_hidden) buffers({op.hidden});
-    if (op.is_clamped) buffers({op.wide});
+    if (op.joins_apart) buffers({op.wide});
     optional_vector(op.choice_bias);
     for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
   }
@@ -271,7 +271,7 @@ void Program::record(Category category, OpBody body) {
   note_meetings(body);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
-    auto same = [&](const AttentionShape& other) { return other.window == op->shape.window; };
+    auto same = [&](const AttentionShape& other) { return other.window == op->shape.window && other.is_chunked == op->shape.is_chunked; };
     auto found = std::find_if(attention_shapes_.begin(), attention_shapes_.end(), same);
     plan = static_cast<int>(found - attention_shapes_.begin());
     if (found == attention_shapes_.end()) attention_shapes_.push_back(op->shape);
@@ -362,7 +362,7 @@ void Program::reserve(int64_t tokens) {
       if (const auto* latents = std::get_if<CacheLatentsOp>(&op.body)) bytes = std::max(bytes, buffers_[latents->kv].width * 4 + 64);
       if (const auto* moe = std::get_if<MoeOp>(&op.body)) {
         bytes = std::max(bytes, static_cast<int64_t>(moe->down.size()) * 4 + moe->n_groups * 4 + 128);
-        if (moe->is_clamped) bytes = std::max(bytes, buffers_[moe->wide].width * 2 + 64);
+        if (moe->joins_apart) bytes = std::max(bytes, buffers_[moe->wide].width * 2 + 64);
       }
       if (const auto* head = std::get_if<HeadOp>(&op.body)) bytes = std::max(bytes, buffers_[head->x].width * 4 + 64);
     }
@@ -403,7 +403,7 @@ void Program::place_tokens(const Step& step, int64_t block_tokens) {
 }
 
 void Program::plan_attention(const Step& step) {
-  const AttentionBatch batch{step.query_start, positions_.data(), step.n_sequences};
+  const AttentionBatch batch{step.query_start, positions_.data(), step.n_sequences, step.both_ways, step.context_tokens};
   int64_t floats = 0;
   for (size_t i = 0; i < attention_shapes_.size(); ++i) {
     plan_attention_tasks(attention_shapes_[i], batch, pool_.size(), attention_plans_[i]);
@@ -447,6 +447,9 @@ void Program::check(const Step& step, const KvCache& kv) const {
   for (int64_t s = 0; s < step.n_sequences; ++s) check_sequence(step, kv.shape(), s);
   for (int64_t s = 0; step.adapters != nullptr && s < step.n_sequences; ++s)
     if (step.adapters[s] != -1) adapter_bytes(step.adapters[s]);
+  for (int64_t s = 0; step.both_ways != nullptr && s < step.n_sequences; ++s)
+    require(step.both_ways[s] == 0 || step.context_tokens[s] == step.query_start[s + 1] - step.query_start[s],
+            "a sequence that attends both ways must come whole");
   for (int64_t t = 0; t < step.n_tokens; ++t)
     require(step.token_ids[t] >= 0 && step.token_ids[t] < table_rows_, "a token id is outside the vocabulary");
   for (int64_t r = 0; r < step.n_logits; ++r)

@@ -49,6 +49,7 @@ struct Step {
   float* taps = nullptr;                 // [n_tapped, T, width], written
   int64_t n_tapped = 0;
   const int32_t* adapters = nullptr;     // [S] each sequence's adapter, -1: none; null: none has any
+  const int32_t* both_ways = nullptr;    // [S] 1 where each token of the sequence, which is here whole, attends to all; null: nowhere
 };
 
 enum class BufferKind : int32_t { f32, bf16, rows };
@@ -111,9 +112,10 @@ struct MoeOp {
   int choice_bias = -1;                      // a vector [E] added to the scores for the choice, or -1
   int64_t n_groups = 1, groups_per_token = 1, group_best = 1;  // experts of the best groups only, by the sum of their best
   float routed_scale = 1.0f;
-  bool is_clamped = false;                   // gate_up is plain, [T * k, 2F] in `wide`, and a clamped gate joins its halves
+  bool joins_apart = false;                  // gate_up is plain, [T * k, 2F] in `wide`, whose halves are joined by themselves as `gate` says
   int wide = -1;
-  float alpha = 0.0f, limit = 0.0f;
+  GateForm gate;
+  bool weighs_input = false;                 // an expert's input is multiplied by its weight, not its output; of those that join apart
   int64_t hidden_column = 0, column = 0;     // where the outputs of gate_up and down begin
 };
 struct HeadOp {
@@ -165,6 +167,7 @@ struct Routing {
   std::vector<int32_t> expert_begin;   // [E + 1] into the two lists below
   std::vector<int32_t> source_rows;    // [T * k] token of each expert row
   std::vector<int32_t> expanded_rows;  // [T, k] expert row of each choice
+  bool is_adapted = false;             // whether an adapter of the step has experts of this mixture
   void resize(int64_t tokens, int64_t top_k, int64_t n_experts);
 };
 
@@ -272,9 +275,10 @@ class Program {
   std::vector<Buffer> buffers_;
   std::vector<Op> ops_;
   std::vector<std::unique_ptr<Adapter>> adapters_;  // null: dropped
-  AdaptedRows adapted_;                             // of the step
-  std::vector<AttentionShape> attention_shapes_;  // distinct windows
-  std::vector<AttentionPlan> attention_plans_;    // one for each distinct window
+  AdaptedRows adapted_;                             // of the step: its tokens
+  AdaptedRows adapted_head_, adapted_experts_;      // rows that the head reads; those of the mixture that runs
+  std::vector<AttentionShape> attention_shapes_;  // distinct windows, or chunks
+  std::vector<AttentionPlan> attention_plans_;    // one for each of them
   std::vector<int> plan_of_op_;                   // index by op; only read for attention
   std::vector<int> next_weight_;                  // by op: the weight that the next op with one reads first, or -1
   std::vector<uint8_t> meets_;                    // by op: whether all ranks meet behind it

@@ -72,19 +72,29 @@ void Program::Run::group_by_expert(const MoeOp& op) const {
   }
   for (int64_t e = n_experts; e > 0; --e) begin[e] = begin[e - 1];
   begin[0] = 0;
+  auto is_site = [&](int weight) { return program.adapted_.have_site(weight); };
+  routing.is_adapted = std::any_of(op.gate_up.begin(), op.gate_up.end(), is_site) || std::any_of(op.down.begin(), op.down.end(), is_site);
+  if (routing.is_adapted) program.adapted_experts_.plan(program.adapted_, routing.source_rows.data(), choices);
 }
 
 // Every expert's rows through its weight; the expert rows of the output are consecutive.
-void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered,
+void Program::Run::run_experts(const std::vector<int>& weights, const Rows& rows, bool is_gathered,
                                const Epilogue& epilogue, int thread, int threads) const {
   const Routing& routing = program.routing_;
-  (void)op;
+  if (routing.is_adapted) {
+    const AdapterCalls calls{weights.data(), routing.expert_begin.data(), static_cast<int64_t>(weights.size()),
+                             is_gathered ? routing.source_rows.data() : nullptr};
+    program.adapted_experts_.shrink(set, calls, rows, thread, threads);
+    barrier(thread);
+  }
   for (size_t e = 0; e < weights.size(); ++e) {
     const int64_t begin = routing.expert_begin[e], n = routing.expert_begin[e + 1] - begin;
     if (n == 0) continue;
     Epilogue target = epilogue;
     const int64_t element = epilogue.store == Store::bf16 ? 2 : 4;
     target.out = static_cast<uint8_t*>(epilogue.out) + begin * epilogue.out_stride * element;
+    const AdapterBiases biases(set, program.adapted_experts_, weights[e], program.linears_[weights[e]], begin);
+    if (routing.is_adapted && program.adapted_experts_.have_site(weights[e])) target.biases = &biases;
     const int32_t* row_ids = is_gathered ? routing.source_rows.data() + begin : program.row_numbers_.data() + begin;
     linear(set, program.linears_[weights[e]], rows, row_ids, n, target, thread, threads);
   }
@@ -92,19 +102,21 @@ void Program::Run::run_experts(const MoeOp& op, const std::vector<int>& weights,
 
 // The experts' gated rows, in the form that `down` reads.
 void Program::Run::gate_experts(const MoeOp& op, size_t index, int thread, int threads) const {
-  const bool is_direct = !op.is_clamped && !op.has_hidden;
-  const int out = op.is_clamped ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
-  run_experts(op, op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, is_direct ? Store::bf16 : Store::f32, op.activation, op.hidden_column),
+  const bool is_direct = !op.joins_apart && !op.has_hidden;
+  const int out = op.joins_apart ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
+  run_experts(op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, is_direct ? Store::bf16 : Store::f32, op.activation, op.hidden_column),
               thread, threads);
   meet(thread, index);  // their columns are those of all ranks
   if (is_direct) return;
   const Buffer& from = buffer(out);
   const Rows& rows = buffer(op.hidden_rows).rows;
   const Range part = share(step.n_tokens * op.top_k, thread, threads);
-  if (op.is_clamped) {
+  if (op.joins_apart) {
     float* row = reinterpret_cast<float*>(scratch(thread));
-    for (int64_t i = part.begin; i < part.end; ++i) {
-      kernels.clamped_gate_row(from.f32() + i * from.width, from.width / 2, op.alpha, op.limit, row);
+    for (int64_t choice = part.begin; choice < part.end; ++choice) {
+      const int64_t i = program.routing_.expanded_rows[choice];
+      const float scale = op.weighs_input ? program.routing_.expert_weights[choice] : 1.0f;  // of the input: products are linear
+      kernels.gate_row(from.f32() + i * from.width, from.width / 2, scale, op.gate, row);
       prepare_row(set, rows, i, row);
     }
   } else {
@@ -124,7 +136,7 @@ void Program::Run::run(const MoeOp& op, size_t index, int thread, int threads) c
   barrier(thread);
   gate_experts(op, index, thread, threads);
   const Rows& hidden_rows = buffer(op.hidden_rows).rows;
-  run_experts(op, op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation, op.column), thread, threads);
+  run_experts(op.down, hidden_rows, false, epilogue_to(op.expanded, Store::f32, op.activation, op.column), thread, threads);
   meet(thread, index, 1);  // their columns are those of all ranks
   const Buffer &expanded = buffer(op.expanded), &out = buffer(op.out);
   const Range summed = part_of_rows(out, step.n_tokens, thread, threads);
@@ -133,7 +145,7 @@ void Program::Run::run(const MoeOp& op, size_t index, int thread, int threads) c
     std::memset(y, 0, static_cast<size_t>(out.width) * 4);
     for (int64_t j = t * op.top_k; j < (t + 1) * op.top_k; ++j)
       kernels.add_row(expanded.f32() + program.routing_.expanded_rows[j] * out.width, out.width,
-                      program.routing_.expert_weights[j], y);
+                      op.weighs_input ? 1.0f : program.routing_.expert_weights[j], y);
   }
 }
 

@@ -13,15 +13,17 @@ constexpr int32_t kStepMessage = 0;
 // How a step is told to other ranks; its arrays follow in the order of Step.
 struct StepMessage {
   int32_t want, cache;
-  int64_t n_tokens, n_sequences, table_width, n_logits, n_adapters;
-  int64_t words() const { return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits + n_adapters; }
+  int64_t n_tokens, n_sequences, table_width, n_logits, n_adapters, n_both_ways;
+  int64_t words() const { return n_tokens + 2 * n_sequences + 1 + n_sequences * table_width + n_logits + n_adapters + n_both_ways; }
 };
 
 }  // namespace
 
 void Program::post(const Step& step, const KvCache& kv, Want want) {
   const int64_t n_adapters = step.adapters == nullptr ? 0 : step.n_sequences;
-  const StepMessage head{static_cast<int32_t>(want), kv.number, step.n_tokens, step.n_sequences, step.table_width, step.n_logits, n_adapters};
+  const int64_t n_both_ways = step.both_ways == nullptr ? 0 : step.n_sequences;
+  const StepMessage head{static_cast<int32_t>(want), kv.number,     step.n_tokens, step.n_sequences,
+                         step.table_width,           step.n_logits, n_adapters,    n_both_ways};
   const int64_t bytes = static_cast<int64_t>(sizeof head) + head.words() * 4;
   uint8_t* at = team_->message(bytes);
   std::memcpy(at, &head, sizeof head);
@@ -36,6 +38,7 @@ void Program::post(const Step& step, const KvCache& kv, Want want) {
   put(step.block_table, step.n_sequences * step.table_width);
   put(step.logits_rows, step.n_logits);
   put(step.adapters, n_adapters);
+  put(step.both_ways, n_both_ways);
   team_->post(kStepMessage, bytes);
 }
 
@@ -58,6 +61,7 @@ std::pair<int32_t, int64_t> Program::serve(const std::vector<KvCache*>& caches) 
     step.block_table = take(step.n_sequences * step.table_width);
     step.logits_rows = take(step.n_logits);
     if (head.n_adapters > 0) step.adapters = take(head.n_adapters);
+    if (head.n_both_ways > 0) step.both_ways = take(head.n_both_ways);
     KvCache& kv = *caches.at(head.cache);
     switch (static_cast<Want>(head.want)) {
       case Want::logits: run(step, kv, nullptr); break;
@@ -76,7 +80,7 @@ void Program::note_meetings(const OpBody& body) {
   auto columns = [&](int buffer, int64_t begin, int64_t n) { note(buffer, Part::columns, begin, begin + n); };
   const bool meets = meets_.back() != 0;
   if (const auto* op = std::get_if<MoeOp>(&body)) {
-    columns(op->is_clamped ? op->wide : op->has_hidden ? op->hidden : op->hidden_rows, op->hidden_column, linears_[op->gate_up[0]].n_outputs);
+    columns(op->joins_apart ? op->wide : op->has_hidden ? op->hidden : op->hidden_rows, op->hidden_column, linears_[op->gate_up[0]].n_outputs);
     columns(op->expanded, op->column, linears_[op->down[0]].n_outputs);
     note(op->out, Part::rows, 0, 0);
   } else if (const auto* op = std::get_if<HeadOp>(&body)) {

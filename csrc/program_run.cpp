@@ -131,7 +131,8 @@ void Program::Run::run(const LinearOp& op, size_t, int thread, int threads) cons
   Epilogue epilogue = epilogue_to(op.out, op.store, op.activation, op.column);
   const AdapterBiases biases(set, program.adapted_, op.weight, weight);
   if (program.adapted_.have_site(op.weight)) {
-    program.adapted_.shrink(set, op.weight, rows, thread, threads);
+    const int32_t all[2] = {0, static_cast<int32_t>(step.n_tokens)};
+    program.adapted_.shrink(set, {&op.weight, all, 1}, rows, thread, threads);
     barrier(thread);
     epilogue.biases = &biases;
   }
@@ -304,6 +305,13 @@ void Program::Run::run(const HeadOp& op, size_t, int thread, int threads) const 
   Epilogue epilogue;
   epilogue.out = logits == nullptr ? nullptr : logits + op.first;
   epilogue.out_stride = program.vocab_;
+  const AdapterBiases biases(set, program.adapted_head_, op.weight, program.linears_[op.weight]);
+  if (program.adapted_head_.have_site(op.weight)) {
+    const int32_t all[2] = {0, static_cast<int32_t>(step.n_logits)};
+    program.adapted_head_.shrink(set, {&op.weight, all, 1}, rows, thread, threads);
+    barrier(thread);
+    epilogue.biases = &biases;
+  }
   HeadReader reader(kernels, op, best != nullptr ? best + thread * step.n_logits : nullptr);
   if (best != nullptr || op.has_softcap) epilogue.reader = &reader;
   linear(set, program.linears_[op.weight], rows, nullptr, step.n_logits, epilogue, thread, threads);
@@ -382,6 +390,7 @@ void Program::compute(const Step& step, KvCache& kv, const Results& results) {
   place_tokens(step, kv.shape().block_tokens);
   plan_attention(step);
   adapted_.plan(step.adapters, step.query_start, step.n_sequences, adapters_);
+  adapted_head_.plan(adapted_, step.logits_rows, step.n_logits);
   int64_t positions = 0;
   for (int64_t s = 0; s < step.n_sequences; ++s) positions = positions < step.context_tokens[s] ? step.context_tokens[s] : positions;
   for (RopeTable& rope : ropes_) rope.grow(positions);

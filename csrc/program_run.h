@@ -89,7 +89,7 @@ struct Program::Run {
   void leave_best_groups(const MoeOp& op, float* choice, float* worths) const;
   void gate_experts(const MoeOp& op, size_t index, int thread, int threads) const;
   void group_by_expert(const MoeOp& op) const;
-  void run_experts(const MoeOp& op, const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
+  void run_experts(const std::vector<int>& weights, const Rows& rows, bool is_gathered, const Epilogue& epilogue,
                    int thread, int threads) const;
 };
 

@@ -26,7 +26,7 @@ struct Uses {
   void operator()(const MoeOp& op) {
     reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};
     if (op.has_hidden) writes.push_back(op.hidden);
-    if (op.is_clamped) writes.push_back(op.wide);
+    if (op.joins_apart) writes.push_back(op.wide);
   }
   void operator()(const HeadOp& op) { reads = {op.x}, writes = {op.rows}; }
   void operator()(const HeadsOp& op) { reads = {op.x}, writes = {op.rows, op.out}; }

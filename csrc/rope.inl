@@ -24,6 +24,8 @@ DIPTYCH_INLINE void finish_head(const RotateShape& shape, const float* x, const 
     std::memcpy(out, x, static_cast<size_t>(d) * 4);
   } else if (shape.has_full_width_norm) {
     scale_by_weight(x, weight, d, row_factor, out);
+  } else if (shape.has_head_norms) {
+    layer_norm_row(x, weight, nullptr, d, shape.norm_eps, out);
   } else {
     rms_norm_row(x, weight, d, shape.norm_eps, out);
   }
@@ -106,18 +108,24 @@ static void rotate_token(const RotateCall& call, int64_t token, int64_t kv_head,
   const float* cos_row = call.shape.cos_table + position * half;
   const float* sin_row = call.shape.sin_table + position * half;
   const bool is_full = shape.has_full_width_norm;
+  const int64_t weight_stride = is_full || shape.has_head_norms ? d : 0;
+  float query_scale = 1.0f;
+  if (shape.query_slope != 0.0f)
+    query_scale += shape.query_slope * __builtin_log1pf(static_cast<float>((position + shape.query_shift) / shape.query_tokens));
   float q_factor = 0.0f, k_factor = 0.0f;
   if (is_full && shape.q_norm) q_factor = full_width_factor(row, shape.row_heads * d, shape.norm_eps);
   if (is_full && shape.k_norm) k_factor = full_width_factor(k_row, shape.row_kv_heads * d, shape.norm_eps);
 
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
     const int64_t of_row = shape.first_head + head;
-    const float* weight = shape.q_norm ? shape.q_norm + (is_full ? of_row * d : 0) : nullptr;
+    const float* weight = shape.q_norm ? shape.q_norm + of_row * weight_stride : nullptr;
     finish_head(shape, row + of_row * d, weight, q_factor, cos_row, sin_row, scratch);
+    if (query_scale != 1.0f)
+      for (int64_t i = 0; i < d; ++i) scratch[i] *= query_scale;
     round_to_bf16(scratch, d, call.q_out + (token * shape.n_heads + head) * d);
   }
   const int64_t kv_of_row = shape.first_kv_head + kv_head;
-  const float* weight = shape.k_norm ? shape.k_norm + (is_full ? kv_of_row * d : 0) : nullptr;
+  const float* weight = shape.k_norm ? shape.k_norm + kv_of_row * weight_stride : nullptr;
   float* key = scratch;
   float* value = scratch + d + 16 - d % 16;
   finish_head(shape, k_row + kv_of_row * d, weight, k_factor, cos_row, sin_row, key);

@@ -132,6 +132,21 @@ DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) {
   }
 }
 
+struct I32 { __m512i v; };  // whole sums of pairs of 16 bits
+DIPTYCH_INLINE void clear(I32& sum) { sum.v = _mm512_setzero_si512(); }
+DIPTYCH_INLINE I32 dot2(I32 acc, Pairs a, Pairs b) {
+  add_dot_int16(acc.v, a.v, b.v);
+  return acc;
+}
+DIPTYCH_INLINE F32 numbers(I32 sum) { return {_mm512_cvtepi32_ps(sum.v)}; }
+// The nearest whole numbers, even where two are, within 16 bits.
+DIPTYCH_INLINE void store_i16(uint16_t* p, F32 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v)));
+}
+DIPTYCH_INLINE void widen_i8_whole(const int8_t* p, uint16_t* out) {
+  _mm512_storeu_si512(out, _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+
 // 32 E4M3 -> 32 bf16, exact
 DIPTYCH_INLINE void widen_e4m3(const int8_t* p, uint16_t* out) {
   const __m512i small = _mm512_castsi128_si512(_mm_setr_epi16(0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
@@ -261,6 +276,20 @@ DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) {
 DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) {
   store_bf16(out, load_i8(p));
   store_bf16(out + 16, load_i8(p + 16));
+}
+struct I32 { __m256i a, b; };
+DIPTYCH_INLINE void clear(I32& sum) { sum.a = sum.b = _mm256_setzero_si256(); }
+DIPTYCH_INLINE I32 dot2(I32 acc, Pairs x, Pairs y) {
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(x.a, y.a)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(x.b, y.b))};
+}
+DIPTYCH_INLINE F32 numbers(I32 sum) { return {_mm256_cvtepi32_ps(sum.a), _mm256_cvtepi32_ps(sum.b)}; }
+DIPTYCH_INLINE void store_i16(uint16_t* p, F32 x) {
+  const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
+}
+DIPTYCH_INLINE void widen_i8_whole(const int8_t* p, uint16_t* out) {
+  for (int i = 0; i < 32; i += 16)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i))));
 }
 
 #elif defined(DIPTYCH_NEON)
@@ -440,6 +469,18 @@ DIPTYCH_INLINE F32 dot2(F32 acc, Pairs a, Pairs b) {
 }
 DIPTYCH_INLINE void store_parity(uint16_t* out, F32 x, int64_t parity) { DIPTYCH_EACH out[2 * i + parity] = f32_to_bf16(x.v[i]); }
 DIPTYCH_INLINE void widen_i8(const int8_t* p, uint16_t* out) { for (int i = 0; i < 32; ++i) out[i] = f32_to_bf16(static_cast<float>(p[i])); }
+struct I32 { int32_t v[16]; };
+DIPTYCH_INLINE void clear(I32& sum) { sum = I32{}; }
+DIPTYCH_INLINE I32 dot2(I32 acc, Pairs a, Pairs b) {
+  DIPTYCH_EACH for (int half = 0; half < 2; ++half) acc.v[i] += static_cast<int16_t>(a.v[2 * i + half]) * static_cast<int16_t>(b.v[2 * i + half]);
+  return acc;
+}
+DIPTYCH_INLINE F32 numbers(I32 sum) { F32 r; DIPTYCH_EACH r.v[i] = static_cast<float>(sum.v[i]); return r; }
+DIPTYCH_INLINE void store_i16(uint16_t* p, F32 x) {
+  x = round_even(min(max(x, set1(-32768.0f)), set1(32767.0f)));
+  DIPTYCH_EACH p[i] = static_cast<uint16_t>(static_cast<int16_t>(x.v[i]));
+}
+DIPTYCH_INLINE void widen_i8_whole(const int8_t* p, uint16_t* out) { for (int i = 0; i < 32; ++i) out[i] = static_cast<uint16_t>(static_cast<int16_t>(p[i])); }
 #undef DIPTYCH_EACH
 
 #endif

@@ -5,6 +5,7 @@
 # Processors without dot or matrix products are emulated too, so that each set is chosen once by what is found.
 # It takes hours. What passed is kept under build/arm64 for as long as the sources stay as they are, so a run that was cut short goes on
 # where it stopped, test by test: call it again. Arguments choose test files (tests/kernels: all); JOBS pieces run at one time (2).
+# DIPTYCH_ARM64_SAMPLE=0.01 runs a hundredth of each test function's cases, at least one (tests/resume.py), in about forty minutes.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 out=$here/build/arm64
@@ -93,4 +94,8 @@ if [ -e "$passed/failed" ]; then
   sort -u "$passed/failed" >&2
   exit 1
 fi
-echo "all of ARM64 passed"
+if [ -n "${DIPTYCH_ARM64_SAMPLE:-}" ]; then
+  echo "a sample of ARM64 passed: $(cat "$passed"/*.txt | sort -u | wc -l) cases of $(cat "$passed"/*.txt | sed 's/\[.*//' | sort -u | wc -l) test functions"
+else
+  echo "all of ARM64 passed"
+fi

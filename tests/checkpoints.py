@@ -78,9 +78,24 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm": ("GlmConfig", "GlmForCausalLM", {"head_dim": 24}),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {"head_dim": 24}),
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
+    "command-r-plus": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5, "use_qk_norm": True}),
     "cohere2": (
         "Cohere2Config", "Cohere2ForCausalLM", {"sliding_window": 16, "sliding_window_pattern": 3, "logit_scale": 0.5}),
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"use_qkv_bias": True}),
+    "stablelm-2-12b": (
+        "StableLmConfig", "StableLmForCausalLM", {"qk_layernorm": True, "use_parallel_residual": True, "hidden_size": 96}),
+    "cwm": ("CwmConfig", "CwmForCausalLM", {"head_dim": 24, "sliding_window": 16, "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64}}),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {"head_dim": 24, "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
+         "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 8,
+         "attention_chunk_size": 16, "rope_parameters": {
+             "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+             "original_max_position_embeddings": 64}},
+    ),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),
     "ernie4_5": ("Ernie4_5Config", "Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}),
     "qwen2_moe": (
@@ -96,6 +111,18 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeForCausalLM",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "embedding_multiplier": 3.0,
          "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 1.5},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        "GraniteMoeSharedForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "shared_intermediate_size": 72,
+         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        "MiniCPM3ForCausalLM",
+        {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+         "v_head_dim": 12, "scale_emb": 3.0, "dim_model_base": 32},
     ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
@@ -115,12 +142,12 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 16,
          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    # positions from 128 on are not run; what is asked stays below
+    # queries are scaled by position from 24 on
     "ministral3": (
         "Ministral3Config",
         "Ministral3ForCausalLM",
         {"head_dim": 24, "rope_parameters": {
-            "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 1e4,
+            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 24, "rope_theta": 1e4,
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
     ),
     "internlm3": ("InternLM3Config", "LlamaForCausalLM", {"head_dim": 24, "attention_bias": True, "mlp_bias": True}),

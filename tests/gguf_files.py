@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "internlm3": "llama", "olmo3": "olmo2", "exaone4": "exaone4", "ministral3": "mistral3", "dots1": "dots1",
-    "youtu": "deepseek2", "glm4_moe_lite": "deepseek2",
+    "youtu": "deepseek2", "glm4_moe_lite": "deepseek2", "command-r-plus": "command-r", "stablelm-2-12b": "stablelm",
 }  # fmt: skip
 # what a GGUF file cannot say, so that the model must be without it
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -287,6 +287,10 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             )
             tensors[name.replace("kv_b", "k_b")] = keys.transpose(1, 2)
             tensors[name.replace("kv_b", "v_b")] = heads
+        elif "_layernorm.norms." in name:  # of each head, stacked
+            if name.endswith("norms.0.weight"):
+                many = [one for key, one in state.items() if key.startswith(full.removesuffix("0.weight"))]
+                tensors[name.replace(".norms.0", "")] = torch.stack(many)
         elif name.endswith("sinks"):
             tensors[f"{name}.weight"] = values
         else:

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import AdapterRef, Request, SamplingParams
 
 Row = TypeVar("Row")
 
@@ -64,7 +64,7 @@ class WorkloadItem:
     """One request to send: due at `at_s` after the start.
 
     The prompt begins with the content of `prefix_ids`, `prefix_block_tokens` tokens each (the last one perhaps cut);
-    items with the same leading ids share those tokens. What is left is the item's own.
+    items with the same leading ids share those tokens. What is left is the item's own. adapter: that answers it.
     """
 
     index: int
@@ -73,6 +73,7 @@ class WorkloadItem:
     output_tokens: int
     prefix_ids: tuple[int, ...] = ()
     prefix_block_tokens: int = 0
+    adapter: AdapterRef | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

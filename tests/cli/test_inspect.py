@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from coded_files import awq, gptq, quantised_checkpoints
+from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
 from diptych.cli.inspect import facts_of
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
@@ -81,6 +84,64 @@ def test_weights_that_will_be_kept_are_counted_and_priced(layout: str, tmp_path:
     table = model.spec.vocab_size * model.spec.hidden * 2
     assert facts["memory"]["weight_bytes"][kept] == pytest.approx(model.weight_bytes + table, rel=0.08)
     model.close()
+
+
+FIELDS = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+MLA = {"hidden_size": 128, "kv_lora_rank": 64, "num_hidden_layers": 2}
+HOLDERS: dict[str, Callable[[Path], Path]] = {
+    "bf16": lambda folder: make_checkpoint("llama", folder, dtype=torch.bfloat16, **FIELDS),
+    "fp32, tied": lambda folder: make_checkpoint("qwen3", folder, **FIELDS),
+    "MLA": lambda folder: make_checkpoint("deepseek_v2", folder, dtype=torch.bfloat16, **MLA),
+    "gpt-oss MXFP4": lambda folder: mxfp4_checkpoint(folder)[0],
+    "AWQ": lambda folder: coded(folder, awq(64)),
+    "GPTQ with act-order": lambda folder: coded(folder, gptq(4, 64, symmetric=False, act_order=True)),
+    "compressed-tensors fp8": lambda folder: coded(
+        folder, compressed("float-quantized", num_bits=8, type="float", strategy="channel", symmetric=True)
+    ),
+    "Q4_K_M": lambda folder: write_gguf(
+        gguf_reference("llama", **FIELDS | {"hidden_size": 256}), folder / "m.gguf",
+        choose=lambda name: "F16" if "token" in name else "Q6_K" if "ffn_down" in name or "attn_v" in name else "Q4_K",
+    ),
+    "of diptych quantize": lambda folder: quantised_folder(folder),
+}  # fmt: skip
+
+
+def coded(folder: Path, layout: Layout) -> Path:
+    original = make_checkpoint("llama", folder / "original", dtype=torch.bfloat16, **FIELDS)
+    return quantised_checkpoints(original, folder, layout)[0]
+
+
+def quantised_folder(folder: Path) -> Path:
+    original = make_checkpoint("llama", folder / "original", dtype=torch.bfloat16, **FIELDS)
+    save_quantised(original, folder / "packed", weights="int8")
+    return folder / "packed"
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_it_says_is_held_is_what_the_engine_holds(name: str, tmp_path: Path) -> None:
+    """To the byte, by format. gpt-oss was priced as 4 bits all over, with attention and embeddings that are bf16."""
+    path = HOLDERS[name](tmp_path)
+    facts = facts_of(str(path), "h100-80gb-sxm")
+    model = load_model(path, ComputeConfig(backend="cpu", threads=1))
+    held = facts["held"]
+    assert sum(held.nbytes.values()) == model.program.weight_bytes + model.program.table_bytes
+    assert Counter(held.dense) + Counter(held.experts) == Counter(model.formats)
+    assert (held.main_format, held.head_format) == (model.weights_format, model.head_format)
+    assert facts["memory"]["weight_bytes"][held.main_format] == sum(held.nbytes.values())
+    if name == "gpt-oss MXFP4":
+        assert set(held.dense) == {"bf16"}
+        assert set(held.experts) == {model.weights_format}
+    model.close()
+
+
+@pytest.mark.native
+def test_what_the_engine_would_refuse_is_said(tmp_path: Path) -> None:
+    """A tensor that nobody asks for: the files are described all the same."""
+    path = coded(tmp_path, awq(64))
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "model.layers.0.strange.weight": torch.ones(4)}, path / "model.safetensors")
+    assert "strange" in facts_of(str(path), "h100-80gb-sxm")["refusal"]
 
 
 def test_text_and_json_say_the_same(tmp_path: Path) -> None:

@@ -20,14 +20,20 @@ from lora import ALL, peft_model, write_adapter
 from stepping import Stepper
 
 FP32 = ComputeConfig(backend="torch", device="cpu", weights="fp32")
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-# family -> fields of peft's config: every projection, other ranks and alphas for some, rslora, attention alone
+# family -> fields of peft's config: every projection, other ranks and alphas for some, rslora, experts, the head, and rows that
+# are kept in another order (heads whose neighbours turn together, gate and up in turns)
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"r": 5, "lora_alpha": 11, "target_modules": list(ALL), "rank_pattern": {"o_proj": 3},
               "alpha_pattern": {"layers.1.mlp.down_proj": 7}},
     "gemma2": {"r": 4, "lora_alpha": 6, "target_modules": list(ALL), "use_rslora": True},
     "phi3": {"r": 6, "lora_alpha": 12, "target_modules": list(FUSED)},
-    "qwen3_moe": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj", "v_proj"]},
+    "qwen3_moe": {"r": 3, "lora_alpha": 9, "target_modules": ["q_proj", "v_proj"], "target_parameters": list(EXPERTS)},
+    "mixtral": {"r": 4, "lora_alpha": 6, "target_modules": ["lm_head"], "target_parameters": list(EXPERTS[1:])},
+    "gpt_oss": {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": list(EXPERTS)},
+    "qwen3": {"r": 4, "lora_alpha": 8, "target_modules": ["lm_head"]},
+    "helium": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
 }  # fmt: skip
 
 
@@ -91,7 +97,7 @@ def refusal(folder: Path, base: Path, *, max_rank: int = 64) -> str:
     [
         ("peft_type", "LOHA"), ("use_dora", True), ("bias", "all"), ("modules_to_save", ["lm_head"]), ("lora_bias", True),
         ("init_lora_weights", "pissa"), ("fan_in_fan_out", True), ("layer_replication", [[0, 1]]), ("task_type", "SEQ_CLS"),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]), ("alora_invocation_tokens", [1, 2]),
+        ("alora_invocation_tokens", [1, 2]),
         ("trainable_token_indices", [3]), ("rank_pattern", {"(a+)+(b+)+": 3}), ("r", 0), ("lora_alpha", "much"),
     ],
 )  # fmt: skip
@@ -126,14 +132,63 @@ def rename(folder: Path, before: str, after: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "after", ["lm_head", "model.layers.0.mlp.experts.3.gate_proj", "model.layers.77.self_attn.q_proj",
+    "after", ["model.embed_tokens", "model.layers.0.mlp.experts.3.gate_proj", "model.layers.77.self_attn.q_proj",
               "model.vision.layers.0.self_attn.q_proj"],
 )  # fmt: skip
 def test_modules_that_the_model_does_not_adapt_are_refused_by_name(base: Path, tmp_path: Path, after: str) -> None:
-    """The head, experts, and what belongs to another model."""
+    """The embedding, and what belongs to another model."""
     folder = write_adapter(tmp_path / "adapter", base, {"q_proj": 3})
     rename(folder, "model.layers.0.self_attn.q_proj", after)
     assert after in refusal(folder, base)
+
+
+def test_another_head_beside_an_adapter_of_the_head_is_refused(tmp_path: Path) -> None:
+    """peft writes the head itself too; one that was trained, or of another model, would be left out."""
+    base = make_checkpoint("qwen3", tmp_path / "base")
+    peft_model("qwen3", tmp_path / "adapter", **CASES["qwen3"])
+    tensors = copied(tmp_path / "adapter")
+    name = "base_model.model.lm_head.base_layer.weight"
+    assert name in tensors
+    tensors[name][100, 3] += 1
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    assert "not the model's own head" in refusal(tmp_path / "adapter", base)
+
+
+def test_experts_may_be_modules_of_their_own(tmp_path: Path) -> None:
+    """As adapters of transformers 4 have them; the same numbers as one stack of all experts give the same logits."""
+    base = make_checkpoint("qwen3_moe", tmp_path / "base")
+    config = {"r": 3, "lora_alpha": 9, "target_modules": [], "target_parameters": list(EXPERTS)}
+    peft_model("qwen3_moe", tmp_path / "stacked", **config)
+    stacked = read_adapter(tmp_path / "stacked", max_rank=8)
+    tensors = {}
+    for module, low_rank in stacked.modules.items():
+        root, _, number = module.removesuffix("]").partition("[")
+        place = f"{root.removesuffix('.base_layer')}.{number}"
+        half = len(low_rank.b) // 2
+        is_down = len(low_rank.b) == 64  # the hidden size
+        names = {"down_proj": low_rank.b} if is_down else {"gate_proj": low_rank.b[:half], "up_proj": low_rank.b[half:]}
+        for name, b in names.items():
+            tensors[f"{place}.{name}.lora_A.weight"] = low_rank.a.clone()
+            tensors[f"{place}.{name}.lora_B.weight"] = b.clone()
+    (tmp_path / "own").mkdir()
+    save_file(tensors, tmp_path / "own" / "adapter_model.safetensors")
+    (tmp_path / "own" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 3}))
+    model = load_model(base, FP32)
+    numbers = [model.add_adapter(one) for one in (stacked, read_adapter(tmp_path / "own", max_rank=8))]
+    stepper = Stepper(model)
+    stepper.adapters = {"stacked": numbers[0], "own": numbers[1]}
+    found = stepper.step({"stacked": prompt(), "own": prompt(), "plain": prompt()})
+    assert torch.allclose(found["stacked"], found["own"], atol=1e-5)
+    assert (found["stacked"] - found["plain"]).abs().max() > 0.1
+
+
+def test_a_stack_of_experts_is_bounded_and_checked_by_the_rank_of_each(tmp_path: Path) -> None:
+    """Its file has ranks times experts; another model's experts have other shapes."""
+    peft_model("qwen3_moe", tmp_path / "adapter", r=3, target_modules=[], target_parameters=list(EXPERTS))
+    with pytest.raises(CapacityError, match="rank 3; at most 2"):
+        read_adapter(tmp_path / "adapter", max_rank=2)
+    other = make_checkpoint("qwen3_moe", tmp_path / "other", moe_intermediate_size=32)
+    assert "an expert model.layers.0.mlp.experts" in refusal(tmp_path / "adapter", other)
 
 
 def test_a_module_that_comes_twice_is_refused(base: Path, tmp_path: Path) -> None:

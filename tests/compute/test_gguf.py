@@ -110,6 +110,7 @@ def test_layers_that_only_draft_are_left_alone(tmp_path: Path) -> None:
         ("cohere2", {"attention.sliding_window_pattern": -1}, "sliding_window_pattern is -1"),
         ("cohere2", {"rope.freq_base_swa": 7.0}, "freq_base_swa is 7.0"),
         ("llama", {"nextn_predict_layers": 3}, "3 blocks, of which 3 draft"),
+        ("llama", {"attention.key_length": 0}, "are 0 wide"),  # was a division by zero
     ],
 )
 def test_metadata_that_change_the_mathematics_are_refused(

@@ -11,6 +11,7 @@ from golden import ask_reference, check_golden
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints import make_checkpoint, make_reference
+from coded_files import MXFP4, mxfp4_checkpoint, random_blocks
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
@@ -67,7 +68,7 @@ def test_blocks_of_another_family_or_shape_are_refused(tmp_path: Path) -> None:
             load_model(path, ComputeConfig(backend="torch", device="cpu"))
     llama = make_checkpoint("llama", tmp_path / "llama")
     config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISATION}))
+    (llama / "config.json").write_text(json.dumps({**config, "quantization_config": MXFP4}))
     with pytest.raises(LoadError, match="mxfp4"):
         load_model(llama, ComputeConfig(backend="torch", device="cpu"))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.compute.decoder import load_decoder
+from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.runner import random_model
 from diptych.compute.weights import RandomSource
 from diptych.ground.config import ComputeConfig

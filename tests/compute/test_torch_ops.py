@@ -36,6 +36,7 @@ VARIANTS = {
     "window 8": {"window": 8},
     "window 16": {"window": 16},
     "window 17": {"window": 17},
+    "chunks of 12": {"window": 12, "is_chunked": True},
     "softcap": {"softcap": 1.5},
     "softcap, window": {"softcap": 1.5, "window": 9},
 }
@@ -142,7 +143,7 @@ def test_attention_of_a_long_chunk_in_slices(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("qk_norm", QkNorm)
+@pytest.mark.parametrize("qk_norm", [QkNorm.NONE, QkNorm.HEAD, QkNorm.HEADS, QkNorm.FULL])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 16])
 @pytest.mark.parametrize("shape", [EDGE_SHAPES[0], EDGE_SHAPES[9]], ids=lambda shape: shape.name)
 def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dtype: torch.dtype) -> None:
@@ -153,7 +154,7 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dt
         RopeSpec(inv_freq=tuple(0.7**i for i in range(rotary_dim // 2)), attention_factor=1.2) if rotary_dim else None
     )
     spec = attention_spec(shape, rope=rope, qk_norm=qk_norm)
-    widths = {QkNorm.NONE: None, QkNorm.HEAD: (d, d), QkNorm.FULL: (n_heads * d, n_kv * d)}[qk_norm]
+    widths = {QkNorm.NONE: None, QkNorm.HEAD: (d, d)}.get(qk_norm, (n_heads * d, n_kv * d))
     q_norm, k_norm = (None, None) if widths is None else (noise(w, seed=w) + 1.0 for w in widths)
     qkv = noise(batch.n_tokens, (n_heads + 2 * n_kv) * d, seed=5).to(dtype)
     before = kv.layers[0].clone()
@@ -171,6 +172,8 @@ def test_rotate_and_cache(shape: EdgeShape, rotary_dim: int, qk_norm: QkNorm, dt
         part = part.unflatten(1, (heads, d))
         if qk_norm is QkNorm.HEAD:
             part = reference.rms_norm(part, norm, eps=spec.norm_eps)
+        if qk_norm is QkNorm.HEADS:
+            part = reference.layer_norm(part, torch.ones(d), eps=spec.norm_eps) * norm.view(heads, d)
         expected.append(part if rope is None else reference.rotate(part, positions, rope))
     # values reach 3 with weights up to 3: the tolerance is of values of order one
     scale = max(1.0, expected[0].abs().max().item())
@@ -228,8 +231,9 @@ def test_linears_and_norms(n_tokens: int, activation: Activation, has_bias: bool
         {"n_groups": 3, "groups_per_token": 2, "routed_scale": 2.0},
         {"n_groups": 3, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "has_choice_bias": True},
         {"activation": Activation.CLAMPED},
+        {"scores": Scores.SIGMOID, "weighs_input": True},
     ],
-    ids=["plain", "renormalised", "groups", "V3", "clamped"],
+    ids=["plain", "renormalised", "groups", "V3", "clamped", "Llama 4"],
 )
 @pytest.mark.parametrize("n_tokens", [1, 9])
 def test_experts(n_tokens: int, routing: dict[str, Any], dtype: torch.dtype) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from diptych.control import recording
 from diptych.control.loop import EngineCore
-from diptych.control.recording import Recorder, replay
+from diptych.control.recording import Recorder, encode, replay
 from diptych.control.sequence import Sequence
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ExecutorError, IllegalMove, PromptTooLong, RequestError, SequenceError
@@ -481,6 +483,24 @@ def test_stats_add_up_to_the_pool_and_count_tokens_once():
     core.reset_prefix_cache()
     assert core.prefix_match(tuple(range(100, 117))) == 0
     assert texts(run(core, executor))["b", 0] == answer(17, 3)[1:]
+
+
+def test_a_step_is_written_down_when_somebody_reads_it(monkeypatch):
+    """It was encoded as it ran, which took a fifth of a small model's step: what was recorded was another engine."""
+    core, executor = make()
+    recorder = Recorder(core)
+    encoded = []
+    monkeypatch.setattr(recording, "encode", lambda value: encoded.append(value) or encode(value))
+    recorder.submit(request(max_tokens=3))
+    for now_s in (0.0, 1.0, 2.0):
+        plan, _ = recorder.begin_step(now_s)
+        recorder.end_step(plan, executor.execute(plan), now_s + 0.5)
+    assert not encoded
+    lines = recorder.lines()
+    assert encoded
+    assert [json.loads(line)["call"] for line in lines[1:]] == ["submit"] + 3 * ["begin_step", "end_step"]
+    assert recorder.lines() == lines
+    assert replay(lines) == []
 
 
 def test_a_recording_holds_failures_and_replays_them():

@@ -9,6 +9,7 @@ from diptych.control.policy import MIN_PREFILL_TOKENS
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.events import FinishEvent, PreemptEvent, ScheduledEvent, TokenEvent
 from diptych.ground.phase import FinishReason, Phase
+from diptych.ground.request import Pool, Pooling
 
 from .counting import CountingList, operations
 from .toy import ToyExecutor, greedy, prefill_tokens, request
@@ -137,6 +138,47 @@ def test_prefill_ends_although_no_size_fits_the_stall_budget():
     plans = [driver.step() for _ in range(6)]
     assert [prefill_tokens(plan) for plan in plans] == [MIN_PREFILL_TOKENS, 14] * 3
     assert [event.request_id for event in driver.of(FinishEvent)] == ["b0", "b1", "b2"]
+
+
+WHOLE = Pooling(pool=Pool.MEAN, both_ways=True)
+
+
+def test_a_prompt_that_cannot_be_cut_waits_for_a_step_that_holds_it():
+    """Its tokens attend to what stands behind them, so a chunk of it would be wrong; decode goes on beside it."""
+    driver = Driver(max_step_tokens=10)
+    driver.core.submit(request(prompt=4, max_tokens=20, request_id="a"))
+    driver.step()
+    driver.core.submit(request(prompt=range(30, 37), max_tokens=1, request_id="b"))
+    driver.core.submit(request(prompt=range(60, 66), request_id="whole", pooling=WHOLE))
+    assert sizes(driver.step()) == [(Phase.DECODE, 1), (Phase.PREFILL, 7)]
+    assert sizes(driver.step()) == [(Phase.DECODE, 1), (Phase.PREFILL, 6)]
+    assert driver.core.stats().blocks_cached == 1, "nothing of it is kept: of the others one block is whole"
+    driver.core.submit(request(prompt=range(60, 66), request_id="again", pooling=WHOLE))
+    assert sizes(driver.step()) == [(Phase.DECODE, 1), (Phase.PREFILL, 6)]
+    driver.run()
+
+
+def test_prompts_as_long_as_a_step_and_decode_take_turns():
+    """One that is as long as a step never finds room beside decode: without turns it would wait for ever, or decode would."""
+    driver = Driver(max_step_tokens=10)
+    driver.core.submit(request(prompt=4, max_tokens=20, request_id="a"))
+    driver.step()
+    for name in ("x", "y"):
+        driver.core.submit(request(prompt=10, request_id=name, pooling=WHOLE))
+    whole, alone = [(Phase.PREFILL, 10)], [(Phase.DECODE, 1)]
+    assert [sizes(driver.step()) for _ in range(4)] == [whole, alone, whole, alone]
+    driver.run()
+
+
+def test_the_stall_budget_does_not_cut_what_cannot_be_cut():
+    """The budget is kept by taking one such prompt at a time, beside decode."""
+    driver = Driver(max_step_tokens=500, predict_s=lambda shape: shape.n_tokens / 100, stall_budget_s=0.5, n_blocks=256)
+    driver.core.submit(request(prompt=4, max_tokens=20, request_id="a"))
+    driver.step()
+    for name in ("x", "y"):
+        driver.core.submit(request(prompt=90, request_id=name, pooling=WHOLE))
+    assert [sizes(driver.step())[1:] for _ in range(3)] == [[(Phase.PREFILL, 90)], [(Phase.PREFILL, 90)], []]
+    driver.run()
 
 
 def test_forked_choices_compute_the_last_prompt_token_alone():

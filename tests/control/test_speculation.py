@@ -11,6 +11,7 @@ from diptych.control.drafters import FOLLOWED, FRESH, LIKELY, AnswerMemory, Look
 from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder, replay
 from diptych.control.speculation import EveryGuess, Guesser
+from diptych.cost.asking import DrafterCost
 from diptych.cost.speculation import DraftPrices
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
@@ -257,6 +258,11 @@ def test_every_guess_fills_the_rows_that_there_are():
     assert EveryGuess(rows=2).choose(one, shape=shape, most_rows=100, limit_s=None) == [0, 0, 0]
 
 
+def costing(step_s: float, draft_s) -> DraftPrices:
+    """Steps that all take as long, and a drafter that the executor runs."""
+    return DraftPrices(lambda shape: step_s, drafters=[DrafterCost(draft_s=draft_s)])
+
+
 class Handing(ToyExecutor):
     """A toy model whose drafter knows the answer: it hands guesses up, as many as the chunk wants."""
 
@@ -341,7 +347,7 @@ def test_a_drafter_that_costs_more_than_it_gives_is_not_asked():
             SchedulerConfig(speculate="draft"),
             BlockConfig(n_blocks=64, block_tokens=8),
             model_revision="toy",
-            depths=DraftPrices(lambda shape: 1.0, draft_s=lambda shape, depths: draft_s * max(depths)),
+            depths=costing(1.0, lambda shape, depths: draft_s * max(depths)),
         )
         executor = Handing(64, 8, [*prompt, *answer], lies=False)
         core.submit(request(prompt, max_tokens=60))
@@ -370,7 +376,8 @@ def test_steps_do_not_notice_drafters_that_are_silent(speculate):
     n_steps = 600
     prompt = tuple(range(40))
     answer = list(range(1000, 1000 + n_steps))  # nothing in it stands twice
-    depths = Counted(lambda shape: 1e-4, draft_s=lambda shape, wanted: 2e-4 * max(wanted))
+    cost = DrafterCost(draft_s=lambda shape, wanted: 2e-4 * max(wanted))
+    depths = Counted(lambda shape: 1e-4, drafters=[cost])
     core = EngineCore(
         SchedulerConfig(speculate=speculate),
         BlockConfig(n_blocks=128, block_tokens=8),
@@ -427,7 +434,7 @@ def test_a_new_sequence_ends_the_rest_of_those_before_it():
         SchedulerConfig(speculate="draft"),
         BlockConfig(n_blocks=128, block_tokens=8),
         model_revision="toy",
-        depths=DraftPrices(lambda shape: 1.0, draft_s=lambda shape, wanted: 0.05 * max(wanted)),
+        depths=costing(1.0, lambda shape, wanted: 0.05 * max(wanted)),
     )
     executor = Handing(128, 8, [*prompt, *greedy(prompt, 200)], lies=True)
 

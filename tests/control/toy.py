@@ -88,7 +88,7 @@ class ToyExecutor:
 
 
 def request(
-    prompt=12, max_tokens=3, *, request_id="r", arrival_s=0.0, priority=0, salt=None, eos=(), **sampling
+    prompt=12, max_tokens=3, *, request_id="r", arrival_s=0.0, priority=0, salt=None, eos=(), pooling=None, **sampling
 ) -> Request:
     token_ids = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else tuple(prompt)
     return Request(
@@ -99,6 +99,7 @@ def request(
         eos_token_ids=eos,
         priority=priority,
         cache_salt=salt,
+        pooling=pooling,
     )
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import pytest
 
 from diptych.cost.acceptance import MOST_DEPTH, chances_at, expected_tokens
-from diptych.cost.asking import Asked, Asking, Purse
+from diptych.cost.asking import Asked, Asking, DrafterCost, Purse
 from diptych.cost.speculation import DraftPrices
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
@@ -23,18 +24,22 @@ def flat(shape: StepShape) -> float:
 
 
 class Sequence:
-    """One answer, and the drafts that are at hand for it."""
+    """One answer, and the drafts that are at hand for it: by which drafter, and how many."""
 
-    def __init__(self, estimate: Asked, acceptance: float, left: int) -> None:
-        self.estimate, self.acceptance, self.left = estimate, acceptance, left
-        self.start, self.at_hand, self.read = 100, 0, 100
+    def __init__(self, estimates: list[Asked], left: int) -> None:
+        self.estimates, self.left = estimates, left
+        self.start, self.by, self.at_hand, self.read = 100, 0, 0, 100
+
+    @property
+    def estimate(self) -> Asked:
+        return self.estimates[0]
 
 
 class World:
     """Answers of `length` tokens one behind another in `batch` places, decoded with a drafter.
 
     draft_s: of one forward of it; tap_s: what a step takes longer because it is read; read_s: of a token that it has missed.
-    believed: what the engine takes a forward of it for.
+    believed: what the engine takes a forward of it for. others: of further drafters acceptance and draft_s.
     """
 
     def __init__(
@@ -48,25 +53,35 @@ class World:
         read_s: float = 0.0,
         believed: float | None = None,
         predict_s: Callable[[StepShape], float] = flat,
+        others: SequenceOf[tuple[float, float]] = (),
         seed: int = 1,
     ) -> None:
         self.rng = random.Random(seed)
         self.acceptance, self.length, self.batch = acceptance, length, batch
-        self.draft_s, self.tap_s, self.read_s = draft_s, tap_s, read_s
+        self.draft_s, self.tap_s, self.read_s = [draft_s, *(cost_s for _, cost_s in others)], tap_s, read_s
+        self.others = [rate for rate, _ in others]
         believed = draft_s if believed is None else believed
         self.prices = DraftPrices(
             predict_s,
-            draft_s=lambda shape, depths: believed * max(depths),
-            read_s=(lambda n: read_s * n) if read_s else None,
+            drafters=[
+                DrafterCost(
+                    draft_s=lambda shape, depths: believed * max(depths),
+                    read_s=(lambda n: read_s * n) if read_s else None,
+                ),
+                *(DrafterCost(draft_s=lambda shape, depths, s=s: s * max(depths)) for s in self.draft_s[1:]),
+            ],
         )
         self.places = [self.begin() for _ in range(batch)]
         self.tokens, self.seconds, self.off_s, self.longest_s = 0, 0.0, 0.0, 0.0
         self.asked: list[int] = []
+        self.by: list[set[int]] = []  # who was asked in each step
 
     def begin(self) -> Sequence:
-        return Sequence(self.prices.begin_asked("draft"), 0.0, self.length)
+        return Sequence(self.prices.begin_asked([str(i) for i in range(len(self.draft_s))]), self.length)
 
-    def rate(self) -> float:
+    def rate(self, number: int) -> float:
+        if number:
+            return self.others[number - 1]
         return self.acceptance(self) if callable(self.acceptance) else self.acceptance
 
     def steps(self, n: int) -> World:
@@ -80,32 +95,35 @@ class World:
         limits = {"shape": shape, "most_rows": 128, "limit_s": None}
         depths = [0] * self.batch
         if self.prices.is_due(self.batch) or any(one.at_hand for one in places):
-            depths = self.prices.choose([(one.estimate, one.at_hand, 0) for one in places], **limits)
-        wanted = self.prices.ask([(one.estimate, MOST_DEPTH, 0) for one in places], **limits)
-        self.asked.append(sum(wanted))
-        step_s = flat(shape.with_drafts(depths)) + self.tap_s * any(wanted)
-        draft_s = self.draft_s * max(wanted) + self.read_s * sum(
-            one.start + 1 - one.read for one, n in zip(places, wanted, strict=True) if n
-        )
-        if any(wanted):
-            self.prices.observe_drafting(shape, wanted, draft_s, n_read=len(places))
+            depths = self.prices.choose([(one.estimates[one.by], one.at_hand, 0) for one in places], **limits)
+        wanted = self.prices.ask([[(own, MOST_DEPTH, 0) for own in one.estimates] for one in places], **limits)
+        self.asked.append(sum(n for _, n in wanted))
+        self.by.append({number for number, n in wanted if n})
+        step_s = flat(shape.with_drafts(depths)) + self.tap_s * bool(self.by[-1])
+        drafting_s = 0.0
+        for number in self.by[-1]:
+            own = [n if by == number else 0 for by, n in wanted]
+            draft_s = self.draft_s[number] * max(own)
+            if number == 0:
+                draft_s += self.read_s * sum(one.start + 1 - one.read for one, n in zip(places, own, strict=True) if n)
+            self.prices.observe_drafting(shape, own, draft_s, n_read=len(places), drafter=number)
+            drafting_s += draft_s
         self.prices.observe(shape.with_drafts(depths), step_s)
-        self.seconds += step_s + draft_s
-        self.longest_s = max(self.longest_s, step_s + draft_s)
+        self.seconds += step_s + drafting_s
+        self.longest_s = max(self.longest_s, step_s + drafting_s)
         kept_tokens = 0
-        rate = self.rate()
-        for i, (one, depth, n) in enumerate(zip(places, depths, wanted, strict=True)):
-            right = 0
+        for i, (one, depth, (by, n)) in enumerate(zip(places, depths, wanted, strict=True)):
+            right, rate, estimate = 0, self.rate(one.by), one.estimates[one.by]
             while right < one.at_hand and self.rng.random() < rate:
                 right += 1
             kept = min(depth, right)
             judged = min(one.at_hand, kept + 1)
             if judged:
-                one.estimate.learn(min(right, judged), judged)
+                estimate.learn(min(right, judged), judged)
             if kept:
-                one.estimate.kept(kept)
+                estimate.kept(kept)
             one.read = one.start + 1 if n else one.read
-            one.start, one.at_hand, one.left = one.start + 1 + kept, n, one.left - 1 - kept
+            one.start, one.by, one.at_hand, one.left = one.start + 1 + kept, by, n, one.left - 1 - kept
             kept_tokens += 1 + kept
             if one.left <= 0:
                 places[i] = self.begin()
@@ -205,39 +223,41 @@ def test_a_new_answer_begins_with_what_others_have_taught():
     """Every short answer paid for the same lesson; greedy ones pay while warm ones do not."""
     world = World(acceptance=0.0, length=30, draft_s=0.4).steps(900)
     prices = world.prices
-    other = prices.begin_asked("draft", 1)
+    other = prices.begin_asked(["draft"], 1)[0]
     for _ in range(30):
         other.learn(1, 1)
-    assert prices.begin_asked("draft", 1).state is Asking.PAYS
-    assert prices.begin_asked("draft", 0).state is Asking.GIVEN_UP
+    assert prices.begin_asked(["draft"], 1)[0].state is Asking.PAYS
+    assert prices.begin_asked(["draft"], 0)[0].state is Asking.GIVEN_UP
 
 
 def test_a_prompt_is_read_by_the_drafter_only_where_it_pays():
     """Prompts of many tokens were read for nothing; what an empty purse cannot pay is not read either."""
     world = World(acceptance=0.0, draft_s=0.4).steps(200)
-    assert world.prices.read(world.begin().estimate, 500, 4) is None
-    fresh = DraftPrices(flat, draft_s=lambda shape, depths: 0.1 * max(depths))
-    own = fresh.begin_asked("draft")
-    assert fresh.read(own, 500, 4) == 3
-    assert fresh.read(own, 500, 0) == 0
+    assert world.prices.read([world.begin().estimate], 500, 4) is None
+    fresh = DraftPrices(flat, drafters=[DrafterCost(draft_s=lambda shape, depths: 0.1 * max(depths))])
+    own = fresh.begin_asked(["draft"])[0]
+    assert fresh.read([own], 500, 4) == (0, 3)
+    assert fresh.read([own], 500, 0) == (0, 0)
     shape = StepShape.decode(batch=1, context_tokens=100)
-    fresh.ask([(own, 4, 0)], shape=shape, most_rows=64, limit_s=None)
+    fresh.ask([[(own, 4, 0)]], shape=shape, most_rows=64, limit_s=None)
     prompt = StepShape.prefill(batch=1, new_tokens=500)
     fresh.observe_drafting(prompt, [], 20.0, n_read=500)
     assert not fresh.purse.is_empty, "what a prompt costs keeps no draft from paying for it"
-    assert fresh.read(fresh.begin_asked("draft"), 500, 4) is None
+    assert fresh.read(fresh.begin_asked(["draft"]), 500, 4) is None
     for _ in range(20):
         own.kept(4)
-        fresh.ask([(own, 4, 0)], shape=shape, most_rows=64, limit_s=None)
-    assert fresh.read(fresh.begin_asked("draft"), 500, 4) == 4, "paid for by drafts that held, as deep as paid last"
+        fresh.ask([[(own, 4, 0)]], shape=shape, most_rows=64, limit_s=None)
+    assert fresh.read(fresh.begin_asked(["draft"]), 500, 4) == (0, 4), (
+        "paid for by drafts that held, as deep as paid last"
+    )
 
 
 def test_prompts_are_read_in_one_step_before_anything_was_decoded():
     """A burst of prompts was read whole before the purse knew what a step takes."""
-    prices = DraftPrices(flat, draft_s=lambda shape, depths: 0.1 * max(depths))
-    assert prices.read(prices.begin_asked("draft"), 500, 0) == 0
+    prices = DraftPrices(flat, drafters=[DrafterCost(draft_s=lambda shape, depths: 0.1 * max(depths))])
+    assert prices.read(prices.begin_asked(["draft"]), 500, 0) == (0, 0)
     prices.observe_drafting(StepShape.prefill(batch=1, new_tokens=500), [], 20.0, n_read=500)
-    assert prices.read(prices.begin_asked("draft"), 500, 0) is None
+    assert prices.read(prices.begin_asked(["draft"]), 500, 0) is None
 
 
 def test_what_was_missed_is_paid_for_before_it_is_read():

@@ -256,7 +256,7 @@ def test_first_token_of_a_one_token_prompt_counts_as_prefill():
     assert StepShape.prefill(batch=1, new_tokens=1).phase is Phase.PREFILL
 
 
-def test_latent_attention_is_absorbed_in_prefill_where_the_engine_was_measured():
+def test_latent_attention_is_ours_in_prefill_where_the_engine_was_measured():
     """The engine takes queries to the latents in both phases; priced as expanded, a long prompt of DeepSeek cost a third
     of its attention. Software behind published rows expands them.
     """
@@ -275,3 +275,9 @@ def test_latent_attention_is_absorbed_in_prefill_where_the_engine_was_measured()
         expanded, rel=0.02
     )
     assert local.predict_s(step) == pytest.approx(local.predict(step).total_s)
+    bounds = {
+        form: roofline(cost_of(model, step, quant=quant, kv=KVSpec(), is_ours=form), device, quant) for form in (0, 1)
+    }
+    for form, priced in ((1, local), (0, published)):  # the roofline took the expanded form for both
+        attention_s = bounds[form].parts_s["scores"] + bounds[form].parts_s["values"]
+        assert attention_s == pytest.approx(priced.predict(step).parts_s["attention"], rel=1e-3)

@@ -7,7 +7,9 @@ import random
 import pytest
 
 from diptych.cost.acceptance import MOST_DEPTH, Acceptance, chances_at, expected_tokens
-from diptych.cost.speculation import DraftPrices, choose_depths
+from diptych.cost.asking import DrafterCost
+from diptych.cost.depths import choose_depths
+from diptych.cost.speculation import DraftPrices
 from diptych.ground.phase import Phase
 from diptych.ground.shape import ChunkShape, StepShape
 
@@ -60,9 +62,9 @@ def test_the_drafters_time_is_counted():
     shape = StepShape.decode(batch=2, context_tokens=100)
 
     def depths(draft_s):
-        prices = DraftPrices(lambda shape: 1.0, draft_s=draft_s)
-        guesses = [(prices.begin_asked("draft"), 4, 1) for _ in range(2)]
-        return prices.ask(guesses, shape=shape, most_rows=64, limit_s=None)
+        prices = DraftPrices(lambda shape: 1.0, drafters=[DrafterCost(draft_s=draft_s)])
+        options = [[(prices.begin_asked(["draft"])[0], 4, 1)] for _ in range(2)]
+        return [n for _, n in prices.ask(options, shape=shape, most_rows=64, limit_s=None)]
 
     assert depths(None) == [4, 4]
     assert depths(lambda shape, depths: 1.0 * max(depths)) == [1, 1], "to see whether it holds what it promises"
@@ -71,11 +73,11 @@ def test_the_drafters_time_is_counted():
 
 def test_a_drafter_that_does_not_pay_is_tried_now_and_then():
     """Nothing is drafted in vain for long, and luck that turns is seen."""
-    prices = DraftPrices(lambda shape: 1.0, draft_s=lambda shape, depths: 0.1 * max(depths))
-    own, shape = prices.begin_asked("draft"), StepShape.decode(batch=1, context_tokens=100)
+    prices = DraftPrices(lambda shape: 1.0, drafters=[DrafterCost(draft_s=lambda shape, depths: 0.1 * max(depths))])
+    (own,), shape = prices.begin_asked(["draft"]), StepShape.decode(batch=1, context_tokens=100)
     asked = []
     for step in range(600):
-        (depth,) = prices.ask([(own, 4, 1)], shape=shape, most_rows=64, limit_s=None)
+        ((_, depth),) = prices.ask([[(own, 4, 1)]], shape=shape, most_rows=64, limit_s=None)
         asked.append(depth)
         if depth:
             own.learn(depth if step >= 200 else 0, depth, 1)
@@ -122,6 +124,7 @@ class Loop:
             self.tokens += 1 + kept
             if is_due:
                 estimate.learn(min(right[i], kept + 1), kept + 1, 1)
+                estimate.kept(kept)
 
     def n_right(self) -> int:
         n = 0
@@ -203,15 +206,15 @@ def test_a_choice_of_depth_asks_for_few_prices():
         n_priced += shape.n_tokens > 1
         return flat(shape)
 
-    prices = DraftPrices(counted, draft_s=lambda shape, depths: 0.01 * max(depths))
-    own = prices.begin_asked("draft")
+    prices = DraftPrices(counted, drafters=[DrafterCost(draft_s=lambda shape, depths: 0.01 * max(depths))])
+    (own,) = prices.begin_asked(["draft"])
     for start in range(300, 700):
         if start == 500:
             n_priced = 0
         shape = StepShape([ChunkShape(Phase.DECODE, 1, start, True)])
         choice = {"shape": shape, "most_rows": 64, "limit_s": None}
         depths = prices.choose([(own, 7, 1)], **choice)
-        prices.ask([(own, 7, 1)], **choice)
+        prices.ask([[(own, 7, 1)]], **choice)
         own.learn(7, 7, 1)
         own.kept(depths[0])
         longer = shape.with_drafts(depths)

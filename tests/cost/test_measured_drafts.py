@@ -6,7 +6,8 @@ Time is scripted by the rows of a step, acceptance by a seeded coin: nothing her
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 
 import pytest
 
@@ -27,10 +28,35 @@ COSTS: dict[str, Callable[[int], float]] = {
 MOST_ROWS = 128
 
 
+def now_and_then(rng: random.Random) -> Iterator[float]:
+    """Three steps of ten take twice as long, or ten times."""
+    while True:
+        yield 1.0 + (rng.random() < 0.3) * rng.expovariate(1.0) + abs(rng.gauss(0.0, 0.02))
+
+
+def in_bursts(rng: random.Random) -> Iterator[float]:
+    """Others use the machine for some dozen steps, and leave it for some dozen more."""
+    while True:
+        times = 1.2 + rng.expovariate(1.5)
+        yield from (times + abs(rng.gauss(0.0, 0.03)) for _ in range(rng.randrange(5, 40)))
+        yield from (1.0 + abs(rng.gauss(0.0, 0.03)) for _ in range(rng.randrange(10, 90)))
+
+
+# by what a busy machine multiplies the time of each step
+BUSY: dict[str, Callable[[random.Random], Iterator[float]]] = {
+    "never": lambda rng: repeat(1.0),
+    "now and then": now_and_then,
+    "in bursts": in_bursts,
+}
+
+
 class World:
     """An engine that learns what steps take as it runs, as it does without a profile; everybody always has a guess."""
 
-    def __init__(self, cost_s: Callable[[int], float], batch: int, acceptance: float, *, prices=None, seed: int = 1):
+    def __init__(
+        self, cost_s: Callable[[int], float], batch: int, acceptance: float, *, prices=None, busy="never", seed: int = 1
+    ):
+        self.busy = BUSY[busy](random.Random(seed))
         self.rng, self.cost_s, self.batch, self.acceptance = random.Random(seed), cost_s, batch, acceptance
         self.step_time = StepTimeModel()
         self.prices = prices or MeasuredDraftPrices(self.step_time.predict_s, guess_s=0.0)
@@ -53,8 +79,9 @@ class World:
             depths = self.prices.choose(guesses, shape=shape, most_rows=MOST_ROWS, limit_s=None)
         longer = shape.with_drafts(depths)
         took_s = self.cost_s(self.batch + sum(depths))
-        self.prices.observe(longer, took_s)
-        self.step_time.observe(longer, took_s)
+        seen_s = took_s * next(self.busy)
+        self.prices.observe(longer, seen_s)
+        self.step_time.observe(longer, seen_s)
         self.seconds += took_s
         self.rows.append(sum(depths))
         for i, depth in enumerate(depths):
@@ -101,13 +128,29 @@ def test_a_fresh_engine_loses_nothing_while_it_learns(cost, batch, acceptance):
         assert (world.off_s - off_s) / (world.seconds - seconds) >= 0.9 * best
 
 
+@pytest.mark.parametrize("busy", ["now and then", "in bursts"])
+@pytest.mark.parametrize(("cost", "batch", "acceptance"), [
+    ("by tiles of eight", 16, 0.6), ("by tiles of eight", 64, 0.8), ("by the row", 16, 0.6), ("by the row", 4, 0.3),
+    ("dearer than rows", 4, 0.8),
+])  # fmt: skip
+@pytest.mark.parametrize("has_profile", [False, True])
+def test_a_busy_machine_makes_no_draft_seem_to_pay(cost, batch, acceptance, busy, has_profile):
+    """Steps without drafts that others had disturbed were taken for what they take, so drafts seemed cheap: 23 % slower
+    at batch 16. What a step takes is counted as it is where nobody disturbs.
+    """
+    prices = DraftPrices(lambda shape: COSTS[cost](shape.n_tokens), guess_s=0.0) if has_profile else None
+    for seed in (1, 2):
+        world = World(COSTS[cost], batch, acceptance, prices=prices, busy=busy, seed=seed).steps(400)
+        assert world.off_s / world.seconds >= 0.97
+
+
 def test_the_old_prices_would_not_pass():
-    """What guards: prices that believe a prediction nobody measured lose a tenth in the same world."""
+    """What guards: prices that believe a prediction nobody measured lose a twentieth in the same world."""
     step_time = StepTimeModel()
     world = World(COSTS["by tiles of eight"], 16, 0.8, prices=DraftPrices(step_time.predict_s))
     world.step_time = step_time
     world.steps(300)
-    assert world.off_s / world.seconds < 0.9
+    assert world.off_s / world.seconds < 0.96
 
 
 def test_no_size_is_drafted_before_it_was_seen_without():

@@ -6,10 +6,13 @@ import json
 
 import pytest
 
+from diptych.cli.plan_picture import draw
+from diptych.cost.adapters import Loras
 from diptych.cost.advice import _variants
 from diptych.cost.calibrated import CalibratedModel
+from diptych.cost.planner import Question, make_plan
 from diptych.cost.profile import load_profile, profile_path, read_profile
-from diptych.cost.setup import setup_of
+from diptych.cost.setup import own_quant, setup_of
 from diptych.cost.tables import model_spec, quant_spec
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
@@ -70,6 +73,27 @@ def test_weights_that_fit_the_cache_are_read_from_it():
     assert seconds("smollm2-135m", PROFILE | {"cache": too_small}) == seconds("smollm2-135m", PROFILE)
 
 
+def test_the_roof_of_cached_weights_is_the_caches(monkeypatch, tmp_path, capsys):
+    """A plan's roofline was the memory's: predictions from a cache stood above it. The picture draws both."""
+    cache = {"bytes": 3e8, "bytes_per_s": 2e11, "eb": {"bf16": 0.5, "int8": 0.4, "int4": 0.3}}
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+
+    def decode(cached: dict):
+        (tmp_path / "hardware.json").write_text(json.dumps(PROFILE | cached))
+        return make_plan(setup_of("smollm2-135m", "local"), Question(prompt_tokens=64))
+
+    plain, roofed = decode({}), decode({"cache": cache})
+    assert plain.decode.bound_s == pytest.approx(4 * roofed.decode.bound_s, rel=0.01)
+    assert roofed.decode.bound_s < roofed.decode.predicted_s < plain.decode.bound_s
+    assert roofed.compute_bound_batch == pytest.approx(plain.compute_bound_batch / 4)
+    assert any("so the roof is the cache's: 200 GB/s, not the memory's 50" in note for note in roofed.notes)
+    draw(roofed, tmp_path / "plan.svg")
+    picture = (tmp_path / "plan.svg").read_text()
+    assert "roof of the memory, 50 GB/s" in picture
+    assert "roof of the cache, 286 MiB at 200 GB/s" in picture
+    assert decode({"cache": cache | {"bytes": 2.6e8}}).decode.bound_s == plain.decode.bound_s
+
+
 def test_a_step_holds_the_hosts_time_once():
     """Kernels are timed without the scheduler, served tokens with it; counting it twice would double a small model's step."""
     with_host = PROFILE | {"host": {"step_s": 3e-4, "sequence_s": 1e-5}}
@@ -107,6 +131,26 @@ def test_damaged_profiles_are_refused_by_entry(path, value, words):
     with pytest.raises(ConfigError, match=words) as caught:
         read_profile(damaged(path, value))
     assert "lab calibrate" in str(caught.value)
+
+
+def test_adapters_cost_what_was_measured_on_this_machine():
+    """A profile of before adapters takes a share of the other matrices' rate; one with them has its own, by phase."""
+    model, quant = model_spec("qwen2.5-1.5b"), own_quant("bf16")
+    entry = {"layer_s": 1e-5, "prefill_ef": {"bf16": 0.5}, "decode_ef": {"bf16": 0.1}}
+    before, after = (
+        CalibratedModel.from_profile(one, model, quant) for one in (PROFILE, PROFILE | {"adapters": entry})
+    )
+    step, prompt = StepShape.decode(batch=16, context_tokens=64), StepShape.prefill(batch=1, new_tokens=512)
+    for work, share in ((step, 0.1), (prompt, 0.5)):
+        adapted = Loras(count=1).spread(model, work)
+        products_s = 2.0 * work.n_tokens * 18_464_768 / (share * PROFILE["flops_per_s"]["bf16"])
+        read_s = 2.0 * 18_464_768 / (PROFILE["eb"]["bf16"] * PROFILE["memory_bytes_per_s"])
+        seen = after.predict(adapted).parts_s["adapters"]
+        assert seen == pytest.approx(28 * 1e-5 + read_s + products_s)
+        assert before.predict(adapted).parts_s["adapters"] != pytest.approx(seen, rel=0.05)
+    for damage in ([], {"layer_s": -1.0}, {"layer_s": 0.0}):
+        with pytest.raises(ConfigError, match=r"adapters|layer_s|prefill_ef"):
+            read_profile(PROFILE | {"adapters": damage or [1]})
 
 
 def test_local_hardware_reads_the_stored_profile(tmp_path, monkeypatch):

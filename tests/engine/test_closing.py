@@ -19,6 +19,7 @@ from tests.engine.test_ranks import memfds, rank_processes, wait_until
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.llm import LLM
 from diptych.engine.load import load
+from diptych.engine.phases import TwoPhase
 from diptych.ground.errors import CapacityError
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
@@ -61,6 +62,30 @@ def test_memory_and_threads_go_back_and_what_is_asked_later_is_refused() -> None
         with pytest.raises(CapacityError, match="this engine is closed"):
             ask()
     assert llm.render([{"role": "user", "content": "Hi"}]).token_ids  # words need no engine
+
+
+def test_two_phases_give_all_back_too() -> None:
+    """There was no way to: an `LLM` has had one for long."""
+    TwoPhase("bundled", **SETTINGS).close()
+    before_bytes, before_threads = held()
+    with TwoPhase("bundled", **SETTINGS) as phases:
+        state = phases.prefill([5, 6, 7])
+        during_bytes, during_threads = held()
+    after_bytes, after_threads = held()
+    assert during_bytes - before_bytes > KV_BYTES
+    assert during_threads > before_threads
+    assert after_bytes - before_bytes < KV_BYTES // 4
+    assert after_threads == before_threads
+    phases.close()
+    for ask in (lambda: phases.prefill([5]), lambda: phases.decode(state), lambda: phases.fork(state)):
+        with pytest.raises(CapacityError, match="this TwoPhase is closed"):
+            ask()
+    phases.free(state)
+    loaded = load("bundled", CONFIG)
+    first, second = TwoPhase(loaded, CONFIG), TwoPhase(loaded, CONFIG)
+    first.close()
+    assert second.decode(second.prefill([5, 6, 7]))
+    loaded.model.close()
 
 
 def test_a_model_of_the_callers_stays_loaded() -> None:

@@ -17,8 +17,8 @@ from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, u
 
 from diptych.compute.drafter import DraftModel
 from diptych.compute.ops import cpu_kernels
-from diptych.control.speculation import EveryGuess
-from diptych.engine.drafters import open_drafter
+from diptych.control.speculation import NOTHING, EveryGuess
+from diptych.engine.drafters import open_drafters
 from diptych.engine.drafting import Drafting
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, load, size_pool
@@ -149,12 +149,12 @@ def test_a_neighbour_that_nobody_drafts_for_can_be_caught_up_with(exact: LoadedM
     class Late(EveryGuess):
         """Gives everybody up for the prompt and the first tokens."""
 
-        def read(self, estimate: object, end: int, n: int) -> int | None:
+        def read(self, estimates: object, end: int, n: int) -> None:
             return None
 
-        def ask(self, guesses, **settings):
+        def ask(self, options, **settings):
             is_late = llm.engine.core._next_step_id > 12
-            return super().choose(guesses, **settings) if is_late else [0] * len(guesses)
+            return super().ask(options, **settings) if is_late else [NOTHING] * len(options)
 
     llm.engine.core._scheduler.drafts.depths = Late(rows=64)
     got = llm.generate([[7, 8, 9] * 40], params)
@@ -244,16 +244,16 @@ def test_another_vocabulary_is_refused_with_both_numbers(loaded: LoadedModel, tm
         shutil.copy(tiny_dir / name, tmp_path / name)
     config = engine_config(tiny_config(loaded.model.backend_name), speculate="draft", draft_model=str(tmp_path))
     with pytest.raises(ConfigError, match=r"vocabulary of 4000 tokens; the model's has 4096"):
-        open_drafter(config, loaded.model)
+        open_drafters(config, loaded.model)
     words = json.loads((tmp_path / "tokenizer.json").read_text())
     vocab = words["model"]["vocab"]
     (a, i), (b, j) = list(vocab.items())[700:702]
     vocab[a], vocab[b] = j, i
     (tmp_path / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(ConfigError, match=rf"differs in 2 of 4096 tokens: id {min(i, j)} is"):
-        open_drafter(config, loaded.model, tokenizer=loaded.tokenizer)
+        open_drafters(config, loaded.model, tokenizer=loaded.tokenizer)
     with pytest.raises(ConfigError, match="speculate is 'draft', and no draft model is given"):
-        open_drafter(replace(config, draft_model=None), loaded.model, directory=tiny_dir)
+        open_drafters(replace(config, draft_model=None), loaded.model, directory=tiny_dir)
 
 
 def padded(tiny_dir: Path, directory: Path, vocab_size: int) -> Path:
@@ -298,9 +298,8 @@ def test_the_pool_pays_for_both_stores(loaded: LoadedModel, tiny_dir: Path) -> N
     config = replace(tiny_config(loaded.model.backend_name), kv_memory_bytes=1_000_000)
     alone = size_pool(loaded.model, config)[1]
     config = engine_config(config, speculate="draft", draft_model=str(tiny_dir))
-    drafter = open_drafter(config, loaded.model)
-    assert drafter is not None
-    n_blocks = size_pool(loaded.model, config, drafter)[1]
+    (drafter,) = open_drafters(config, loaded.model)
+    n_blocks = size_pool(loaded.model, config, [drafter])[1]
     assert n_blocks < 0.6 * alone
     spent = n_blocks * (loaded.model.kv_bytes_per_block(16) + drafter.block_bytes) + drafter.scratch_bytes
     assert 950_000 < spent <= 1_000_000

@@ -10,7 +10,7 @@ from tests.engine.test_gguf_model import write_bundled
 from tests.engine.test_speculation import said, unpriced
 
 from diptych.compute.ops import cpu_kernels
-from diptych.engine.drafters import open_drafter
+from diptych.engine.drafters import open_drafters
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import EngineConfig, engine_config
@@ -76,11 +76,11 @@ def test_other_words_in_a_gguf_file_are_refused(folder: LoadedModel, directory: 
     draft = write_bundled(directory / "other.gguf", "BF16", name="diptych-1m-draft", swapped=700)
     config = engine_config(EngineConfig(), speculate="draft", draft_model=str(draft))
     with pytest.raises(ConfigError, match=r"differs in 2 of 4096 tokens: id 700 is"):
-        open_drafter(config, folder.model, tokenizer=folder.tokenizer)
+        open_drafters(config, folder.model, tokenizer=folder.tokenizer)
 
 
 def test_heads_in_a_gguf_file_are_refused(file: LoadedModel) -> None:
     """No layout of heads in GGUF is known here; the model may be one."""
     config = engine_config(EngineConfig(), speculate="medusa", draft_model=str(file.directory))
     with pytest.raises(ConfigError, match="heads are read from safetensors"):
-        open_drafter(config, file.model, directory=file.directory, tokenizer=file.tokenizer)
+        open_drafters(config, file.model, directory=file.directory, tokenizer=file.tokenizer)

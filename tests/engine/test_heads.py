@@ -18,8 +18,8 @@ from tests.engine.test_drafters import counts
 from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, unpriced
 
 from diptych.compute.ops import cpu_kernels
-from diptych.control.speculation import EveryGuess
-from diptych.engine.drafters import open_drafter
+from diptych.control.speculation import NOTHING, EveryGuess, Wanted
+from diptych.engine.drafters import open_drafters
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, load
 from diptych.ground.config import EngineConfig, engine_config
@@ -206,7 +206,7 @@ def watched(llm: LLM) -> list[tuple[list[int], list[int]]]:
     drafting = llm.engine.stepper.executor.drafting
     seen: list[tuple[list[int], list[int]]] = []
     texts: dict[int, list[int]] = {}
-    drafter = drafting._drafter
+    drafter = drafting._all[0]._drafter
     begin, follow, propose = drafter.begin, drafter.follow, drafter.propose
 
     def begun(start: Any) -> None:
@@ -302,12 +302,14 @@ class Fickle(EveryGuess):
         super().__init__(rows=64)
         self.rng = random.Random(seed)
 
-    def read(self, estimate: object, end: int, n: int) -> int | None:
-        return None if self.rng.random() < 0.4 else n
+    def read(self, estimates: Sequence[object], end: int, n: int) -> Wanted | None:
+        return None if self.rng.random() < 0.4 else (self.rng.randrange(len(estimates)), n)
 
-    def ask(self, guesses: Any, **settings: Any) -> list[int]:
-        depths = super().choose(guesses, **settings)
-        return [depth if self.rng.random() < 0.7 else 0 for depth in depths]
+    def ask(self, options: Any, **settings: Any) -> list[Wanted]:
+        return [
+            (self.rng.randrange(len(some)), n) if some and self.rng.random() < 0.7 else NOTHING
+            for some, (_, n) in zip(options, super().ask(options, **settings), strict=True)
+        ]
 
 
 @pytest.mark.parametrize("layout", ["draft", "medusa", "eagle1", "eagle3"])
@@ -371,7 +373,7 @@ def test_heads_that_do_not_fit_are_refused(
     kind = "medusa" if layout == "medusa" else "eagle"
     config = engine_config(tiny_config(loaded.model.backend_name), speculate=kind, draft_model=str(folder))
     with pytest.raises((ConfigError, LoadError), match=message):
-        open_drafter(config, loaded.model, directory=tiny_dir)
+        open_drafters(config, loaded.model, directory=tiny_dir)
 
 
 def test_published_configs_are_read() -> None:

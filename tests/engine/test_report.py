@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,8 @@ from tests.engine.test_speculation import unpriced
 
 from diptych.compute.ceilings import Ceilings
 from diptych.compute.ops import cpu_kernels
+from diptych.engine import load as load_room
+from diptych.engine import report as report_room
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel
@@ -56,6 +60,10 @@ def test_a_phase_above_its_ceiling_says_which_one(loaded: LoadedModel) -> None:
             replace(CEILINGS, flops_per_s=1.0),
             ["prefill above 100%: the processor is faster", "decode above 100%: the processor"],
         ),
+        (
+            replace(CEILINGS, cached_bytes_per_s=1.0),
+            ["prefill above 100%: the ceiling is that of the cache", "decode above 100%: the ceiling is that of the c"],
+        ),
         (replace(CEILINGS, read_bytes_per_s=1e18, flops_per_s=1e18), []),
     ):
         report = phase_report(loaded, observer, ceilings=ceilings, usage=done.usage, timings=done.timings)
@@ -78,6 +86,27 @@ def test_kernels_that_are_not_the_processors_best_are_named(
         monkeypatch.setattr(cpu_kernels, "instruction_sets", lambda sets=sets: sets)
         report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
         assert (f"kernels use {own}; this processor also has newer" in report.table()) == is_told
+
+
+def test_a_backend_that_is_faster_for_a_phase_is_named(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """bf16 prefill stood at 63 % of a ceiling where torch was three times as fast, and nothing said so."""
+    llm, observer = LLM(loaded, tiny_config()), PhaseObserver()
+    stop = llm.engine.listen(observer)
+    (done,) = llm.generate([list(range(40, 65))], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    stop()
+    weights = loaded.model.weights_format
+    profile = tmp_path / "hardware.json"
+    profile.write_text(
+        json.dumps({"elsewhere": {"backend": "other", "weights": weights, "prefill": 3.0, "decode": 0.9}})
+    )
+    monkeypatch.setattr(load_room, "profile_path", lambda: profile)
+    monkeypatch.setattr(load_room, "load_profile", lambda: json.loads(profile.read_text()))
+    monkeypatch.setattr(report_room, "local_predictor", lambda _: None)
+    report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
+    assert f"prefill: the other backend is 3.0 times as fast here with {weights} weights" in report.table()
+    assert "decode: the other" not in report.table()
 
 
 def test_speculation_is_told_as_tokens_per_step_and_what_it_gained(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,6 +51,19 @@ def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]
     return [write_adapter(folder / str(i), base, ranks, seed=i) for i, ranks in enumerate(RANKS)]
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """Experts, a dense layer and the head; the last adapter has the head alone."""
+    folder = tmp_path_factory.mktemp("mixture")
+    base = make_checkpoint("qwen3_moe", folder / "base", num_hidden_layers=2)
+    ranks: tuple[dict[str, int], ...] = (
+        {**ALL, "lm_head": 6, "down_proj": 17},
+        {"up_proj": 3, "lm_head": 2},
+        {"lm_head": 4},
+    )
+    return base, [write_adapter(folder / str(i), base, some, seed=i) for i, some in enumerate(ranks)]
+
+
 def loaded(base: Path, adapters: list[Path], config: ComputeConfig) -> tuple[Model, list[int]]:
     model = load_model(base, config)
     return model, [model.add_adapter(read_adapter(path, max_rank=64)) for path in adapters]
@@ -80,12 +94,16 @@ def together(model: Model, numbers: list[int], n_each: int, seed: int) -> dict[s
     return {name: Answer(torch.cat(rows[name]), read_cache(model, stepper, name)) for name in names}
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "qwen3_moe"])
 def test_logits_are_those_of_peft_as_the_model_s_own_are(family: str, tmp_path: Path) -> None:
     """Oracle: peft in fp32. The error with an adapter is of the size that the format's rounding has without one."""
     path = make_checkpoint(family, tmp_path / "base")
     targets = list(ALL) if family != "phi3" else ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    oracle = peft_model(family, tmp_path / "adapter", r=4, lora_alpha=8, target_modules=targets, size=0.3)
+    more: dict[str, Any] = {}
+    if family == "qwen3_moe":
+        targets = ["v_proj", "o_proj", "lm_head"]
+        more = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    oracle = peft_model(family, tmp_path / "adapter", r=4, lora_alpha=8, target_modules=targets, size=0.3, **more)
     ids = torch.tensor([TOKENS])
     with torch.no_grad():
         adapted = oracle(ids, use_cache=False).logits[0]
@@ -119,6 +137,28 @@ def test_neighbours_and_chunks_change_no_bit(base: Path, adapters: list[Path], k
         assert not answer.differs_from(wanted[name.split()[0]]), name
     for chunk in (1, 5, 16):
         assert not alone(model, numbers[0], chunk).differs_from(wanted[str(numbers[0])]), chunk
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("kernels", KERNEL_SETS)
+def test_experts_and_the_head_have_the_same_bits_beside_others(
+    mixture: tuple[Path, list[Path]], kernels: str, weights: str
+) -> None:
+    """Rows come to an expert in another order than the step's, and few of its rows have the same adapter."""
+    if kernels not in instruction_sets():
+        pytest.skip(f"this machine has no {kernels}")
+    base, adapters = mixture
+    config = replace(CONFIG, weights=weights, instruction_set=kernels)
+    model, numbers = loaded(base, adapters, config)
+    wanted = {str(number): alone(model, number) for number in (*numbers, None)}
+    plain = load_model(base, config)
+    assert not alone(plain, None).differs_from(wanted["None"])
+    assert len({answer.logits.numpy().tobytes() for answer in wanted.values()}) == len(wanted)
+    for name, answer in together(model, numbers, n_each=2, seed=1).items():
+        assert not answer.differs_from(wanted[name.split()[0]]), name
+    three, numbers = loaded(base, adapters, replace(config, threads=3, numa="off"))
+    for number in numbers:
+        assert not alone(three, number, 5).differs_from(wanted[str(number)])
 
 
 def test_threads_change_no_bit(base: Path, adapters: list[Path]) -> None:

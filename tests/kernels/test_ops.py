@@ -14,7 +14,8 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import EDGE_SHAPES, OPS, Activation, AttentionSpec, EdgeShape, RopeSpec
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
+from diptych.compute.ops.cpu_recorder import CLAMPED_GATE, PLAIN_GATE
+from diptych.models.spec import MoeSpec, QueryScale, Scores
 
 pytestmark = [
     pytest.mark.native,
@@ -32,7 +33,8 @@ WIDE_SHAPES = (
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {}, "window 1": {"window": 1}, "window 17": {"window": 17}, "window 260": {"window": 260},
     "softcap": {"softcap": 1.5}, "softcap, window": {"softcap": 1.5, "window": 9}, "sinks": {"has_sinks": True},
-    "sinks, window": {"has_sinks": True, "window": 17},
+    "sinks, window": {"has_sinks": True, "window": 17}, "chunks": {"window": 24, "is_chunked": True},
+    "long chunks": {"window": 300, "is_chunked": True},
 }  # fmt: skip
 
 BEST = next(iter(cpu.instruction_sets()), "")
@@ -96,7 +98,7 @@ class Bench:
             self._attend_for_form()
         self.program.run(
             batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, batch.logits_rows_R,
-            kv, torch.empty(0, 1),
+            kv, torch.empty(0, 1), both_ways=batch.both_ways_S,
         )  # fmt: skip
         result = torch.empty(self.n_tokens, width)
         self.program.read_buffer(out, result)
@@ -114,13 +116,17 @@ def check(name: str, got: torch.Tensor, expected: torch.Tensor) -> None:
     assert error <= OPS[name].tolerance_bf16, f"{name} differs by {error}"
 
 
-def native_cache(shape: EdgeShape, n_blocks: int, kv_format: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def native_cache(
+    shape: EdgeShape, n_blocks: int, kv_format: str, *, spread: bool = False
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """A cache filled with noise, and what it holds as [N, P, K, d]."""
     sizes = {"n_blocks": n_blocks, "block_tokens": shape.block_tokens, "n_kv_heads": shape.n_kv_heads}
     kv = cpu._cpu.KvCache(n_layers=1, head_dim=shape.head_dim, format=kv_format, **sizes)
     n_tokens = n_blocks * shape.block_tokens
     blocks = np.arange(n_blocks, dtype=np.int32)
     dense = [noise(shape.n_kv_heads, n_tokens, shape.head_dim, seed=seed) for seed in (1, 2)]
+    if spread:
+        dense[1] *= torch.logspace(-2, 2, n_tokens)[:, None]
     kv.write(0, blocks, dense[0], dense[1])
     kv.read(0, blocks, dense[0], dense[1])
     paged = [x.transpose(0, 1).reshape(n_blocks, shape.block_tokens, shape.n_kv_heads, shape.head_dim) for x in dense]
@@ -135,37 +141,63 @@ def test_attention_and_cache_write_over_edge_shapes(isa: str, variant: dict[str,
     has_sinks = variant.pop("has_sinks", False)
     shapes = (*EDGE_SHAPES, *WIDE_SHAPES) if "avx512" in isa or "amx" in isa else (*EDGE_SHAPES[-3:], *WIDE_SHAPES[:3])
     for shape in shapes:
-        batch, n_blocks = make_batch(shape)
-        heads = shape.n_heads + 2 * shape.n_kv_heads
-        qkv = rounded(noise(batch.n_tokens, heads * shape.head_dim, seed=3))
-        kv, keys, values = native_cache(shape, n_blocks, kv_format)
-        bench = Bench(isa, qkv, threads=2)
-        sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
-        native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes, **variant)
-        q, out = (
-            bench.program.add_bf16(shape.n_heads * shape.head_dim),
-            bench.program.add_f32(shape.n_heads * shape.head_dim),
-        )
-        bench.program.rotate(
-            qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
-            has_full_width_norm=False, norm_eps=1e-6,
-        )  # fmt: skip
-        sinks = noise(shape.n_heads, seed=4, scale=3.0) if has_sinks else None
-        number = -1 if sinks is None else bench.program.add_vector(sinks)
-        bench.program.attention(q=q, out=out, layer=0, shape=native, sinks=number)
-        got = bench.run(out, shape.n_heads * shape.head_dim, batch, kv)
+        check("attention", *attended(isa, shape, kv_format, variant, has_sinks=has_sinks))
 
-        parts = qkv.view(batch.n_tokens, heads, shape.head_dim)
-        new_k, new_v = parts[:, shape.n_heads : -shape.n_kv_heads], parts[:, -shape.n_kv_heads :]
-        if kv_format in ROUNDED:
-            new_k, new_v = (ROUNDED[kv_format](x) for x in (new_k, new_v))
-        slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
-        keys[slots // shape.block_tokens, slots % shape.block_tokens] = new_k
-        values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
-        spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes, **variant)
-        few = list(range(batch.n_tokens)) if batch.n_tokens < 64 else [0, 1, 2, 255, 256, 257, batch.n_tokens - 1]
-        expected = attention_rows(parts[:, : shape.n_heads], keys, values, batch, spec, few, sinks)
-        check("attention", got[few], expected)
+
+WHOLE = [name for name in KERNEL_SETS if "neon" not in name and "amx" not in name]
+
+
+@pytest.mark.parametrize("isa", WHOLE, indirect=True)
+def test_attention_over_an_int8_cache_is_finer_than_bf16(isa: str) -> None:
+    """Queries and weights are whole numbers of 16 bits there; rounded to bf16, as they were, they erred five times as much."""
+    shape = EdgeShape(name="", sequences=((700, 1), (255, 2)), n_heads=7, n_kv_heads=1, head_dim=64)
+    got, expected = attended(isa, shape, "int8", {}, spread=True)
+    assert (got - expected).abs().max() < 4e-4 * expected.abs().max()
+
+
+def attended(
+    isa: str,
+    shape: EdgeShape,
+    kv_format: str,
+    variant: dict[str, Any],
+    *,
+    has_sinks: bool = False,
+    spread: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a set makes of a shape's rows (of some, where they are many), and the reference. spread: values of many sizes."""
+    batch, n_blocks = make_batch(shape)
+    heads = shape.n_heads + 2 * shape.n_kv_heads
+    qkv = rounded(noise(batch.n_tokens, heads * shape.head_dim, seed=3))
+    if spread:
+        qkv[:, -shape.head_dim :] *= 0.01
+    kv, keys, values = native_cache(shape, n_blocks, kv_format, spread=spread)
+    bench = Bench(isa, qkv, threads=2)
+    sizes = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads, "head_dim": shape.head_dim}
+    native = cpu._cpu.AttentionShape(scale=shape.head_dim**-0.5, **sizes, **variant)
+    q, out = (
+        bench.program.add_bf16(shape.n_heads * shape.head_dim),
+        bench.program.add_f32(shape.n_heads * shape.head_dim),
+    )
+    bench.program.rotate(
+        qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
+        has_full_width_norm=False, norm_eps=1e-6,
+    )  # fmt: skip
+    sinks = noise(shape.n_heads, seed=4, scale=3.0) if has_sinks else None
+    number = -1 if sinks is None else bench.program.add_vector(sinks)
+    bench.program.attention(q=q, out=out, layer=0, shape=native, sinks=number)
+    got = bench.run(out, shape.n_heads * shape.head_dim, batch, kv)
+
+    parts = qkv.view(batch.n_tokens, heads, shape.head_dim)
+    new_k, new_v = parts[:, shape.n_heads : -shape.n_kv_heads], parts[:, -shape.n_kv_heads :]
+    if kv_format in ROUNDED:
+        new_k, new_v = (ROUNDED[kv_format](x) for x in (new_k, new_v))
+    slots = torch.from_numpy(batch.slots_T(shape.block_tokens)).long()
+    keys[slots // shape.block_tokens, slots % shape.block_tokens] = new_k
+    values[slots // shape.block_tokens, slots % shape.block_tokens] = new_v
+    spec = AttentionSpec(layer=0, scale=shape.head_dim**-0.5, **sizes, **variant)
+    few = list(range(batch.n_tokens)) if batch.n_tokens < 64 else [0, 1, 2, 255, 256, 257, batch.n_tokens - 1]
+    expected = attention_rows(parts[:, : shape.n_heads], keys, values, batch, spec, few, sinks)
+    return got[few], expected
 
 
 def quantised(x: torch.Tensor) -> torch.Tensor:
@@ -204,7 +236,7 @@ def attention_rows(
     return torch.cat(picked)
 
 
-@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("norm", ["none", "head", "heads", "full"])
 @pytest.mark.parametrize("rotary_dim", [0, 8, 24])
 def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str) -> None:
     """A key is written once and read for the rest of the sequence: its norm, angle and slot must be right."""
@@ -216,7 +248,8 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
     rope = RopeSpec(
         inv_freq=tuple(10000 ** (-i / max(rotary_dim // 2, 1)) for i in range(rotary_dim // 2)), attention_factor=1.2
     )
-    width = {"none": (0, 0), "head": (24, 24), "full": (6 * 24, 2 * 24)}[norm]
+    width = {"none": (0, 0), "head": (24, 24)}.get(norm, (6 * 24, 2 * 24))
+    scale = QueryScale(slope=0.3, tokens=8, shift=1) if norm == "none" else None
     weights = [noise(n, seed=6 + i) + 1 for i, n in enumerate(width)]
     native = cpu._cpu.AttentionShape(n_heads=6, n_kv_heads=2, head_dim=24, scale=1.0)
     q = bench.program.add_bf16(6 * 24)
@@ -225,7 +258,8 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
         rope=bench.program.add_rope(list(rope.inv_freq), rope.attention_factor) if rotary_dim else None,
         q_norm=bench.program.add_vector(weights[0]) if width[0] else None,
         k_norm=bench.program.add_vector(weights[1]) if width[1] else None,
-        has_full_width_norm=norm == "full", norm_eps=1e-6,
+        has_full_width_norm=norm == "full", has_head_norms=norm == "heads", norm_eps=1e-6,
+        query_scale=scale and (scale.slope, scale.tokens, scale.shift),
     )  # fmt: skip
     bench.program.attention(q=q, out=bench.program.add_f32(6 * 24), layer=0, shape=native)
     got_q = bench.run(q, 6 * 24, batch, kv)
@@ -234,11 +268,16 @@ def test_rotate_writes_query_key_and_value(isa: str, rotary_dim: int, norm: str)
         heads = x.unflatten(1, (-1, 24))
         if norm == "head":
             heads = reference.rms_norm(heads, weight, eps=1e-6)
+        if norm == "heads":
+            heads = reference.layer_norm(heads, torch.ones(24), eps=1e-6) * weight.view(-1, 24)
         if norm == "full":
             heads = reference.rms_norm(x, weight, eps=1e-6).unflatten(1, (-1, 24))
         return reference.rotate(heads, torch.from_numpy(batch.positions_T), rope) if rotary_dim else heads
 
-    check("rotate_and_cache", got_q, rounded(expected(qkv[:, : 6 * 24], weights[0]).flatten(1)))
+    positions = torch.from_numpy(batch.positions_T)
+    by_position = torch.ones(1) if scale is None else reference.query_scales(positions, scale)
+    expected_q = expected(qkv[:, : 6 * 24], weights[0]).flatten(1) * by_position[:, None]
+    check("rotate_and_cache", got_q / by_position[:, None], rounded(expected_q) / by_position[:, None])
     expected_k, expected_v = expected(qkv[:, 6 * 24 : 8 * 24], weights[1]), qkv[:, 8 * 24 :].unflatten(1, (-1, 24))
     for s, context in enumerate(batch.context_tokens_S):
         begin, end = batch.query_start_S1[s], batch.query_start_S1[s + 1]
@@ -299,6 +338,7 @@ ROUTINGS: dict[str, dict[str, Any]] = {
     "V2": {"n_groups": 4, "groups_per_token": 2, "routed_scale": 3.0},
     "V3": {"n_groups": 4, "groups_per_token": 2, "group_best": 2, "scores": Scores.SIGMOID, "renormalises": True},
     "ERNIE": {"renormalises": True, "has_choice_bias": True},
+    "Llama 4": {"activation": Activation.SILU, "scores": Scores.SIGMOID, "weighs_input": True},
     "sigmoid, bias": {"scores": Scores.SIGMOID, "has_choice_bias": True, "routed_scale": 0.5},
 }
 
@@ -306,8 +346,9 @@ ROUTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: dict[str, Any]) -> None:
-    """DeepSeek's groups, scores and bias for the choice; gpt-oss's clamped gate in place of the usual one, biases in all."""
-    spec = MoeSpec(n_experts=8, experts_per_token=3, expert_ffn=48, activation=Activation.CLAMPED, **routing)
+    """DeepSeek's groups, scores and bias for the choice; gates that are joined apart: gpt-oss's and Llama 4's."""
+    sizes = {"n_experts": 8, "experts_per_token": 3, "expert_ffn": 48}
+    spec = MoeSpec(**{"activation": Activation.CLAMPED, **sizes, **routing})
     n, ffn, hidden, top_k = spec.n_experts, spec.expert_ffn, 64, spec.experts_per_token
     x = rounded(noise(9, hidden, seed=1))
     router = rounded(noise(n, hidden, seed=2, scale=2 * hidden**-0.5))
@@ -331,7 +372,8 @@ def test_experts_of_groups_and_clamped_gates(isa: str, weights: str, routing: di
         out=out, top_k=top_k, renormalises=spec.renormalises, activation="silu",
         scores_by_sigmoid=spec.scores is Scores.SIGMOID, choice_bias=-1 if bias is None else program.add_vector(bias),
         groups=(spec.n_groups, spec.groups_per_token, spec.group_best), routed_scale=spec.routed_scale,
-        wide=program.add_f32(2 * ffn, top_k), clamp=(CLAMPED_ALPHA, CLAMPED_LIMIT),
+        wide=program.add_f32(2 * ffn, top_k), weighs_input=spec.weighs_input,
+        gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
     )  # fmt: skip
     check("experts_add", bench.run(out, hidden), reference.experts(x, router, gate_up, down, spec, bias))
 

@@ -40,6 +40,7 @@ KINDS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
     "stacked": ("phi3", "int8", STACKED, {}),
     "full norms": ("olmo2", "int4", SOME, {"num_attention_heads": 4, "num_key_value_heads": 1}),
     "latents": ("deepseek_v2", "int8", LATENT, {}),
+    "experts": ("qwen3_moe", "int8", {**SOME, "lm_head": 3}, {}),
     "one head": ("llama", "int8", SOME, {"num_attention_heads": 2, "num_key_value_heads": 1}),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from importlib.resources import files
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 
 from diptych.cost.profile import load_profile, read_profile
 from diptych.engine.load import bundled_dir, load
-from diptych.ground.clock import sleep_s
+from diptych.ground.clock import VirtualClock, sleep_s
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
@@ -29,7 +30,7 @@ from diptych.lab.experiments import EXPERIMENTS
 from diptych.lab.experiments.roofline import PARTS, REST
 from diptych.lab.probe import StepParts
 from diptych.lab.report import picture
-from diptych.lab.rounds import Effort, Estimate, Rounds, measure
+from diptych.lab.rounds import Effort, Estimate, Rounds, burst, measure
 from diptych.lab.session import LabRun, choose
 from diptych.lab.style import DECODE, PREFILL, colours_of, log_axis
 
@@ -313,10 +314,41 @@ def test_calibration_writes_a_profile_the_planner_reads(tmp_path: Path, monkeypa
     monkeypatch.setattr(calibration, "PROBE_MODEL", calibration.PROBE_MODEL | small)
     path = tmp_path / "hardware.json"
     calibration.calibrate(
-        ComputeConfig(threads=1), progress=lambda text: None, effort=Effort(rounds=1, budget_s=0.0), path=path
+        ComputeConfig(threads=1),
+        progress=lambda text: None,
+        effort=Effort(rounds=1, budget_s=0.0),
+        path=path,
+        takes_busy=True,
     )
     hardware, fitted = read_profile(load_profile(path))
     assert hardware.memory_bytes_per_s > 1e8
     assert fitted.is_local
     assert fitted.decode_residual.rows >= 7
     assert fitted.prefill_residual.rows >= 8
+    elsewhere = load_profile(path)["elsewhere"]
+    assert (elsewhere["backend"], elsewhere["weights"]) == ("torch", "bf16")
+    assert min(elsewhere["prefill"], elsewhere["decode"]) > 0.0
+
+
+def test_a_profile_of_a_busy_machine_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured beside eight test runs, a machine was said to be eight times slower, and the scheduler believed it."""
+    monkeypatch.setattr(rounds_module.Others, "share", lambda others: 0.4)
+    monkeypatch.setattr(calibration, "PROBE_MODEL", calibration.EMPTY_MODEL)
+    path = tmp_path / "hardware.json"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="other programs used 40% of the cores") as caught:
+        calibration.calibrate(
+            ComputeConfig(threads=1), progress=lambda text: None, effort=Effort(rounds=1, budget_s=0.0), path=path
+        )
+    assert "--busy" in str(caught.value)
+    assert path.read_text() == "{}"
+
+
+def test_what_a_step_usually_takes_is_not_its_best_time() -> None:
+    """A calibration by best times priced every step of an engine too short."""
+    clock = VirtualClock()
+    taken = [2e-3, 1e-3, *[3e-3] * 7]
+    times_s = iter(taken)
+    assert burst(lambda: clock.advance(next(times_s)), clock, choose=statistics.median)() == pytest.approx(3e-3)
+    times_s = iter(taken)
+    assert burst(lambda: clock.advance(next(times_s)), clock)() == pytest.approx(1e-3)

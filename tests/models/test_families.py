@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from diptych.compute.decoder import load_decoder
+from diptych.compute.decoder_loader import load_decoder
 from diptych.compute.weights import RandomSource
 from diptych.cost.parameters import active_parameter_count, parameter_count
 from diptych.models.config import HfConfig
@@ -36,9 +36,18 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 2},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 48, **EXPERTS},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 80,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 32,
+    },
+    "cohere": {"use_qk_norm": True},
+    "minicpm3": {key: value for key, value in LATENT.items() if "rank" in key or "head_dim" in key},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 2},
-    "stablelm": {"use_qkv_bias": True},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True},
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
     "gpt_oss": {"num_local_experts": 4},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -131,7 +140,7 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
     assert spec.windows == windows_of(config)
     if "rms_norm_eps" in family.keys and hasattr(config, "rms_norm_eps"):
         assert spec.norm_eps == config.rms_norm_eps
-    if hasattr(config, "max_position_embeddings") and family.name != "ministral3":  # run up to its original length
+    if hasattr(config, "max_position_embeddings"):
         assert spec.max_context_tokens == config.max_position_embeddings
     rope = getattr(config, "rope_parameters", None)
     if rope:
@@ -142,11 +151,11 @@ def test_every_number_is_that_of_transformers(family: Family, fields: str) -> No
 
 
 def windows_of(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None) or None
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or None
     types = getattr(config, "layer_types", None)
     if types is None:
         return (window,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return tuple(None if kind == "full_attention" else window for kind in types)
 
 
 @pytest.mark.parametrize("family", RUN, ids=lambda family: family.name)

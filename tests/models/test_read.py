@@ -20,7 +20,7 @@ from diptych.models.families import BY_MODEL_TYPE, PRICED, SUPPORTED
 from diptych.models.gguf import ARCHITECTURES
 from diptych.models.read import family_of, load_model_file, read_model, refuse_unrun
 from diptych.models.refused import MISSING
-from diptych.models.spec import ModelSpec
+from diptych.models.spec import ModelSpec, QkNorm, QueryScale
 
 SMALL: dict[str, Any] = {
     "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -70,7 +70,7 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
 @pytest.mark.parametrize(
     "kind",
     ["zamba2", "nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "kimi_linear", "minimax", "qwen3_next",
-     "llama4_text", "gemma3n_text", "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "falcon", "phi", "lfm2"],
+     "gemma4_text", "gemma3n_text", "dbrx", "mpt", "bert", "mamba2", "jamba", "rwkv", "falcon", "phi", "lfm2"],
 )  # fmt: skip
 def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
@@ -99,8 +99,8 @@ def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:
         assert reason in page
         assert not set(kinds) & set(BY_MODEL_TYPE)
         assert set(kinds) <= set(transformers.CONFIG_MAPPING.keys())
-    with pytest.raises(UnsupportedModel, match=r"not supported \(experts that weigh their input"):
-        read("llama4_text", architectures=["Llama4ForCausalLM"])
+    with pytest.raises(UnsupportedModel, match=r"not supported \(streams mixed by prediction"):
+        read("gemma3n_text", architectures=["Gemma3nForCausalLM"])
 
 
 def test_a_wrapper_is_the_decoder_that_it_names() -> None:
@@ -113,10 +113,36 @@ def test_a_wrapper_is_the_decoder_that_it_names() -> None:
         read("mistral3", architectures=["Mistral3ForConditionalGeneration"], text_config={"model_type": "qwen9"})
 
 
-def test_positions_that_would_scale_queries_are_not_run() -> None:
-    """Ministral 3 from its original length on; a longer context would be wrong without a word."""
-    assert read("ministral3").max_context_tokens == 16_384
-    assert read("ministral3", 100_000).max_context_tokens == 16_384
+def test_queries_are_scaled_by_position_to_the_whole_length() -> None:
+    """Ministral 3 was run up to its original length only, 16,384 tokens of 262,144."""
+    assert read("ministral3").max_context_tokens == 262_144
+    assert {layer.attention.query_scale for layer in read("ministral3").layers} == {
+        QueryScale(slope=0.1, tokens=16_384)
+    }
+
+
+def test_the_layers_of_llama_4() -> None:
+    """Three of four turn, within chunks, with normed q and k; the fourth sees everything, its queries scaled by position.
+
+    A file may wrap the decoder beside its vision, say 4 for true, and leave the list of layers empty: all mean the same.
+    """
+    spec = read("llama4_text", num_hidden_layers=8)
+    near, far = spec.layers[0].attention, spec.layers[3].attention
+    assert [layer.attention is far for layer in spec.layers] == [False, False, False, True] * 2
+    assert (near.window, near.is_chunked, near.qk_norm, near.query_scale) == (8192, True, QkNorm.UNIT, None)
+    assert (far.window, far.is_chunked, far.qk_norm, far.rope) == (None, False, QkNorm.NONE, None)
+    assert far.query_scale == QueryScale(slope=0.1, tokens=8192, shift=1)
+    text = {
+        **SMALL,
+        "model_type": "llama4_text",
+        "num_hidden_layers": 8,
+        "attn_temperature_tuning": 4,
+        "no_rope_layers": [],
+    }
+    wrapped = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    assert read_model(HfConfig(wrapped)).layers == read("llama4_text", num_hidden_layers=8).layers
+    with pytest.raises(LoadError, match="stretches what llama4_text norms"):
+        read("llama4_text", rope_scaling={"rope_type": "yarn", "factor": 4.0})
 
 
 def test_what_is_priced_only_is_not_run() -> None:
@@ -156,7 +182,6 @@ def test_an_architecture_under_another_model_type_is_refused() -> None:
         ("llama", {"attention_multiplier": 0.5}, "attention_multiplier"),
         ("mistral", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types"),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok in config.json is 5"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [2.0]}, "max_position_embeddings": 8192}, "short_factor"),
     ],

@@ -165,3 +165,12 @@ def test_the_shipped_rows_are_read() -> None:
     assert len(rows) > 2000
     assert {row.stack for row in rows} == {"tensorrt-llm", "vllm", "sglang"}
     assert sum(left_out.values()) < len(rows) / 2
+
+
+def test_the_largest_loads_go_first_and_rows_keep_their_order() -> None:
+    """A bar that counted rows stood still for minutes; one process was left with the largest load at the end."""
+    rows = [service("llama-3.1-8b", "h100-80gb-sxm", streams) for streams in (2, 12, 1, 12, 6)]
+    told: list[tuple[int, int]] = []
+    cases = truth.cases_of(rows, told=lambda done, of: told.append((done, of)))
+    assert [case.row for case in cases if case is not None] == rows
+    assert told == [(64 * done, 64 * 21) for done in (12, 18, 20, 21)]

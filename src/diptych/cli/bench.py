@@ -11,6 +11,7 @@ from rich.table import Table
 from diptych.cli import options
 from diptych.cli.bench_serve import serve
 from diptych.cli.options import console, engine_config, loading_bar
+from diptych.compute.ceilings import ABOVE
 from diptych.compute.runner import Model, random_model
 from diptych.engine.load import LoadedModel, load
 from diptych.ground.clock import MonotonicClock
@@ -137,9 +138,9 @@ def _print_static(report: BenchReport) -> None:
     table = Table(
         box=None,  # nine columns of numbers stand in 80 characters without one
         title=f"{report.model} · {report.backend} · {report.weights} weights · {report.threads} threads\n"
-        f"ceilings {ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, "
-        f"{ceilings.flops_per_s / 1e9:.0f} Gop/s {ceilings.compute_dtype}",
-        caption="ceiling: share of what the machine allows; GB/s: read beside each measurement; host: share of the time",
+        f"ceilings {ceilings.words()} {ceilings.compute_dtype}",
+        caption="ceiling: share of what the machine allows, of the roof named; GB/s: read beside each measurement, "
+        f"from the {ceilings.roof}; host: share of the time",
     )
     for column in ("phase", "batch", "prompt", "context", "tok/s", "min..max", "ceiling", "GB/s", "host"):
         table.add_column(column, justify="left" if column == "phase" else "right", no_wrap=True)
@@ -151,6 +152,8 @@ def _print_static(report: BenchReport) -> None:
             f"{point.host_fraction:.1%}",
         )  # fmt: skip
     console.print(table)
+    for phase, bound in dict.fromkeys((p.phase, p.bound) for p in report.results if p.fraction_of_ceiling > 1.0):
+        console.print(f"{phase} above 100%: {ABOVE[bound]}")
     console.print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")
 
 
@@ -164,7 +167,7 @@ def _print_mix(report: MixReport) -> None:
         f"{report.model} · {report.backend} · {report.weights} · {report.requests} requests in {report.wall_s:.2f} s: "
         f"{rate.median:.1f} output tok/s ({rate.min:.1f}..{rate.max:.1f}), "
         f"{report.total_tokens_per_s.median:.1f} tok/s with prompts; medians of {report.repeats}, ceilings "
-        f"{ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, {ceilings.flops_per_s / 1e9:.0f} Gop/s {ceilings.compute_dtype}"
+        f"{ceilings.words()} {ceilings.compute_dtype}"
     )
     for name, values in (("TTFT", report.ttft_s), ("ITL", report.itl_s)):
         console.print(f"  {name} " + ", ".join(f"{q} {value * 1e3:.1f} ms" for q, value in values.items()))

@@ -1,6 +1,7 @@
 """`diptych inspect MODEL`: what a file or a folder holds, the memory it will need, and both phases on this machine.
 
-Headers are read, no tensor is: the answer comes at once for any size.
+Headers are read, no matrix is: the answer comes in seconds for any size. What memory the weights take as the files have them is
+counted by the engine's own loader (`compute.held`); other formats and both phases are the planner's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from diptych.cli.plan_json import dump
 from diptych.cli.tables import amount, duration, page, plain_table
+from diptych.compute.held import Held, what_is_held
 from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
 from diptych.cost.planner import Plan, Question, make_plan
@@ -22,7 +24,8 @@ from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import words_of
 from diptych.ground.errors import ConfigError, LoadError
-from diptych.ground.formats import engine_quant, head_format
+from diptych.ground.formats import engine_quant, head_format, mean_bytes
+from diptych.ground.specs import QuantSpec
 from diptych.models.contents import Contents, contents_of
 from diptych.models.gguf_file import find_gguf
 from diptych.models.spec import ModelSpec
@@ -55,14 +58,26 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
     """Everything the command says. Raises LoadError and ConfigError."""
     spec, path = find_model(name), model_path(name)
     contents = None if path is None else contents_of(path)
-    formats = SHOWN_WEIGHTS if contents is None or contents.kept is None else (contents.kept, *SHOWN_WEIGHTS)
+    held, refusal = (None, None) if path is None or not spec.is_run else _held(path)
+    kept = held.main_format if held is not None else None if contents is None else contents.kept
+    formats = SHOWN_WEIGHTS if kept in (None, *SHOWN_WEIGHTS) else (kept, *SHOWN_WEIGHTS)
     return {
         "model": _model(spec),
         "contents": contents,
+        "held": held,
+        "refusal": refusal,
         "words": None if path is None else _words(path),
-        "memory": _memory(spec, formats),
-        **_phases(spec, hardware, formats),
+        "memory": _memory(spec, formats, held),
+        **_phases(spec, hardware, formats, held),
     }
+
+
+def _held(path: Path) -> tuple[Held | None, str | None]:
+    """What the engine holds of it, or why it would not load it."""
+    try:
+        return what_is_held(find_gguf(path) or path), None
+    except LoadError as error:
+        return None, error.message
 
 
 def _model(spec: ModelSpec) -> dict[str, Any]:
@@ -111,17 +126,29 @@ def _named_words(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, Any]
     }
 
 
-def _memory(spec: ModelSpec, formats: Sequence[str]) -> dict[str, Any]:
+def _memory(spec: ModelSpec, formats: Sequence[str], held: Held | None) -> dict[str, Any]:
+    weight_bytes = {weights: engine_weight_bytes(spec, weights) for weights in formats}
+    if held is not None:
+        weight_bytes[held.main_format] = sum(held.nbytes.values())
     contexts = sorted({*(n for n in SHOWN_CONTEXTS if n < spec.max_context_tokens), spec.max_context_tokens})
     return {
-        "weight_bytes": {weights: engine_weight_bytes(spec, weights) for weights in formats},
+        "weight_bytes": weight_bytes,
         "kv_bytes": {
             kv: {str(context): kv_bytes_stored(spec, kv_spec(kv), context) for context in contexts} for kv in SHOWN_KV
         },
     }
 
 
-def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str]) -> dict[str, Any]:
+def _quant(weights: str, held: Held | None) -> QuantSpec:
+    """Where layers hold several formats, experts and the rest are priced by the mean of theirs."""
+    if held is None or held.main_format != weights:
+        return engine_quant(weights, head_format(weights))
+    quant = engine_quant(weights, held.head_format)
+    dense = mean_bytes(held.dense) if held.dense else quant.weight_bytes
+    return replace(quant, weight_bytes=dense, expert_weight_bytes=mean_bytes(held.experts) if held.experts else None)
+
+
+def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held | None) -> dict[str, Any]:
     try:
         device, calibration = find_hardware(hardware)
     except ConfigError as error:
@@ -131,7 +158,7 @@ def _phases(spec: ModelSpec, hardware: str, formats: Sequence[str]) -> dict[str,
     plans = {}
     question = replace(QUESTION, prompt_tokens=min(QUESTION.prompt_tokens, spec.max_context_tokens // 2))
     for weights in formats:
-        quant = engine_quant(weights, head_format(weights))
+        quant = _quant(weights, held)
         if quant.compute in device.flops_per_s:
             setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)
             plans[weights] = _phase_facts(make_plan(setup, question))
@@ -171,6 +198,13 @@ def _show(facts: dict[str, Any]) -> None:
         console.print(_words_line(facts["words"]))
     if facts["contents"] is not None:
         _show_contents(console, facts["contents"])
+    if facts["held"] is not None:
+        parts = sorted(facts["held"].nbytes.items(), key=lambda part: -part[1])
+        console.print(
+            "in memory as the files have it: " + ", ".join(f"{name} {amount(n).strip()}B" for name, n in parts)
+        )
+    elif facts["refusal"] is not None:
+        console.print(f"the engine does not load it: {facts['refusal']}")
     _show_memory(console, facts["memory"])
     _show_phases(console, facts)
 

@@ -15,10 +15,11 @@ from diptych.cli.options import check_writable, console, engine_config, loading_
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
-from diptych.engine.load import LoadedModel, bundled_dir, load, local_predictor, profile_gap
+from diptych.engine.load import FASTER, LoadedModel, bundled_dir, load, local_predictor, profile_gap
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
+from diptych.ground.phase import Phase
 from diptych.lab.calibrate import BUDGET_S
 from diptych.lab.calibrate import calibrate as run_calibration
 from diptych.lab.experiment import Experiment, Outcome, Stage, Verdict
@@ -124,16 +125,26 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(help="write the profile here instead of where the planner reads it")
     ] = None,
+    busy: Annotated[bool, typer.Option("--busy", help="keep it though other programs were busy")] = False,
 ) -> None:
     """Measure this machine in under a minute; the planner, the reports and the scheduler then use the profile."""
     check_writable(out)
     compute = ComputeConfig(backend=backend, threads=threads)
     with console.status("") as status:
         profile = run_calibration(
-            compute, progress=status.update, effort=Effort(rounds=repeat, budget_s=BUDGET_S), path=out
+            compute,
+            progress=status.update,
+            effort=Effort(rounds=repeat, budget_s=BUDGET_S),
+            path=out,
+            takes_busy=busy,
         )
     rates = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in profile["flops_per_s"].items())
     console.print(f"{profile['device']}: {profile['memory_bytes_per_s'] / 1e9:.1f} GB/s read, {rates}")
+    elsewhere = profile.get("elsewhere", {})
+    for phase in (phase for phase in profile["residuals"] if elsewhere.get(phase, 0.0) > FASTER):
+        console.print(
+            f"  {phase}: the {elsewhere['backend']} backend is {elsewhere[phase]:.1f} times as fast with bf16 weights"
+        )
     for phase, residual in profile["residuals"].items():
         console.print(
             f"  {phase}: median error {residual['median_error']:.1%}, measured/predicted - 1 from {residual['low']:+.0%} "
@@ -233,8 +244,8 @@ def simulated(
         raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")
     found = []
     table = Table(box=None)
-    for name in ("load", "decisions", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "holds"):
-        table.add_column(name, justify="left" if name == "load" else "right")
+    for name in ("load", "plans", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "holds"):
+        table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
     with Progress(*COLUMNS, console=console, transient=True) as bar:
         task = bar.add_task("measuring the capacity", total=rounds * len(SITUATIONS))
 
@@ -243,15 +254,23 @@ def simulated(
 
         for one in compare(loaded.model, predictor.predict_s, n_requests=requests, rounds=rounds, told=tell):
             found.append(one)
-            cells = [f"{one.error(name):+.1%} (spread {one.spread(name):.0%})" for name in MEASURES]
-            decisions, verdict = "differ" if one.differences else "same", "yes" if one.holds else "no"
-            table.add_row(one.situation.name, decisions, *cells, verdict)
+            decisions = "differ" if one.differences else "same"
+            for is_paced, name, verdict in ((False, one.situation.name, one.holds), (True, "  paced", one.holds_paced)):
+                errors = [f"{one.error(measure, is_paced=is_paced):+.1%}" for measure in MEASURES]
+                table.add_row(name, "" if is_paced else decisions, *errors, "yes" if verdict else "no")
+            steps = [one.step_error(phase) for phase in (Phase.DECODE, Phase.PREFILL)]
+            told = ", ".join("-" if error is None else f"{error:+.1%}" for error in steps)
+            spreads = [f"± {one.spread(measure) / 2:.0%}" for measure in MEASURES]
+            table.add_row(f"  steps {told}", "", *spreads, "", style="dim")
     if as_json:
         print(json.dumps([one.as_json() for one in found], indent=1))
         return
     console.print(table)
-    print("errors are simulated / measured - 1; the spread is that of the measured rounds")
     print(
-        f"{sum(one.holds for one in found)} of {len(found)} hold: the same decisions, within {MEDIAN_LIMIT:.0%} at p50 and "
-        f"{P99_LIMIT:.0%} at p99"
+        "errors are simulated / measured - 1; paced: at the pace of the run before; steps: of single steps that decode, and of "
+        "those with prompts; ±: half of how far the measured rounds stand apart"
+    )
+    print(
+        f"{sum(one.holds for one in found)} of {len(found)} hold, {sum(one.holds_paced for one in found)} of them paced: "
+        f"the same decisions, within {MEDIAN_LIMIT:.0%} at p50 and {P99_LIMIT:.0%} at p99"
     )

@@ -1,9 +1,10 @@
-"""Options of commands that price a model: how one copy lies on its devices, beside --tp."""
+"""Options of commands that price a model: how one copy lies on its devices, beside --tp; and its adapters."""
 
 from __future__ import annotations
 
 import argparse
 
+from diptych.cost.adapters import Loras
 from diptych.cost.layout import Layout
 
 
@@ -24,3 +25,13 @@ def layout_options(parser: argparse.ArgumentParser) -> None:
 def layout_of(options: argparse.Namespace) -> Layout:
     """What they say."""
     return Layout(dp=options.dp_attention, ep=options.ep, pp=options.pp)
+
+
+def lora_option(parser: argparse.ArgumentParser) -> None:
+    """Adapters of the requests."""
+    parser.add_argument("--lora", metavar="N[:RANK]", help="requests have N adapters of that rank (16) in turn")
+
+
+def loras_of(options: argparse.Namespace) -> Loras | None:
+    """What it says."""
+    return None if options.lora is None else Loras.parse(options.lora)

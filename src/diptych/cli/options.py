@@ -68,7 +68,10 @@ Speculate = Annotated[
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option("--draft-model", help=f"checkpoint of the drafter, for --speculate {' | '.join(MODEL_DRAFTERS)}"),
+    typer.Option(
+        "--draft-model",
+        help=f"checkpoint of the drafter, for --speculate {' | '.join(MODEL_DRAFTERS)}; for auto several, between commas",
+    ),
 ]
 Task = Annotated[
     str, typer.Option(help=f"what the model gives beside text, auto: as its files say: {' | '.join(TASKS)}")

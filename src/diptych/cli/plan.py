@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from diptych.cli.layouts import layout_of, layout_options
+from diptych.cli.layouts import layout_of, layout_options, lora_option, loras_of
 from diptych.cli.written import errors_told, refuse_unread, written
 from diptych.cost.advice import chunk_for, pools_for, speculation_advice, what_ifs
 from diptych.cost.planner import Plan, Question, make_plan
@@ -34,7 +34,7 @@ from diptych.ground.formats import QUANTS
 
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 
-_SETUP = {"hardware", "weights", "kv", "tp", "stack", "ep", "pp", "dp_attention"}
+_SETUP = {"hardware", "weights", "kv", "tp", "stack", "ep", "pp", "dp_attention", "lora"}
 _QUESTION = {"batch", "prompt", "cached", "output", "context"}
 _ADVICE = {"stall_budget", "rate", "speculate", "acceptance", "draft_cost"}
 # What each kind of answer reads, beside --json: any other option given with it is refused, as it would change nothing.
@@ -80,6 +80,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format: bf16, fp8, int8, int4, fp32")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
     layout_options(parser)
+    lora_option(parser)
     add("--batch", "-b", default="1", metavar="N[,N]", help="sequences in flight; several make a table")
     add("--prompt", "-p", type=int, default=2048, metavar="N", help="prompt tokens")
     add("--cached", type=int, default=0, metavar="N", help="prompt tokens already in the prefix cache")
@@ -136,6 +137,7 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
             tp=options.tp,
             stack=options.stack,
             layout=layout_of(options),
+            loras=loras_of(options),
         )
         _plan(make_plan(setup, _question(options, _batches(options)[0])), options.as_json, options.picture)
 
@@ -210,6 +212,7 @@ def _compare(options: argparse.Namespace, words: list[str]) -> None:
                 tp=options.tp,
                 stack=options.stack,
                 layout=layout_of(options),
+                loras=loras_of(options),
             ),
             _question(options, batch),
         )

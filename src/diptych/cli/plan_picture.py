@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from diptych.cost.planner import Plan
+from diptych.cost.planner import Plan, roof_of
 from diptych.cost.roofline import peak_flops_per_s
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
@@ -36,15 +36,21 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _roofline(axis: Axes, plan: Plan) -> None:
-    hardware = plan.setup.hardware
+    hardware, cache = plan.setup.hardware, plan.setup.calibration.cache
     peak = peak_flops_per_s(hardware, plan.setup.quant.compute)
-    bandwidth = hardware.memory_bytes_per_s
+    bandwidth = roof_of(plan.setup).memory_bytes_per_s  # under which the components stand
+    roofs = {f"memory, {hardware.memory_bytes_per_s / 1e9:,.3g} GB/s": hardware.memory_bytes_per_s}
+    if cache is not None:
+        roofs[f"cache, {cache.bytes / 2**20:,.0f} MiB at {cache.bytes_per_s / 1e9:,.3g} GB/s"] = cache.bytes_per_s
     lines = [
         line for report in (plan.prefill, plan.decode) for line in report.components if line.intensity and line.flops
     ]
     reached = [plan.prefill.intensity, plan.decode.intensity, *(line.intensity or 1.0 for line in lines)]
-    least, most = min(reached) / 2.0, max(*reached, peak / bandwidth) * 2.0
-    axis.plot([least, peak / bandwidth, most], [bandwidth * least, peak, peak], color="black", lw=1.2, label="roof")
+    least, most = min(reached) / 2.0, max(*reached, *(peak / rate for rate in roofs.values())) * 2.0
+    for name, rate in roofs.items():
+        is_own = rate == bandwidth
+        axis.plot([least, peak / rate, most], [rate * least, peak, peak], color="black" if is_own else GREY, lw=1.2,
+                  ls="-" if is_own else "--", label=f"roof of the {name}")  # fmt: skip
     axis.axvline(plan.prefill.balance, color=GREY, ls=":", lw=1)
     words = f"balance {plan.prefill.balance:.0f} FLOP/B"
     axis.text(plan.prefill.balance * 1.15, peak / 12.0, words, color=GREY, fontsize=8, rotation=90, va="center")
@@ -94,7 +100,9 @@ def _batches(axis: Axes, plan: Plan) -> None:
     batches = [2**i for i in range(11) if 2**i <= max(most, 1)]
     if 1 < most < 1024 and most != batches[-1]:
         batches.append(most)
-    costs = [predictor.predict(StepShape.decode(batch=batch, context_tokens=context)) for batch in batches]
+    costs = [
+        predictor.predict(plan.setup.asked(StepShape.decode(batch=batch, context_tokens=context))) for batch in batches
+    ]
     axis.plot(
         batches, [cost.total_s * 1e3 for cost in costs], color=DECODE, marker="o", ms=3, label="ms per output token"
     )

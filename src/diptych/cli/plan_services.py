@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from diptych.cli.tables import page, plain_table
 from diptych.cost.rows import read_service_rows
@@ -18,6 +21,7 @@ from diptych.sim.workers import Mapped, workers
 
 GROUPS = ("measure", "software", "device", "model", "weights", "layout", "streams", "lengths", "pool")
 SHIPPED = "service_rows.csv"
+Tell = Callable[[str, int, int], object]  # what is done, how much of it, of how much
 
 
 def services(rows_file: Path | None, *, processes: int = 1) -> dict[str, Any]:
@@ -33,14 +37,13 @@ def services(rows_file: Path | None, *, processes: int = 1) -> dict[str, Any]:
     else:
         rows, left_out = _of_file(rows_file)
     known = set(rows)
-    with workers(processes) as mapped:
-        targets = _cases(rows, left_out, mapped)
-        others = _cases([row for row in shipped if row not in known], Counter(), mapped)
+    with workers(processes) as mapped, _progress() as tell:
+        targets = _cases(rows, left_out, mapped, tell)
+        others = _cases([row for row in shipped if row not in known], Counter(), mapped, tell)
         judged = {
-            held_out: judge(targets, others, held_out=held_out, told=_tell, mapped=mapped)
+            held_out: judge(targets, others, held_out=held_out, told=_fits(tell, held_out), mapped=mapped)
             for held_out in ("model", "device")
         }
-    _tell("")
     seen = {id(one.case) for one in judged["model"]}
     left_out["software without a form, or with one model"] += sum(id(case) not in seen for case in targets)
     return {
@@ -48,6 +51,10 @@ def services(rows_file: Path | None, *, processes: int = 1) -> dict[str, Any]:
         "rows": [_row(one) for found in judged.values() for one in found],
         "left_out": dict(+left_out),
     }
+
+
+def _fits(tell: Tell, held_out: str) -> Tell:
+    return lambda words, done, of: tell(f"fits without a {held_out}: {words}", done, of)
 
 
 def _of_file(path: Path) -> tuple[list[MeasuredService], Counter[str]]:
@@ -60,8 +67,8 @@ def _of_file(path: Path) -> tuple[list[MeasuredService], Counter[str]]:
     return of_published(read_service_rows(text)), Counter()
 
 
-def _cases(rows: Sequence[MeasuredService], left_out: Counter[str], mapped: Mapped) -> list[Case]:
-    cases = cases_of(rows, mapped=mapped, told=lambda n: _tell(f"the scheduler under {len(rows)} loads: {n}"))
+def _cases(rows: Sequence[MeasuredService], left_out: Counter[str], mapped: Mapped, tell: Tell) -> list[Case]:
+    cases = cases_of(rows, mapped=mapped, told=lambda done, of: tell("the scheduler under their loads", done, of))
     found = [case for case in cases if case is not None]
     left_out["a split or a pool that the device does not have"] += len(rows) - len(found)
     believed = possible(found)
@@ -69,9 +76,14 @@ def _cases(rows: Sequence[MeasuredService], left_out: Counter[str], mapped: Mapp
     return believed
 
 
-def _tell(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text[:78]:<78}", end="\n" if not text else "", file=sys.stderr, flush=True)
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    """A bar on standard error over what is simulated, then over the fits."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda words, done, of: bar.update(task, completed=done, total=of, description=words)
 
 
 def _row(one: Judged) -> dict[str, Any]:

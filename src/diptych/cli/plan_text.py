@@ -10,7 +10,7 @@ from rich.console import Console
 from diptych.cli.tables import amount, duration, page, plain_table
 from diptych.cost.advice import MOST_BATCH, ChunkAdvice, PoolAdvice, SpeculationAdvice, WhatIf
 from diptych.cost.parameters import parameter_count
-from diptych.cost.planner import ComponentLine, PhasePlan, Plan
+from diptych.cost.planner import ComponentLine, PhasePlan, Plan, roof_of
 from diptych.cost.sizing import Answer, Candidate, Load
 from diptych.cost.stacks import stack_names
 from diptych.cost.tables import device_names, device_spec, model_names, model_spec
@@ -58,12 +58,16 @@ def show_plan(
 def _head(console: Console, plan: Plan) -> None:
     setup = plan.setup
     hardware = setup.hardware
+    roof = roof_of(setup)
+    cached = (
+        f", {amount(roof.memory_bytes_per_s)}B/s from the cache that holds the weights" if roof is not hardware else ""
+    )
     console.print(f"[bold]{setup.label}[/bold], KV {setup.kv.name}: {hardware.title}")
     console.print(
         f"{_billions(plan.parameters)} parameters, {_billions(plan.active_parameters)} active per token; "
         f"KV {plan.kv_bytes_per_token:,.0f} B/token; "
         f"{amount(hardware.flops_per_s[plan.compute_dtype])}FLOP/s {plan.compute_dtype}, "
-        f"{amount(hardware.memory_bytes_per_s)}B/s: balance {plan.prefill.balance:.0f} FLOP/B"
+        f"{amount(hardware.memory_bytes_per_s)}B/s{cached}: balance {plan.prefill.balance:.0f} FLOP/B"
     )
 
 

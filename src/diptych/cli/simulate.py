@@ -21,7 +21,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from diptych.cli.layouts import layout_of, layout_options
+from diptych.cli.layouts import layout_of, layout_options, lora_option, loras_of
 from diptych.cli.plan_json import dump
 from diptych.cli.simulate_text import as_json, show
 from diptych.cli.written import errors_told, refuse_unread, written
@@ -34,7 +34,7 @@ from diptych.metrics import Limits
 from diptych.sim.drafts import StatedDrafts
 from diptych.sim.journal import is_journal, journal_load
 from diptych.sim.link import parse_link
-from diptych.sim.load import MOST_PROMPT_TOKENS, Load, OpenLoad, UsersLoad, UsersSpec
+from diptych.sim.load import MOST_PROMPT_TOKENS, AdaptedLoad, Load, OpenLoad, UsersLoad, UsersSpec
 from diptych.sim.pools import LOCAL_PREFILL_S, Pool, Service
 from diptych.sim.recorded import is_recording, recorded_load
 from diptych.sim.service import simulate
@@ -47,7 +47,7 @@ _SERVICE = {
     "hardware", "weights", "kv", "tp", "stack", "engines", "router", "kv_tokens", "block_tokens", "max_step_tokens",
     "max_running_sequences", "stall_budget", "no_prefix_cache", "slo", "usd_per_hour", "as_json", "picture", "seed",
     "prefill_hardware", "prefill_engines", "prefill_tp", "link", "local_prefill", "cells", "processes", "steps",
-    "speculate", "acceptance", "draft_cost", "ep", "pp", "dp_attention", "prefills_alone",
+    "speculate", "acceptance", "draft_cost", "ep", "pp", "dp_attention", "prefills_alone", "lora",
 }  # fmt: skip
 _LENGTHS = {"requests", "prompt", "output", "shared_prefix"}
 # what each kind of load reads, beside the service's: any other option given with it is refused
@@ -91,6 +91,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     add("--kv", default="bf16", metavar="FORMAT", help="KV cache format (default bf16)")
     add("--tp", type=int, default=1, metavar="N", help="devices that share one copy of the model")
     layout_options(parser)
+    lora_option(parser)
     add("--stack", metavar="NAME", help="software whose fitted constants to use (see `diptych plan --list`)")
     add("--engines", type=int, default=1, metavar="N", help="copies of the model behind the router")
     add("--router", default="least-work", metavar="NAME", help=" | ".join(POLICIES))
@@ -137,12 +138,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
         metavar="N",
         help="tokens that stand before every prompt or conversation",
     )
-    add(
-        "--steps",
-        type=Path,
-        metavar="FILE",
-        help="also write the first engine's first minute for the live page to open",
-    )
+    add("--steps", type=Path, metavar="FILE", help="also write the first engine's first minute for the live page")
     add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and think times")
     add("--json", dest="as_json", action="store_true", help="print JSON")
     add("--picture", type=Path, metavar="FILE", help="also write a picture (.png, .svg, .pdf)")
@@ -158,12 +154,15 @@ def _simulate(options: argparse.Namespace, kind: str) -> None:
         tp=options.tp,
         stack=options.stack,
         layout=layout_of(options),
+        loras=loras_of(options),
     )
     limits = limits_of(options.slo)
     usd = options.usd_per_hour
     if usd is not None:
         usd = Bound(float, 0.0, None, "USD").take("--usd-per-hour", usd, ConfigError)
     load, note = _load(options, kind)
+    if setup.loras is not None:
+        load = AdaptedLoad(load, setup.loras, setup.loras.parameters(setup.model))
     budget = options.stall_budget
     pool = Pool.of(
         setup,
@@ -219,6 +218,7 @@ def _service(options: argparse.Namespace, pool: Pool) -> Service:
         kv=options.kv,
         tp=options.prefill_tp or options.tp,
         stack=options.stack,
+        loras=loras_of(options),
     )
     readers = Pool.of(
         setup,
@@ -289,6 +289,8 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
 
 def _trace(options: argparse.Namespace) -> tuple[Load, str]:
     path: Path = options.trace
+    if options.lora is not None and (is_recording(path) or is_journal(path)):
+        raise ConfigError(f"{path.name} is a recording, which names its adapters", hint="leave --lora out")
     if not 0.0 < options.speed < float("inf"):
         raise ConfigError(f"--speed is {options.speed}; it must be greater than 0")
     if options.limit is not None:

@@ -294,6 +294,7 @@ class ClusterCore:
             max_context_tokens=self.context_limit_tokens,
             n_blocks=min(one.facts.blocks.n_blocks for one in self._present),
             block_tokens=first.blocks.block_tokens,
+            max_step_tokens=first.scheduler.max_step_tokens,
         )
         waiting = sum(one.counts.core.waiting_tokens for one in self.workers if one.counts is not None)
         limit = first.scheduler.max_waiting_tokens * max(1, sum(one.decodes for one in self.workers))

@@ -1,7 +1,8 @@
 """LoRA adapters as `peft` writes them: read, refused by name where they are more, and fitted to a model's projections.
 
 An adapter adds s * B (A x) to what a projection gives (arXiv 2106.09685): A [r, K], B [N, r], s = alpha / r, or alpha / sqrt(r)
-with rslora. What it holds beyond that (DoRA, biases, saved modules, embeddings, experts) changes answers, so it is refused.
+with rslora. What it holds beyond that (DoRA, biases, saved modules, embeddings) changes answers, so it is refused. Of experts
+each has its own A and B: as modules of their own, or all of a layer in one (`target_parameters`), which are taken apart here.
 
     adapter = read_adapter(Path("my-adapter"), max_rank=64)
     number = model.add_adapter(adapter)     # LoadError where it does not fit, by the module's name and shape
@@ -13,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from diptych.compute.ops.contract import LinearParts
+from diptych.compute.ops.contract import LinearParts, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES
 from diptych.ground.bounds import shown, whole
 from diptych.ground.errors import CapacityError, LoadError
@@ -33,7 +34,12 @@ logger = logging.getLogger("diptych.compute")
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+# peft writes the weight of the head itself beside an adapter of it (save_embedding_layers)
+_HEAD_COPY = "lm_head.base_layer.weight"
+COMPARED_ROWS = 4096  # of the head at one time
 MOST_REPEATS = 2  # of a pattern for names: more could take for ever
+MOST_EXPERTS = 1024
+_EXPERT = re.compile(r"(?P<layer>(?:^|.*\.)layers\.\d+)\..*experts(?:\.base_layer)*\[(?P<number>\d+)\]")
 
 # What changes the mathematics or the base, and the values that ask for nothing. Source: peft's LoraConfig, 0.21.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -49,7 +55,6 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "arrow_config": (None,),
@@ -57,7 +62,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "monteclora_config": (None,),
     "velora_config": (None,),
 }
-_READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+_READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_parameters")
 # of the training, of its library, or said again by the tensors
 _WITHOUT_EFFECT = (
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
@@ -76,12 +81,16 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter in memory. revision: a digest of its numbers and its modules; rank: the highest of any module."""
+    """An adapter in memory. revision: a digest of its numbers and its modules; rank: the highest of any module.
+
+    head_copy: the tensor in its file that says what the model's head is, where there is one.
+    """
 
     path: Path
     modules: Mapping[str, LowRank]
     rank: int
     revision: str
+    head_copy: str | None = None
 
     @property
     def n_parameters(self) -> int:
@@ -106,13 +115,15 @@ class Adapter:
 class Site:
     """Where an adapter may be attached: outputs [begin, end) of a projection, a module of its own in the checkpoint.
 
-    linear: the backend's handle of the projection.
+    linear: the backend's handle of the projection. row_order: which row of the checkpoint's each output is, where they were
+    put in another order.
     """
 
     linear: Any
     begin: int
     end: int
     n_inputs: int
+    row_order: torch.Tensor | None = None
 
 
 class Sites:
@@ -120,22 +131,47 @@ class Sites:
 
     def __init__(self) -> None:
         self._by_module: dict[str, Site] = {}
+        self._head: WeightTensor | None = None
+        # (layer, expert) -> modules of gate and up, of down
+        self._of_experts: dict[tuple[str, int], list[list[str]]] = {}
 
-    def note(self, parts: LinearParts, linear: object) -> None:
-        """The tensors of a projection are its modules, stacked along the outputs."""
+    def note(self, parts: LinearParts, linear: object, *, module: str | None = None) -> list[str]:
+        """The tensors of a projection are its modules, stacked along the outputs; answers their names.
+
+        module: the name of the only one, where its tensor has another.
+        """
         begin = 0
+        names = []
         for tensor in parts.weights:
             end = begin + tensor.shape[0]
-            module = tensor.name.removesuffix(".weight")
-            self._by_module[module] = Site(linear=linear, begin=begin, end=end, n_inputs=tensor.shape[1])
+            names.append(module or tensor.name.removesuffix(".weight"))
+            self._by_module[names[-1]] = Site(
+                linear=linear, begin=begin, end=end, n_inputs=tensor.shape[1], row_order=tensor.row_order
+            )
             begin = end
+        return names
+
+    def note_head(self, tensor: WeightTensor, linear: object) -> None:
+        """The output projection, which may be the embedding."""
+        self._head = tensor
+        self.note(LinearParts(weights=(tensor,)), linear, module="lm_head")
+
+    def note_expert(self, number: int, gate_up: tuple[LinearParts, object], down: tuple[LinearParts, object]) -> None:
+        """Both projections of an expert, with their handles."""
+        for parts, linear in (gate_up, down):
+            names = self.note(parts, linear)
+            layer = re.match(r"(?:.*\.)?(layers\.\d+)\.", names[0])
+            if layer is not None:
+                self._of_experts.setdefault((layer[1], number), []).append(names)
 
     def fit(self, adapter: Adapter) -> list[tuple[Site, LowRank]]:
         """Each module of the adapter at its site. LoadError, by name and shape, where one has none or another shape."""
+        if adapter.head_copy is not None:
+            self._check_head(adapter, adapter.head_copy)
         tails = {_tail(module): module for module in self._by_module}
         prefixes = {"", "model."} | {module.removesuffix(_tail(module)) for module in self._by_module}
         fitted: dict[str, tuple[Site, LowRank]] = {}
-        for module, low_rank in adapter.modules.items():
+        for module, low_rank in self._of_modules(adapter):
             tail = _tail(module)
             name = tails.get(tail)
             if name is None or name in fitted or module.removesuffix(tail) not in prefixes:
@@ -148,11 +184,54 @@ class Sites:
                     f"{module}; the model's weight there is [{n_outputs}, {site.n_inputs}]",
                     hint="the adapter was trained on another model",
                 )
-            fitted[name] = site, low_rank
+            order = site.row_order
+            fitted[name] = site, low_rank if order is None else replace(low_rank, b=low_rank.b[order].contiguous())
         return list(fitted.values())
 
+    def _check_head(self, adapter: Adapter, name: str) -> None:
+        """Refuse an adapter whose file brings another head than the model's."""
+        head: WeightTensor | None = getattr(self._head, "plain", self._head)  # as the file has it, not balanced
+        assert head is not None, "every model has a head"
+        with safe_open(str(adapter.path / WEIGHTS_FILE), framework="pt") as file:
+            copy = file.get_slice(name)
+            is_same = list(copy.get_shape()) == list(head.shape)
+            for begin in range(0, head.shape[0] if is_same else 0, COMPARED_ROWS):
+                rows = slice(begin, begin + COMPARED_ROWS)
+                own = head.part(rows, head.shape[1])
+                is_same = is_same and bool((copy[rows].to(own.dtype) == own).all())
+        if not is_same:
+            raise LoadError(
+                f"adapter {adapter.path} brings {name}, which is not the model's own head",
+                hint="the adapter was trained on another model, or the head was trained too",
+            )
+
+    def _of_modules(self, adapter: Adapter) -> Iterator[tuple[str, LowRank]]:
+        """The adapter's parts by module of the checkpoint: of an expert in a stack, by the shapes of its projections."""
+        for module, low_rank in adapter.modules.items():
+            found = _EXPERT.fullmatch(module)
+            if found is None:
+                yield module, low_rank
+                continue
+            prefix, _, layer = found["layer"].rpartition("layers.")
+            shape = [len(low_rank.b), low_rank.a.shape[1]]
+            projections = self._of_experts.get((f"layers.{layer}", int(found["number"])), [])
+            shapes = {}
+            for names in projections:
+                sites = [self._by_module[name] for name in names]
+                shapes[names[0]] = [sum(site.end - site.begin for site in sites), sites[0].n_inputs]
+            modules = next((names for names in projections if shapes[names[0]] == shape), [])
+            if not modules:
+                raise LoadError(
+                    f"adapter {adapter.path} has an expert {module} of shape {shape}; the model's experts there have "
+                    + (" and ".join(str(one) for one in shapes.values()) or "none of that number"),
+                    hint="the adapter was trained on another model",
+                )
+            for name in modules:
+                site = self._by_module[name]
+                yield f"{prefix}{_tail(name)}", replace(low_rank, b=low_rank.b[site.begin : site.end].contiguous())
+
     def _refuse(self, adapter: Adapter, module: str) -> NoReturn:
-        kinds = sorted({one.rpartition(".")[2] for one in self._by_module})
+        kinds = sorted({one.partition("[")[0].rpartition(".")[2] for one in self._by_module})
         raise LoadError(
             f"adapter {adapter.path} adapts {module}, which this model does not have, cannot adapt, or has been given already",
             hint=f"what can be adapted in its {len(self._by_module)} modules: {', '.join(kinds)}",
@@ -178,24 +257,40 @@ def read_adapter(directory: Path, *, max_rank: int) -> Adapter:
     _check_config(config, directory)
     digest = hashlib.sha256(b"lora 1\n")
     modules: dict[str, LowRank] = {}
-    for module, sides in sorted(_read_sides(directory / WEIGHTS_FILE, max_rank).items()):
+    stacks = bool(config.get("target_parameters"))  # then ranks of all experts may lie in one module
+    most_ranks = max_rank * (MOST_EXPERTS if stacks else 1)
+    for module, sides in sorted(_read_sides(directory / WEIGHTS_FILE, most_ranks, max_rank).items()):
         if set(sides) != {"A", "B"}:
             raise LoadError(f"{directory} has lora_{next(iter(sides))} of {module} alone; A and B belong together")
         a, b = sides["A"], sides["B"]
         rank, scale = _scale(config, module, directory)
-        if len(a) != rank or b.shape[1] != rank:
+        n_experts = len(a) // rank if stacks and len(a) == b.shape[1] and len(a) % rank == 0 else 1
+        if rank > max_rank:
+            _refuse_rank(module, directory, rank, max_rank)
+        if len(a) != rank * n_experts or b.shape[1] != len(a):
             raise LoadError(
                 f"{module} in {directory} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; its config says rank {rank}"
             )
         digest.update(f"{module} {list(a.shape)} {list(b.shape)} {scale!r}\n".encode())
         for tensor in (a, b):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-        modules[module] = LowRank(a=a.float().contiguous(), b=(b.float() * scale).contiguous())
-        _check_finite(modules[module], module, directory)
+        _check_finite(LowRank(a=a, b=b), module, directory)
+        a, b = a.float(), b.float() * scale
+        if n_experts == 1:
+            modules[module] = LowRank(a=a.contiguous(), b=b.contiguous())
+            continue
+        for e in range(
+            n_experts
+        ):  # as `ParamWrapper.get_delta_weight` of peft 0.21 reads them: ranks stand before experts in B
+            modules[f"{module}[{e}]"] = LowRank(
+                a=a[e * rank : (e + 1) * rank].contiguous(), b=b[:, e::n_experts].contiguous()
+            )
     if not modules:
         raise LoadError(f"{directory / WEIGHTS_FILE} holds no tensors")
     rank = max(len(one.a) for one in modules.values())
-    return Adapter(path=directory, modules=modules, rank=rank, revision=digest.hexdigest())
+    with safe_open(str(directory / WEIGHTS_FILE), framework="pt") as file:
+        head_copy = next((name for name in file.keys() if name.endswith(_HEAD_COPY)), None)  # noqa: SIM118 - no mapping
+    return Adapter(path=directory, modules=modules, rank=rank, revision=digest.hexdigest(), head_copy=head_copy)
 
 
 def _check_config(config: Mapping[str, Any], directory: Path) -> None:
@@ -213,12 +308,20 @@ def _check_config(config: Mapping[str, Any], directory: Path) -> None:
         logger.warning("adapter %s has settings that nobody here knows: %s", directory, ", ".join(unknown))
 
 
-def _read_sides(path: Path, max_rank: int) -> dict[str, dict[str, torch.Tensor]]:
-    """A and B by module. LoadError for other tensors and for files that cannot be read, CapacityError for a higher rank."""
+def _refuse_rank(module: str, path: Path, rank: int, max_rank: int) -> NoReturn:
+    raise CapacityError(
+        f"{module} in {path} has rank {rank}; at most {max_rank} is taken", hint="raise max_lora_rank (--max-lora-rank)"
+    )
+
+
+def _read_sides(path: Path, most_ranks: int, max_rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    """A and B by module. LoadError for other tensors and for files that cannot be read, CapacityError for more ranks."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     try:
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
+                if name.endswith(_HEAD_COPY):
+                    continue  # compared with the model's own where it is fitted
                 match = _TENSOR.fullmatch(name)
                 if match is None or "lora_" in match["module"]:
                     raise LoadError(
@@ -232,11 +335,8 @@ def _read_sides(path: Path, max_rank: int) -> dict[str, dict[str, torch.Tensor]]
                         f"{name} in {path} is {dtype} {list(shape)}; matrices of {', '.join(FLOAT_DTYPES)} can be read"
                     )
                 rank = shape["AB".index(match["side"])]
-                if rank > max_rank:  # before it is read: it may be of any size
-                    raise CapacityError(
-                        f"{match['module']} in {path} has rank {rank}; at most {max_rank} is taken",
-                        hint="raise max_lora_rank (--max-lora-rank)",
-                    )
+                if rank > most_ranks:  # before it is read: it may be of any size
+                    _refuse_rank(match["module"], path, rank, max_rank)
                 # a copy: the file is mapped, and an adapter's file may be written anew while it is served
                 found.setdefault(match["module"], {})[match["side"]] = file.get_tensor(name).clone()
     except (SafetensorError, OSError) as error:

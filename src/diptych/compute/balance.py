@@ -53,6 +53,7 @@ class ScaledTensor(WeightTensor):
     ) -> None:
         self.name = plain.name
         self.shape = plain.shape
+        self.row_order = plain.row_order
         is_matrix = len(plain.shape) == 2
         self.dtype = torch.bfloat16 if is_matrix and plain.dtype == torch.bfloat16 else torch.float32
         self.plain = plain

@@ -20,6 +20,8 @@ class ForwardBatch:
     block_table_SM  blocks of each sequence in order; what lies behind its context is some block of the pool
     logits_rows_R   rows of T whose logits are wanted, in the order wanted (may be empty)
     adapters_S  number of each sequence's adapter (`Model.add_adapter`), -1 without one; None: no sequence has one
+    both_ways_S  1 where each token of a sequence, which is here whole, attends to all of it, 0 where to those before it and
+        to itself; None: no sequence attends both ways. A layer's window then reaches so many positions to either side
     """
 
     token_ids_T: np.ndarray
@@ -28,6 +30,7 @@ class ForwardBatch:
     block_table_SM: np.ndarray
     logits_rows_R: np.ndarray
     adapters_S: np.ndarray | None = None
+    both_ways_S: np.ndarray | None = None
 
     @property
     def n_tokens(self) -> int:

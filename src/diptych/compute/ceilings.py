@@ -17,20 +17,48 @@ from diptych.ground.clock import MonotonicClock
 from diptych.ground.formats import engine_weights
 
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache share
+CACHED = 1.15  # times the memory's rate from which on the place where the weights lie is a cache
 REPEATS = 5
+# why a phase may be faster than its ceiling, by the roof
+ABOVE = {
+    "memory": "the ceiling is the memory's, and caches, which are faster, gave part of what was read",
+    "cache": "the ceiling is that of the cache that holds the weights, and a nearer one gave part of what was read",
+    "arithmetic": "the processor is faster now than when its ceiling was measured",
+}
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
     """Best of several tries. flops_per_s is for the dtype in which the model's linear layers multiply, by the best instruction
-    that the machine has for it, whichever the model uses.
+    that the machine has for it, whichever the model uses. read_bytes_per_s: of the memory; cached_bytes_per_s: at which as
+    many bytes are read as the weights have, where that is a cache's rate.
     """
 
     read_bytes_per_s: float
     flops_per_s: float
     compute_dtype: str
     threads: int
+    cached_bytes_per_s: float | None = None
+
+    @property
+    def roof(self) -> str:
+        """What limits reading: "memory", or the "cache" that holds the weights."""
+        return "memory" if self.cached_bytes_per_s is None else "cache"
+
+    @property
+    def roof_bytes_per_s(self) -> float:
+        """The rate of that."""
+        return self.cached_bytes_per_s or self.read_bytes_per_s
+
+    def words(self) -> str:
+        """For a line of a report."""
+        cached = (
+            ""
+            if self.cached_bytes_per_s is None
+            else f" from memory, {self.cached_bytes_per_s / 1e9:.1f} from the cache that holds the weights"
+        )
+        return f"{self.read_bytes_per_s / 1e9:.1f} GB/s{cached}, {self.flops_per_s / 1e9:.0f} Gop/s"
 
 
 def compute_dtype(weights_format: str) -> str:
@@ -47,11 +75,13 @@ def machine_ceilings(model: Model) -> Ceilings:
     """Both ceilings of the device the model runs on, with as many threads as it uses; takes some tenths of a second."""
     dtype = compute_dtype(model.weights_format)
     if is_measured_natively(model):
+        memory = measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
         return Ceilings(
-            read_bytes_per_s=read_ceiling(model),
+            read_bytes_per_s=memory,
             flops_per_s=measure_ops_per_s(dtype, model.placement),
             compute_dtype=dtype,
             threads=model.threads,
+            cached_bytes_per_s=_cached_bytes_per_s(model, memory),
         )
     return Ceilings(  # a GPU, or a CPU without the kernels: what torch reaches
         read_bytes_per_s=_torch_read_bytes_per_s(model.device),
@@ -62,10 +92,19 @@ def machine_ceilings(model: Model) -> Ceilings:
 
 
 def read_ceiling(model: Model) -> float:
-    """Only the bandwidth, quickly: for use just before and after a measured point."""
+    """Only the bandwidth of the roof, quickly: for use just before and after a measured point."""
     if is_measured_natively(model):
-        return measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
+        memory = measure_read_bytes_per_s(READ_BYTES, model.placement, REPEATS)
+        return _cached_bytes_per_s(model, memory) or memory
     return _torch_read_bytes_per_s(model.device)
+
+
+def _cached_bytes_per_s(model: Model, memory_bytes_per_s: float) -> float | None:
+    """How fast as many bytes are read as the weights have; None at the memory's pace."""
+    if model.weight_bytes >= READ_BYTES:
+        return None
+    rate = measure_read_bytes_per_s(max(model.weight_bytes, 2**20), model.placement, REPEATS)
+    return rate if rate > CACHED * memory_bytes_per_s else None
 
 
 def _torch_read_bytes_per_s(device: torch.device) -> float:

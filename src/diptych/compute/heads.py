@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from diptych.compute.decoder import LayerLoader, LayerWeights, head_name, prefix_of, run_layer
+from diptych.compute.decoder import LayerWeights, run_layer
+from diptych.compute.decoder_loader import LayerLoader, head_name, prefix_of
 from diptych.compute.model import Blueprint
 from diptych.compute.ops.contract import LinearParts, Loader, NormParts, Ops, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor, Source

@@ -20,17 +20,32 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diptych.compute.decoder import head_name, prefix_of
+from diptych.compute.decoder_loader import head_name, prefix_of
 from diptych.compute.gguf import GgufCheckpoint
 from diptych.compute.quant import stored_weights
 from diptych.compute.weights import Checkpoint, Source
-from diptych.ground.errors import EngineError, SequenceError, UnsupportedModel
+from diptych.ground.bounds import whole
+from diptych.ground.errors import EngineError, LoadError, SequenceError, UnsupportedModel
 from diptych.ground.request import Pool, Pooling
 from diptych.models.config import read_json
 from diptych.models.gguf_file import open_gguf
 from diptych.models.spec import ModelSpec
 
 SUMMED_ROWS = 64  # at one time, in fp64: 2 MB at a width of 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """A layer that a pooled state goes through: activation(W x + b). weight_ND [N, D], bias_N or None, fp32."""
+
+    weight_ND: np.ndarray
+    bias_N: np.ndarray | None
+    is_tanh: bool
+
+    def applied(self, state_D: np.ndarray) -> np.ndarray:
+        """[N] fp32."""
+        made = self.weight_ND @ state_D if self.bias_N is None else self.weight_ND @ state_D + self.bias_N
+        return np.tanh(made) if self.is_tanh else made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +81,25 @@ def read_head_rows(directory: Path, spec: ModelSpec, token_ids: Sequence[int]) -
     name = f"{prefix}embed_tokens.weight" if spec.is_tied else head_name(source, prefix)
     head = source.tensor(name, spec.vocab_size, spec.hidden)
     return np.concatenate([_numbers(head.part(slice(i, i + 1), spec.hidden)) for i in token_ids])
+
+
+def read_dense(directory: Path, n_inputs: int) -> Dense:
+    """The layer in a folder of sentence-transformers that takes so many inputs. Raises LoadError, UnsupportedModel."""
+    config = read_json(directory / "config.json")
+    activation = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if activation not in ("Identity", "Tanh"):
+        raise UnsupportedModel(f"the activation of {directory} is {activation!r}; Identity and Tanh are supported")
+    if config.get("use_residual"):
+        raise UnsupportedModel(f"{directory} adds its input to its output (use_residual), which is not supported")
+    source = Checkpoint(directory)
+    n_outputs = whole(config.get("out_features"))
+    if n_outputs is None or n_outputs < 1:
+        raise LoadError(
+            f"out_features in {directory / 'config.json'} is {config.get('out_features')!r}; it must be a number from 1 on"
+        )
+    bias = _numbers(source.tensor("linear.bias", n_outputs).read()) if config.get("bias", True) else None
+    weight = _numbers(source.tensor("linear.weight", n_outputs, n_inputs).read())
+    return Dense(weight_ND=weight, bias_N=bias, is_tanh=activation == "Tanh")
 
 
 def _open(directory: Path) -> Source:

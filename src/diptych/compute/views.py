@@ -1,6 +1,8 @@
-"""Tensors made of a checkpoint's when they are read: rows in another order, axes exchanged, blocks of 4 bits as numbers."""
+"""Tensors made of a checkpoint's when they are read: in another order, joined, axes exchanged, blocks of 4 bits as numbers."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -31,7 +33,12 @@ class ReorderedTensor(WeightTensor):
         self.random_seed = tensor.random_seed  # random rows in another order are random rows
         self.kept, self.order = tensor.kept, tensor.order
         self._tensor = tensor
-        self._rows = (heads[:, None] + order).reshape(-1)
+        self._rows = self.row_order = (heads[:, None] + order).reshape(-1)
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """Those in the checkpoint's order."""
+        return self._tensor.stored
 
     def read(self) -> torch.Tensor:
         """A copy."""
@@ -46,6 +53,46 @@ class ReorderedTensor(WeightTensor):
         codes = self._tensor.codes()
         offsets = None if codes.offsets is None else codes.offsets[self._rows]
         return Codes(codes=codes.codes[self._rows], scales=codes.scales[self._rows], offsets=offsets)
+
+
+class JoinedTensor(WeightTensor):
+    """The values of some tensors behind one another, as a vector."""
+
+    def __init__(self, tensors: tuple[WeightTensor, ...]) -> None:
+        self.name = tensors[0].name
+        self.shape = (sum(math.prod(tensor.shape) for tensor in tensors),)
+        self.dtype = tensors[0].dtype
+        self.random_seed = tensors[0].random_seed
+        self._tensors = tensors
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """Each by itself."""
+        return self._tensors
+
+    def read(self) -> torch.Tensor:
+        """A copy."""
+        return torch.cat([tensor.read().reshape(-1) for tensor in self._tensors])
+
+
+class OnesTensor(WeightTensor):
+    """The weight [n] of a norm that has none."""
+
+    name = "ones"
+    dtype = torch.float32
+    random_seed: int | None = None
+
+    def __init__(self, n: int) -> None:
+        self.shape = (n,)
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """Nothing."""
+        return ()
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        return torch.ones(self.shape)
 
 
 class RowsTensor(WeightTensor):

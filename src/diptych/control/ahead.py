@@ -81,7 +81,7 @@ def _foreseen(scheduler: Scheduler, *, token_id: int, limit: int) -> DecodeRun |
         del new_blocks[len(new_blocks) // 2 :]
         if not new_blocks:
             return None
-    shape = StepShape([ChunkShape(Phase.DECODE, 1, seq.computed_tokens, True) for seq in decoding])
+    shape = StepShape([ChunkShape(Phase.DECODE, 1, seq.computed_tokens, True, 1, seq.adapter) for seq in decoding])
     choices = tuple([(seq.request.request_id, seq.index) for seq in decoding])
     return DecodeRun(len(new_blocks), shape, choices, new_blocks)
 

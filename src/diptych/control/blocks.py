@@ -157,14 +157,19 @@ class BlockPool:
         found: list[PrefixEntry] = []
         if not self.is_caching:
             return found
+        size, index, previous, known = self.block_tokens, self._index, ROOT_SERIAL, len(digests)
         for i in range(max_blocks):
-            if i >= len(digests):
-                self._extend(digests, i + 1, token_ids, root)
-            entry = self._index.get(digests[i])
-            previous_serial = found[-1].serial if found else ROOT_SERIAL
-            if entry is None or not self._agrees(entry, i, token_ids, salt, previous_serial):
+            if i >= known:
+                known = min(max_blocks, 2 * i + 4)  # more at a time, the longer the chain is found
+                self._extend(digests, known, token_ids, root)
+            entry = index.get(digests[i])
+            if entry is None:
+                break
+            _, tokens, its_salt, its_previous, serial, _ = entry
+            if its_previous != previous or its_salt != salt or tokens != tuple(token_ids[i * size : (i + 1) * size]):
                 break
             found.append(entry)
+            previous = serial
         return found
 
     def register(
@@ -197,11 +202,12 @@ class BlockPool:
             tokens = tuple(token_ids[i * size : (i + 1) * size])
             entry = index.get(digest)
             if entry is not None:
-                if entry.previous_serial == previous and entry.salt == salt and entry.token_ids == tokens:
-                    previous = entry.serial
+                _, its_tokens, its_salt, its_previous, serial, _ = entry
+                if its_previous == previous and its_salt == salt and its_tokens == tokens:
+                    previous = serial
                     serials.append(previous)
                     continue
-                if entry.previous_serial == ROOT_SERIAL or self._is_live(entry.previous_serial):
+                if its_previous == ROOT_SERIAL or self._is_live(its_previous):
                     previous = None
                     serials.append(None)
                     continue
@@ -247,13 +253,6 @@ class BlockPool:
         for at in range(start * size, end * size, size):
             previous = next_digest(previous, token_ids[at : at + size])
             digests.append(previous)
-
-    def _agrees(
-        self, entry: PrefixEntry, i: int, token_ids: SequenceOf[int], salt: CacheScope, previous_serial: int
-    ) -> bool:
-        start = i * self.block_tokens
-        has_same_past = entry.previous_serial == previous_serial and entry.salt == salt
-        return has_same_past and entry.token_ids == tuple(token_ids[start : start + self.block_tokens])
 
     def _is_live(self, serial: int) -> bool:
         """Whether the entry with this serial is still indexed."""

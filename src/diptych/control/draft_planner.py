@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from diptych.control.blocks import BlockPool
 from diptych.control.sequence import Sequence
-from diptych.control.speculation import NO_GUESS, Depths, Guesser, Priced, Speculation
+from diptych.control.speculation import NO_GUESS, Depths, Guesser, Priced, Speculation, Wanted
 from diptych.control.step_draft import StepDraft
 from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
 from diptych.ground.shape import StepShape
@@ -51,16 +51,16 @@ class DraftPlanner:
             self._n_idled = 0
         plain = draft.shape
         self._send(draft, planned, promised_blocks)
-        if self.guesser.executor_drafter is not None:
+        if self.guesser.asks_executor:
             self._ask(draft, planned, plain)
         self._idle_decodes = n_decodes
         is_guessing = any(speculation.is_guessing for _, speculation in draft.speculations)
         self._idle_steps = self.depths.idle_steps(n_decodes, is_guessing=is_guessing)
 
-    def wanted_behind(self, seq: Sequence, end: int) -> int | None:
-        """How many drafts to ask of the executor behind a prefill chunk that ends there; None: its drafter does not read it."""
+    def wanted_behind(self, seq: Sequence, end: int) -> Wanted | None:
+        """Who of the executor's drafters reads a prefill chunk that ends there, and how many drafts it makes; None: nobody."""
         left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
-        if self.guesser.executor_drafter is None or left <= 0:
+        if not self.guesser.asks_executor or left <= 0:
             return None
         self.begin(seq)
         if seq.speculation is None:
@@ -131,22 +131,23 @@ class DraftPlanner:
         return len(guess)
 
     def _ask(self, draft: StepDraft, planned: Mapping[int, Sequence], plain: StepShape) -> None:
-        """Say how many drafts the executor is to make behind each decode chunk: as many as would pay in a step like this.
+        """Say who of the executor's drafters is to make how many drafts behind each decode chunk: those that would pay most in
+        a step like this.
 
-        plain: the step without drafts. A chunk behind which none is wanted is not read by the executor's drafter at all.
+        plain: the step without drafts. A chunk behind which none is wanted is not read by any of them.
         """
         n_decodes = len(draft.decode_request_ids)
-        priced: list[Priced] = [NO_GUESS] * n_decodes
+        options: list[list[Priced]] = [[] for _ in range(n_decodes)]
         for i, speculation in draft.speculations:
             seq = planned[draft.chunks[i].seq_id]
             left = seq.max_output_tokens - seq.output_tokens - 2  # behind a token of this step and one of the next
-            priced[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
+            options[i] = speculation.askable(max(0, min(1 + MOST_DRAFT_ROWS // n_decodes, left)))
         wanted = self.depths.ask(
-            priced,
+            options,
             shape=plain if plain.n_sequences == n_decodes else StepShape(plain.shapes[:n_decodes]),
             most_rows=min(self._config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
             limit_s=self._config.stall_budget_s,
         )
-        for i, n_wanted in enumerate(wanted):
-            if n_wanted:
-                draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=n_wanted)
+        for i, (number, n) in enumerate(wanted):
+            if n:
+                draft.chunks[i] = draft.chunks[i]._replace(wanted_drafts=n, drafter=number)

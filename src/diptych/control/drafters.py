@@ -237,11 +237,12 @@ class Prediction:
 
 
 class Handed:
-    """The guess that came up with a sequence's last result: made by the executor's drafter, with tensors."""
+    """The guess that came up with a sequence's last result: made by the executor's drafter of this number, with tensors."""
 
-    __slots__ = ("confidence", "token_ids")
+    __slots__ = ("confidence", "number", "token_ids")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.token_ids: tuple[int, ...] = ()
         self.confidence = FRESH
 

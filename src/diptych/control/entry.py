@@ -12,10 +12,12 @@ from diptych.ground.handoff import HandOff
 from diptych.ground.request import Request
 
 
-def check_prompt(request: Request, *, max_context_tokens: int, n_blocks: int, block_tokens: int) -> None:
+def check_prompt(
+    request: Request, *, max_context_tokens: int, n_blocks: int, block_tokens: int, max_step_tokens: int
+) -> None:
     """Raise RequestError for an empty prompt, PromptTooLong where it and one token of an answer exceed context or pool.
 
-    Where a state is wanted and no answer, the prompt may fill both.
+    Where a state is wanted and no answer, the prompt may fill both; one that is read whole must fit into a step.
     """
     prompt_tokens, pool_tokens = len(request.prompt_token_ids), n_blocks * block_tokens
     if prompt_tokens == 0:
@@ -26,6 +28,12 @@ def check_prompt(request: Request, *, max_context_tokens: int, n_blocks: int, bl
             f"prompt has {prompt_tokens} tokens; a context of {max_context_tokens} takes at most "
             f"{max_context_tokens - left}{why}",
             hint="shorten the prompt or raise max_context_tokens",
+            param="prompt",
+        )
+    if request.pooling is not None and request.pooling.both_ways and prompt_tokens > max_step_tokens:
+        raise PromptTooLong(
+            f"prompt has {prompt_tokens} tokens; one that attends both ways is read in one step, of at most {max_step_tokens}",
+            hint="shorten it, or raise max_step_tokens (--max-step-tokens)",
             param="prompt",
         )
     if prompt_tokens + left > pool_tokens:

@@ -12,6 +12,8 @@ One step is in flight at a time; submit, cancel and finish are legal at any mome
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from diptych.control.blocks import BlockPool
 from diptych.control.entry import check_prompt, open_sequences
 from diptych.control.handoff import reserve, settle, start_sending
@@ -52,12 +54,12 @@ class EngineCore:
         depths: Depths | None = None,
         n_vocab: int | None = None,
         drafters: dict[str, NewDrafter] | None = None,
-        executor_drafter: str | None = None,
+        executor_drafters: SequenceOf[str] | None = None,
     ) -> None:
         """depths: what drafts are worth; None: every guess. n_vocab: bound of token ids, for what drafters propose.
 
-        drafters: by name, in place of those that config.speculate names. executor_drafter: the one that the executor runs;
-        None: the one that config.speculate names, if it is such.
+        drafters: by name, in place of those that config.speculate names. executor_drafters: those that the executor
+        runs, by number; None: the one that config.speculate names, if it is such.
         """
         self.config = config
         self.block_config = blocks
@@ -65,9 +67,9 @@ class EngineCore:
         self.seed = seed
         self._predict_s = predict_s
         self._depths = EveryGuess() if depths is None else depths
-        if executor_drafter is None and config.speculate in MODEL_DRAFTERS:
-            executor_drafter = config.speculate
-        self._guesser = Guesser(config, n_vocab=n_vocab, drafters=drafters, executor_drafter=executor_drafter)
+        if executor_drafters is None:
+            executor_drafters = [config.speculate] if config.speculate in MODEL_DRAFTERS else []
+        self._guesser = Guesser(config, n_vocab=n_vocab, drafters=drafters, executor_drafters=executor_drafters)
         self._scheduler = self._new_scheduler()
         self.pool = self._scheduler.pool
         self._requests: dict[str, list[Sequence]] = {}  # open requests, all choices
@@ -168,6 +170,7 @@ class EngineCore:
             max_context_tokens=self.config.max_context_tokens,
             n_blocks=self.pool.n_blocks,
             block_tokens=self.pool.block_tokens,
+            max_step_tokens=self.config.max_step_tokens,
         )
 
     def submit_prefill(self, request: Request) -> list[Event]:
@@ -482,7 +485,7 @@ class EngineCore:
                 return events
         self._scheduler.register_computed(seq)
         if seq.speculation is not None:
-            seq.speculation.hand(result.draft_token_ids)
+            seq.speculation.hand(chunk.drafter, result.draft_token_ids)
         if n_drafted:
             self._scheduler.drafts.take_back(seq)
             events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, n_accepted))

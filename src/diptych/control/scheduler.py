@@ -57,6 +57,7 @@ class Scheduler:
         self.max_running = min(config.max_running_sequences or config.max_step_tokens, config.max_step_tokens)
         self._model_revision = model_revision
         self._promised_blocks = 0
+        self._has_made_way = False  # the last step left decode out
 
     @property
     def n_running(self) -> int:
@@ -115,6 +116,8 @@ class Scheduler:
 
     def register_computed(self, seq: Sequence) -> None:
         """Offer every newly completed block of the sequence to the prefix index."""
+        if seq.is_whole:
+            return
         end = seq.computed_tokens // self.pool.block_tokens
         if end > len(seq.serials):
             self.register(seq, end)
@@ -144,7 +147,8 @@ class Scheduler:
         """The next step and its events, or None when nothing can run."""
         draft = StepDraft(step_id=step_id, now_s=now_s, budget_tokens=self.config.max_step_tokens)
         self.planned = {}
-        if self.config.prefills_alone:
+        self._has_made_way = not self._has_made_way and self._must_make_way()
+        if self.config.prefills_alone or self._has_made_way:
             self._plan_one_phase(draft)
         else:
             self._plan_decodes(draft)
@@ -171,6 +175,13 @@ class Scheduler:
         )
         return plan, [*draft.preempted, begin, *draft.scheduled]
 
+    def _must_make_way(self) -> bool:
+        """Whether the first in line cannot be cut and never finds room beside decode. It gets every other step, then."""
+        head = self.waiting.first
+        if head is None or not head.is_whole or self.prefilling:
+            return False
+        return head.known_tokens > self.config.max_step_tokens - len(self.decoding)
+
     def _plan_one_phase(self, draft: StepDraft) -> None:
         """Prompts while there are any to read and room for them, else decode."""
         if self.waiting or self.prefilling:
@@ -196,7 +207,7 @@ class Scheduler:
                 new_block_ids = tuple(seq.block_ids[first_new:])
                 seq.table_sent = len(seq.block_ids)
             draft.chunks.append(Chunk(seq.seq_id, decode, start, (seq.token_ids[-1],), first_new, new_block_ids, True))
-            shapes.append(ChunkShape(decode, 1, start, True))
+            shapes.append(ChunkShape(decode, 1, start, True, 1, seq.adapter))
             if seq.speculation is not None:
                 draft.speculations.append((len(shapes) - 1, seq.speculation))
             draft.decode_request_ids.append(seq.request.request_id)
@@ -312,14 +323,18 @@ class Scheduler:
     def _fit(self, seq: Sequence, start: int, wanted: int, draft: StepDraft) -> int:
         """The longest prefill chunk from `start`, at most `wanted`, that both budgets allow; 0 for none."""
         limit = min(wanted, draft.left_tokens)
+        if seq.is_whole and limit < wanted:
+            return 0
         predict_s, budget_s = self.predict_s, self.config.stall_budget_s
         if predict_s is None or budget_s is None or not draft.shape.decode_tokens:
             return limit
 
         def is_within(n_tokens: int) -> bool:
-            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens))
+            chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens), 1, seq.adapter)
             return predict_s(draft.shape.plus(chunk)) <= budget_s
 
+        if seq.is_whole:  # the budget cannot be kept by cutting it, only by letting it go alone
+            return wanted if draft.shape.prefill_tokens == 0 or is_within(wanted) else 0
         n_tokens = longest_within(limit=limit, quantum=MIN_PREFILL_TOKENS, is_within=is_within)
         if n_tokens == 0 and draft.shape.prefill_tokens == 0:
             return min(limit, MIN_PREFILL_TOKENS)
@@ -333,6 +348,7 @@ class Scheduler:
         first_new = self._take_blocks(seq, start, end, draft)
         taken = len(seq.block_ids) - held + len(draft.copies) - copied
         self._promise(seq, seq.promised_blocks - taken)
+        wanted = self.drafts.wanted_behind(seq, end)
         chunk = Chunk(
             seq_id=seq.seq_id,
             phase=Phase.PREFILL,
@@ -341,10 +357,11 @@ class Scheduler:
             first_new_block=first_new,
             new_block_ids=tuple(seq.block_ids[first_new:]),
             samples=seq.samples_at(end),
-            wanted_drafts=self.drafts.wanted_behind(seq, end),
+            wanted_drafts=None if wanted is None else wanted[1],
+            drafter=0 if wanted is None else wanted[0],
         )
         draft.chunks.append(chunk)
-        draft.shape = draft.shape.plus(chunk.shape)
+        draft.shape = draft.shape.plus(ChunkShape(Phase.PREFILL, n_tokens, start, chunk.samples, 1, seq.adapter))
         draft.left_tokens -= n_tokens
         seq.table_sent = len(seq.block_ids)
         seq.is_in_flight = True

@@ -20,6 +20,7 @@ class Sequence:
     """Mutable; owned by `EngineCore` and changed only by it and its scheduler."""
 
     __slots__ = (
+        "adapter",
         "block_ids",
         "computed_tokens",
         "digests",
@@ -54,6 +55,7 @@ class Sequence:
         self.seq_id = seq_id
         self.index = index
         self.request = request
+        self.adapter = None if request.adapter is None else request.adapter.shape  # asked for with every chunk
         self.key = (rank, seq_id)
         self.seed = seed
         self.max_output_tokens = max_output_tokens
@@ -96,9 +98,17 @@ class Sequence:
         return self.max_output_tokens + (self.prompt_tokens if self.index == 0 else 0)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether its prompt is read in one chunk or not at all: keys and values of each token depend on all of it."""
+        pooling = self.request.pooling
+        return pooling is not None and pooling.both_ways
+
+    @property
     def findable_tokens(self) -> int:
         """Leading tokens that may come from the prefix cache: never the last, and none of which more than KV is wanted."""
         request = self.request
+        if self.is_whole:
+            return 0
         if self.index == 0 and request.sampling.prompt_logprobs is not None:
             return 0
         pooling = request.pooling

@@ -31,6 +31,8 @@ _INTS = {int}
 NewDrafter = Callable[[Request], Drafter]
 Priced = tuple[Any, int, int]  # an Estimate, how many drafts have room, the confidence of the guess
 NO_GUESS: Priced = (None, 0, 0)
+Wanted = tuple[int, int]  # which of the executor's drafters is to guess, and how many drafts
+NOTHING: Wanted = (0, 0)
 
 
 class Estimate(Protocol):
@@ -52,16 +54,18 @@ class Depths(Protocol):
         """The Estimate of a new sequence with the drafter of this name and a request of this kind; handed back to `choose`."""
         ...
 
-    def begin_asked(self, name: str, kind: int) -> Any:
-        """The same with the executor's drafter; handed back to `read` and `ask`, too."""
+    def begin_asked(self, names: SequenceOf[str], kind: int) -> list[Any]:
+        """The same with each of the executor's drafters, by number; handed back to `read` and `ask`, too."""
         ...
 
     def best(self, guesses: SequenceOf[Priced]) -> int:
         """Which of these guesses for one sequence is worth most."""
         ...
 
-    def read(self, estimate: Any, end: int, n: int) -> int | None:
-        """How many drafts, n at most, to ask of the executor behind a prefill chunk that ends there; None: not to read it."""
+    def read(self, estimates: SequenceOf[Any], end: int, n: int) -> Wanted | None:
+        """Who of the executor's drafters is to read a prefill chunk that ends there, and how many drafts, n at most, to make
+        behind it; None: nobody. estimates: by number, None for a drafter that is off.
+        """
         ...
 
     def is_due(self, n_decodes: int) -> bool:
@@ -86,8 +90,12 @@ class Depths(Protocol):
         """How many drafts to verify of each decode chunk of a step of this shape, which has none yet."""
         ...
 
-    def ask(self, guesses: SequenceOf[Priced], *, shape: StepShape, most_rows: int, limit_s: float | None) -> list[int]:
-        """How many drafts the executor is to make behind each decode chunk, for the next step to verify; 0: give it up."""
+    def ask(
+        self, options: SequenceOf[SequenceOf[Priced]], *, shape: StepShape, most_rows: int, limit_s: float | None
+    ) -> list[Wanted]:
+        """Which of the executor's drafters is to make how many drafts behind each decode chunk, for the next step to verify;
+        none: it is given up. options: of each chunk what each drafter, by number, could make.
+        """
         ...
 
 
@@ -111,16 +119,19 @@ class EveryGuess:
         """See Depths."""
         return _Unjudged()
 
-    begin_asked = begin
+    def begin_asked(self, names: SequenceOf[str], kind: int) -> list[Any]:
+        """See Depths."""
+        return [_Unjudged() for _ in names]
 
     def best(self, guesses: SequenceOf[Priced]) -> int:
         """The longest."""
         lengths = [n for _, n, _ in guesses]
         return lengths.index(max(lengths))
 
-    def read(self, estimate: Any, end: int, n: int) -> int | None:
-        """Every prompt."""
-        return min(n, self._rows)
+    def read(self, estimates: SequenceOf[Any], end: int, n: int) -> Wanted | None:
+        """Every prompt, by the first."""
+        numbers = [number for number, one in enumerate(estimates) if one is not None]
+        return (numbers[0], min(n, self._rows)) if numbers else None
 
     def is_due(self, n_decodes: int) -> bool:
         """Always."""
@@ -148,7 +159,14 @@ class EveryGuess:
                     depths[i], left = depth, left - 1
         return depths
 
-    ask = choose
+    def ask(
+        self, options: SequenceOf[SequenceOf[Priced]], *, shape: StepShape, most_rows: int, limit_s: float | None
+    ) -> list[Wanted]:
+        """The first drafter that has room."""
+        numbers = [next((number for number, one in enumerate(some) if one[1]), 0) for some in options]
+        guesses = [some[number] if some else NO_GUESS for some, number in zip(options, numbers, strict=True)]
+        depths = self.choose(guesses, shape=shape, most_rows=most_rows, limit_s=limit_s)
+        return list(zip(numbers, depths, strict=True))
 
 
 class _Source:
@@ -173,25 +191,32 @@ class Speculation:
         self._guesser = guesser
         self._depths = depths
         self._sources = sources
-        self._handed = next((source for source in sources if isinstance(source.drafter, Handed)), None)
+        # of the executor's drafters, by number; None for one that is off
+        self._handed: list[_Source | None] = [None] * guesser.n_executor_drafters
+        for source in sources:
+            if isinstance(source.drafter, Handed):
+                self._handed[source.drafter.number] = source
         self._best: _Source | None = None
         self._most_drafts = most_drafts
 
     @property
     def has_drafts_at_hand(self) -> bool:
         """Whether the executor has made some, which have been paid for."""
-        drafter = self._handed and self._handed.drafter
-        return isinstance(drafter, Handed) and bool(drafter.token_ids)
+        return any(drafter.token_ids for drafter in self._handing())
 
     @property
     def is_guessing(self) -> bool:
         """Whether any of its drafters guesses by itself."""
-        return len(self._sources) > (self._handed is not None)
+        return len(self._sources) > len(self._handed) - self._handed.count(None)
 
-    def hand(self, draft_token_ids: tuple[int, ...]) -> None:
-        """Take the guess that the executor's drafter made behind the newest token."""
-        if self._handed is not None and isinstance(self._handed.drafter, Handed):
-            self._handed.drafter.token_ids = draft_token_ids
+    def _handing(self) -> list[Handed]:
+        """Those of the executor's drafters that did not misbehave."""
+        return [one.drafter for one in self._handed if one is not None and isinstance(one.drafter, Handed)]
+
+    def hand(self, number: int, draft_token_ids: tuple[int, ...]) -> None:
+        """Take the guess that the executor's drafter of this number made behind the newest token."""
+        for drafter in self._handing():
+            drafter.token_ids = draft_token_ids if drafter.number == number else ()
 
     def propose(self, token_ids: SequenceOf[int]) -> list[int]:
         """The guess that is worth most, [] for none."""
@@ -214,20 +239,25 @@ class Speculation:
         best = self._best
         return NO_GUESS if best is None else (best.estimate, n, best.confidence)
 
-    def askable(self, n: int) -> Priced:
-        """What `Depths.ask` wants to know: none where the executor's drafter is off, or another one is being followed."""
-        handed, best = self._handed, self._best
-        if handed is None or not isinstance(handed.drafter, Handed):
-            return NO_GUESS
-        if best is not None and best is not handed and best.confidence == FOLLOWED:
-            return NO_GUESS
-        return handed.estimate, min(n, self._most_drafts), handed.drafter.confidence
+    def askable(self, n: int) -> list[Priced]:
+        """What `Depths.ask` wants to know: none where the executor's drafters are off, or another one is being followed."""
+        best = self._best
+        if best is not None and best.confidence == FOLLOWED and best not in self._handed:
+            return []
+        n = min(n, self._most_drafts)
+        return [
+            NO_GUESS
+            if one is None or not isinstance(one.drafter, Handed)
+            else (one.estimate, n, one.drafter.confidence)
+            for one in self._handed
+        ]
 
-    def wanted_behind(self, end: int, n: int) -> int | None:
-        """How many drafts, n at most, to ask of the executor behind a prefill chunk that ends there; None: not to read it."""
-        if self._handed is None or not isinstance(self._handed.drafter, Handed):
+    def wanted_behind(self, end: int, n: int) -> Wanted | None:
+        """See `Depths.read`."""
+        handing = [one if one is not None and isinstance(one.drafter, Handed) else None for one in self._handed]
+        if not any(handing):
             return None
-        return self._depths.read(self._handed.estimate, end, min(n, self._most_drafts))
+        return self._depths.read([one and one.estimate for one in handing], end, min(n, self._most_drafts))
 
     def learn(self, token_ids: SequenceOf[int]) -> None:
         """Compare guesses with what came: the drafts that held, and one token."""
@@ -266,20 +296,24 @@ class Guesser:
         *,
         n_vocab: int | None = None,
         drafters: dict[str, NewDrafter] | None = None,
-        executor_drafter: str | None = None,
+        executor_drafters: SequenceOf[str] = (),
     ) -> None:
         """n_vocab: token ids are below it; None: nobody says. See EngineCore."""
         self.n_faults = 0
         self.memory = AnswerMemory(config.lookup_memory_tokens) if config.lookup_memory_tokens else None
-        self.executor_drafter = executor_drafter
+        self.asks_executor = bool(executor_drafters)  # whether any of its drafters is on
+        self._executor_drafters = tuple(executor_drafters)
         self._n_vocab = n_vocab
         self._most_drafts = config.max_draft_tokens
         self._faults: dict[str, int] = {}
         if drafters is None:
             drafters = {"lookup": self._lookup} if config.speculate in ("lookup", "auto") else {}
         self._drafters = dict(drafters)
-        if executor_drafter is not None:
-            self._drafters[executor_drafter] = _handed
+
+    @property
+    def n_executor_drafters(self) -> int:
+        """Those that misbehaved, too: they keep their numbers."""
+        return len(self._executor_drafters)
 
     def most_drafts(self, request: Request) -> int:
         """Drafts of one step that a request may have."""
@@ -292,13 +326,17 @@ class Guesser:
         if request.prediction_token_ids:
             makers = {"prediction": _prediction} | makers
         most_drafts = self.most_drafts(request)
-        if not most_drafts or not makers:
+        if not most_drafts or not (makers or self.asks_executor):
             return None
-        kind, sources = _kind_of(request), []
-        for name, make in makers.items():
-            if self._faults.get(name, 0) < MOST_FAULTS:
-                begin = depths.begin_asked if name == self.executor_drafter else depths.begin
-                sources.append(_Source(name, make(request), begin(name, kind)))
+        kind = _kind_of(request)
+        sources = [
+            _Source(name, make(request), depths.begin(name, kind)) for name, make in makers.items() if self._is_on(name)
+        ]
+        if self.asks_executor:
+            names = self._executor_drafters
+            for number, estimate in enumerate(depths.begin_asked(names, kind)):
+                if self._is_on(names[number]):
+                    sources.append(_Source(names[number], Handed(number), estimate))
         return Speculation(self, depths, sources, most_drafts) if sources else None
 
     def ask(self, source: _Source, token_ids: SequenceOf[int], n: int) -> None:
@@ -315,9 +353,11 @@ class Guesser:
         self.n_faults += 1
         self._faults[source.name] = self._faults.get(source.name, 0) + 1
         scope = "sequence" if self._faults[source.name] < MOST_FAULTS else "engine"
-        if source.name == self.executor_drafter and scope == "engine":
-            self.executor_drafter = None
+        self.asks_executor = any(map(self._is_on, self._executor_drafters))
         logger.warning("drafter switched off name=%s scope=%s reason=%s", source.name, scope, fault)
+
+    def _is_on(self, name: str) -> bool:
+        return self._faults.get(name, 0) < MOST_FAULTS
 
     def _fault_of(self, guess: object, confidence: object, n: int) -> str | None:
         if type(guess) is not list or set(map(type, guess)) != _INTS:
@@ -343,10 +383,6 @@ class _Silent:
     def propose(self, token_ids: SequenceOf[int], n: int) -> list[int]:
         """Nothing."""
         return []
-
-
-def _handed(request: Request) -> Drafter:
-    return Handed()
 
 
 def _prediction(request: Request) -> Drafter:

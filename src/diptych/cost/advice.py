@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from diptych.cost.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
+from diptych.cost.depths import choose_depths
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
-from diptych.cost.planner import Question, prefill_work_of
+from diptych.cost.planner import Question, decode_work_of, prefill_work_of
 from diptych.cost.setup import Setup
-from diptych.cost.speculation import choose_depths
 from diptych.cost.tables import kv_spec
 from diptych.ground.config import MOST_DRAFT_ROWS
 from diptych.ground.errors import ConfigError
@@ -133,8 +133,8 @@ def _what_if(change: str, setup: Setup | ConfigError, question: Question) -> Wha
     context = question.decode_context_tokens
     capacity = capacity_of(setup, context_tokens=context, batch=question.batch)
     predictor = setup.model_of_time()
-    ttft_s = predictor.predict(prefill_work_of(question)).total_s
-    tpot_s = predictor.predict(StepShape.decode(batch=question.batch, context_tokens=context)).total_s
+    ttft_s = predictor.predict(prefill_work_of(setup, question)).total_s
+    tpot_s = predictor.predict(decode_work_of(setup, question)).total_s
     obstacle = None
     if not capacity.is_fitting:
         need = "the weights alone do not fit" if not capacity.free_kv_bytes else f"only {capacity.max_batch} fit"
@@ -161,7 +161,7 @@ def speculation_advice(setup: Setup, question: Question) -> SpeculationAdvice:
 def speculation(setup: Setup, question: Question, batch: int) -> Speculation:
     """The engine's own arithmetic (`cost.speculation`); drafting a token for all sequences costs a share of a decode step."""
     predict_s = setup.model_of_time().predict_s
-    plain = StepShape.decode(batch=1, context_tokens=question.decode_context_tokens)
+    plain = decode_work_of(setup, replace(question, batch=1))
     plain = StepShape(plain.shapes * batch)
     plain_s = predict_s(plain)
 
@@ -224,14 +224,14 @@ def chunk_for(setup: Setup, question: Question) -> ChunkAdvice:
     Judged at the last chunk of the prompt, which sees the longest cache.
     """
     predictor = setup.model_of_time()
-    decode = StepShape.decode(batch=question.batch, context_tokens=question.decode_context_tokens)
+    decode = decode_work_of(setup, question)
     prompt = question.prompt_tokens - question.cached_tokens
 
     def step_s(chunk: int) -> float:
         shape = ChunkShape(
             phase=Phase.PREFILL, new_tokens=chunk, start_pos=question.prompt_tokens - chunk, samples=True
         )
-        return predictor.predict(decode.plus(StepShape(shapes=(shape,)))).total_s
+        return predictor.predict(decode.plus(setup.asked(StepShape((shape,))))).total_s
 
     chunk = bisect_right(range(1, prompt + 1), question.stall_budget_s, key=step_s)  # 0: none is short enough
     reread = kv_bytes_stored(setup.model, setup.kv, 1) * prompt * (prompt - chunk) / (2 * chunk) if chunk else 0.0
@@ -253,7 +253,7 @@ def _chunked_ttft_s(setup: Setup, question: Question, decode: StepShape, chunk: 
         size = min(chunk, question.prompt_tokens - start)
         is_last = start + size == question.prompt_tokens
         shape = ChunkShape(phase=Phase.PREFILL, new_tokens=size, start_pos=start, samples=is_last)
-        total_s += predictor.predict(decode.plus(StepShape(shapes=(shape,)))).total_s
+        total_s += predictor.predict(decode.plus(setup.asked(StepShape((shape,))))).total_s
         start += size
     return total_s
 
@@ -264,11 +264,9 @@ def pools_for(setup: Setup, question: Question) -> PoolAdvice:
     One pool pays (B / OSL) t_pf per token for other requests' prefills; two pools move the prompt's KV instead.
     """
     predictor = setup.model_of_time()
-    one = replace(question, batch=1)
-    prefill_s = predictor.predict(prefill_work_of(one)).total_s
-    context = question.decode_context_tokens
-    batch = max(question.batch, 1)
-    decode_s = predictor.predict(StepShape.decode(batch=batch, context_tokens=context)).total_s
+    prefill_s = predictor.predict(prefill_work_of(setup, replace(question, batch=1))).total_s
+    batch = question.batch
+    decode_s = predictor.predict(decode_work_of(setup, question)).total_s
     per_request_s = question.output_tokens * decode_s / batch
     tax_s = batch / question.output_tokens * prefill_s
     tax_share = tax_s / (decode_s + tax_s)

@@ -1,22 +1,45 @@
-"""The executor's drafter, which costs time before it guesses: whom it is asked about, and the purse that all of it comes from.
+"""What a drafter that the executor runs is to a sequence, and the purse that all of its time comes from.
 
 A sequence is given up where the price of drafts says no: nothing is asked, read or kept up with. It is tried again rarely,
-and more rarely each time. A new sequence begins with what others of its kind have taught.
+and more rarely each time. A new sequence begins with what others of its kind have taught. Who is asked is chosen in
+`asker.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-from diptych.cost.acceptance import Acceptance
+from diptych.cost.acceptance import MOST_DEPTH, Acceptance
+from diptych.ground.shape import StepShape
 
 _FIRST_DEPTH = 3  # asked of the executor's drafter behind a prompt, before anything is known of it
 _WAIT = (8, 512)  # steps until a sequence that was given up is tried again, at first and at most
 _LONGEST_TRIAL = 6  # right guesses in a row lift a chance that was 0.1 to 0.66
 
 
+_DEAF = 64  # asked so often without an answer: an EAGLE head that waits for a block's beginning needs half of it
+_DEAF_ON_TRIAL = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterCost:
+    """What one of the executor's drafters takes, before its own steps are measured.
+
+    draft_s(shape, depths): seconds in a step of this shape, so many drafts behind each of its decode chunks; None: no time.
+    read_s(n_tokens): to read what it has missed of a sequence; None: it goes on without. begins_every: it can begin to read
+    a sequence at each so-many-th token alone. most_drafts: of one sequence and step.
+    """
+
+    draft_s: Callable[[StepShape, Sequence[int]], float] | None = None
+    read_s: Callable[[int], float] | None = None
+    begins_every: int = 1
+    most_drafts: int = MOST_DEPTH
+
+
 class Asking(Enum):
-    """Whether the executor's drafter is asked about a sequence."""
+    """Whether a drafter is asked about a sequence."""
 
     PAYS = "the price says that it does"
     TRIED = "it says no, and a draft of one token is asked for, to see"
@@ -24,7 +47,7 @@ class Asking(Enum):
 
 
 class Purse:
-    """Seconds that the executor's drafter may still cost. One per engine.
+    """Seconds that the executor's drafters may still cost. One per engine.
 
     It earns EARNED of the time that decode would take without drafts, and for every draft that held the time of a token. It
     pays for all of the drafter's time, the rows of its drafts, and what a step takes longer because it is read. Nothing is
@@ -91,13 +114,13 @@ class Purse:
 
 
 class Asked(Acceptance):
-    """Of the executor's drafter in one sequence, or in all of one kind (a pool): its chances, and whether it is asked.
+    """Of one of the executor's drafters in one sequence, or in all of one kind (a pool): its chances, and whether it is asked.
 
     A pool knows when a sequence that was given up may be tried again: after `wait` steps, which double with every trial that
     fails and halve with every one that succeeds.
     """
 
-    __slots__ = ("depth", "n_judged", "pool", "purse", "read_tokens", "rest", "state", "wait")
+    __slots__ = ("depth", "n_judged", "pool", "purse", "read_tokens", "rest", "state", "unanswered", "wait")
 
     def __init__(self, purse: Purse, pool: Asked | None = None) -> None:
         super().__init__(pool)
@@ -105,6 +128,7 @@ class Asked(Acceptance):
         self.pool = pool
         self.state = Asking.PAYS
         self.n_judged = 0  # of a trial
+        self.unanswered = 0  # asked so often since its last guess
         self.read_tokens = 0  # how far the drafter has read
         self.depth = _FIRST_DEPTH  # of a pool: what paid last
         self.wait = self.rest = _WAIT[0]
@@ -112,14 +136,26 @@ class Asked(Acceptance):
     def learn(self, n_right: int, n_judged: int, confidence: int = 0) -> None:
         """A trial ends with the first wrong guess, or after so many right ones that the price refused all the same."""
         super().learn(n_right, n_judged, confidence)
-        if self.state is not Asking.TRIED:
-            return
-        self.n_judged += 1
-        if n_right == 0 or self.n_judged >= _LONGEST_TRIAL:
-            self.state = Asking.GIVEN_UP
-            if self.pool is not None:
-                self.pool.rest = self.pool.wait
-                self.pool.wait = min(2 * self.pool.wait, _WAIT[1])
+        self.unanswered = 0
+        if self.state is Asking.TRIED:
+            self.n_judged += 1
+            if n_right == 0 or self.n_judged >= _LONGEST_TRIAL:
+                self.fail()
+
+    def fail(self) -> None:
+        """It is given up, and tried again after twice the time."""
+        self.state = Asking.GIVEN_UP
+        if self.pool is not None:
+            self.pool.rest = self.pool.wait
+            self.pool.wait = min(2 * self.pool.wait, _WAIT[1])
+
+    def ask(self, read_tokens: int) -> None:
+        """It is asked for a guess, and reads so far for it. One that never answers is given up."""
+        self.read_tokens = read_tokens
+        self.unanswered += 1
+        if self.unanswered >= (_DEAF_ON_TRIAL if self.state is Asking.TRIED else _DEAF):
+            self.unanswered = 0
+            self.fail()
 
     def kept(self, n_kept: int) -> None:
         """See Acceptance."""
@@ -145,4 +181,10 @@ class Asked(Acceptance):
 
     def begin_trial(self) -> None:
         """Ask for drafts that the price refuses."""
-        self.state, self.n_judged = Asking.TRIED, 0
+        self.state, self.n_judged, self.unanswered = Asking.TRIED, 0, 0
+
+    def give_way(self) -> None:
+        """To another drafter that gives more: given up, and tried as soon as any."""
+        self.state = Asking.GIVEN_UP
+        if self.pool is not None:
+            self.pool.rest = self.pool.wait

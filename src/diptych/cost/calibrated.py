@@ -23,6 +23,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.calibration import Calibration, Constants, Coverage
 from diptych.cost.components import ATTENTION, attention_widths, cost_of, expected_experts, layer_kv_bytes
 from diptych.cost.layout import HOP_S, PLAIN, Layout
@@ -58,8 +59,8 @@ class _Units:
 
 
 @lru_cache(maxsize=256)
-def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_absorbed: bool = False) -> _Units:
-    """is_absorbed: latent attention works on the latents in prefill, too, as the engine does; else prefill expands them."""
+def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_ours: bool = False) -> _Units:
+    """is_ours: latent attention works on the latents in prefill, too, as the engine does; else prefill expands them."""
     unit = cost_of(model, StepShape.decode(batch=1, context_tokens=1), quant=quant, kv=kv, tp=tp)
     head, experts = unit.component("head"), unit.component("experts")
     body = [part for part in unit.components if part.name not in (*ATTENTION, "head", "experts", "embedding")]
@@ -67,10 +68,10 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_abs
     expand = 0.0
     for layer, n in model.layer_groups:
         attention, mla, heads = layer.attention, layer.attention.mla, layer.attention.n_heads / tp
-        if mla is not None and not is_absorbed:
+        if mla is not None and not is_ours:
             expand += 2.0 * n * mla.kv_rank * heads * (mla.nope_dim + mla.v_dim)
         pair_flops, absorbed = (
-            2.0 * n * heads * sum(attention_widths(attention, is_decode=d)) for d in (is_absorbed, True)
+            2.0 * n * heads * sum(attention_widths(attention, on_latents=form)) for form in (is_ours, True)
         )
         sums = windows.get(attention.window, (0.0, 0.0, 0.0))
         kv_bytes = n * layer_kv_bytes(attention, kv, tp)
@@ -113,6 +114,9 @@ class _Terms:
     link_row_s: float
     link_logits_row_s: float
     launch_p: float
+    adapter_base_s: float  # of a step with adapters
+    adapter_parameter_s: float  # one element of A or B read
+    adapter_product_s: float  # and multiplied with one row
 
 
 class CalibratedModel:
@@ -138,10 +142,13 @@ class CalibratedModel:
         self.layout = layout
         self.calibration = calibration
         # once: hashing a model costs more than pricing a step
-        self._units = _units_of(model, quant, self.kv, tp, is_absorbed=calibration.is_local)
+        self._units = _units_of(model, quant, self.kv, tp, is_ours=calibration.is_local)
         self._prefill = self._terms(calibration.prefill)
         is_one = calibration.decode is calibration.prefill  # as in a fit, which builds thousands of these
         self._decode = self._prefill if is_one else self._terms(calibration.decode)
+        # attention of one token that a plain decode step reads and meets once: a step takes a multiple of it. None: windows
+        whole = [(kv_s, pair_s) for window, kv_s, _, pair_s in self._decode.windows if window is None]
+        self._token_s = pnorm(*whole[0], self._decode.p) if len(whole) == len(self._decode.windows) == 1 else None
         self._attended = {window: _Attended(window) for window, *_ in self._decode.windows if window is not None}
         self._reach = tuple(
             self._gaps(coverage) for coverage in (calibration.prefill_coverage, calibration.decode_coverage)
@@ -199,6 +206,8 @@ class CalibratedModel:
         multiplied_in = compute_dtype(hardware, quant.compute)
         expert_rate = peak_flops_per_s(hardware, quant.compute) * c.expert_fraction(multiplied_in)
         attention_rate = peak_flops_per_s(hardware, quant.attention_compute) * c.attention_ef
+        adapter_share = c.adapter_fraction(multiplied_in)
+        adapter_width = adapter_bytes(quant, is_ours=self.calibration.is_local)
         kv_rate = bandwidth * c.kv_eb
         link = link_rate(hardware, self.tp * self.layout.dp) * c.link_fraction
         layout, parts = self.layout, self.layout.parts
@@ -233,6 +242,9 @@ class CalibratedModel:
             link_row_s=ring_bytes(units.row_link_bytes, self.tp) / link / parts + exchange_row_s,
             link_logits_row_s=ring_bytes(units.logits_link_bytes, self.tp) / link / parts,
             launch_p=c.launch_p,
+            adapter_base_s=self.model.n_layers * c.adapter_layer_s,
+            adapter_parameter_s=weights_s(adapter_width, units.dense_class) / self.tp,
+            adapter_product_s=2.0 / (peak_flops_per_s(hardware, quant.compute) * adapter_share * self.tp) / parts,
         )
 
     def _exchange(self, link: float) -> tuple[float, int]:
@@ -264,7 +276,8 @@ class CalibratedModel:
         rows = reads * work.prefill_tokens + writes * work.decode_tokens
         link_s = terms.link_base_s + rows * terms.link_row_s + work.n_logits_rows * terms.link_logits_row_s
         host_s = terms.base_s + work.n_sequences * terms.sequence_s
-        total_s = _join(terms, linear.total_s + attention_s + link_s, work.n_sequences)
+        adapters_s = _adapters_s(terms, work) if work.adapters else 0.0
+        total_s = _join(terms, linear.total_s + attention_s + link_s + adapters_s, work.n_sequences)
         low, high = self._interval(work, is_decode=is_decode)
         compute_s = linear.compute_s + prefill_pair_s + decode_pair_s
         memory_s = linear.memory_s + prefill_kv_s + decode_kv_s
@@ -283,7 +296,8 @@ class CalibratedModel:
                     "linear": linear.total_s,
                     "attention": attention_s,
                     "link": link_s,
-                    "launch": total_s - linear.total_s - attention_s - link_s,
+                    "adapters": adapters_s,
+                    "launch": total_s - linear.total_s - attention_s - link_s - adapters_s,
                 }
             ),
         )
@@ -334,6 +348,8 @@ class CalibratedModel:
         Quick enough for the scheduler's bisection: it costs the chunks added since the last call at most.
         """
         is_decode = shape.decode_tokens == shape.n_tokens
+        if is_decode and self._token_s is not None and shape.n_tokens == shape.n_sequences == shape.n_logits_rows:
+            return self.predict_run_s(shape, 1)[0]
         terms = self._decode if is_decode else self._prefill
         p, rows, logits = terms.p, shape.n_tokens, shape.n_logits_rows
         known = self._decode_rows_s.get(rows) if is_decode and rows == logits else None
@@ -354,29 +370,30 @@ class CalibratedModel:
             link_rows = reads * shape.prefill_tokens + writes * shape.decode_tokens
         device_s += reads * pnorm(prefill_kv_s, prefill_pair_s, p) + writes * pnorm(decode_kv_s, decode_pair_s, p)
         device_s += terms.link_base_s + link_rows * terms.link_row_s + logits * terms.link_logits_row_s
+        if shape.adapters:
+            device_s += _adapters_s(terms, shape)
         return _join(terms, device_s, shape.n_sequences)
 
     def predict_run_s(self, shape: StepShape, n_steps: int) -> list[float]:
         """`predict_s(shape.later(k))` for k below n_steps, of a step that only decodes one token of each sequence."""
-        terms, rows = self._decode, shape.n_tokens
-        if len(terms.windows) != 1 or terms.windows[0][0] is not None:
+        terms, rows, token_s = self._decode, shape.n_tokens, self._token_s
+        if token_s is None:
             return [self.predict_s(shape.later(step)) for step in range(n_steps)]
         device_s = self._decode_rows_s.get(rows)
         if device_s is None:
             device_s = self._decode_rows_s[rows] = self._rows_s(terms, shape)
-        (_, kv_s, _, pair_s), p, launch_p = terms.windows[0], terms.p, terms.launch_p
-        writes = self._crowded(shape)[1]
+        launch_p, writes = terms.launch_p, self._crowded(shape)[1]
         link_s = terms.link_base_s + writes * rows * terms.link_row_s + rows * terms.link_logits_row_s
+        if shape.adapters:
+            device_s += _adapters_s(terms, shape)
         base_s, sequences_s = terms.base_s, rows * terms.sequence_s
-        tokens, pairs = shape.decode_context_tokens, shape.decode_pairs
+        tokens = shape.decode_context_tokens
+        contexts = range(tokens, tokens + n_steps * rows, rows)
+        if launch_p == 1.0:
+            return [base_s + (device_s + writes * (context * token_s) + link_s) + sequences_s for context in contexts]
         return [
-            pnorm(
-                base_s,
-                device_s + writes * pnorm((tokens + moved) * kv_s, (pairs + moved) * pair_s, p) + link_s,
-                launch_p,
-            )
-            + sequences_s
-            for moved in range(0, n_steps * rows, rows)
+            pnorm(base_s, device_s + writes * (context * token_s) + link_s, launch_p) + sequences_s
+            for context in contexts
         ]
 
     def _rows_s(self, terms: _Terms, shape: StepShape) -> float:
@@ -448,6 +465,12 @@ class _LinearTime:
     compute_s: float
     memory_s: float
     total_s: float
+
+
+def _adapters_s(terms: _Terms, shape: StepShape) -> float:
+    """Low-rank products beside the matrices: each adapter read once, and multiplied with its rows."""
+    read_s = adapter_parameters(shape) * terms.adapter_parameter_s
+    return terms.adapter_base_s + read_s + shape.adapted_products * terms.adapter_product_s
 
 
 def _join(terms: _Terms, device_s: float, n_sequences: int) -> float:

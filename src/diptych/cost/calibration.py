@@ -16,6 +16,8 @@ from diptych.ground.errors import ConfigError
 # Expert GEMMs against the dense ones of the same software and dtype, where no row tells: measured ratios run from
 # 0.15 (fp8, TensorRT-LLM) over 0.3 (integers, llama.cpp on CUDA) to 0.9 (llama.cpp on Metal).
 EXPERT_SHARE = 0.4
+# The same for low-rank products: our kernels reach 0.15 (int8, 16 rows) to 0.6 (int8, a prompt) of what they do elsewhere.
+ADAPTER_SHARE = 0.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +30,8 @@ class Constants:
     in layers with experts. allreduce_s: latency of one all-reduce; link_fraction: achieved share of the link.
     launch_p: exponent that joins launch and device time: 1 adds them, a large one lets the longer hide the other.
     expert_ef: share of the peak in expert GEMMs by compute dtype; where no mixture was measured in a dtype, experts reach
-    EXPERT_SHARE of what the other matrices do.
+    EXPERT_SHARE of what the other matrices do. adapter_layer_s, adapter_ef: the same of low-rank products, per layer of a step
+    that has any, and ADAPTER_SHARE where they were not measured.
     """
 
     step_s: float = 0.0
@@ -44,6 +47,8 @@ class Constants:
     link_fraction: float = 0.6
     launch_p: float = 1.0
     expert_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    adapter_layer_s: float = 0.0
+    adapter_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format."""
@@ -57,6 +62,11 @@ class Constants:
         """Achieved share of the peak in expert GEMMs in this dtype."""
         found = self.expert_ef.get(dtype)
         return EXPERT_SHARE * self.compute_fraction(dtype) if found is None else found
+
+    def adapter_fraction(self, dtype: str) -> float:
+        """Achieved share of the peak in low-rank products beside matrices of this dtype."""
+        found = self.adapter_ef.get(dtype)
+        return ADAPTER_SHARE * self.compute_fraction(dtype) if found is None else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
@@ -173,17 +174,29 @@ def kv_bytes_of_tokens(model: ModelSpec, kv: KVSpec, tokens: int, tp: int) -> fl
     )
 
 
-def cost_of(model: ModelSpec, work: StepShape, *, quant: QuantSpec, kv: KVSpec, tp: int = 1) -> PhaseCost:
-    """Every component of one step. `tp` must divide the query heads."""
+def cost_of(
+    model: ModelSpec, work: StepShape, *, quant: QuantSpec, kv: KVSpec, tp: int = 1, is_ours: bool = False
+) -> PhaseCost:
+    """Every component of one step. `tp` must divide the query heads.
+
+    is_ours: as Diptych's engine runs it. Its latent attention works on the latents in prefill, too, where others expand
+    them, and over rows of int8 its adapters are int8.
+    """
     check_tp(model, tp)
-    sizes = _Sizes(model, model.layers[0], work, quant, kv, tp)
+    sizes = _Sizes(model, model.layers[0], work, quant, kv, tp, is_ours=is_ours)
     totals: dict[str, Component] = {"embedding": _embedding(sizes)}
     for layer, n_layers in model.layer_groups:
-        for component in _layer(_Sizes(model, layer, work, quant, kv, tp)):
+        for component in _layer(_Sizes(model, layer, work, quant, kv, tp, is_ours=is_ours)):
             part = component.times(n_layers)
             totals[part.name] = totals[part.name].plus(part) if part.name in totals else part
     totals["norms"] = totals["norms"].plus(_final_norm(sizes))
     totals["head"] = _head(sizes)
+    if work.adapters:
+        totals["adapters"] = Component(
+            name="adapters",
+            flops=2.0 * work.adapted_products / tp,
+            weight_bytes=adapter_bytes(quant, is_ours=is_ours) * adapter_parameters(work) / tp,
+        )
     return PhaseCost(components=tuple(totals.values()), tp=tp)
 
 
@@ -203,8 +216,17 @@ class _Sizes:
     """The numbers that the formulas of one layer's components share."""
 
     def __init__(
-        self, model: ModelSpec, layer: LayerSpec, work: StepShape, quant: QuantSpec, kv: KVSpec, tp: int
+        self,
+        model: ModelSpec,
+        layer: LayerSpec,
+        work: StepShape,
+        quant: QuantSpec,
+        kv: KVSpec,
+        tp: int,
+        *,
+        is_ours: bool,
     ) -> None:
+        self.is_ours = is_ours
         self.model = model
         self.layer = layer
         self.attention = layer.attention
@@ -246,7 +268,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     q_width, kv_width = sizes.heads * head_dim, sizes.kv_heads * head_dim
     width = q_width + 2 * kv_width
     qkv = _linear(sizes, "qkv", hidden, width, bias=width if attention.has_qkv_bias else 0.0)
-    if attention.qk_norm is not QkNorm.NONE:
+    if attention.qk_norm not in (QkNorm.NONE, QkNorm.UNIT):
         norm = 2 * head_dim if attention.qk_norm is QkNorm.HEAD else q_width + kv_width
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
     rotary = 6.0 * sizes.n * (sizes.heads + sizes.kv_heads) * head_dim
@@ -258,7 +280,7 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
 def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
     """Down projections are replicated on every device, up projections split by heads.
 
-    Decode absorbs W_UK and W_UV, which costs the same as expanding one token; a prefill chunk also expands the
+    Absorbing W_UK and W_UV costs the same as expanding one token; where prefill expands, a chunk also expands the
     latents of the tokens cached before it.
     """
     hidden = sizes.model.hidden
@@ -271,7 +293,8 @@ def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:
         q = q.plus(_linear(sizes, "qkv", mla.q_rank, q_width))
     latent = _linear(sizes, "qkv", hidden, mla.kv_rank + mla.rope_dim, bias=mla.kv_rank)
     up = _linear(sizes, "qkv", mla.kv_rank, sizes.heads * (mla.nope_dim + mla.v_dim))
-    expanded = sum(s.start_pos * s.count for s in sizes.work.shapes if not s.is_decode)
+    is_expanded = not sizes.is_ours
+    expanded = sum(s.start_pos * s.count for s in sizes.work.shapes if is_expanded and not s.is_decode)
     up = replace(up, flops=up.flops + 2.0 * expanded * mla.kv_rank * sizes.heads * (mla.nope_dim + mla.v_dim))
     rotary = 6.0 * sizes.n * (sizes.heads + 1) * mla.rope_dim
     qkv = replace(q.plus(latent).plus(up), kv_write_bytes=sizes.n * sizes.kv_bytes, vector_flops=rotary)
@@ -285,7 +308,8 @@ def _attention(sizes: _Sizes) -> tuple[Component, Component]:
     for shape in sizes.work.shapes:
         pairs = float(shape.pairs(window) * shape.count)
         kv_tokens += shape.kv_read_tokens(window) * shape.count
-        score_width, value_width = attention_widths(sizes.attention, is_decode=shape.is_decode)
+        on_latents = sizes.is_ours or shape.is_decode
+        score_width, value_width = attention_widths(sizes.attention, on_latents=on_latents)
         score_flops += 2.0 * sizes.heads * score_width * pairs
         value_flops += 2.0 * sizes.heads * value_width * pairs
         softmax += 5.0 * sizes.heads * pairs
@@ -305,12 +329,12 @@ def _attention(sizes: _Sizes) -> tuple[Component, Component]:
     return scores, Component(name="values", flops=value_flops, activation_bytes=io, kv_read_bytes=half)
 
 
-def attention_widths(attention: AttentionLayer, *, is_decode: bool) -> tuple[int, int]:
-    """Width of one head's dot products: (scores, values). Decode of MLA works on the latents."""
+def attention_widths(attention: AttentionLayer, *, on_latents: bool) -> tuple[int, int]:
+    """Width of one head's dot products: (scores, values). on_latents: where they are MLA's, as in decode."""
     mla = attention.mla
     if mla is None:
         return attention.head_dim, attention.head_dim
-    if is_decode:
+    if on_latents:
         return mla.kv_rank + mla.rope_dim, mla.kv_rank
     return mla.nope_dim + mla.rope_dim, mla.v_dim
 

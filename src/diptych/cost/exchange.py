@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diptych.cost.roofline import ring_bytes
-from diptych.models.spec import Activation, LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
+from diptych.models.spec import LayerSpec, ModelSpec, MoeSpec, Norms, QkNorm
 
 FP32, BF16 = 4, 2
 # one meeting of two ranks: through shared memory, and a small collective of gloo over loopback (LAB.md, Ranks)
@@ -62,10 +62,9 @@ def _gathered(layer: LayerSpec, hidden: int, value_bytes: int) -> tuple[int, flo
         meetings += 1
         row_bytes += stream
     if isinstance(mlp, MoeSpec):  # the experts' hidden rows, their outputs, their sum, the stream
-        k, is_clamped = mlp.experts_per_token, mlp.activation is Activation.CLAMPED
-        expert = (
-            2 * mlp.expert_ffn * FP32 if is_clamped else mlp.expert_ffn * value_bytes
-        )  # halves are joined by each rank
+        k = mlp.experts_per_token
+        # halves that are joined by an operation of its own are joined by each rank
+        expert = 2 * mlp.expert_ffn * FP32 if mlp.joins_apart else mlp.expert_ffn * value_bytes
         meetings, row_bytes = meetings + 4, row_bytes + k * (expert + stream) + 2 * stream
         if mlp.shared_ffn:  # their gate and what they add, which is a row of its own where it is gated
             meetings += 3 if mlp.has_shared_gate else 2

@@ -15,19 +15,19 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from diptych.cost.acceptance import Acceptance
-from diptych.cost.asking import Asked, Purse
-from diptych.cost.speculation import DISTURBED, DraftPrices, Ratio
+from diptych.cost.depths import DISTURBED, LOWEST, Ratio
+from diptych.cost.speculation import DraftCosts, DraftPrices
 from diptych.ground.shape import StepShape
 
 _SURE = 3  # steps without drafts of one size, until they are believed
 _STAKE = 0.5  # of what the purse holds may go to a size that was never measured
 _FINEST = 8  # sizes from one power of two to the next
 _FADE = 0.998  # per measured step: an old measurement is tried again some day
-_BLIND = (16, 128)  # steps with drafts until one goes without, to see what that takes: at first, at most
-_EVERY = 8  # of a long row of steps without drafts one in so many is looked at
-_DRIFTED = 1.25  # times what was known: it is another load than the one that was measured
+_BLIND = (16, 64)  # steps with drafts until one goes without, to see what that takes: at first, at most
+_EAGER, _EVERY = 16, 4  # all of the first steps without drafts are looked at, then one in so many
 
 
 class _Size:
@@ -36,7 +36,7 @@ class _Size:
     __slots__ = ("blind_in", "every", "n_plain", "n_seen", "rows", "seconds", "times")
 
     def __init__(self) -> None:
-        self.seconds = Ratio()  # of a step without drafts
+        self.seconds = Ratio(LOWEST)  # of a step without drafts
         self.n_plain = 0
         self.n_seen = 0
         self.blind_in = self.every = _BLIND[0]
@@ -52,7 +52,7 @@ class _Size:
         """A step without drafts."""
         self.n_seen += 1
         self.n_plain += 1
-        if self.n_plain <= _SURE or self.n_plain % _EVERY == 0 or measured_s > _DRIFTED * self.seconds.value:
+        if self.n_plain <= _EAGER or self.n_plain % _EVERY == 0:
             self.seconds.add(measured_s)
 
     def add(self, n_sequences: int, rows: int, times: float) -> None:
@@ -104,60 +104,37 @@ class _Size:
 class MeasuredDraftPrices(DraftPrices):
     """See the module, and `DraftPrices`. One per engine."""
 
-    def __init__(
-        self,
-        predict_s: Callable[[StepShape], float],
-        *,
-        guess_s: float = 10e-6,
-        draft_s: Callable[[StepShape, Sequence[int]], float] | None = None,
-        read_s: Callable[[int], float] | None = None,
-    ) -> None:
-        super().__init__(predict_s, guess_s=guess_s, draft_s=draft_s, read_s=read_s)
-        self.rows_purse = Purse()
+    def __init__(self, predict_s: Callable[[StepShape], float], **costs: Unpack[DraftCosts]) -> None:
+        super().__init__(predict_s, **costs)
         self._sizes: dict[int, _Size] = {}
-
-    def begin(self, name: str, kind: int = 0) -> Acceptance:
-        """See DraftPrices; drafts that hold fill the purse."""
-        estimate = super().begin(name, kind)
-        estimate.on_kept = self.rows_purse.gain
-        return estimate
-
-    def begin_asked(self, name: str, kind: int = 0) -> Asked:
-        """The same with the executor's drafter, whose own purse they fill as well."""
-        estimate = super().begin_asked(name, kind)
-        estimate.on_kept = self.rows_purse.gain
-        return estimate
-
-    def idle(self, n_steps: int, n_decodes: int) -> None:
-        """See DraftPrices."""
-        self.rows_purse.pass_steps(n_steps)
-        super().idle(n_steps, n_decodes)
 
     def choose(
         self, guesses: Sequence[tuple[Acceptance, int, int]], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[int]:
         """See DraftPrices; and none before it is known what the step takes without, or while the purse is empty."""
         n = len(guesses)
-        self.rows_purse.pass_steps(1)
         size = self._sizes.get(_slot(n))
         if size is None or not size.is_known:
             return [0] * n
         self.rows_purse.fill(size.seconds.value, n)
-        if self.rows_purse.is_empty:
-            return [0] * n
         stake = _STAKE * self.rows_purse.balance_s / size.seconds.value
         most_rows = min(most_rows, size.most_rows(n, stake) - n)
         depths = super().choose(guesses, shape=shape, most_rows=most_rows, limit_s=limit_s)
-        rows = sum(depths)
-        if not rows:
-            return depths
-        size.blind_in -= 1
-        if size.blind_in < 0:
-            size.blind_in = size.every = min(2 * size.every, _BLIND[1])
-            return [0] * n
-        if shape.prefill_tokens:  # nobody will know what it takes longer
-            self.rows_purse.pay((size.longer(n, n + rows) - 1.0) * size.seconds.value)
+        if any(depths):
+            size.blind_in -= 1
+            if size.blind_in < 0:
+                size.blind_in = size.every = min(2 * size.every, _BLIND[1])
+                self._sent = None
+                return [0] * n
         return depths
+
+    def _most_s(self, shape: StepShape, depths: Sequence[int], longer_s: float) -> float:
+        """Of rows that were never measured what they might take at worst, and more."""
+        n, rows = len(depths), len(depths) + sum(depths)
+        size = self._sizes[_slot(n)]
+        if _slot(rows) in size.times:
+            return super()._most_s(shape, depths, longer_s)
+        return DISTURBED * size.seconds.value * size.worst(n, rows)
 
     def observe(self, shape: StepShape, measured_s: float) -> None:
         """See DraftPrices; steps with prefill say nothing of drafts, and those that the executor's drafter reads little."""
@@ -165,13 +142,10 @@ class MeasuredDraftPrices(DraftPrices):
             n = shape.n_sequences
             size = self._sizes.setdefault(_slot(n), _Size())
             if shape.decode_tokens == n:
-                if not self._has_asked or not size.is_known or self.rows_purse.is_empty:
+                if not self._asker.has_asked or not size.is_known or self.rows_purse.is_empty:
                     size.add_plain(measured_s)
             elif size.is_known:
-                plain_s = size.seconds.value
-                worst_s = plain_s * size.worst(n, shape.decode_tokens)
-                size.add(n, shape.decode_tokens, measured_s / max(plain_s, 1e-12))
-                self.rows_purse.pay(min(measured_s, DISTURBED * worst_s) - plain_s)
+                size.add(n, shape.decode_tokens, measured_s / max(size.seconds.value, 1e-12))
         super().observe(shape, measured_s)
 
     def _price_s(self, shape: StepShape, depths: Sequence[int]) -> float:

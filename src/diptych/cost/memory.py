@@ -37,7 +37,7 @@ class Capacity:
 def capacity_of(setup: Setup, *, context_tokens: int, batch: int) -> Capacity:
     """What one of the setup's devices holds. 0 sequences or tokens mean that nothing fits."""
     hardware, model = setup.hardware, setup.model
-    weights = weight_bytes_stored(model, setup.quant, tp=setup.tp, layout=setup.layout)
+    weights = weight_bytes_stored(model, setup.quant, tp=setup.tp, layout=setup.layout) + setup.adapter_bytes
     activations = activation_bytes_of(setup)
     reserve = GPU_RESERVE_BYTES if hardware.kind in ("gpu", "tpu", "accelerator") else 0.0
     free = hardware.memory_bytes * MEMORY_SHARE - weights - activations - reserve

@@ -60,7 +60,7 @@ def attention_flops_per_pair(model: ModelSpec) -> float:
     """FLOPs of one query and one key in all layers: a dot product for the score and one for the value, each head."""
     return float(
         sum(
-            2 * n * layer.attention.n_heads * sum(attention_widths(layer.attention, is_decode=False))
+            2 * n * layer.attention.n_heads * sum(attention_widths(layer.attention, on_latents=False))
             for layer, n in model.layer_groups
         )
     )
@@ -108,7 +108,7 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         count += spec.n_heads
     if spec.qk_norm is QkNorm.HEAD:
         count += 2 * spec.head_dim
-    elif spec.qk_norm is QkNorm.FULL:
+    elif spec.qk_norm in (QkNorm.FULL, QkNorm.HEADS):
         count += (spec.n_heads + spec.n_kv_heads) * spec.head_dim
     return count
 

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from diptych.cost.acceptance import MOST_DEPTH
+from diptych.cost.calibration import ADAPTER_SHARE
 from diptych.cost.components import PhaseCost, cost_of, expected_experts, kv_bytes_per_token
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
 from diptych.cost.layout import PLAIN
@@ -29,7 +30,7 @@ from diptych.cost.setup import Setup
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
-from diptych.ground.specs import Bottleneck, StepCost
+from diptych.ground.specs import Bottleneck, HardwareSpec, StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +155,7 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     """Everything about one setup. Raises ConfigError for an impossible split or context."""
     context = question.decode_context_tokens
     _check_context(setup, max(question.prompt_tokens, context))
-    prefill_work = prefill_work_of(question)
-    decode_work = StepShape.decode(batch=question.batch, context_tokens=context)
+    prefill_work, decode_work = prefill_work_of(setup, question), decode_work_of(setup, question)
     prefill = phase_plan(setup, prefill_work)
     decode = phase_plan(setup, decode_work)
     calibrated = setup.model_of_time().predict(decode_work)
@@ -179,23 +179,30 @@ def make_plan(setup: Setup, question: Question) -> Plan:
     )
 
 
-def prefill_work_of(question: Question) -> StepShape:
+def prefill_work_of(setup: Setup, question: Question) -> StepShape:
     """The prompts of the question as one step."""
-    new_tokens = question.prompt_tokens - question.cached_tokens
-    return StepShape.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=question.cached_tokens)
+    new_tokens, cached_tokens = question.prompt_tokens - question.cached_tokens, question.cached_tokens
+    return setup.asked(StepShape.prefill(batch=question.batch, new_tokens=new_tokens, cached_tokens=cached_tokens))
+
+
+def decode_work_of(setup: Setup, question: Question) -> StepShape:
+    """The step that stands for the answers of the question."""
+    return setup.asked(StepShape.decode(batch=question.batch, context_tokens=question.decode_context_tokens))
 
 
 def _cost(setup: Setup, work: StepShape) -> PhaseCost:
     """Of one device: its share of the rows and their KV, and of the experts."""
-    cost, layout = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp), setup.layout
+    is_ours, layout = setup.calibration.is_local, setup.layout
+    cost = cost_of(setup.model, work, quant=setup.quant, kv=setup.kv, tp=setup.tp, is_ours=is_ours)
     return cost if layout == PLAIN else cost.shared(rows=layout.parts, experts=layout.dp)
 
 
 def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
     """One phase in numbers."""
     cost = _cost(setup, work)
-    bound = roofline(cost, setup.hardware, setup.quant)
     predictor = setup.model_of_time()
+    roof = roof_of(setup)
+    bound = roofline(cost, roof, setup.quant)
     predicted = predictor.predict(work)
     shape = work.shapes[0]
     is_decode = shape.is_decode
@@ -210,7 +217,7 @@ def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
         kv_bytes=cost.kv_bytes,
         activation_bytes=cost.total("activation_bytes"),
         intensity=cost.intensity,
-        balance=balance(setup.hardware, setup.quant.compute),
+        balance=balance(roof, setup.quant.compute),
         bound=predicted.bound,
         bound_s=bound.total_s,
         predicted_s=predicted.total_s,
@@ -222,13 +229,21 @@ def phase_plan(setup: Setup, work: StepShape) -> PhasePlan:
         launch_s=predicted.parts_s["launch"],
         link_s=predicted.parts_s["link"],
         distance=tuple(f"{gap.axis}: {gap.text}" for gap in predictor.gaps(work)),
-        components=component_lines(setup, cost, bound),
+        components=component_lines(cost, bound, balance(roof, setup.quant.compute)),
     )
 
 
-def component_lines(setup: Setup, cost: PhaseCost, bound: StepCost) -> tuple[ComponentLine, ...]:
-    """Every component that does or moves something, with what binds it at the machine's peak."""
-    ridge = balance(setup.hardware, setup.quant.compute)
+def roof_of(setup: Setup) -> HardwareSpec:
+    """The machine whose roof is this model's: reads are those of the measured cache that holds the weights, where one does."""
+    predictor = setup.model_of_time()
+    cache = predictor.calibration.cache
+    if cache is None or not predictor.weights_are_cached:
+        return setup.hardware
+    return replace(setup.hardware, memory_bytes_per_s=max(cache.bytes_per_s, setup.hardware.memory_bytes_per_s))
+
+
+def component_lines(cost: PhaseCost, bound: StepCost, ridge: float) -> tuple[ComponentLine, ...]:
+    """Every component that does or moves something, with what binds it at the machine's peak, whose ridge is given."""
     lines = []
     for part in cost.components:
         if part.name == "embedding" and not part.flops:
@@ -257,7 +272,7 @@ def compute_bound_batch(setup: Setup) -> float | None:
     unit = _cost(setup, StepShape.decode(batch=1, context_tokens=1))
     parts = [unit.component(name) for name in ("qkv", "o", "mlp", "router", "experts", "shared_experts")]
     row_s = sum(part.flops for part in parts) / peak_flops_per_s(setup.hardware, setup.quant.compute)
-    bandwidth = setup.hardware.memory_bytes_per_s
+    bandwidth = roof_of(setup).memory_bytes_per_s
     dense = sum(part.weight_bytes for part in parts if part.name != "experts")
     moe = setup.model.moe
     if moe is None:
@@ -314,10 +329,19 @@ def notes_of(setup: Setup) -> tuple[str, ...]:
     for name, text in (("memory_bytes_per_s", "memory bandwidth"), (f"flops_{used}", f"{used} peak")):
         if setup.hardware.flag_of(name).value == "unverified":
             notes.append(f"the {text} of {setup.hardware.name} is unverified")
-    if setup.model_of_time().weights_are_cached:
-        notes.append("the weights fit the last-level cache of this machine: decode may beat the roofline of its memory")
+    cache = setup.calibration.cache
+    if cache is not None and setup.model_of_time().weights_are_cached:
+        rates = (one.memory_bytes_per_s / 1e9 for one in (roof_of(setup), setup.hardware))
+        notes.append(
+            f"the weights fit the {cache.bytes / 2**20:,.0f} MiB of cache that were measured, so the roof is the cache's: "
+            "{:.0f} GB/s, not the memory's {:.0f}".format(*rates)
+        )
     if setup.model.moe is not None:
         notes.append("experts: uniform routing assumed; skewed routing touches fewer experts per step")
+    if setup.loras is not None and not setup.calibration.decode.adapter_ef:
+        notes.append(
+            f"adapters were not measured: their products are taken to reach {ADAPTER_SHARE:g} of what other matrices do"
+        )
     if setup.tp > 1:
         reduced, whole = all_reduced(setup.model, tp=setup.tp), gathered(setup.model, tp=setup.tp)
         notes.append(

@@ -6,15 +6,17 @@
      "t0_s": 1e-4, "layer_s": 2e-5, "sequence_s": 5e-6, "p": 3.0,
      "eb": {"bf16": 0.95, "int8": 0.9}, "ef": {"bf16": 0.9},
      "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3},
+     "adapters": {"layer_s": 1e-6, "prefill_ef": {"bf16": 0.3}, "decode_ef": {"bf16": 0.2}},
      "host": {"step_s": 1e-4, "sequence_s": 1e-5},
      "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}},
+     "elsewhere": {"backend": "torch", "weights": "bf16", "prefill": 0.7, "decode": 0.4},
      "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
 
 Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
 t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the sampler around them; a predicted step has
-both. Another backend or kernel set than `backend` and `kernels` takes no times
-from it. `host` and `cache` may be absent; `cache` holds for models
-whose weights all fit in its bytes.
+both. Another backend or kernel set than `backend` and `kernels` takes no times from it. `elsewhere`: how many times as
+fast another backend took a step of each phase. `adapters`, `host`, `cache` and `elsewhere` may be absent; `cache` holds for
+models whose weights all fit in its bytes.
 """
 
 from __future__ import annotations
@@ -96,6 +98,9 @@ def read_profile(profile: Mapping[str, Any]) -> tuple[HardwareSpec, Calibration]
 
 
 def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attention_key: str, host: Host) -> Constants:
+    adapters = profile.get("adapters", {})
+    if not isinstance(adapters, Mapping):
+        raise ConfigError("hardware profile: adapters is not an object", hint=_HINT)
     return Constants(
         step_s=_at_least_zero(profile, "t0_s") + host.step_s,
         layer_s=_at_least_zero(profile, "layer_s"),
@@ -106,6 +111,8 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
         p=_positive(profile, "p"),
         kv_eb=_positive(attention, "kv_eb"),
         attention_ef=_positive(attention, attention_key),
+        adapter_layer_s=_at_least_zero(adapters, "layer_s"),
+        adapter_ef=MappingProxyType(_rates(adapters, attention_key) if adapters else {}),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
+from diptych.cost.adapters import Loras, adapter_bytes
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.calibration import Calibration
 from diptych.cost.components import check_tp
@@ -16,6 +17,7 @@ from diptych.cost.roofline import compute_dtype, link_rate
 from diptych.cost.stacks import calibration_for
 from diptych.cost.tables import device_spec, kv_spec, model_spec, quant_spec
 from diptych.ground.formats import ENGINE_WEIGHTS, engine_quant, head_format
+from diptych.ground.shape import StepShape
 from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
 from diptych.models.gguf import load_gguf_spec
 from diptych.models.gguf_file import SUFFIX, find_gguf
@@ -28,7 +30,10 @@ BUNDLED = "diptych-10m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A model on devices of one kind: `tp` of them, or as many groups and stages of tp as the layout says."""
+    """A model on devices of one kind: `tp` of them, or as many groups and stages of tp as the layout says.
+
+    loras: adapters that all requests have in turn; None: they ask for the model as it is.
+    """
 
     model: ModelSpec
     hardware: HardwareSpec
@@ -37,6 +42,7 @@ class Setup:
     tp: int
     calibration: Calibration
     layout: Layout = PLAIN
+    loras: Loras | None = None
 
     def __post_init__(self) -> None:
         """Refuse a split the model or the device cannot do."""
@@ -57,6 +63,18 @@ class Setup:
             layout=self.layout,
         )
 
+    def asked(self, work: StepShape) -> StepShape:
+        """A step of this setup's requests: its sequences have the adapters in turn."""
+        return work if self.loras is None else self.loras.spread(self.model, work)
+
+    @property
+    def adapter_bytes(self) -> float:
+        """Of all adapters on one device."""
+        if self.loras is None:
+            return 0.0
+        n_parameters = self.loras.count * self.loras.parameters(self.model)
+        return adapter_bytes(self.quant, is_ours=self.calibration.is_local) * n_parameters / self.tp
+
     @property
     def n_devices(self) -> int:
         """Of one copy."""
@@ -71,7 +89,8 @@ class Setup:
         """Short text that names the setup."""
         count = f"{self.n_devices} x " if self.n_devices > 1 else ""
         layout = f" ({self.split})" if self.layout != PLAIN else ""
-        return f"{self.model.name} {self.quant.name} on {count}{self.hardware.name}{layout}"
+        loras = "" if self.loras is None else f" with {self.loras}"
+        return f"{self.model.name} {self.quant.name}{loras} on {count}{self.hardware.name}{layout}"
 
     @property
     def split(self) -> str:
@@ -136,6 +155,7 @@ def setup_of(
     tp: int = 1,
     stack: str | None = None,
     layout: Layout = PLAIN,
+    loras: Loras | None = None,
 ) -> Setup:
     """A setup from names. Raises ConfigError with the nearest names for an unknown one."""
     quant = quant_spec(weights)  # its name is refused before anything is read
@@ -148,4 +168,5 @@ def setup_of(
         tp=tp,
         calibration=calibration,
         layout=layout,
+        loras=loras,
     )

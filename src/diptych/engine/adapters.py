@@ -117,7 +117,7 @@ class Adapters:
         number = self._model.add_adapter(adapter)
         loaded = Loaded(
             # a number is given again, a revision only to the same numbers
-            ref=AdapterRef(name=name, number=number, revision=adapter.revision),
+            ref=AdapterRef(name=name, number=number, revision=adapter.revision, n_parameters=adapter.n_parameters),
             path=adapter.path,
             rank=adapter.rank,
             n_bytes=self._model.adapter_bytes(number),

@@ -24,8 +24,8 @@ class CostView:
         self.kv = kv_spec(model.kv_format)
 
     def cost(self, work: StepShape) -> PhaseCost:
-        """Components of one step."""
-        return cost_of(self.spec, work, quant=self.quant, kv=self.kv)
+        """Components of one step, latent attention in the one form that the engine has."""
+        return cost_of(self.spec, work, quant=self.quant, kv=self.kv, is_ours=True)
 
     def bound_s(self, work: StepShape, read_bytes_per_s: float, flops_per_s: float) -> float:
         """What the two ceilings allow for one step: the longer of bytes over bandwidth and operations over peak.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from diptych.compute.model import Model
 from diptych.compute.runner import build, load_model, open_blueprint
 from diptych.compute.sampler import Sampler
 from diptych.compute.weights import resolve_model_dir
-from diptych.cost.measured_drafts import MeasuredDraftPrices
-from diptych.cost.speculation import DraftPrices
+from diptych.cost.asking import DrafterCost
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import tokenizer_of
@@ -33,7 +32,7 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.models.config import read_json
 from diptych.models.gguf_file import find_gguf
-from diptych.models.heads import EagleSpec, MedusaSpec, read_eagle, read_medusa
+from diptych.models.heads import EagleSpec, MedusaSpec, kind_of_heads, read_eagle, read_medusa
 
 logger = logging.getLogger("diptych.engine")
 
@@ -80,9 +79,10 @@ class OpenDrafter(ABC):
     def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
         """Ready to draft for a pool of `n_blocks`."""
 
-    def prices(self, predict_s: Callable[[StepShape], float], *, has_profile: bool = True) -> DraftPrices:
-        """What its drafts cost an engine whose steps take predict_s, by a measured profile or as far as steps taught."""
-        return (DraftPrices if has_profile else MeasuredDraftPrices)(predict_s, draft_s=self.price_s)
+    @property
+    def cost(self) -> DrafterCost:
+        """What its drafts cost, as far as its own forwards taught."""
+        return DrafterCost(draft_s=self.price_s, most_drafts=self.most_drafts)
 
     def price_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         """Seconds that it takes in a step of this shape for so many drafts of each decode chunk: a forward for each depth."""
@@ -115,10 +115,10 @@ class OpenDraftModel(OpenDrafter):
 
     vocab_size: int
 
-    def prices(self, predict_s: Callable[[StepShape], float], *, has_profile: bool = True) -> DraftPrices:
+    @property
+    def cost(self) -> DrafterCost:
         """It reads what it has missed of a sequence, too."""
-        prices = DraftPrices if has_profile else MeasuredDraftPrices
-        return prices(predict_s, draft_s=self.price_s, read_s=self.read_s)
+        return DrafterCost(draft_s=self.price_s, read_s=self.read_s, most_drafts=self.most_drafts)
 
     def read_s(self, n_tokens: int) -> float:
         """Seconds to read so many tokens at once."""
@@ -144,6 +144,12 @@ class OpenEagle(OpenDrafter):
     fusion: Model | None
     vocab_size: int
     norm_eps: float
+
+    @property
+    def cost(self) -> DrafterCost:
+        """What it has missed is gone: it begins with a block of the store."""
+        most_drafts = self.most_drafts
+        return DrafterCost(draft_s=self.price_s, most_drafts=most_drafts, begins_every=self.config.block_tokens)
 
     def drafter(self, n_blocks: int, sampler: Sampler, *, clock: Clock) -> Drafter:
         """See OpenDrafter."""
@@ -208,28 +214,60 @@ class OpenMedusa(OpenDrafter):
         return self._forward_s(shape, n) if n else 0.0
 
 
-def open_drafter(
+def open_drafters(
     config: EngineConfig, target: Model, *, directory: Path | None = None, tokenizer: Tokenizer | None = None
-) -> OpenDrafter | None:
-    """The drafter that `config` names, None where that is none that runs tensors.
+) -> list[OpenDrafter]:
+    """The drafters that `config` names, [] where there is none that runs tensors; `auto` names all that are at hand.
 
     directory, tokenizer: of the target's checkpoint, where it has one. Raises ConfigError for a drafter that is not there or
     does not fit, LoadError for a checkpoint that cannot be read.
     """
-    kind = config.scheduler.speculate
-    if kind == "auto":  # the one that ships with the model and gives most for its time; it is asked where it pays
-        kind = next(iter(shipped(directory)), kind)
-    if kind not in MODEL_DRAFTERS:
-        return None
-    folder = _folder(config, kind, directory)
+    return [
+        _open(kind, folder, config, target, directory, tokenizer) for kind, folder in _named(config, directory).items()
+    ]
+
+
+def _named(config: EngineConfig, directory: Path | None) -> dict[str, Path]:
+    """Which drafters are to be opened, and where they lie. `auto`: those that are named, else those beside the model."""
+    kind, bundled = config.scheduler.speculate, shipped(directory)
+    if kind != "auto":
+        return {kind: _folder(config, kind, directory)} if kind in MODEL_DRAFTERS else {}
+    if config.draft_model is None:
+        return {kind: BUNDLED / bundled[kind] for kind in MODEL_DRAFTERS if kind in bundled}
+    found: dict[str, Path] = {}
+    for name in config.draft_model.split(","):
+        folder = _checkpoint(name.strip())
+        kind = _kind_of(folder)
+        if kind in found:
+            raise ConfigError(
+                f"draft_model names two drafters of the kind {kind}, {found[kind]} and {folder}; auto takes one of each",
+                hint="leave one out",
+            )
+        found[kind] = folder
+    return {kind: found[kind] for kind in MODEL_DRAFTERS if kind in found}
+
+
+def _kind_of(folder: Path) -> str:
+    """What a checkpoint drafts as: heads say so in their config, and anything else is a model."""
+    if folder.is_file():
+        return "draft"
+    kind = kind_of_heads(read_json(folder / "config.json"))
+    if kind is None and HeadSource(folder).has("fc.weight"):  # EAGLE-1 calls itself a Llama
+        return "eagle"
+    return kind or "draft"
+
+
+def _open(
+    kind: str, folder: Path, config: EngineConfig, target: Model, directory: Path | None, tokenizer: Tokenizer | None
+) -> OpenDrafter:
     config = replace(config, compute=_in_one_process(config.compute))
     if kind == "draft":
         opened = _open_model(config, target, folder, tokenizer)
     else:
         if directory is None:
             raise ConfigError(
-                f"speculate is {kind!r}, and the model is random weights without a checkpoint; {kind} heads read its "
-                "embedding, norm and output head",
+                f"speculate is {config.scheduler.speculate!r}, and the model is random weights without a checkpoint; {kind} "
+                "heads read its embedding, norm and output head",
                 hint="lookup and draft work with every model",
             )
         if folder.is_file():
@@ -303,8 +341,7 @@ def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
 
 def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
     if config.draft_model is not None:
-        gguf = find_gguf(Path(config.draft_model).expanduser())
-        return resolve_model_dir(config.draft_model) if gguf is None else gguf
+        return _checkpoint(config.draft_model)
     bundled = shipped(directory)
     if kind not in bundled:
         raise ConfigError(
@@ -312,6 +349,11 @@ def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
             hint="name its checkpoint: draft_model=..., --draft-model",
         )
     return BUNDLED / bundled[kind]
+
+
+def _checkpoint(name: str) -> Path:
+    gguf = find_gguf(Path(name).expanduser())
+    return resolve_model_dir(name) if gguf is None else gguf
 
 
 def shipped(directory: Path | None) -> Mapping[str, str]:

@@ -1,7 +1,7 @@
-"""The executor's side of a drafter: whatever it does, answers stand.
+"""The executor's side of drafters: whatever they do, answers stand.
 
 A drafter that raises is switched off for the engine, with a line in the log; what it says is cut at the first thing that is
-no token, and to what was asked. Its own time is `StepResult.draft_s`, and `observe` learns what it took for what.
+no token, and to what was asked. The time of all of them is `StepResult.draft_s`, and `observe` learns what each took for what.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from diptych.compute.drafter import Drafter
 from diptych.compute.ops.contract import Taps
+from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.step import Chunk, ChunkResult, StepPlan
@@ -22,6 +23,8 @@ from diptych.ground.step import Chunk, ChunkResult, StepPlan
 logger = logging.getLogger("diptych.engine")
 
 _MOST_MISSED = 64  # steps
+_Step = tuple[tuple[Chunk, ...], tuple[ChunkResult, ...]]
+Tables = Callable[[Iterable[int]], np.ndarray]  # the block tables of these sequences
 
 
 class Observe(Protocol):
@@ -38,17 +41,24 @@ def _observe_nothing(shape: StepShape, depths: Sequence[int], measured_s: float,
 
 class Drafting:
     """A drafter kept from doing harm. `failures` counts what it raised (it is off after the first), `refused_tokens` what was
-    no token of the vocabulary, or more than was asked.
+    no token of the vocabulary, or more than was asked. number: by which chunks name it.
     """
 
-    def __init__(self, drafter: Drafter, *, vocab_size: int, observe: Observe = _observe_nothing) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        vocab_size: int,
+        observe: Observe = _observe_nothing,
+        number: int = 0,
+        clock: Clock | None = None,
+    ) -> None:
         self._drafter: Drafter | None = drafter
         self._vocab_size = vocab_size
         self._observe = observe
-        self._has_worked = False  # in this step
-        self._missed: list[
-            tuple[tuple[Chunk, ...], tuple[ChunkResult, ...]]
-        ] = []  # steps that nobody has told it of yet
+        self._number = number
+        self._clock = clock or MonotonicClock()
+        self._missed: list[_Step] = []  # that nobody has told it of yet
         self.failures = 0
         self.refused_tokens = 0
 
@@ -56,7 +66,7 @@ class Drafting:
         """Whether it is to read or guess behind any chunk of the step. Where it is not, `miss` is all it hears of it."""
         if self._drafter is None:
             return False
-        return any(chunk.wanted_drafts is not None for chunk in plan.chunks)
+        return any(chunk.wanted_drafts is not None and chunk.drafter == self._number for chunk in plan.chunks)
 
     def miss(self, plan: StepPlan, results: tuple[ChunkResult, ...]) -> None:
         """What a step gave that it was not asked about. It is told when it is needed: most steps need not notice it."""
@@ -78,7 +88,7 @@ class Drafting:
         drafter = self._drafter
         if drafter is None or not drafter.taps:
             return None
-        return Taps(numbers=drafter.taps) if self._reads(drafter, plan.chunks) else None
+        return Taps(numbers=drafter.taps) if self._reads(drafter, self._own(plan.chunks)) else None
 
     @property
     def is_on(self) -> bool:
@@ -106,23 +116,23 @@ class Drafting:
         self,
         plan: StepPlan,
         results: tuple[ChunkResult, ...],
-        tables_of: Callable[[Iterable[int]], np.ndarray],
+        tables_of: Tables,
         taps: Taps | None = None,
     ) -> tuple[ChunkResult, ...]:
         """The results of a step in which it is asked, with the drafts that chunks wanted. tables_of: sequences' tables."""
         drafter = self._drafter
         if drafter is None:
             return results
+        begin_s = self._clock.now_s()
         given = [result.token_ids for result in results]
         if not self._guard(lambda: drafter.follow(plan.chunks, given)):
             return results
         chunks = [
             chunk if result.error is None and not result.is_complete else chunk._replace(wanted_drafts=None)
-            for chunk, result in zip(plan.chunks, results, strict=True)
+            for chunk, result in zip(self._own(plan.chunks), results, strict=True)
         ]
         if not self._reads(drafter, chunks):
             return results
-        self._has_worked = True
         found: dict[int, Sequence[int]] = {}
 
         def ask() -> None:
@@ -133,20 +143,25 @@ class Drafting:
                 if chunk.seq_id in found:
                     found[chunk.seq_id] = self._sound(found[chunk.seq_id], chunk.wanted_drafts or 0)
 
-        if not self._guard(ask) or not found:
+        if not self._guard(ask):
+            return results
+        # a sequence that is another drafter's this time keeps what that one says
+        found = {chunk.seq_id: found[chunk.seq_id] for chunk in chunks if found.get(chunk.seq_id)}
+        depths = [len(found.get(chunk.seq_id, ())) for chunk in chunks if chunk.phase is Phase.DECODE]
+        self._observe(plan.shape, depths, self._clock.now_s() - begin_s, n_read=drafter.n_read)
+        if not found:
             return results
         return tuple(
-            replace(result, draft_token_ids=tuple(found[result.seq_id])) if found.get(result.seq_id) else result
+            replace(result, draft_token_ids=tuple(found[result.seq_id])) if result.seq_id in found else result
             for result in results
         )
 
-    def tell(self, plan: StepPlan, results: tuple[ChunkResult, ...], measured_s: float) -> None:
-        """How long it took, all of it."""
-        if self._drafter is not None and self._has_worked:
-            self._has_worked = False
-            pairs = zip(plan.chunks, results, strict=True)
-            depths = [len(result.draft_token_ids) for chunk, result in pairs if chunk.phase is Phase.DECODE]
-            self._observe(plan.shape, depths, measured_s, n_read=self._drafter.n_read)
+    def _own(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
+        """The chunks, those of other drafters as if nobody wanted anything behind them."""
+        number = self._number
+        if all(chunk.drafter == number for chunk in chunks):
+            return chunks
+        return [chunk if chunk.drafter == number else chunk._replace(wanted_drafts=None) for chunk in chunks]
 
     def _reads(self, drafter: Drafter, chunks: Sequence[Chunk]) -> bool:
         """Whether it has something to do behind any of them."""
@@ -173,3 +188,60 @@ class Drafting:
             logger.debug("drafter failed", exc_info=error)
             return False
         return True
+
+
+class Draftings:
+    """The drafters of one executor. In a step each is asked about the chunks that name it, and is told of others later."""
+
+    def __init__(self, drafters: Sequence[Drafting]) -> None:
+        self._all = tuple(drafters)
+        self._asked: dict[int, Taps | None] = {}  # in this step: what each reads of the model, by its place
+
+    @property
+    def failures(self) -> int:
+        """Of all."""
+        return sum(one.failures for one in self._all)
+
+    @property
+    def refused_tokens(self) -> int:
+        """Of all."""
+        return sum(one.refused_tokens for one in self._all)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any still drafts."""
+        return any(one.is_on for one in self._all)
+
+    def begin(self, plan: StepPlan) -> Taps | None:
+        """Sequences that ended and began, and the step's copies. Answers what is to be read of the model in this step, None
+        where that is nothing.
+        """
+        for one in self._all:
+            one.follow(plan)
+        self._asked = {i: one.taps_of(plan) for i, one in enumerate(self._all) if one.is_asked(plan)}
+        read = [taps for taps in self._asked.values() if taps is not None]
+        if len(read) <= 1:
+            return read[0] if read else None
+        return Taps(numbers=tuple(dict.fromkeys(number for taps in read for number in taps.numbers)))
+
+    def end(
+        self, plan: StepPlan, results: tuple[ChunkResult, ...], tables_of: Tables, taps: Taps | None
+    ) -> tuple[ChunkResult, ...]:
+        """The results with the drafts that chunks wanted. taps: what `begin` asked for, with its states."""
+        drafted = results
+        for i, one in enumerate(self._all):
+            if i not in self._asked:
+                one.miss(plan, results)
+                continue
+            own = self._asked[i]
+            if own is not None and own is not taps:
+                assert taps is not None
+                assert taps.states is not None
+                own.states = taps.states[[taps.numbers.index(number) for number in own.numbers]]
+            drafted = one.propose(plan, drafted, tables_of, own)
+        return drafted
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether any is asked in this step."""
+        return bool(self._asked)

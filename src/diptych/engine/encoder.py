@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from diptych.compute.pooler import Tail, read_classes, read_head_rows, read_tail
+from diptych.compute.pooler import Dense, Tail, read_classes, read_dense, read_head_rows, read_tail
 from diptych.engine.text.template import ChatTemplate, RenderedPrompt
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.bounds import Bound, ids, shown
@@ -33,7 +33,7 @@ from diptych.models.pooling import (
     ScoringSpec,
     read_gguf_pooling,
     read_pooling,
-    refuse_both_ways,
+    sees_both_ways,
 )
 from diptych.models.spec import ModelSpec
 
@@ -82,22 +82,28 @@ class Encoder:
         spec: ModelSpec,
         embedding: EmbeddingSpec | None = None,
         scoring: ScoringSpec | None = None,
+        dense: Sequence[Dense] = (),
         judge_LD: np.ndarray | None = None,
         has_own_form: bool = False,
     ) -> None:
-        """judge_LD: the rows that a state is multiplied with for its score. has_own_form: pairs in Qwen3-Reranker's words."""
+        """dense: layers behind the pooling. judge_LD: the rows that a state is multiplied with for its score.
+
+        has_own_form: pairs are asked about in Qwen3-Reranker's words.
+        """
         self.tail = tail
         self.embedding = embedding
         self.scoring = scoring
-        self.width = spec.hidden
+        self.width = len(dense[-1].weight_ND) if dense else spec.hidden
         self._spec = spec
         self._tokenizer = tokenizer
         self._template = template
+        self._dense = dense
         self._judge_LD = judge_LD
         self._has_own_form = has_own_form
         said = embedding or scoring
         assert said is not None
         self.reading: Reading = said.reading
+        self._both_ways = said.both_ways
         if scoring is not None and self.reading.is_chat:
             self._check_roles()
 
@@ -130,16 +136,22 @@ class Encoder:
                 first = 0 if spec.includes_prompt else n_before
                 places = (("instruction", 0, n_before), ("text", n_before, len(token_ids)))
                 segments = tuple(Segment(name=name, start=start, end=end) for name, start, end in places)
-        return self._checked(token_ids, Pooling(pool=spec.pool, first=first), segments)
+        return self._checked(token_ids, Pooling(pool=spec.pool, first=first, both_ways=self._both_ways), segments)
 
     def vector(self, state: bytes, dimensions: int | None = None, *, normalises: bool | None = None) -> np.ndarray:
         """[dimensions] fp32: the state, cut, and normalised as the model wants it or as is said."""
         assert self.embedding is not None
-        vector = np.frombuffer(state, dtype=np.float32)[: dimensions or self.width]
+        vector = self._behind_pooling(state)[: dimensions or self.width]
         if not (self.embedding.is_normalised if normalises is None else normalises):
             return vector.copy()
         norm = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
         return (vector / max(norm, 1e-12)).astype(np.float32)
+
+    def _behind_pooling(self, state: bytes) -> np.ndarray:
+        vector = np.frombuffer(state, dtype=np.float32)
+        for layer in self._dense:
+            vector = layer.applied(vector)
+        return vector
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """RequestError for a length that vectors of this model cannot have."""
@@ -178,7 +190,7 @@ class Encoder:
         parts: list[tuple[str, Sequence[int]]]
         if self.reading.is_chat:
             rendered = self._rendered(_pair_messages(query, document), asked)
-            return self._checked(rendered.token_ids, Pooling(pool=Pool.LAST), rendered.segments)
+            return self._checked(rendered.token_ids, self._judged, rendered.segments)
         if self._has_own_form:
             own = self._tokenizer.encode
             plain = self._template.plain_ids  # what a text spells stays text
@@ -193,7 +205,11 @@ class Encoder:
             n_query = len(self._tokenizer.encode(asked + query, add_special_tokens=False))
             parts = [(QUERY, pair[:n_query]), (DOCUMENT, pair[n_query:])]
         token_ids, segments = _joined(parts)
-        return self._checked(token_ids, Pooling(pool=Pool.LAST), segments)
+        return self._checked(token_ids, self._judged, segments)
+
+    @property
+    def _judged(self) -> Pooling:
+        return Pooling(pool=Pool.LAST, both_ways=self._both_ways)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], instruction: str) -> RenderedPrompt:
         variables = dict(self.reading.template_variables)
@@ -271,7 +287,7 @@ class _Compared(Ranking):
 
     def scores(self, states: Sequence[bytes]) -> list[float]:
         """Cosines."""
-        vectors = [np.frombuffer(state, dtype=np.float32).astype(np.float64) for state in states]
+        vectors = [self._encoder.vector(state, normalises=False).astype(np.float64) for state in states]
         units = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
         return [float(units[query] @ units[document]) for query, document in self._places]
 
@@ -294,34 +310,47 @@ def open_encoder(
     if task != "generate":
         said = read_pooling(directory, config) if directory.is_dir() else read_gguf_pooling(config)
     if task == "generate" and not spec.has_head:
-        raise UnsupportedModel(f"{directory} has no output projection and can write no text", hint="leave --task out")
+        raise UnsupportedModel(
+            f"{directory} has no output projection, or attends both ways, and can write no text",
+            hint="leave --task out",
+        )
     if task == "embed":
         if isinstance(said, ScoringSpec):
             raise UnsupportedModel(f"{directory} judges pairs, and embeds no texts", hint="leave --task out")
-        refuse_both_ways(config)
-        said = said or EmbeddingSpec()
+        said = said or EmbeddingSpec(both_ways=sees_both_ways(config))
     if said is None and not spec.has_head:
-        said = EmbeddingSpec()
+        said = EmbeddingSpec(both_ways=sees_both_ways(config))
     is_asked = task == "score" and said is None
     if is_asked:
-        refuse_both_ways(config)
-        said = ScoringSpec(token_ids=_yes_and_no(tokenizer))
+        said = ScoringSpec(token_ids=_yes_and_no(tokenizer), both_ways=sees_both_ways(config))
     if said is None:
+        if config.raw.get("is_causal") is False:
+            logger.warning(
+                "is_causal is false in %s: embeddings would attend both ways; text is written causally", directory
+            )
         return None
     tail = read_tail(directory, spec)
     prompts = ",".join(sorted(said.reading.prompts)) or "none"
     if isinstance(said, EmbeddingSpec):
+        dense = _read_layers(said.dense, spec.hidden)
         logger.info(
-            "embeddings pool=%s normalised=%s width=%d prompts=%s",
-            said.pool.value, said.is_normalised, spec.hidden, prompts,
+            "embeddings pool=%s normalised=%s width=%d both_ways=%s prompts=%s",
+            said.pool.value, said.is_normalised, len(dense[-1].weight_ND) if dense else spec.hidden, said.both_ways, prompts,
         )  # fmt: skip
-        return Encoder(tail, tokenizer, template, spec=spec, embedding=said)
+        return Encoder(tail, tokenizer, template, spec=spec, embedding=said, dense=dense)
     logger.info("scores by=%s prompts=%s", "head" if said.token_ids is None else said.token_ids, prompts)
     if said.token_ids is not None:
         judge_LD = read_head_rows(directory, spec, said.token_ids)
     else:
         judge_LD = read_classes(directory, spec, _n_labels(config))
     return Encoder(tail, tokenizer, template, spec=spec, scoring=said, judge_LD=judge_LD, has_own_form=is_asked)
+
+
+def _read_layers(folders: Sequence[Path], n_inputs: int) -> tuple[Dense, ...]:
+    layers: list[Dense] = []
+    for folder in folders:
+        layers.append(read_dense(folder, len(layers[-1].weight_ND) if layers else n_inputs))
+    return tuple(layers)
 
 
 def _n_labels(config: HfConfig) -> int:

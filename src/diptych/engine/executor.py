@@ -22,7 +22,7 @@ from diptych.compute.model import Best, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.pooler import Pooler
 from diptych.compute.sampler import SampledToken, Sampler, not_finite
-from diptych.engine.drafting import Drafting
+from diptych.engine.drafting import Draftings
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, ExecutorError, InternalError
 from diptych.ground.phase import Phase
@@ -40,7 +40,7 @@ class ModelExecutor:
         sampler: Sampler,
         *,
         clock: Clock,
-        drafting: Drafting | None = None,
+        drafting: Draftings | None = None,
         pooler: Pooler | None = None,
     ) -> None:
         self.drafting = drafting
@@ -56,6 +56,7 @@ class ModelExecutor:
         self._free_rows = list(range(7, -1, -1))
         self._starts: dict[int, SequenceStart] = {}
         self._n_adapted = 0  # sequences with an adapter
+        self._n_both_ways = 0  # sequences whose tokens attend to all of them
         self._failed: dict[int, EngineError] = {}  # sequences that cannot go on, until control has ended them
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
@@ -91,12 +92,9 @@ class ModelExecutor:
             self._begin_and_end_sequences(plan)
             if plan.copies:
                 self._kv.copy_blocks([(copy.source_block_id, copy.target_block_id) for copy in plan.copies])
-            if self.drafting is not None:
-                self.drafting.follow(plan)
+            drafted = None if self.drafting is None else self.drafting.begin(plan)
             batch = self._batch(plan)
             needs_logits = self._needs_logits(plan)
-            asked = self.drafting if self.drafting is not None and self.drafting.is_asked(plan) else None
-            drafted = None if asked is None else asked.taps_of(plan)
             taps = self._with_last(plan, drafted)
             ends: dict[str, Any] = {} if taps is None else {"taps": taps}
             forward_s = self._clock.now_s()
@@ -111,13 +109,10 @@ class ModelExecutor:
             if taps is not drafted:
                 assert taps is not None
                 results = self._pooled(plan, results, taps, drafted)
-            if asked is not None:
+            if self.drafting is not None:
                 drawn_s = self._clock.now_s()
-                results = asked.propose(plan, results, self._tables_of, drafted)
-                draft_s = self._clock.now_s() - drawn_s
-                asked.tell(plan, results, draft_s)
-            elif self.drafting is not None:
-                self.drafting.miss(plan, results)
+                results = self.drafting.end(plan, results, self._tables_of, drafted)
+                draft_s = self._clock.now_s() - drawn_s if self.drafting.has_asked else 0.0
         except EngineError:
             raise
         except Exception as error:
@@ -134,6 +129,7 @@ class ModelExecutor:
             start = self._starts.pop(seq_id, None)
             if start is not None:
                 self._n_adapted -= start.adapter is not None
+                self._n_both_ways -= _is_both_ways(start)
                 self._sampler.end(seq_id)
                 if self._pooler is not None:
                     self._pooler.end(seq_id)
@@ -141,6 +137,7 @@ class ModelExecutor:
         for start in plan.starts:
             self._starts[start.seq_id] = start
             self._n_adapted += start.adapter is not None
+            self._n_both_ways += _is_both_ways(start)
             self._rows[start.seq_id] = self._take_row()
             try:
                 if start.pooling is not None:
@@ -219,6 +216,7 @@ class ModelExecutor:
             block_table_SM=self._tables.take(table_rows, axis=0),  # half the time of indexing, caches being cold
             logits_rows_R=np.array(logits_rows, dtype=np.int32),
             adapters_S=self._adapters_of(plan) if self._n_adapted else None,
+            both_ways_S=self._both_ways_of(plan) if self._n_both_ways else None,
         )
 
     def _adapters_of(self, plan: StepPlan) -> np.ndarray | None:
@@ -226,6 +224,10 @@ class ModelExecutor:
         if all(number is None for number in numbers):
             return None
         return np.array([-1 if number is None else number for number in numbers], dtype=np.int32)
+
+    def _both_ways_of(self, plan: StepPlan) -> np.ndarray | None:
+        marks = [_is_both_ways(self._starts[chunk.seq_id]) for chunk in plan.chunks]
+        return np.array(marks, dtype=np.int32) if any(marks) else None
 
     def _tables_of(self, seq_ids: Iterable[int]) -> np.ndarray:
         return self._tables.take([self._rows[seq_id] for seq_id in seq_ids], axis=0)
@@ -326,6 +328,10 @@ class ModelExecutor:
         judged = list(prompt[chunk.start_pos + 1 : chunk.end_pos + 1])
         entries = self._sampler.prompt_logprobs(logits_CV[: len(judged)], judged, top) if judged else []
         return (None, *entries) if chunk.start_pos == 0 else tuple(entries)
+
+
+def _is_both_ways(start: SequenceStart) -> bool:
+    return start.pooling is not None and start.pooling.both_ways
 
 
 def _run(token_id: int, drafts: tuple[int, ...], rows: Iterator[tuple[int, float]]) -> tuple[int, ...]:

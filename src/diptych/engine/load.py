@@ -6,11 +6,13 @@ Owns the sizing of the KV pool: how many blocks fit, and the refusal, with the l
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diptych.compute.drafter import Drafter
 from diptych.compute.ops.cpu_kernels import faster_set
 from diptych.compute.pooler import Pooler
 from diptych.compute.runner import Model, load_model, memory_of_block
@@ -27,8 +29,8 @@ from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
 from diptych.engine.cost_view import CostView
-from diptych.engine.drafters import OpenDrafter, open_drafter
-from diptych.engine.drafting import Drafting
+from diptych.engine.drafters import OpenDrafter, open_drafters
+from diptych.engine.drafting import Drafting, Draftings
 from diptych.engine.encoder import Encoder, open_encoder
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
@@ -40,6 +42,7 @@ from diptych.ground.bounds import shown
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import SETTINGS, BlockConfig, ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
+from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.models.gguf_file import find_gguf
 from diptych.models.named import SHAPES
@@ -49,6 +52,7 @@ from diptych.stepper import Observe
 logger = logging.getLogger("diptych.engine")
 
 BUNDLED_MODEL = "diptych-10m"
+FASTER = 1.05  # times as fast, from which on another backend is worth a word
 # share of the memory that is free after loading which the KV pool may take when nobody says otherwise
 KV_MEMORY_SHARE = 0.5
 # sequences of the whole context that a pool has room for, where nobody says how many run and memory allows
@@ -159,14 +163,14 @@ def opened(
     return model, config
 
 
-def size_pool(model: Model, config: EngineConfig, drafter: OpenDrafter | None = None) -> tuple[int, int]:
-    """(max_context_tokens, n_blocks) of the KV pool; a drafter's store has as many blocks, out of the same memory.
+def size_pool(model: Model, config: EngineConfig, drafters: Sequence[OpenDrafter] = ()) -> tuple[int, int]:
+    """(max_context_tokens, n_blocks) of the KV pool; each drafter's store has as many blocks, out of the same memory.
 
     Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory or
     when more memory is given than there is; the message names the largest context that fits.
     """
-    block_bytes = model.kv_bytes_per_block(config.block_tokens) + (drafter.block_bytes if drafter else 0)
-    scratch_bytes = drafter.scratch_bytes if drafter else 0
+    block_bytes = model.kv_bytes_per_block(config.block_tokens) + sum(one.block_bytes for one in drafters)
+    scratch_bytes = sum(one.scratch_bytes for one in drafters)
     context, n_blocks = _pool(
         model.spec.max_context_tokens, block_bytes, memory_of(model.device), config, scratch_bytes
     )
@@ -244,6 +248,19 @@ def faster_kernels(model: Model) -> str | None:
     return faster_set(model.instruction_set) if model.backend_name == "cpu" else None
 
 
+def faster_backends(model: Model) -> dict[str, str]:
+    """Phases in which another backend was measured to be faster on this machine with the same weights, and how much."""
+    other = {} if profile_gap(model) is not None else load_profile().get("elsewhere", {})
+    if not isinstance(other, dict) or other.get("weights") != model.weights_format:
+        return {}
+    times = {phase.value: other.get(phase.value) for phase in Phase}
+    return {
+        phase: f"the {other.get('backend')} backend is {value:.1f} times as fast here with {model.weights_format} weights"
+        for phase, value in times.items()
+        if isinstance(value, float) and value > FASTER
+    }
+
+
 def local_predictor(model: Model) -> CalibratedModel | None:
     """Step times predicted from this machine's measured profile; None where `profile_gap` says why not."""
     if profile_gap(model) is not None:
@@ -282,17 +299,15 @@ def make_machinery(
     loaded: LoadedModel | None = None,
 ) -> Machinery:
     """Allocate the KV pool and join scheduler, executor and sampler. loaded: where the model came with its words."""
-    drafter = (
-        open_drafter(config, model)
+    drafters = (
+        open_drafters(config, model)
         if loaded is None
-        else open_drafter(
+        else open_drafters(
             replace(config, compute=loaded.compute), model, directory=loaded.directory, tokenizer=loaded.tokenizer
         )
     )
     scheduler = config.scheduler
-    if drafter is not None:
-        scheduler = replace(scheduler, max_draft_tokens=drafter.most_drafts)
-    context, n_blocks = size_pool(model, config, drafter)
+    context, n_blocks = size_pool(model, config, drafters)
     kv = model.make_kv(n_blocks, config.block_tokens)
     model.warm_up(kv)
     step_time = StepTimeModel()
@@ -304,7 +319,7 @@ def make_machinery(
         logger.info("places chosen max_running_sequences=%d reason=%s", number, found.reason)
     # the measured profile of this machine where there is one; until then the engine learns from its own steps
     predict_s = once_for_each(step_time.predict_s if calibrated is None else calibrated.predict_s)
-    prices = draft_prices(drafter, predict_s, has_profile=calibrated is not None)
+    prices = draft_prices(drafters, predict_s, has_profile=calibrated is not None)
 
     def observe(shape: StepShape, measured_s: float) -> None:
         prices.observe(shape, measured_s)
@@ -319,17 +334,12 @@ def make_machinery(
         seed=config.seed,
         depths=prices,
         n_vocab=model.spec.vocab_size,
-        executor_drafter=None if drafter is None else drafter.kind,
+        executor_drafters=[one.kind for one in drafters],
     )
     _tell_defaults(model, config, context, n_blocks, calibrated)
     sampler = Sampler(model.spec.vocab_size, model.device, grammars=grammars, drawing=model)
-    drafting = None
-    if drafter is not None:
-        drafting = Drafting(
-            drafter.drafter(n_blocks, sampler, clock=clock),
-            vocab_size=model.spec.vocab_size,
-            observe=prices.observe_drafting,
-        )
+    ready = [one.drafter(n_blocks, sampler, clock=clock) for one in drafters]
+    drafting = join_drafters(ready, prices, vocab_size=model.spec.vocab_size, clock=clock) if ready else None
     encoder = None if loaded is None else loaded.encoder
     pooler = None if encoder is None else Pooler(encoder.tail)
     executor = ModelExecutor(model, kv, sampler, clock=clock, drafting=drafting, pooler=pooler)
@@ -340,11 +350,26 @@ def make_machinery(
     return Machinery(core=core, executor=executor, observe=observe)
 
 
-def draft_prices(drafter: OpenDrafter | None, predict_s: Predict, *, has_profile: bool) -> DraftPrices:
+def draft_prices(drafters: Sequence[OpenDrafter], predict_s: Predict, *, has_profile: bool) -> DraftPrices:
     """What drafts cost: by the profile, or where there is none by what steps took alone."""
-    if drafter is not None:
-        return drafter.prices(predict_s, has_profile=has_profile)
-    return DraftPrices(predict_s) if has_profile else MeasuredDraftPrices(predict_s)
+    prices = DraftPrices if has_profile else MeasuredDraftPrices
+    return prices(predict_s, drafters=[one.cost for one in drafters])
+
+
+def join_drafters(ready: Sequence[Drafter], prices: DraftPrices, *, vocab_size: int, clock: Clock) -> Draftings:
+    """Drafters by number, kept from doing harm, whose time the prices learn."""
+    return Draftings(
+        [
+            Drafting(
+                drafter,
+                vocab_size=vocab_size,
+                observe=partial(prices.observe_drafting, drafter=number),
+                number=number,
+                clock=clock,
+            )
+            for number, drafter in enumerate(ready)
+        ]
+    )
 
 
 def once_for_each(predict_s: Predict) -> Predict:

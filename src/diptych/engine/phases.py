@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from diptych.compute.batch import ForwardBatch
+from diptych.compute.kv_store import KVStore
 from diptych.compute.quant import CHECKSUMS, checksum, checksums_of
 from diptych.engine.load import LoadedModel, opened, size_pool
 from diptych.ground.bounds import Bound, ids
@@ -47,7 +48,10 @@ class PhaseState:
 
 
 class TwoPhase:
-    """A model, a KV pool and the two verbs. Blocks are private to their state: forks copy them."""
+    """A model, a KV pool and the two verbs. Blocks are private to their state: forks copy them.
+
+    For one thread. `close` gives everything back at once; `with TwoPhase(...) as phases` does so at its end.
+    """
 
     def __init__(
         self, model: str | Path | LoadedModel = "bundled", config: EngineConfig | None = None, **settings: Any
@@ -57,14 +61,39 @@ class TwoPhase:
         if config.loras:
             raise ConfigError("loras is set; TwoPhase runs the model as it is", hint="use LLM for adapters")
         self.model = self.loaded.model
+        self._owns_model = not isinstance(model, LoadedModel)
         self.max_context_tokens, n_blocks = size_pool(self.model, config)
-        self.kv = self.model.make_kv(n_blocks, config.block_tokens)
+        self._kv: KVStore | None = self.model.make_kv(n_blocks, config.block_tokens)
         self._free_block_ids = list(range(n_blocks - 1, -1, -1))
 
     @classmethod
     def from_pretrained(cls, model: str | Path = "bundled", *arguments: Any, **settings: Any) -> TwoPhase:
         """The same by another name, as in `transformers`."""
         return cls(model, *arguments, **settings)
+
+    @property
+    def kv(self) -> KVStore:
+        """The pool. CapacityError once all was given back."""
+        if self._kv is None:
+            raise CapacityError("this TwoPhase is closed", hint="make another one")
+        return self._kv
+
+    def close(self) -> None:
+        """Give everything back: KV memory, threads, weights, rank processes. A model given as a LoadedModel stays loaded.
+
+        A second time does nothing. What is asked of it or its states afterwards raises CapacityError; `free` does nothing.
+        """
+        if self._kv is None:
+            return
+        self._kv = None
+        if self._owns_model:
+            self.model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
@@ -142,7 +171,8 @@ class TwoPhase:
         if state.owner is not None:
             self._check_owner(state)
         state.token_ids.clear()
-        self._give_back_blocks(state, 0)
+        if self._kv is not None:
+            self._give_back_blocks(state, 0)
         state.owner = None
 
     def save(self, state: PhaseState, path: Path | str) -> None:

@@ -6,12 +6,13 @@ Built from events alone (`PhaseObserver` listens) and the cost model; no clock o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
-from diptych.compute.ceilings import Ceilings
+from diptych.compute.ceilings import ABOVE, Ceilings
 from diptych.cost.calibrated import CalibratedModel
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, faster_kernels, local_predictor, profile_gap
+from diptych.engine.load import LoadedModel, faster_backends, faster_kernels, local_predictor, profile_gap
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -28,13 +29,6 @@ class PhaseObserver:
     def __call__(self, events: list[Event]) -> None:
         """Fold one batch of events."""
         self._book.fold(events)
-
-
-# why a phase may be faster than its ceiling
-_ABOVE = {
-    "memory": "the ceiling is the memory's, and caches, which are faster, gave part of what was read",
-    "arithmetic": "the processor is faster now than when its ceiling was measured",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +49,7 @@ class PhaseReport:
     """What `diptych generate` prints after the text. load_s is None where nobody waited for the model to load.
 
     kernels: the kernel set, or what torch runs on. faster_kernels: a better set that the processor has too.
+    faster_backends: phases in which the profile of this machine knows a faster backend.
     unpredicted: why there is no prediction, where there is none.
     """
 
@@ -77,6 +72,7 @@ class PhaseReport:
     usage: Usage
     unpredicted: str | None = None
     faster_kernels: str | None = None
+    faster_backends: Mapping[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
         """Plain dicts."""
@@ -93,7 +89,7 @@ class PhaseReport:
         head = (
             f"phase report · {self.model} · {self.backend} backend ({self.kernels}), {self.weights} weights, "
             f"{self.threads} threads · "
-            f"ceilings {self.ceilings.read_bytes_per_s / 1e9:.1f} GB/s, {self.ceilings.flops_per_s / 1e9:.0f} Gop/s"
+            f"ceilings {self.ceilings.words()}"
         )
         lines = [head]
         if self.faster_kernels is not None:
@@ -103,7 +99,8 @@ class PhaseReport:
         lines.append(f"  {'':<9}{'tokens':>7}{'time':>11}{'rate':>14}  {'of ceiling':<20}{'predicted':>11}")
         rows = [row for row in (self.prefill, self.decode) if row is not None]
         lines += [_row_line(row) for row in rows]
-        lines += [f"  {row.phase} above 100%: {_ABOVE[row.bound]}" for row in rows if row.fraction_of_ceiling > 1.0]
+        lines += [f"  {phase}: {words} (diptych lab calibrate)" for phase, words in self.faster_backends.items()]
+        lines += [f"  {row.phase} above 100%: {ABOVE[row.bound]}" for row in rows if row.fraction_of_ceiling > 1.0]
         is_state = not (self.usage.output_tokens or self.usage.remaining_tokens)  # else it was cut off before a token
         name, end = ("state after", "pooling") if is_state else ("TTFT", "first token")
         parts = {"queue": self.queue_s, "prefill": self.prefill_s, end: self.first_token_s}
@@ -185,6 +182,7 @@ def phase_report(
         usage=usage,
         unpredicted=profile_gap(loaded.model),
         faster_kernels=faster_kernels(loaded.model),
+        faster_backends=faster_backends(loaded.model),
     )
 
 
@@ -207,7 +205,7 @@ def _phase_row(
     bound_s = memory_s = compute_s = 0.0
     for step in steps:
         cost = view.cost(step.shape)
-        step_memory_s = cost.bytes / ceilings.read_bytes_per_s
+        step_memory_s = cost.bytes / ceilings.roof_bytes_per_s
         step_compute_s = cost.flops / ceilings.flops_per_s
         bound_s += max(step_memory_s, step_compute_s)
         memory_s += step_memory_s
@@ -218,6 +216,6 @@ def _phase_row(
         time_s=time_s,
         tokens_per_s=tokens / time_s,
         fraction_of_ceiling=bound_s / time_s,
-        bound="memory" if memory_s >= compute_s else "arithmetic",
+        bound=ceilings.roof if memory_s >= compute_s else "arithmetic",
         predicted_s=None if predictor is None else sum(predictor.predict(step.shape).total_s for step in steps),
     )

@@ -178,7 +178,8 @@ class EngineConfig:
 
     task: what the model is for beside writing; auto: as its files say (`models.pooling`); generate: nothing; embed, score:
     that too where they say nothing.
-    draft_model: checkpoint of the drafter that `speculate` names, a folder or a hub name; None: the bundled model's own.
+    draft_model: checkpoint of the drafter that `speculate` names, a folder or a hub name; for auto several, between commas, one
+    of each kind; None: the bundled model's own.
     loras: adapters to load at start, name -> folder or hub name. max_loras, max_lora_rank: what may be loaded, then or later.
     """
 
@@ -223,10 +224,10 @@ class EngineConfig:
             return
         if not isinstance(self.draft_model, str):
             raise ConfigError(f"draft_model is {shown(self.draft_model)}; it must be a checkpoint's folder or name")
-        if self.scheduler.speculate not in MODEL_DRAFTERS:
+        if self.scheduler.speculate not in (*MODEL_DRAFTERS, "auto"):
             raise ConfigError(
                 f"draft_model is {self.draft_model!r}, and speculate is {self.scheduler.speculate!r}",
-                hint=f"a draft model is for speculate of {', '.join(MODEL_DRAFTERS)}",
+                hint=f"a draft model is for speculate of {', '.join(MODEL_DRAFTERS)}, auto",
             )
 
 

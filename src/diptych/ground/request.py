@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from diptych.ground.bounds import Bound, entries, exactly, ids, shown, text, whole
 from diptych.ground.errors import BadSampling, RequestError
+from diptych.ground.shape import AdapterShape
 
 MAX_N = 64
 MAX_TOP_LOGPROBS = 20
@@ -209,10 +210,12 @@ class Pooling:
     """A request for states in place of tokens: its prompt is read, nothing is written, and its blocks go at once.
 
     first: where the mean begins; what stands before it (an instruction) is read and not averaged.
+    both_ways: every token attends to all of the prompt, which is then read in one chunk, and found in no cache.
     """
 
     pool: Pool
     first: int = 0
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,11 +233,17 @@ CacheScope = str | tuple[str, str | None] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRef:
-    """The adapter that answers a request: its name, its number in the model, and a digest of its numbers."""
+    """The adapter that answers a request: its name, its number in the model, a digest and the count of its numbers."""
 
     name: str
     number: int
     revision: str
+    n_parameters: int
+
+    @property
+    def shape(self) -> AdapterShape:
+        """What it costs depends on this alone."""
+        return AdapterShape(self.number, self.n_parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

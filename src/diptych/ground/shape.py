@@ -16,11 +16,18 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 
 
+class AdapterShape(NamedTuple):
+    """A low-rank adapter without its numbers: read once a step, multiplied with each of its rows."""
+
+    number: int  # in the model: two chunks of one number read the same
+    parameters: int  # elements of all its A and B
+
+
 class ChunkShape(NamedTuple):
     """`count` sequences that each compute `new_tokens` tokens from position `start_pos` on.
 
     samples: whether logits are wanted: of the last row of a prefill chunk, of all rows of a decode chunk (its token and its
-    drafts). A named tuple: the scheduler makes one per chunk and step.
+    drafts). adapter: that all of them have. A named tuple: the scheduler makes one per chunk and step.
     """
 
     phase: Phase
@@ -28,6 +35,7 @@ class ChunkShape(NamedTuple):
     start_pos: int
     samples: bool
     count: int = 1  # type: ignore[assignment]  # in place of tuple.count
+    adapter: AdapterShape | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -54,6 +62,9 @@ class ChunkShape(NamedTuple):
         return end if window is None else min(end, window - 1 + self.new_tokens)
 
 
+_NO_ADAPTERS: frozenset[AdapterShape] = frozenset()
+
+
 class StepShape:
     """All chunks of one step; never changed once made. `plus` shares what was there, so it costs O(1).
 
@@ -63,6 +74,8 @@ class StepShape:
     __slots__ = (
         "_moved",
         "_own",
+        "adapted_products",
+        "adapters",
         "before",
         "decode_context_tokens",
         "decode_pairs",
@@ -84,15 +97,21 @@ class StepShape:
     prefill_start_tokens: int  # positions that stood before the prefill chunks
     prefill_context_tokens: int  # the same with the new ones
     prefill_pairs: int  # (query, key) pairs of prefill, causal, without any window
+    adapters: frozenset[AdapterShape]  # that some chunk has
+    adapted_products: int  # rows times the parameters of their adapters, over all rows
 
     def __init__(self, shapes: Sequence[ChunkShape], before: StepShape | None = None) -> None:
         self._own = tuple(shapes)
         self._moved = 0  # steps since the chunks of _own, each of which moved every chunk one position on
         self.before = before
         decode = context = seen = rows = logits = sequences = prefill_context = prefill_start = pairs = 0
-        for phase, new_tokens, start_pos, samples, count in self._own:
+        products, has_adapters = 0, False
+        for phase, new_tokens, start_pos, samples, count, adapter in self._own:
             sequences += count
             tokens = new_tokens * count
+            if adapter is not None:
+                products += tokens * adapter.parameters
+                has_adapters = True
             if samples:
                 logits += tokens if phase is Phase.DECODE else count
             if phase is Phase.DECODE:
@@ -114,6 +133,7 @@ class StepShape:
             prefill_start += before.prefill_start_tokens
             prefill_context += before.prefill_context_tokens
             pairs += before.prefill_pairs
+            products += before.adapted_products
         self.n_tokens = rows + decode
         self.n_logits_rows = logits
         self.n_sequences = sequences
@@ -123,6 +143,11 @@ class StepShape:
         self.prefill_start_tokens = prefill_start
         self.prefill_context_tokens = prefill_context
         self.prefill_pairs = pairs
+        self.adapters = _NO_ADAPTERS if before is None else before.adapters
+        self.adapted_products = products
+        if has_adapters:
+            own = {one.adapter for one in self._own if one.adapter is not None}
+            self.adapters = self.adapters if own <= self.adapters else self.adapters | own
 
     @classmethod
     def prefill(cls, *, batch: int, new_tokens: int, cached_tokens: int = 0, samples: bool = True) -> StepShape:
@@ -151,6 +176,7 @@ class StepShape:
         moved.decode_context_tokens = self.decode_context_tokens + n_steps * rows
         moved.decode_pairs = self.decode_pairs + n_steps * rows
         moved.prefill_start_tokens = moved.prefill_context_tokens = moved.prefill_pairs = 0
+        moved.adapters, moved.adapted_products = self.adapters, self.adapted_products
         return moved
 
     @property
@@ -164,7 +190,7 @@ class StepShape:
     def own_tokens_within(self, window: int) -> int:
         """Keys that the chunks of `own` read through a window, where each is one token of decode."""
         moved = self._moved + 1
-        return sum([min(start + moved, window) * count for _, _, start, _, count in self._own])
+        return sum([min(start + moved, window) * count for _, _, start, _, count, _ in self._own])
 
     def plus(self, other: ChunkShape | StepShape) -> StepShape:
         """One step that does both."""
@@ -174,7 +200,7 @@ class StepShape:
         """The step with so many drafts behind each of its decode chunks, which are its first: O(chunks)."""
         shapes = self.shapes
         longer = [
-            ChunkShape(one.phase, one.new_tokens + depth, one.start_pos, True, one.count) if depth else one
+            ChunkShape(one.phase, one.new_tokens + depth, one.start_pos, True, one.count, one.adapter) if depth else one
             for one, depth in zip(shapes, depths, strict=False)
         ]
         decodes = StepShape(longer)

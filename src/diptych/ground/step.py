@@ -44,8 +44,9 @@ class Chunk(NamedTuple):
     samples: whether the last token's logits are wanted and a token drawn from them. False for all chunks of a prompt but
     the last. A decode chunk is the newest known token and drafts behind it, guesses at what comes next: every row gets
     logits, and row i draws what draft i has to equal.
-    wanted_drafts: how many tokens the executor's drafter is to guess behind what this chunk gives. 0: none, but it reads the
-    chunk, as it will be asked behind a later one; None: it does nothing, and may be asked again all the same.
+    wanted_drafts: how many tokens the executor's drafter of this number (`drafter`) is to guess behind what this chunk gives.
+    0: none, but it reads the chunk, as it will be asked behind a later one; None: none of them does anything, and each may be
+    asked again all the same.
     A named tuple, as a step makes one per sequence: a quarter of a frozen dataclass's time.
     """
 
@@ -57,6 +58,7 @@ class Chunk(NamedTuple):
     new_block_ids: tuple[int, ...]
     samples: bool
     wanted_drafts: int | None = None
+    drafter: int = 0
 
     @property
     def end_pos(self) -> int:

@@ -50,7 +50,8 @@ class Spread:
 class PhasePoint:
     """One phase of one static batch. fraction_of_ceiling: time the roofline allows over the time measured, median of runs.
 
-    context_tokens: per sequence, at the middle of the phase. read_bytes_per_s: the bandwidth measured around this point.
+    bound: the roof that it is of, "memory", "cache" or "arithmetic". context_tokens: per sequence, at the middle of the phase.
+    read_bytes_per_s: the bandwidth measured around this point, of the cache where one holds the weights.
     """
 
     phase: str
@@ -60,6 +61,7 @@ class PhasePoint:
     new_tokens: int
     tokens_per_s: Spread
     fraction_of_ceiling: float
+    bound: str
     time_s: Spread
     bound_s: float
     read_bytes_per_s: float
@@ -185,6 +187,12 @@ class StaticBench:
         is_prefill = phase is Phase.PREFILL
         times_s = [run.prefill_s if is_prefill else run.decode_s for run in runs]
         tokens = [batch * length if is_prefill else run.decode_tokens for run in runs]
+        costs = [self._cost.cost(step) for step in work]
+        read_bytes_per_s = statistics.median(run.read_bytes_per_s for run in runs)
+        read_s, compute_s = (
+            sum(c.bytes for c in costs) / read_bytes_per_s,
+            sum(c.flops for c in costs) / ceilings.flops_per_s,
+        )
         bounds_s = [
             sum(self._cost.bound_s(step, run.read_bytes_per_s, ceilings.flops_per_s) for step in work) for run in runs
         ]
@@ -198,7 +206,8 @@ class StaticBench:
             fraction_of_ceiling=statistics.median(b_s / time_s for b_s, time_s in zip(bounds_s, times_s, strict=True)),
             time_s=Spread.of(times_s),
             bound_s=statistics.median(bounds_s),
-            read_bytes_per_s=statistics.median(run.read_bytes_per_s for run in runs),
+            bound=ceilings.roof if read_s >= compute_s else "arithmetic",
+            read_bytes_per_s=read_bytes_per_s,
             host_fraction=statistics.median(1.0 - run.device_s / run.total_s for run in runs),
         )
 

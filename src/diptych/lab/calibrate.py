@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -32,8 +33,10 @@ from diptych.cost.profile import SCHEMA, profile_path
 from diptych.engine.cost_view import CostView
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig, EngineConfig
+from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
+from diptych.lab.adapters import AdaptedSteps, adapted_steps, constants_of
 from diptych.lab.drive import Engines
 from diptych.lab.fingerprint import fingerprint
 from diptych.lab.probe import StepProbe
@@ -83,11 +86,16 @@ def _rows(n: int, start: int = 0) -> StepShape:
 
 DECODE_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in
                 ((1, 64), (1, 2048), (1, 8000), (4, 256), (8, 1024), (16, 256), (32, 256))]  # fmt: skip
-PREFILL_STEPS = [_rows(n) for n in (8, 32, 64, 128, 256, 512, 1024, 2048)] + [_rows(256, 1792), _rows(512, 6144)]
+_HALF_A_THOUSAND = _rows(512)
+PREFILL_STEPS = [*(_rows(n) for n in (8, 32, 64, 128, 256)), _HALF_A_THOUSAND, _rows(1024), _rows(2048),
+                 _rows(256, 1792), _rows(512, 6144)]  # fmt: skip
 EMPTY_STEPS = [StepShape.decode(batch=1, context_tokens=16), StepShape.decode(batch=16, context_tokens=16)]
 SMALL_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
 CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
 CACHED = 1.3  # times the memory's rate from which on a size counts as held by a cache; a shared one is no faster
+# Shares of a measured rate that a kernel may be fitted to. Rates drift while they are measured, so one may seem to pass its
+# ceiling; beyond these the steps it was fitted to told nothing of it.
+LEAST_SHARE, MOST_SHARE = 0.02, 1.5
 BUDGET_S = 4.0  # of rounds for each model, so that all of it takes less than a minute
 FORMATS = {"cpu": ("bf16", "int8", "int4"), "torch": ("fp32", "bf16")}
 
@@ -107,17 +115,25 @@ class TimedStep:
 
 
 def calibrate(
-    compute: ComputeConfig, *, progress: Progress, effort: Effort | None = None, path: Path | None = None
+    compute: ComputeConfig,
+    *,
+    progress: Progress,
+    effort: Effort | None = None,
+    path: Path | None = None,
+    takes_busy: bool = False,
 ) -> dict[str, Any]:
     """Measure, fit, write the profile and return it. `path` None: the place the engine and the planner read.
 
-    effort: for each of the models timed; without it five rounds or BUDGET_S.
+    effort: for each of the models timed; without it five rounds or BUDGET_S. takes_busy: keep what was measured beside other
+    programs; otherwise that is a ConfigError, and what was known of the machine stays.
     """
     effort = effort or Effort(budget_s=BUDGET_S)
     samples: list[TimedStep] = []
+    adapted: dict[str, tuple[str, AdaptedSteps]] = {}  # by compute dtype, with the weights beside them
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
     host: dict[str, float] = {}
+    elsewhere: dict[str, float | str] = {}
     backend = kernels = ""
     placement = Placement(threads=1)
     for weights in ("bf16", "int8", "int4", "fp32"):
@@ -130,15 +146,21 @@ def calibrate(
         ceilings[weights] = machine_ceilings(model)
         if backend == "cpu" and cache is None:
             cache = _cache(model.placement, ceilings[weights].read_bytes_per_s)
-        samples += _sample(model, DECODE_STEPS + PREFILL_STEPS, effort)
+        taken = _sample(model, DECODE_STEPS + PREFILL_STEPS, effort, takes_busy=takes_busy)
+        samples += taken
+        dtype = CostView(model).quant.compute
+        if dtype not in adapted:  # over int4, too, rows are int8
+            adapted[dtype] = weights, adapted_steps(model, replace(effort, budget_s=effort.budget_s / 2))
         model.close()
+        if backend == "cpu" and weights == "bf16":
+            elsewhere = _elsewhere(taken, config, effort, takes_busy=takes_busy)
         if backend == "cpu":
             small = random_model(SMALL_MODEL, config, seed=0)
-            samples += _sample(small, SMALL_STEPS, effort)
+            samples += _sample(small, SMALL_STEPS, effort, takes_busy=takes_busy)
             small.close()
         if weights == "bf16":
             empty = random_model(EMPTY_MODEL, config, seed=0)
-            samples += _sample(empty, EMPTY_STEPS, effort)
+            samples += _sample(empty, EMPTY_STEPS, effort, takes_busy=takes_busy)
             host = _host(empty, effort)
             empty.close()
     progress("fitting")
@@ -146,6 +168,13 @@ def calibrate(
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
     profile = _fit(profile, samples) | {"host": host}
+    profile["adapters"] = constants_of(
+        {dtype: steps for dtype, (_, steps) in adapted.items()},
+        profile["flops_per_s"],
+        {dtype: profile["memory_bytes_per_s"] * profile["eb"][weights] for dtype, (weights, _) in adapted.items()},
+    )
+    if elsewhere:
+        profile["elsewhere"] = elsewhere
     profile["fingerprint"] = fingerprint()
     target = path or profile_path()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -153,12 +182,31 @@ def calibrate(
     return profile
 
 
-def _sample(model: Model, steps: Sequence[StepShape], effort: Effort) -> list[TimedStep]:
+def _sample(model: Model, steps: Sequence[StepShape], effort: Effort, *, takes_busy: bool) -> list[TimedStep]:
     longest = max(sum((s.start_pos + s.new_tokens + 32) * s.count for s in work.shapes) for work in steps)
     probe, view = StepProbe(model, max_tokens=longest), CostView(model)
     # in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others
-    rounds = measure([probe.sampler(work) for work in steps], effort)
+    rounds = measure([probe.usual(work) for work in steps], effort)
+    if rounds.is_disturbed and not takes_busy:
+        raise ConfigError(
+            f"other programs used {rounds.others:.0%} of the cores while this machine was measured; nothing was written",
+            hint="stop them and run it again, or keep such a profile with --busy",
+        )
     return [TimedStep(view=view, work=work, measured=rounds.point(i)) for i, work in enumerate(steps)]
+
+
+def _elsewhere(
+    own: Sequence[TimedStep], config: ComputeConfig, effort: Effort, *, takes_busy: bool
+) -> dict[str, float | str]:
+    """How many times as fast the torch backend goes through a step of each phase, with the same weights."""
+    steps = (DECODE_STEPS[0], _HALF_A_THOUSAND)
+    with closing(random_model(PROBE_MODEL, replace(config, backend="torch"), seed=0)) as model:
+        theirs = _sample(model, steps, effort, takes_busy=takes_busy)
+        found: dict[str, float | str] = {"backend": model.backend_name, "weights": model.weights_format}
+    for step in theirs:
+        ours = next(sample for sample in own if sample.work is step.work)
+        found[step.phase.value] = ours.measured.value / step.measured.value
+    return found
 
 
 def _host(model: Model, effort: Effort) -> dict[str, float]:
@@ -233,6 +281,9 @@ def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any
     """Damped Gauss-Newton on log ratios, with a weak pull to the start so that an unseen constant stays put."""
     places = _places(profile)
     start = np.log([table[key] for table, key in _cells(profile, places)])
+    lowest, highest = start - 4.0, start + 4.0
+    is_share = np.array([len(place) > 1 for place in places])
+    lowest[is_share], highest[is_share] = np.log(LEAST_SHARE), np.log(MOST_SHARE)
     logs = start.copy()
 
     def residuals(values: np.ndarray) -> np.ndarray:
@@ -247,13 +298,18 @@ def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any
         weight = np.minimum(1.0, 0.1 / np.maximum(np.abs(current), 1e-12))  # Huber: one odd point bends nothing
         normal = jacobian.T @ (weight[:, None] * jacobian)
         step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (weight * current))
-        tried = np.clip(logs + step, start - 4.0, start + 4.0)
+        tried = np.clip(logs + step, lowest, highest)
         found = residuals(tried)
         if np.sum(weight * found**2) < np.sum(weight * current**2):
             logs, current, damping = tried, found, damping * 0.3
         else:
             damping *= 8.0
     residuals(logs)
+    cache = profile.get("cache")
+    if cache is not None:  # which is never slower than the memory behind it, though a few short steps may say so
+        for weights, share in profile["eb"].items():
+            least = share * profile["memory_bytes_per_s"] / cache["bytes_per_s"]
+            cache["eb"][weights] = max(cache["eb"][weights], least)
     for phase in Phase:
         ratios = [s.measured.value / _predicted_s(profile, s) for s in samples if s.phase is phase]
         summary = residual_of(ratios)

@@ -21,9 +21,8 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.speculation import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.drafters import OpenDrafter
-from diptych.engine.drafting import Drafting
 from diptych.engine.executor import ModelExecutor
-from diptych.engine.load import draft_prices, once_for_each
+from diptych.engine.load import draft_prices, join_drafters, once_for_each
 from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
 from diptych.ground.config import BlockConfig, EngineConfig, SchedulerConfig
 from diptych.ground.events import Event, TokenEvent
@@ -137,7 +136,7 @@ class Engines:
         """The same with drafters and a choice of depths in place of the engine's own (None: these)."""
         clock, step_time = MonotonicClock(), StepTimeModel()
         predict_s = self._predict(step_time)
-        prices = draft_prices(None, predict_s, has_profile=self._predictor is not None)
+        prices = draft_prices([], predict_s, has_profile=self._predictor is not None)
         core = self._core(predict_s, settings, drafters=drafters, depths=prices if depths is None else depths)
         return self._joined(core, None, clock, step_time, prices)
 
@@ -145,7 +144,7 @@ class Engines:
         """The same with a drafter that the executor runs, as `wrap` makes it."""
         clock, step_time = MonotonicClock(), StepTimeModel()
         predict_s = self._predict(step_time)
-        prices = draft_prices(opened, predict_s, has_profile=self._predictor is not None)
+        prices = draft_prices([opened], predict_s, has_profile=self._predictor is not None)
         settings = settings | {"speculate": opened.kind, "max_draft_tokens": opened.most_drafts}
         core = self._core(predict_s, settings, depths=prices)
         return self._joined(core, lambda sampler: wrap(self._open(opened, sampler, clock)), clock, step_time, prices)
@@ -175,7 +174,7 @@ class Engines:
         sampler = Sampler(vocab, model.device, drawing=model)
         drafting = None
         if drafter is not None:
-            drafting = Drafting(drafter(sampler), vocab_size=vocab, observe=prices.observe_drafting)
+            drafting = join_drafters([drafter(sampler)], prices, vocab_size=vocab, clock=clock)
         executor = ModelExecutor(model, self._kv, sampler, clock=clock, drafting=drafting)
         return Driver(core, executor, clock, vocab=vocab, observe=observe)
 

@@ -23,7 +23,6 @@ from diptych.engine.load import LoadedModel, local_predictor, size_pool
 from diptych.ground.config import EngineConfig
 from diptych.ground.shape import StepShape
 from diptych.lab.drive import Engines
-from diptych.lab.fingerprint import last_level_cache_bytes
 from diptych.lab.probe import StepProbe, prompt_works
 from diptych.lab.rounds import Effort, Estimate, Rounds, Sampler, measure
 
@@ -239,13 +238,12 @@ class Stage:
 
     @property
     def cached_weights(self) -> str:
-        """A warning for decode's pace when the last-level cache could hold the weights, else nothing."""
-        cache_bytes = last_level_cache_bytes()
-        if cache_bytes is None or self.model.weight_bytes > cache_bytes or self.model.device.type != "cpu":
+        """A word for decode's pace when a cache is measured to hold the weights, else nothing."""
+        if self.ceilings.cached_bytes_per_s is None:
             return ""
         return (
-            f"; but this model's weights fit the last-level cache of {cache_bytes / 2**20:.0f} MiB, so decode may outrun the "
-            "memory"
+            f"; a cache holds this model's weights and is read at {self.ceilings.cached_bytes_per_s / 1e9:.1f} GB/s, "
+            f"the memory at {self.ceilings.read_bytes_per_s / 1e9:.1f}"
         )
 
     def probe(self, max_tokens: int) -> StepProbe:

@@ -6,6 +6,7 @@ same object. KV of positions before a chunk is whatever the pool holds: times do
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -52,8 +53,12 @@ class StepProbe:
         return lambda: self.model.forward(batch, self._kv)
 
     def sampler(self, work: StepShape, *, adapters: Sequence[int] = ()) -> Sampler:
-        """Seconds of one forward step, logits included."""
+        """Seconds of one forward step, logits included: the quickest of several, where it is short."""
         return burst(self._synced(self.step(work, adapters=adapters)))
+
+    def usual(self, work: StepShape, *, adapters: Sequence[int] = ()) -> Sampler:
+        """The same, the median of several: what an engine's step takes, which nobody runs again for a better time."""
+        return burst(self._synced(self.step(work, adapters=adapters)), choose=statistics.median)
 
     def prompt_sampler(self, n_tokens: int) -> Sampler:
         """Seconds of a whole prompt, read in chunks as the engine does."""

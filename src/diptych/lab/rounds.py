@@ -7,6 +7,11 @@ every median is settled or the time is up. What is reported is the median over r
 
     rounds = measure([lambda: seconds_of_a(), lambda: seconds_of_b()], Effort())
     rounds.point(0), rounds.of(lambda times_N: times_N[1] / times_N[0])
+
+Whether one way is at least so many times as fast as another is asked of pairs: both directly one behind the other, the first
+of them in turns, until the interval of their ratio says yes or no.
+
+    pairs(lambda: seconds_off(), lambda: seconds_on(), Effort(), limit=0.97).verdict
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 import psutil
@@ -31,6 +37,8 @@ BURST_RUNS = 15
 MOST_ROUNDS = 60
 TAIL = 0.025
 LEAST_QUIET = 3  # quiet rounds with which a verdict can be given
+LEAST_PAIRS = 8  # of which the interval of a median is narrower than their range
+MOST_PAIRS = 512
 DISTURBED = 0.05  # share of all cores' time that others take in a round, beyond which it is set aside
 
 
@@ -193,14 +201,82 @@ def measure(samplers: Sequence[Sampler], effort: Effort, *, progress: Callable[[
     return Rounds(np.array(kept), others=others_share, set_aside=len(shares) - len(kept), is_disturbed=is_disturbed)
 
 
+class Verdict(Enum):
+    """Whether a ratio is at least a limit."""
+
+    YES = "yes"
+    NO = "no"
+    OPEN = "not decided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """How many times as fast the second of two ways is, and whether that is at least the limit: where the whole interval is on
+    one side of it, and the machine was quiet. others, set_aside: see Rounds.
+    """
+
+    gain: Estimate
+    verdict: Verdict
+    others: float = 0.0
+    set_aside: int = 0
+
+    def text(self) -> str:
+        """'1.02 (0.99 to 1.04) over 16 pairs, yes'."""
+        aside = f", {self.set_aside} more set aside" if self.set_aside else ""
+        return f"{self.gain.text('{:.3f}')} over {self.gain.samples} pairs{aside}, {self.verdict.value}"
+
+
+def pairs(first: Sampler, second: Sampler, effort: Effort, *, limit: float) -> Pairs:
+    """Times of `first` over those of `second`, in pairs, until it is decided whether the ratio is at least the limit, or
+    effort.budget_s is over, and effort.rounds of them at least. Each is sampled once before. Pairs in which others used the
+    machine are set aside; the interval is looked at when the pairs have doubled, as who looks after each is lucky some time.
+    """
+    clock, others = MonotonicClock(), Others()
+    first(), second()
+    others.share()
+    begin_s = clock.now_s()
+    quiet: list[float] = []
+    disturbed: list[float] = []
+    shares: list[float] = []
+    looks_at = max(LEAST_PAIRS, effort.rounds)
+    while len(shares) < MOST_PAIRS:
+        n, spent_s = len(shares), clock.now_s() - begin_s
+        if n >= effort.rounds and spent_s + spent_s / max(n, 1) > effort.budget_s:
+            break
+        if len(quiet) >= looks_at:
+            looks_at = 2 * len(quiet)
+            if _verdict(Estimate.of(quiet), limit) is not Verdict.OPEN:
+                break
+        if n % 2:
+            second_s, first_s = second(), first()
+        else:
+            first_s, second_s = first(), second()
+        shares.append(others.share())
+        (disturbed if shares[-1] > DISTURBED else quiet).append(first_s / second_s)
+    is_quiet = len(quiet) >= LEAST_QUIET
+    gain = Estimate.of(quiet if is_quiet else quiet + disturbed)
+    verdict = _verdict(gain, limit) if is_quiet else Verdict.OPEN
+    aside = len(disturbed) if is_quiet else 0
+    return Pairs(gain=gain, verdict=verdict, others=float(np.mean(shares)), set_aside=aside)
+
+
+def _verdict(gain: Estimate, limit: float) -> Verdict:
+    if gain.samples < LEAST_PAIRS:
+        return Verdict.OPEN
+    return Verdict.YES if gain.low >= limit else Verdict.NO if gain.high < limit else Verdict.OPEN
+
+
 def _is_settled(rows: Sequence[Sequence[float]], settled: float) -> bool:
     return all(Estimate.of(column).uncertainty <= settled for column in zip(*rows, strict=True))
 
 
-def burst(run: Callable[[], object], clock: Clock | None = None) -> Sampler:
+def burst(
+    run: Callable[[], object], clock: Clock | None = None, *, choose: Callable[[Sequence[float]], float] = min
+) -> Sampler:
     """A sampler of something that does the same work every time: a long run is timed once, a short one several times.
 
-    Of several the quickest counts: what another run of equal work takes longer is not its own time.
+    Of several the quickest counts: what another run of equal work takes longer is not its own time. choose: another one of
+    them, such as the median, for what a run usually takes.
     """
     clock = clock or MonotonicClock()
 
@@ -216,6 +292,6 @@ def burst(run: Callable[[], object], clock: Clock | None = None) -> Sampler:
         times_s: list[float] = []
         while sum(times_s) < BURST_S and len(times_s) < BURST_RUNS:
             times_s.append(timed())
-        return min(times_s)
+        return choose(times_s)
 
     return sample

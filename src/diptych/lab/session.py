@@ -41,8 +41,7 @@ class LabRun:
         self._facts = fingerprint() | {
             "model": stage.name,
             "backend": f"{model.backend_name}, {model.weights_format} weights, {model.kv_format} KV, {model.threads} threads",
-            "ceilings": f"{stage.ceilings.read_bytes_per_s / 1e9:.1f} GB/s read, "
-            f"{stage.ceilings.flops_per_s / 1e9:.0f} Gop/s {stage.ceilings.compute_dtype}",
+            "ceilings": f"{stage.ceilings.words()} {stage.ceilings.compute_dtype}",
             "predictions": stage.predictions,
         }
         if stage.cut:

@@ -136,12 +136,12 @@ class HfConfig:
             raise LoadError(f"{name} in {self.path} is {value!r}; supported: {', '.join(sorted(ACTIVATIONS))}")
         return ACTIVATIONS[value]
 
-    def layer_types(self, n_layers: int) -> list[str] | None:
-        """'full_attention' or 'sliding_attention' per layer, or None where the config does not say."""
+    def layer_types(self, n_layers: int, limited: str = "sliding_attention") -> list[str] | None:
+        """'full_attention' or `limited` per layer, or None where the config does not say."""
         value = self.raw.get("layer_types")
         if value is None:
             return None
-        known = ("full_attention", "sliding_attention")
+        known = ("full_attention", limited)
         if not isinstance(value, list) or any(item not in known for item in value):
             raise LoadError(f"layer_types in {self.path} may hold {' and '.join(known)} only")
         if len(value) != n_layers:

@@ -30,18 +30,22 @@ class TensorNames:
     """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
 
     mlp: where the MLP may be found, tried in order. expert: gate, up and down of one expert, where they are separate;
-    stacked: of all experts in one tensor each, is_transposed: as gpt-oss stacks them. choice_axes: what choice_bias has
-    before its experts. norms: before attention, after it, before the MLP, after it.
+    stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs], takes_turns: rows of gate and up in turn.
+    choice_axes: what choice_bias has before its experts. norms: before attention, after it, before the MLP, after it.
+    q_norm, k_norm: where each head has a weight of its own they are stacked in one tensor, or {} stands for the head.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     o: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     mlp: tuple[str, ...] = ("mlp.",)
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     is_transposed: bool = False
+    takes_turns: bool = False
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
     choice_axes: tuple[int, ...] = ()
@@ -58,11 +62,13 @@ class Family:
 
     keys: every key read, with its class default; None: from the others. fixed: known keys and the values they may have.
     renamed: this class's name of a key -> the name used here. full_every: without layer_types, every so many-th layer
-    attends to everything. local_theta: the key with the rotary base of windowed layers, which then have no scaling.
-    longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to everything have no rotary
-    positions; turns_full_alone: unless all do. positions_offset: learned positions, and how many come first.
-    parallel_key: the key that says whether attention and MLP run side by side, with the norm that `Norms.PARALLEL` has.
-    built_as: the class of another family with which transformers builds this one.
+    attends to everything, full_first: beginning with the first. local_theta: the key with the rotary base of windowed layers,
+    which then have no scaling. longrope_names: rope types that mean longrope here. turns_windowed_only: layers that attend to
+    everything have no rotary positions; turns_full_alone: unless all do. attends_in_chunks: what is `sliding_window` here is
+    the length of chunks that layers with rotary positions attend within; scales_queries: queries of the other layers are
+    scaled by position. positions_offset: learned positions, and how many come first. parallel_key: the key that says whether
+    attention and MLP run side by side, with the norm that `Norms.PARALLEL` has. built_as: the class of another family with
+    which transformers builds this one.
     prefixes: where tensors may begin, tried in order; ignored: parts of names of tensors that nobody needs.
     """
 
@@ -91,11 +97,14 @@ class Family:
     activation: Activation | None = None
     has_sinks: bool = False
     full_every: int | None = None
+    full_first: bool = False
     local_theta: str | None = None
     longrope_names: tuple[str, ...] = ("su",)
     is_interleaved: bool | str = False
     turns_windowed_only: bool = False
     turns_full_alone: bool = False
+    attends_in_chunks: bool = False
+    scales_queries: bool = False
     positions_offset: int | None = None
     renormalises: bool | str = "norm_topk_prob"
     scores: Scores = Scores.SOFTMAX
@@ -104,6 +113,7 @@ class Family:
     has_choice_bias: bool = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
+    weighs_input: bool = False
     reads_mxfp4: bool = False
     names: TensorNames = field(default_factory=TensorNames)
     prefixes: tuple[str, ...] = ("model.",)

@@ -142,6 +142,7 @@ ONE_EXPERT = re.compile(r"^(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^mlp\.shared_experts?\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
+HEAD_NORM = re.compile(r"^self_attn\.([qk])_layernorm\.norms\.(\d+)$")
 # their names of tensors that may lie stacked along their rows in another, and which part of it they are
 JOINED = {
     "attn_q": ("attn_qkv", "first"), "attn_k": ("attn_qkv", "second to last"), "attn_v": ("attn_qkv", "last"),
@@ -152,7 +153,7 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weig
 BLOCK = re.compile(r"^blk\.(\d+)\.")
 ROPE_TENSOR = re.compile(r"^(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight$")
 
-Q_BIAS, O_BIAS, UP_BIAS = "attn_q.bias", "attn_output.bias", "ffn_up.bias"
+Q_BIAS, O_BIAS, UP_BIAS, Q_NORM = "attn_q.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight"
 LLAMA = GgufArchitecture(
     architecture="LlamaForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
 )
@@ -160,7 +161,6 @@ MIXTRAL = GgufArchitecture(architecture="MixtralForCausalLM", keys=EXPERTS, is_p
 GEMMA: dict[str, Any] = {"keys": {**WINDOWED, **CAPPED}, "norms": AROUND, "norm_added": 1.0}
 # a Granite without positions says so where others say how they were trained
 GRANITE: dict[str, Any] = {"is_permuted": True, "values": {"rope.scaling.finetuned": (True,)}}
-COHERE: dict[str, Any] = {"eps": LAYER_NORM, "present": {"attention_bias": Q_BIAS}}
 DEEPSEEK_V2 = GgufArchitecture(
     architecture="DeepseekV2ForCausalLM",
     keys={**GROUPED, **LATENT},
@@ -228,20 +228,27 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         fixed=UNGROUPED,
         values={"expert_gating_func": (0, SIGMOID)},
         norms=BEHIND,
-        present={"attention_bias": Q_BIAS, "use_qk_norm": "attn_q_norm.weight"},
+        present={"attention_bias": Q_BIAS, "use_qk_norm": Q_NORM},
     ),
     "command-r": GgufArchitecture(
-        architecture="CohereForCausalLM", keys={"logit_scale": "logit_scale"}, **COHERE
+        architecture="CohereForCausalLM",
+        keys={"logit_scale": "logit_scale"},
+        eps=LAYER_NORM,
+        present={"attention_bias": Q_BIAS, "use_qk_norm": Q_NORM},
     ),
     "cohere2": GgufArchitecture(
-        architecture="Cohere2ForCausalLM", keys={"logit_scale": "logit_scale", **WINDOWED}, window_every=4, **COHERE
+        architecture="Cohere2ForCausalLM",
+        keys={"logit_scale": "logit_scale", **WINDOWED},
+        window_every=4,
+        eps=LAYER_NORM,
+        present={"attention_bias": Q_BIAS},
     ),
     # whether attention and MLP run side by side, llama.cpp sees by the norm between them
     "stablelm": GgufArchitecture(
         architecture="StableLmForCausalLM",
         eps=LAYER_NORM,
         values={"use_parallel_residual": (False, True)},
-        present={"use_qkv_bias": Q_BIAS},
+        present={"use_qkv_bias": Q_BIAS, "qk_layernorm": Q_NORM},
         absent={"use_parallel_residual": "ffn_norm.weight"},
     ),
     "seed_oss": GgufArchitecture(
@@ -331,6 +338,10 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         raise LoadError(f"{keys.full('attention.head_count')} in {file.path} is {heads}; it must be at least 1")
     config.setdefault("num_key_value_heads", heads)
     config.setdefault("head_dim", config["hidden_size"] // heads)
+    if not isinstance(config["head_dim"], int) or config["head_dim"] < 1:
+        raise LoadError(
+            f"heads in {file.path} are {config['head_dim']} wide ({keys.full('attention.key_length')}); it must be at least 1"
+        )
     config.setdefault("rope_theta", 10_000.0)
     blocks = {name.partition(".")[2].partition(".")[2] for name in file.tensors if name.startswith("blk.")}
     blocks |= {"attn_q.bias" for name in blocks if name == "attn_qkv.bias"}
@@ -525,7 +536,8 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
     if layer[2] in ODD_ENDINGS:
         return Place(name=f"{block}.{ODD_ENDINGS[layer[2]]}")
     part, _, ending = layer[2].rpartition(".")
-    expert, shared, head = (form.match(part) for form in (ONE_EXPERT, SHARED_EXPERTS, LATENT_HEAD))
+    forms = (ONE_EXPERT, SHARED_EXPERTS, LATENT_HEAD, HEAD_NORM)
+    expert, shared, head, norm = (form.match(part) for form in forms)
     if ending not in ("weight", "bias"):
         return None
     if expert is not None and expert[2] in EXPERT:
@@ -534,6 +546,8 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
         return Place(name=f"{block}.ffn_{EXPERT[shared[1]]}_shexp.{ending}")
     if head is not None:
         return Place(name=f"{block}.attn_{head[1]}.{ending}", expert=int(head[2]))
+    if norm is not None:
+        return Place(name=f"{block}.attn_{norm[1]}_norm.{ending}", expert=int(norm[2]))
     theirs = kind.norms.get(part) or IN_LAYER.get(part)
     if theirs is None:
         return None

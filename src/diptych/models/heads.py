@@ -65,6 +65,16 @@ class EagleSpec:
         return _no_layers("eagle3-fc", self.layer.hidden, self.layer.hidden)
 
 
+def kind_of_heads(config: dict[str, Any]) -> str | None:
+    """'medusa', 'eagle', or None for a config that is of no heads."""
+    names = " ".join(map(str, config.get("architectures") or ())).lower()
+    if config.get("model_type") == "medusa" or "medusa_num_heads" in config or "medusa" in names:
+        return "medusa"
+    if "eagle" in names or "draft_vocab_size" in config or "speculators_model_type" in config:
+        return "eagle"
+    return None
+
+
 def read_medusa(config: dict[str, Any], target: ModelSpec, path: str, *, has_own_head: bool) -> MedusaSpec:
     """The description of Medusa heads. LoadError for a config without them, ConfigError where they do not fit."""
     n_heads = config.get("medusa_num_heads", config.get("num_heads"))

@@ -2,7 +2,7 @@
 
 `modules.json` names a pipeline, of which the transformer, a pooling (last token or mean), a normalisation and the score of two
 logits are known here. `config_sentence_transformers.json` has the prompts, `sentence_bert_config.json` how texts are read.
-What would change a vector and is not known is refused by name: other modules and poolings, attention both ways.
+What would change a vector and is not known is refused by name: other modules and poolings, code of its own.
 
 >>> read_pooling(Path("Qwen3-Embedding-0.6B"), HfConfig(config))  # doctest: +SKIP
 EmbeddingSpec(pool=<Pool.LAST: 'last'>, is_normalised=True, ...)
@@ -34,6 +34,8 @@ OLD_POOLS = {
 # pooling_type of GGUF files (`enum llama_pooling_type` of llama.h); 0: none
 GGUF_POOLS = {1: Pool.MEAN, 3: Pool.LAST}
 ACTIVATIONS = {"Sigmoid": True, "Identity": False}
+# files of code in `auto_map` whose embeddings are those of the plain family with attention both ways (arXiv 2402.09906)
+KNOWN_CODE = ("modeling_gritlm7b", "modeling_gritlm8x7b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,8 @@ class Reading:
 class EmbeddingSpec:
     """How a prompt's states become its vector. includes_prompt: whether a mean is also over the instruction.
 
-    dimensions: the lengths that a vector may be cut to; empty: any.
+    dimensions: the lengths that a vector may be cut to; empty: any. both_ways: each token attends to all others.
+    dense: folders of the layers that a state goes through before it is normalised, in order.
     """
 
     pool: Pool = Pool.LAST
@@ -63,6 +66,8 @@ class EmbeddingSpec:
     includes_prompt: bool = True
     reading: Reading = Reading()
     dimensions: tuple[int, ...] = ()
+    both_ways: bool = False
+    dense: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,7 @@ class ScoringSpec:
     token_ids: tuple[int, ...] | None
     is_sigmoid: bool = True
     reading: Reading = Reading()
+    both_ways: bool = False
 
 
 def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSpec | None:
@@ -85,25 +91,37 @@ def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSp
     is_classifier = isinstance(named, list) and bool(named) and str(named[0]).endswith("ForSequenceClassification")
     if not modules and not is_classifier:
         return None
-    refuse_both_ways(config)
-    others = [kind for kind in modules if kind not in ("Transformer", "Pooling", "Normalize", "LogitScore")]
+    both_ways = sees_both_ways(config)
+    kinds = [kind for kind, _ in modules]
+    places = dict(modules)
+    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")]
     if others:
         raise UnsupportedModel(f"{MODULES} in {directory} has the module {others[0]}, which is not supported")
     reading = _reading(directory)
-    if is_classifier:
-        return ScoringSpec(token_ids=None, is_sigmoid=_is_sigmoid(directory, config), reading=reading)
-    if "LogitScore" in modules:
-        path = directory / modules["LogitScore"] / "config.json"
-        return ScoringSpec(token_ids=_true_and_false(path), is_sigmoid=_is_sigmoid(directory, config), reading=reading)
-    if "Pooling" not in modules:
+    if is_classifier or "LogitScore" in places:
+        return ScoringSpec(
+            token_ids=None if is_classifier else _true_and_false(directory / places["LogitScore"] / "config.json"),
+            is_sigmoid=_is_sigmoid(directory, config),
+            reading=reading,
+            both_ways=both_ways,
+        )
+    if "Pooling" not in places:
         raise UnsupportedModel(f"{MODULES} in {directory} names no pooling; one vector per text cannot be made")
-    pool, includes_prompt = _pooling(directory / modules["Pooling"] / "config.json")
+    behind = kinds[kinds.index("Pooling") + 1 :]
+    is_normalised = behind[-1:] == ["Normalize"]
+    if behind != ["Dense"] * (len(behind) - is_normalised) + ["Normalize"] * is_normalised:
+        raise UnsupportedModel(
+            f"{MODULES} in {directory} has {', '.join(kinds)}: Dense and then Normalize may come behind Pooling"
+        )
+    pool, includes_prompt = _pooling(directory / places["Pooling"] / "config.json")
     return EmbeddingSpec(
         pool=pool,
-        is_normalised="Normalize" in modules,
+        is_normalised=is_normalised,
         includes_prompt=includes_prompt,
         reading=reading,
         dimensions=tuple(config.integers("matryoshka_dimensions") or ()),
+        both_ways=both_ways,
+        dense=tuple(directory / place for kind, place in modules if kind == "Dense"),
     )
 
 
@@ -120,40 +138,39 @@ def read_gguf_pooling(config: HfConfig) -> EmbeddingSpec | None:
     return EmbeddingSpec(pool=GGUF_POOLS[kind])
 
 
-def refuse_both_ways(config: HfConfig) -> None:
-    """UnsupportedModel for a checkpoint whose tokens attend to those behind them, or that brings code which may do so."""
+def sees_both_ways(config: HfConfig) -> bool:
+    """Whether tokens attend to those behind them. UnsupportedModel for code of its own that may do so, or anything else."""
     raw = config.raw
-    both_ways = {"is_causal": raw.get("is_causal") is False}
-    both_ways |= {key: bool(raw.get(key)) for key in ("use_bidirectional_attention", "bidirectional")}
-    for key, is_set in both_ways.items():
-        if is_set:
-            raise UnsupportedModel(
-                f"{key} in {config.path} is {raw[key]!r}: tokens attend to those behind them; only causal attention is run",
-                hint="choose an embedding model with causal attention (Qwen3-Embedding, e5-mistral)",
-            )
+    inner = raw.get("text_config")
+    for said in (raw, inner if isinstance(inner, dict) else {}):
+        if said.get("is_causal") is False or said.get("use_bidirectional_attention") or said.get("bidirectional"):
+            return True
     code = raw.get("auto_map")
-    if code:
-        where = next(iter(code.values()), "") if isinstance(code, dict) else code
-        raise UnsupportedModel(
-            f"{config.path} brings code of its own ({str(where)[:80]}), which is never run; embedding models that do "
-            "(GritLM, gte-Qwen2, NV-Embed) attend both ways, and only causal attention is run",
-            hint="remove auto_map from the config if the model is a plain causal one",
-        )
+    if not code or raw.get("is_causal") is True:
+        return False
+    where = str(next(iter(code.values()), "") if isinstance(code, dict) else code)
+    if where.rpartition("--")[2].partition(".")[0] in KNOWN_CODE:
+        return True
+    raise UnsupportedModel(
+        f"{config.path} brings code of its own ({where[:80]}), which is never run, and does not say whether tokens attend to "
+        "those behind them",
+        hint='write "is_causal": false into the config if they do and the model is otherwise a plain one, true if they do not',
+    )
 
 
-def _modules(directory: Path) -> dict[str, str]:
-    """Kinds of the pipeline's modules, each with its folder; empty where no pipeline is named."""
+def _modules(directory: Path) -> list[tuple[str, str]]:
+    """Kinds of the pipeline's modules in order, each with its folder; empty where no pipeline is named."""
     path = directory / MODULES
     if not path.is_file():
-        return {}
+        return []
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise LoadError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON_BYTES} are read")
         listed = json.loads(path.read_text(encoding="utf-8"))
-        found = {str(one["type"]).rpartition(".")[2]: str(one.get("path", "")) for one in listed}
+        found = [(str(one["type"]).rpartition(".")[2], str(one.get("path", ""))) for one in listed]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LoadError(f"{path} cannot be read: {error}", hint="download the file again") from error
-    if any(Path(place).is_absolute() or ".." in Path(place).parts for place in found.values()):
+    if any(Path(place).is_absolute() or ".." in Path(place).parts for _, place in found):
         raise LoadError(f"{path} names a folder outside its own")
     return found
 

@@ -32,13 +32,14 @@ from diptych.models.spec import (
     MoeSpec,
     Norms,
     QkNorm,
+    QueryScale,
     Rope,
 )
 
 logger = logging.getLogger("diptych.models")
 
 # architectures of transformers that are a family's decoder under another head, or under none
-HEADLESS = ("ForSequenceClassification", "Model")
+HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)
 
 
@@ -79,17 +80,27 @@ def read_model(
         norm_eps=config.number("rms_norm_eps"),
         norm_offset=family.norm_offset,
         embed_scale=hidden**0.5 if family.has_scaled_embedding else config.number("embedding_multiplier", 1.0),
-        residual_scale=config.number("residual_multiplier", 1.0),
-        logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", 1.0),
+        residual_scale=_residual_scale(config),
+        logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", _base_stretch(config, hidden)),
         logit_softcap=config.optional_number("final_logit_softcapping"),
         is_tied=config.flag("tie_word_embeddings"),
         is_run=family.is_run,
-        has_head=has_head,
+        has_head=has_head and not _is_both_ways(config),
         centres_norms=family.centres_norms,
         has_norm_bias=family.has_norm_bias,
         has_embedding_norm=family.has_embedding_norm,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
     )
+
+
+def _residual_scale(config: HfConfig) -> float:
+    depth = config.optional_number("scale_depth")  # of MiniCPM, shared by the layers
+    usual = 1.0 if depth is None else depth / config.integer("num_hidden_layers") ** 0.5
+    return config.number("residual_multiplier", usual)
+
+
+def _base_stretch(config: HfConfig, hidden: int) -> float:
+    return hidden / config.integer("dim_model_base", hidden)
 
 
 def load_model_file(path: Path) -> ModelSpec:
@@ -141,8 +152,16 @@ def is_headless(config: HfConfig) -> bool:
     return isinstance(name, str) and _with_head(name) != name
 
 
+def _is_both_ways(config: HfConfig) -> bool:
+    """Whether every token attends to those behind it too (EmbeddingGemma): a model of states, which writes nothing.
+
+    `is_causal: false` says less: GritLM embeds with it, and writes without.
+    """
+    return bool(config.raw.get("use_bidirectional_attention"))
+
+
 def _with_head(architecture: str) -> str:
-    """The architecture that writes text: Qwen3ForCausalLM for Qwen3Model and Qwen3ForSequenceClassification."""
+    """The architecture that writes text: Qwen3ForCausalLM for Qwen3Model, Gemma3ForCausalLM for Gemma3TextModel."""
     for ending in HEADLESS:
         whole = architecture.removesuffix(ending) + "ForCausalLM"
         if architecture.endswith(ending) and whole in BY_ARCHITECTURE:
@@ -274,32 +293,54 @@ def _attention(
         raise LoadError(f"{n_heads} query heads cannot share {n_kv_heads} key-value heads ({config.path})")
     mla = None
     scale = config.number("query_pre_attn_scalar", head_dim) ** -0.5
+    qk_norm = family.qk_norm if family.qk_norm_key is None or config.flag(family.qk_norm_key) else QkNorm.NONE
+    if qk_norm is QkNorm.UNIT:  # stands behind the rotation, which changes no length
+        qk_norm = QkNorm.NONE if rope is None else qk_norm
+        if rope is not None and rope.attention_factor != 1.0:
+            raise LoadError(f"{rope.kind} rope in {config.path} stretches what {family.name} norms behind it")
     if config.raw.get("kv_lora_rank") is not None:
         mla = MlaSpec(
             q_rank=config.optional_integer("q_lora_rank"),
             kv_rank=config.integer("kv_lora_rank"),
             nope_dim=config.integer("qk_nope_head_dim"),
             rope_dim=head_dim,
-            v_dim=config.integer("v_head_dim"),
+            v_dim=config.integer("v_head_dim", max(1, config.integer("hidden_size") // n_heads)),
         )
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * latent_stretch(config) ** 2
     if "attention_multiplier" in family.keys:
         scale = config.number("attention_multiplier", scale)
-    is_normed = family.qk_norm_key is None or config.flag(family.qk_norm_key)
     return AttentionLayer(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
         scale=scale,
         window=window,
+        is_chunked=window is not None and family.attends_in_chunks,
         softcap=config.optional_number("attn_logit_softcapping"),
         rope=rope,
-        qk_norm=family.qk_norm if is_normed else QkNorm.NONE,
+        query_scale=_query_scale(config, family, rope),
+        qk_norm=qk_norm,
         has_qkv_bias=_decided(config, family.qkv_bias),
         has_o_bias=_decided(config, family.o_bias),
         has_sinks=family.has_sinks,
         mla=mla,
     )
+
+
+def _query_scale(config: HfConfig, family: Family, rope: Rope | None) -> QueryScale | None:
+    """By the rotary settings, or in layers without rotary positions (Llama 4, whose older files say 4 for true)."""
+    if rope is not None and rope.query_slope:
+        if config.raw.get("kv_lora_rank") is not None:
+            raise LoadError(
+                f"{config.path} scales queries of latent attention by their position, which no op here does"
+            )
+        return QueryScale(slope=rope.query_slope, tokens=rope.trained_tokens)
+    if not family.scales_queries:
+        return None
+    is_tuned = config.raw.get("attn_temperature_tuning")
+    if rope is not None or not (is_tuned == 4 or config.flag("attn_temperature_tuning")):
+        return None
+    return QueryScale(slope=config.number("attn_scale"), tokens=config.integer("floor_scale"), shift=1)
 
 
 def _decided(config: HfConfig, by: bool | str) -> bool:
@@ -309,19 +350,22 @@ def _decided(config: HfConfig, by: bool | str) -> bool:
 def _windows(config: HfConfig, family: Family, n_layers: int) -> list[int | None]:
     """The window of each layer: by layer_types, by the family's pattern, or on every layer; none where switched off."""
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window", True) else None
-    types = config.layer_types(n_layers)
+    if window is not None and _is_both_ways(config):
+        window = window // 2  # to either side
+    types = config.layer_types(n_layers, "chunked_attention" if family.attends_in_chunks else "sliding_attention")
     pattern = config.optional_integer("sliding_window_pattern") or family.full_every
     if window is None:
         windows: list[int | None] = [None] * n_layers
     elif types is not None and "layer_types" in family.keys:
-        windows = [window if kind == "sliding_attention" else None for kind in types]
+        windows = [None if kind == "full_attention" else window for kind in types]
     elif pattern is not None:
-        windows = [None if (i + 1) % pattern == 0 else window for i in range(n_layers)]
+        first = 0 if family.full_first else pattern - 1
+        windows = [None if i % pattern == first else window for i in range(n_layers)]
     elif "max_window_layers" in family.keys:
         first = config.integer("max_window_layers", low=0)
         windows = [window if i >= first else None for i in range(n_layers)]
     elif "no_rope_layers" in family.keys:
-        windows = [None if turns else window for turns in _no_rope(config, n_layers)]
+        windows = [window if turns is family.attends_in_chunks else None for turns in _no_rope(config, n_layers)]
     else:
         windows = [window] * n_layers
     if types is not None and "layer_types" not in family.keys:
@@ -344,7 +388,7 @@ def _turns(config: HfConfig, family: Family, windows: list[int | None]) -> list[
 def _no_rope(config: HfConfig, n_layers: int) -> list[bool]:
     """What no_rope_layers says, or its interval: true for layers that turn."""
     turns = config.integers("no_rope_layers")
-    if turns is None:
+    if not turns:
         interval = config.optional_integer("no_rope_layer_interval")
         return [interval is None or (i + 1) % interval != 0 for i in range(n_layers)]
     if len(turns) < n_layers:
@@ -374,6 +418,9 @@ def _moe_layers(config: HfConfig, n_layers: int) -> frozenset[int]:
     """Layers whose MLP is a mixture. "Every step-th layer" counts from 1: layers step-1, 2 step-1, ..."""
     if config.raw.get("num_experts") is None:
         return frozenset()
+    named = config.integers("moe_layers")
+    if named is not None:
+        return frozenset(named) & frozenset(range(n_layers))
     dense = config.integers("mlp_only_layers") or []
     step = config.integer("decoder_sparse_step", config.integer("moe_layer_freq", 1))
     kinds = config.raw.get("mlp_layer_types")
@@ -416,7 +463,7 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
     has_own = config.raw.get("moe_intermediate_size") is not None
     ffn = config.integer("moe_intermediate_size" if has_own else "intermediate_size")
     n_groups, per_token = _groups(config, family, n_experts, chosen)
-    shared = config.optional_integer("shared_expert_intermediate_size")
+    shared = config.optional_integer("shared_expert_intermediate_size", low=0)
     if shared is None:
         shared = ffn * (config.optional_integer("n_shared_experts", low=0) or 0)
     return MoeSpec(
@@ -435,4 +482,5 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         has_choice_bias=family.has_choice_bias,
         has_expert_bias=family.has_expert_bias,
         has_shared_gate=family.has_shared_gate,
+        weighs_input=family.weighs_input,
     )

@@ -1,7 +1,7 @@
 """Why known kinds of models are not run: what in them has no op here. A kind that is on no list is refused without a reason.
 
->>> reason_for("llama4_text")
-'experts that weigh their input, queries scaled by position'
+>>> reason_for("diffllama")
+'attention with two softmaxes'
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "experts that weigh their input, queries scaled by position": ("llama4", "llama4_text"),
     "streams mixed by prediction (AltUp), embeddings for each layer, shared keys and values": ("gemma3n", "gemma3n_text"),
     "embeddings for each layer, shared keys and values": ("gemma4", "gemma4_text", "gemma4_unified"),
     "a state per sequence (linear attention, Mamba or convolution)": (
@@ -26,10 +25,10 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "norms behind a mixture of experts": ("flex_olmo",),
     "experts chosen one by one with jitter (sparsemixer)": ("phimoe",),
     "norms without weights": ("olmo",),
-    "a shared expert of another shape": ("granitemoeshared", "dbrx", "longcat_flash"),
+    "a shared expert of another shape": ("dbrx", "longcat_flash"),
     "attention that chooses its tokens by an index": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa"),
     "attention with two softmaxes": ("diffllama",),
-    "attention both ways": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
+    "an encoder alone, with positions of its own": ("bert", "roberta", "xlm-roberta", "electra", "camembert"),
     "an encoder beside the decoder": ("bart", "mbart", "pegasus", "marian", "whisper", "blenderbot"),
 })  # fmt: skip
 

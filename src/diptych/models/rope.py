@@ -71,13 +71,8 @@ def rope_section(
 
 
 def position_limit(config: HfConfig, rope: HfConfig | None, max_context_tokens: int | None) -> int:
-    """How many positions the engine may use: max_position_embeddings, or what was asked up to its stretched length.
-
-    Where queries are scaled by log(1 + position // original length), which no op does, those at which that is log(1).
-    """
+    """How many positions the engine may use: max_position_embeddings, or what was asked up to its stretched length."""
     trained = config.integer("max_position_embeddings")
-    if rope is not None and rope.optional_number("llama_4_scaling_beta"):
-        return min(trained, rope.integer("original_max_position_embeddings", trained))
     if max_context_tokens is None or rope is None or rope.raw["rope_type"] not in STRETCHING:
         return trained
     base = trained
@@ -132,6 +127,7 @@ def make_rope(
             beta_slow=rope.number("beta_slow", 1.0),
             is_truncated=rope.flag("truncate", True),
             attention_factor=_yarn_attention(rope, factor),
+            query_slope=rope.optional_number("llama_4_scaling_beta") or 0.0,
         )
     name = f"{longrope}_factor"
     if longrope == "auto":

@@ -37,6 +37,8 @@ class QkNorm(Enum):
 
     NONE = "none"
     HEAD = "head"  # each head over d, weight [d]
+    UNIT = "unit"  # each head over d, without a weight
+    HEADS = "heads"  # each head over d, its mean taken away, by a weight of its own: [H, d] for q and [K, d] for k
     FULL = "full"  # the whole projection, weight [H*d] for q and [K*d] for k
 
 
@@ -67,7 +69,8 @@ class Rope:
 
     kind: default, linear, dynamic, llama3, yarn or longrope. theta: the base, already stretched for dynamic.
     trained_tokens: original_max_position_embeddings. divisors: longrope's factors, one per pair of dimensions, of
-    `divisors_name` (short_factor or long_factor). attention_factor multiplies cos and sin. is_interleaved: neighbouring
+    `divisors_name` (short_factor or long_factor). attention_factor multiplies cos and sin. query_slope: queries are scaled by
+    position as `QueryScale` says, every trained_tokens. is_interleaved: neighbouring
     dimensions turn together in the checkpoint's order, not those half of rotary_dim apart.
     """
 
@@ -84,7 +87,17 @@ class Rope:
     attention_factor: float = 1.0
     divisors: tuple[float, ...] = ()
     divisors_name: str | None = None
+    query_slope: float = 0.0
     is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScale:
+    """Queries times 1 + slope * log(1 + (position + shift) // tokens), behind the rotary positions (arXiv:2501.19399)."""
+
+    slope: float
+    tokens: int
+    shift: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +129,8 @@ class CacheShape:
 class AttentionLayer:
     """One layer's attention: grouped queries, or latents where `mla` is given (then head_dim is the rotary part's).
 
-    window: a query sees the last `window` positions up to and with its own; None: all. softcap: scores become
+    window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the
+    last multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become
     softcap * tanh(score / softcap), after scale. rope None: no rotary positions. sinks: one learned logit per head.
     """
 
@@ -125,8 +139,10 @@ class AttentionLayer:
     head_dim: int
     scale: float
     window: int | None = None
+    is_chunked: bool = False
     softcap: float | None = None
     rope: Rope | None = None
+    query_scale: QueryScale | None = None
     qk_norm: QkNorm = QkNorm.NONE
     has_qkv_bias: bool = False
     has_o_bias: bool = False
@@ -158,8 +174,8 @@ class MoeSpec:
     shared_ffn: the total width of the always-active experts. routed_scale multiplies the mixture's sum.
     n_groups, groups_per_token: experts are chosen among the best groups only (1 of 1: all), a group being as good as the
     sum of its `group_best` best. has_router_bias: on the logits; has_choice_bias: on the scores, for the choice only.
-    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. skew: of the routing, 0 is uniform; see
-    `cost.components.expected_experts`.
+    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied
+    by its weight, not what it gives. skew: of the routing, 0 is uniform; see `cost.components.expected_experts`.
     """
 
     n_experts: int
@@ -177,7 +193,13 @@ class MoeSpec:
     has_choice_bias: bool = False
     has_expert_bias: bool = False
     has_shared_gate: bool = False
+    weighs_input: bool = False
     skew: float = 0.0
+
+    @property
+    def joins_apart(self) -> bool:
+        """Whether gate and up are joined by an operation of its own, not where their product is made."""
+        return self.weighs_input or self.activation is Activation.CLAMPED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +218,8 @@ class ModelSpec:
     Layers may differ, but for their mixtures: one in all layers that have one. max_context_tokens: the longest sequence an
     engine may run. norm_offset: added to every norm weight (1 where the family stores w - 1). centres_norms: norms take the
     mean away first (LayerNorm). residual_scale multiplies what a layer adds, logit_scale the logits. is_run: whether the
-    engine runs this family, or the planner only prices it. has_head: whether there is an output projection; a model without
-    one gives states (embeddings, scores) and no tokens.
+    engine runs this family, or the planner only prices it. has_head: whether there is an output projection that tokens are
+    drawn by; a model without one gives states (embeddings, scores) and no tokens.
     """
 
     name: str

@@ -148,7 +148,7 @@ class Accountant:
         """The least time the machine's ceilings allow for this request if it were alone."""
         if self._view is None or self._ceilings is None:
             return {"prefill_ms": None, "decode_ms": None, "bound": None}
-        usage, bytes_per_s, flops_per_s = account.usage, self._ceilings.read_bytes_per_s, self._ceilings.flops_per_s
+        usage, bytes_per_s, flops_per_s = account.usage, self._ceilings.roof_bytes_per_s, self._ceilings.flops_per_s
         prefill_s = decode_s = memory_s = compute_s = 0.0
         if usage.computed_tokens > 0:
             prompt = StepShape.prefill(batch=1, new_tokens=usage.computed_tokens, cached_tokens=usage.cached_tokens)
@@ -164,7 +164,7 @@ class Accountant:
         return {
             "prefill_ms": _ms(prefill_s),
             "decode_ms": _ms(decode_s),
-            "bound": "memory" if is_memory else "compute",
+            "bound": self._ceilings.roof if is_memory else "compute",
         }
 
     def _segments(self, account: Account) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ class LiveFeed:
             return None
         return {
             "prefill_tokens_per_s": ceilings.flops_per_s / self._work.linear,
-            "decode_steps_per_s": ceilings.read_bytes_per_s / self._model.weight_bytes,
+            "decode_steps_per_s": ceilings.roof_bytes_per_s / self._model.weight_bytes,
         }
 
     def _encode(self, frame: Frame) -> dict[str, Any]:

@@ -98,6 +98,7 @@ def request_line(past: Past, names: BlockNames) -> str:
                 "max_tokens": request.sampling.max_tokens,
                 "priority": request.priority,
                 "adapter": names.of_adapter(request.adapter),
+                "adapter_parameters": 0 if request.adapter is None else request.adapter.n_parameters,
                 "blocks": names.of(tokens, request.cache_scope),
                 "seen": asdict(seen),
             }
@@ -120,13 +121,18 @@ def journal_load(path: Path, *, limit: int | None = None, speed: float = 1.0) ->
     ConfigError for a damaged journal, and for one without requests.
     """
     blocks = BlockConfig(n_blocks=1)
-    found: list[tuple[float, int, int, tuple[int, ...]]] = []
+    found: list[tuple[float, int, int, tuple[int, ...], AdapterRef | None]] = []
+    adapters: dict[str, int] = {}
     for kind, entry in _lines(path):
         if kind == "head":
             blocks = entry["blocks"]
         elif kind == "request":
             numbers = tuple(entry["blocks"][: -(-entry["prompt_tokens"] // blocks.block_tokens)])
-            found += [(entry["arrival_s"], entry["prompt_tokens"], max(1, n), numbers) for n in entry["output_tokens"]]
+            adapter = _adapter(entry, adapters)
+            found += [
+                (entry["arrival_s"], entry["prompt_tokens"], max(1, n), numbers, adapter)
+                for n in entry["output_tokens"]
+            ]
     if not found:
         raise ConfigError(f"{path.name} has 0 requests; a trace needs at least 1")
     found.sort(key=lambda one: one[0])
@@ -138,8 +144,9 @@ def journal_load(path: Path, *, limit: int | None = None, speed: float = 1.0) ->
             output_tokens=output_tokens,
             prefix_ids=numbers,
             prefix_block_tokens=blocks.block_tokens,
+            adapter=adapter,
         )
-        for index, (arrival_s, prompt_tokens, output_tokens, numbers) in enumerate(found[:limit])
+        for index, (arrival_s, prompt_tokens, output_tokens, numbers, adapter) in enumerate(found[:limit])
     )
     return OpenLoad(items, shares_prefixes=True, speed=speed)
 
@@ -160,12 +167,13 @@ def journal_minutes(path: Path, request_id: str, *, machine: Machine | None = No
         )
     begin_s, end_s = target["arrival_s"] - AROUND_S, (target["end_s"] or target["arrival_s"]) + AROUND_S
     pasts: list[Past] = []
+    adapters: dict[str, int] = {}
     steps: list[tuple[float, float, StepShape]] = []
     for number, (kind, entry) in enumerate(_lines(path)):
         if kind == "step" and begin_s <= entry[0] <= end_s:
             steps.append((entry[0], entry[1], _shape(entry)))
         elif kind == "request" and entry["arrival_s"] <= end_s and (entry["end_s"] or end_s) >= begin_s:
-            pasts.append(_past(entry, number, blocks.block_tokens))
+            pasts.append(_past(entry, number, blocks.block_tokens, _adapter(entry, adapters)))
     minutes = Minutes(
         config=config,
         blocks=blocks,
@@ -212,18 +220,26 @@ def _shape(entry: Sequence[Any]) -> StepShape:
     return StepShape(shapes)
 
 
-def _past(entry: dict[str, Any], number: int, block_tokens: int) -> Past:
+def _adapter(entry: dict[str, Any], numbers: dict[str, int]) -> AdapterRef | None:
+    """What answered a request. numbers: of those met so far; journals of earlier versions have none, or not their size."""
+    name = entry.get("adapter")
+    if name is None:
+        return None
+    number, n_parameters = numbers.setdefault(name, len(numbers)), entry.get("adapter_parameters", 0)
+    return AdapterRef(name=name, number=number, revision=name, n_parameters=n_parameters)
+
+
+def _past(entry: dict[str, Any], number: int, block_tokens: int, adapter: AdapterRef | None) -> Past:
     prompt, outputs = entry["prompt_tokens"], entry["output_tokens"]
     longest = max((prompt, *(prompt + n for n in outputs)))
     tokens = tuple(_tokens(entry["blocks"], block_tokens, longest, number))
-    adapter = entry.get("adapter")  # not in journals of earlier versions
     request = Request(
         request_id=entry["id"],
         prompt_token_ids=tokens[:prompt],
         sampling=SamplingParams(max_tokens=entry["max_tokens"], n=max(1, len(outputs)), ignore_eos=True),
         arrival_s=entry["arrival_s"],
         priority=entry["priority"],
-        adapter=None if adapter is None else AdapterRef(name=adapter, number=0, revision=adapter),
+        adapter=adapter,
     )
     return Past(
         request=request,

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
+from diptych.cost.adapters import Loras
 from diptych.ground.bounds import Bound
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
-from diptych.ground.request import Request, SamplingParams
+from diptych.ground.request import AdapterRef, Request, SamplingParams
 from diptych.sim.executor import DRAWN_TOKEN
 from diptych.workload import LengthRange, Trace, WorkloadItem, WorkloadSpec, items_of
 
@@ -78,7 +79,43 @@ def request_of(item: WorkloadItem, arrival_s: float) -> Request:
         prompt_token_ids=tuple(ids),
         sampling=_exactly(item.output_tokens),
         arrival_s=arrival_s,
+        adapter=item.adapter,
     )
+
+
+class AdaptedLoad:
+    """Another load whose requests have one of several adapters in turn, a user always the same."""
+
+    def __init__(self, load: Load, loras: Loras, n_parameters: int) -> None:
+        self._load, self._loras, self._n_parameters = load, loras, n_parameters
+        self.n_requests, self.n_parts = load.n_requests, load.n_parts
+        self.shares_prefixes = load.shares_prefixes
+        self._refs = [
+            AdapterRef(name=f"adapter {number}", number=number, revision=str(number), n_parameters=n_parameters)
+            for number in range(loras.count)
+        ]
+
+    def part(self, number: int, of: int) -> AdaptedLoad:
+        """Every so-manieth request or user."""
+        return AdaptedLoad(self._load.part(number, of), self._loras, self._n_parameters)
+
+    def start(self) -> Iterator[Due]:
+        """Requests that come whatever happens."""
+        return map(self._adapted, self._load.start())
+
+    def histories(self) -> Iterator[tuple[int, ...]]:
+        """What was cached before."""
+        return self._load.histories()
+
+    def after(self, request: Request, at_s: float, *, output_tokens: int) -> Due | None:
+        """What follows the end of a request."""
+        due = self._load.after(request, at_s, output_tokens=output_tokens)
+        return None if due is None else self._adapted(due)
+
+    def _adapted(self, due: Due) -> Due:
+        at_s, request = due
+        turn = int(request.request_id.partition(".")[0])  # a user's number, or the request's own
+        return at_s, replace(request, adapter=self._refs[turn % len(self._refs)])
 
 
 class OpenLoad:

@@ -69,27 +69,31 @@ class Work:
 
         held_blocks: by each, of so many. The same as `stepped` for every one of them.
         """
-        at, stretch, stretch_end_s = self.timeline.at, None, -math.inf
+        stretch, stretch_end_s = None, -math.inf
+        first_s, last_s = self.from_s, self.until_s
+        # sums in local names: a simulation spends its time here, and this halves it
+        kv_share_s, running_s, decode_s, kv_peak = self.kv_share_s, self.running_s, self.decode_s, self.kv_peak
         for end_s, held in zip(ends_s, held_blocks, strict=False):
             time_s, begin_s = end_s - begin_s, end_s
-            if not self.from_s <= end_s <= self.until_s:
+            if not first_s <= end_s <= last_s:
                 continue
-            kv_share = held / of
+            kv_share, ran_s = held / of, n * time_s
             self.n_steps += 1
-            self.kv_share_s += kv_share * time_s
-            if kv_share > self.kv_peak:
-                self.kv_peak = kv_share
-            self.running_s += n * time_s
-            self.decode_s += time_s
+            kv_share_s += kv_share * time_s
+            if kv_share > kv_peak:
+                kv_peak = kv_share
+            running_s += ran_s
+            decode_s += time_s
             if stretch is None or end_s >= stretch_end_s:
-                stretch = at(end_s)
+                stretch = self.timeline.at(end_s)
                 bin_s = self.timeline.bin_s
                 stretch_end_s = (end_s // bin_s + 1.0) * bin_s
             stretch.kv_share_s += kv_share * time_s
-            stretch.running_s += n * time_s
+            stretch.running_s += ran_s
             stretch.waiting_s += waiting * time_s
             stretch.output_tokens += n
             stretch.decode_s += time_s
+        self.kv_share_s, self.running_s, self.decode_s, self.kv_peak = kv_share_s, running_s, decode_s, kv_peak
         if waiting > self.waiting_peak and stretch is not None:
             self.waiting_peak = waiting
 

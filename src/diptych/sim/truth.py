@@ -221,24 +221,29 @@ def _streams(streams: int) -> str:
 
 
 def cases_of(
-    rows: Sequence[MeasuredService], *, mapped: Mapped = map, told: Callable[[int], object] = lambda n: None
+    rows: Sequence[MeasuredService], *, mapped: Mapped = map, told: Callable[[int, int], object] = lambda done, of: None
 ) -> list[Case | None]:
     """Of every row, in their order; None where `case_of` refuses. Rows of one load are worked on together.
 
-    told: of rows that are done.
+    told: tokens of the loads that are done, of so many. The largest go first, so that no process is left alone with one.
     """
     places: dict[ServiceLoad, list[int]] = {}
     for place, row in enumerate(rows):
         places.setdefault(row.load, []).append(place)
+    loads = sorted(places, key=_size, reverse=True)
     found: list[Case | None] = [None] * len(rows)
-    n_done = 0
-    groups = mapped(_cases_of_one_load, [[rows[place] for place in alike] for alike in places.values()])
-    for alike, cases in zip(places.values(), groups, strict=True):
-        for place, case in zip(alike, cases, strict=True):
+    done, of = 0, sum(map(_size, loads))
+    groups = mapped(_cases_of_one_load, [[rows[place] for place in places[load]] for load in loads])
+    for load, cases in zip(loads, groups, strict=True):
+        for place, case in zip(places[load], cases, strict=True):
             found[place] = case
-        n_done += len(alike)
-        told(n_done)
+        done += _size(load)
+        told(done, of)
     return found
+
+
+def _size(load: ServiceLoad) -> int:
+    return load.streams * load.output_tokens
 
 
 def _cases_of_one_load(rows: Sequence[MeasuredService]) -> list[Case | None]:
@@ -276,13 +281,13 @@ def judge(
     others: Sequence[Case],
     *,
     held_out: str,
-    told: Callable[[str], object] = lambda text: None,
+    told: Callable[[str, int, int], object] = lambda words, done, of: None,
     mapped: Mapped = map,
 ) -> list[Judged]:
     """Every number of the targets by a fit that saw nothing of its model (or device), on the rows that are left of all cases.
 
-    told: of each fit when it is done. mapped: fits at one time; it changes no number. Software without a form is left
-    out, and so is what no other model (or device) was measured with.
+    told: of each fit when it is done, and how many of its software's are. mapped: fits at one time; it changes no number.
+    Software without a form is left out, and so is what no other model (or device) was measured with.
     """
     found: list[Judged] = []
     everything = [*targets, *others]
@@ -303,8 +308,8 @@ def judge(
             for value in values
             if left[value]
         ]
-        for fold, said in zip(folds, mapped(_run_fold, folds), strict=True):
-            told(f"{form.stack} without {_field(fold.wanted[0], held_out)}")
+        for number, (fold, said) in enumerate(zip(folds, mapped(_run_fold, folds), strict=True), start=1):
+            told(f"{form.stack} without {_field(fold.wanted[0], held_out)}", number, len(folds))
             for case, numbers in zip(fold.wanted, said, strict=True):
                 raw += [(case, name, seen, numbers[name]) for name, seen in measured_of(case.row).items()]
         found += _with_intervals(raw, held_out)

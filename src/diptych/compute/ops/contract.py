@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from diptych.ground.formats import KeptFormat
-from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm
+from diptych.models.spec import Activation, MlaSpec, MoeSpec, QkNorm, QueryScale
 
 # The kinds of handle. Each backend names its own types for them, once, where it derives from `Loader` and `Ops`.
 Stream = TypeVar("Stream")  # the residual stream x
@@ -34,6 +34,8 @@ Vector = TypeVar("Vector")  # a norm's weight
 Linear = TypeVar("Linear")  # a projection
 Heads = TypeVar("Heads")  # a layer's attention
 Experts = TypeVar("Experts")  # a mixture
+
+Position = TypeVar("Position", int, torch.Tensor)  # one, or several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +64,12 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all.
+    """One layer's attention. window: a query sees the last `window` positions up to and with its own; None: all. Where a
+    sequence attends both ways (`ForwardBatch.both_ways_S`) it sees so many to either side.
 
-    softcap: scores become softcap * tanh(score / softcap), after scale. rope None: no positions in this layer. mla: then
-    there is one kv head, of kv_rank + rope_dim, whose keys are the values too.
+    is_chunked: it sees those from the last multiple of `window` on instead. softcap: scores become softcap * tanh(score /
+    softcap), after scale. rope None: no positions in this layer. mla: then there is one kv head, of kv_rank + rope_dim, whose
+    keys are the values too.
     """
 
     layer: int
@@ -74,11 +78,19 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
+    is_chunked: bool = False
     softcap: float | None = None
     rope: RopeSpec | None = None
+    query_scale: QueryScale | None = None
     qk_norm: QkNorm = QkNorm.NONE
     norm_eps: float = 1e-6
     mla: MlaSpec | None = None
+
+    def first_seen(self, position: Position) -> Position | int:
+        """The first position that a query at `position` sees; below 0 it sees all before it."""
+        if self.window is None:
+            return 0
+        return position - position % self.window if self.is_chunked else position - self.window + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +111,12 @@ class WeightTensor(Protocol):
 
     kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
     order: int32 [k], which input of the layer meets each input of `codes`; None: they come in order.
+    row_order: which row of the file each row is, where they were put in another order; None: they were not.
     """
 
     kept: KeptFormat | None = None
     order: torch.Tensor | None = None
+    row_order: torch.Tensor | None = None
 
     name: str
     shape: tuple[int, ...]
@@ -118,6 +132,11 @@ class WeightTensor(Protocol):
     def part(self, rows: slice, n_columns: int) -> torch.Tensor:
         """`read()[rows, :n_columns]` of a matrix; a source that has to make the values makes no others."""
         return self.read()[rows, :n_columns]
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """What a copy of the checkpoint holds of it: the tensor itself, or those that a view of several is made of."""
+        return (self,)
 
     def codes(self) -> Codes:
         """The values as codes of `kept`."""
@@ -314,7 +333,7 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
 
     @abstractmethod
     def rotate_and_cache(self, qkv: Hidden, attention: Heads) -> Hidden:
-        """q [T, H, d] from qkv [T, (H + 2K) d]: q/k norm, rotary embedding; writes k and v of the step's tokens."""
+        """q [T, H, d] from qkv [T, (H + 2K) d]: q/k norm, rotary embedding, q's scale; writes the tokens' k and v."""
 
     @abstractmethod
     def cache_latents(self, kv: Hidden, attention: Heads) -> None:
@@ -337,7 +356,8 @@ class Ops(ABC, Generic[Stream, Hidden, Table, Vector, Linear, Heads, Experts]):
         """x + sum over the chosen experts of weight * expert(h) [T, D]; x may be written and is not used again.
 
         Each expert's score is a softmax over n_experts or a sigmoid. The best experts_per_token are chosen by score (plus
-        choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not, times routed_scale.
+        choice_bias) among the best groups; their scores are the weights, renormalised to 1 or not, times routed_scale. Where
+        the spec weighs inputs it is expert(weight * h) instead.
         """
 
     @abstractmethod

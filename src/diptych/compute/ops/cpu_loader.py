@@ -201,7 +201,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
         An int8 head has lost bits, and so has a bf16 head of a 32-bit or fp16 tensor.
         """
-        if head is not None and head.format == "bf16" and tensor.dtype == torch.bfloat16:
+        if head is not None and is_table_too(head, tensor):
             return head
         self.plain[tensor.name] = tensor
         values = tensor.read()
@@ -214,7 +214,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
 
     def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
-        self.plain[tensor.name] = tensor
+        self.plain |= {one.name: one for one in tensor.stored}
         values = tensor.read().detach().to(torch.float32).reshape(-1)[rows] + offset
         return int(self.program.add_vector(values.contiguous()))
 
@@ -246,8 +246,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """The layer's native attention shape; layers with equal rotary specs share one table."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
         self._heads[spec.layer] = spec, own
-        norms = [self._vector(norm, norm_offset) if norm is not None else None for norm in (q_norm, k_norm)]
         mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
+        of_norms = [slice(None), slice(None)]
+        if spec.qk_norm is QkNorm.HEADS and own is not None:
+            heads = (own.first_head, own.n_heads), (own.first_kv_head, own.n_kv_heads)
+            of_norms = [slice(first * spec.head_dim, (first + n) * spec.head_dim) for first, n in heads]
+        norms = [
+            None if norm is None else self._vector(norm, norm_offset, rows=rows)
+            for norm, rows in zip((q_norm, k_norm), of_norms, strict=True)
+        ]
         return AttentionHandle(
             spec=spec,
             own=own,
@@ -309,20 +316,25 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """
         stored = [[getattr(expert, name) for expert in experts] for name in ("gate_up", "down")]
         keep = all(len({(self._kept(part), _name_of(_order_of(part))) for part in parts}) == 1 for parts in stored)
-        # halves that are clamped are joined by an operation of its own
-        joined = None if spec.activation is Activation.CLAMPED else spec.activation
+        joined = None if spec.joins_apart else spec.activation
+        gate_up = tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts)
+        down = tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts)
+        for e, expert in enumerate(experts):
+            self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
         return ExpertsHandle(
             spec=spec,
             router=self.router(router),
             choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
-            gate_up=tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts),
-            down=tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts),
+            gate_up=gate_up,
+            down=down,
         )
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> LinearHandle:
         """The output projection, packed."""
         parts, weights_format = LinearParts(weights=(tensor,)), head_format(self.weights_format)
-        return self._pack_own(parts, weights_format, role)
+        handle = self._pack_own(parts, weights_format, role)
+        self.sites.note_head(tensor, handle)
+        return handle
 
     def _pack_own(
         self, parts: LinearParts, weights_format: str, role: Role | None, *, keep: bool = True
@@ -421,20 +433,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             weights_format = kept.name
         if role is not None and role.layer is not None and key not in self.packed:
             self.n_values[weights_format] += parts.n_outputs * k
-        saved = self.source.find_packed(key, whole.packed_bytes)
-        seed = parts.weights[0].random_seed
-        if saved is not None:
-            index = self._add_saved(shape, whole, rows, saved)
-        elif seed is not None and not parts.biases:
-            index = self._add_random(shape, whole, rows, seed & (2**63 - 1), (3.0 / k) ** 0.5)
-        else:
-            index = self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept)
-        self.packed[key] = index
+        self.packed[key], is_packed = self._add(shape, whole, key, parts, rows, weights_format, kept)
         order = self._note_order(key, parts, k) if kept is not None else ""
         if weights_format != "bf16":
-            self._note_exponents(key, parts, is_packed=saved is not None)
+            self._note_exponents(key, parts, is_packed=is_packed)
         return LinearHandle(
-            index=index,
+            index=self.packed[key],
             key=key,
             format=weights_format,
             n_inputs=k,
@@ -444,6 +448,25 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             rows=rows,
             order=order,
         )
+
+    def _add(
+        self,
+        shape: Any,
+        whole: Any,
+        key: str,
+        parts: LinearParts,
+        rows: Rows | None,
+        weights_format: str,
+        kept: KeptFormat | None,
+    ) -> tuple[int, bool]:
+        """The weight's number in the program, and whether it was packed already."""
+        saved = self.source.find_packed(key, whole.packed_bytes)
+        seed = parts.weights[0].random_seed
+        if saved is not None:
+            return self._add_saved(shape, whole, rows, saved), True
+        if seed is not None and not parts.biases:
+            return self._add_random(shape, whole, rows, seed & (2**63 - 1), (3.0 / parts.n_inputs) ** 0.5), False
+        return self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept), False
 
     def _note_order(self, key: str, parts: LinearParts, n_inputs: int) -> str:
         """The name of the order in which a kept weight has its inputs."""
@@ -493,6 +516,11 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         saved = self.source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
         if saved is not None:
             self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
+
+
+def is_table_too(head: LinearHandle, tensor: WeightTensor) -> bool:
+    """Whether a packed head has the very numbers of the embedding that it is tied to."""
+    return head.format == "bf16" and tensor.dtype == torch.bfloat16
 
 
 def _order_of(parts: LinearParts) -> torch.Tensor | None:
@@ -554,4 +582,5 @@ def _shape(spec: AttentionSpec, own: OwnHeads) -> Any:
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
+        is_chunked=spec.is_chunked,
     )

@@ -128,15 +128,16 @@ class CpuModel(Model):
             batch.logits_rows_R,
         )
         ends: tuple[object, ...] = ()
-        if given is not None or taps is not None or batch.adapters_S is not None:
-            ends = (given, None if taps is None else self._tapped(taps, batch.n_tokens), batch.adapters_S)
+        of_sequences = (batch.adapters_S, batch.both_ways_S)
+        if given is not None or taps is not None or any(one is not None for one in of_sequences):
+            ends = (given, None if taps is None else self._tapped(taps, batch.n_tokens), *of_sequences)
         try:
             if want is Want.BEST:
                 best: Best = self.program.run_best(*arrays, native, *ends)
                 return best
             if want is Want.HIDDEN:
                 hidden_RD = torch.empty((len(batch.logits_rows_R), self.program.hidden_width), dtype=torch.float32)
-                self.program.run_hidden(*arrays, native, hidden_RD.numpy(), batch.adapters_S)
+                self.program.run_hidden(*arrays, native, hidden_RD.numpy(), *of_sequences)
                 return hidden_RD
             logits_RV = self._logits(len(batch.logits_rows_R))
             # as numpy: the binding asks a tensor in Python for its memory, and loses a Ctrl-C that arrives meanwhile

@@ -6,6 +6,7 @@ only when their consumer is known, because the consumer's weight format decides 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ from diptych.compute.ops.cpu_loader import (
 )
 from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Scores
 
+# how gate and up are joined where that is an operation of its own: the slope of the sigmoid, a limit, what is added to up
+CLAMPED_GATE = (CLAMPED_ALPHA, CLAMPED_LIMIT, 1.0)
+PLAIN_GATE = (1.0, math.inf, 0.0)
 # What a projection is, by what it reads (its time is counted under this name).
 CATEGORIES = {"norm": "qkv", "residual": "qkv", "attention": "o", "gate": "down"}
 
@@ -185,7 +189,7 @@ class CpuOps(
             return Value("query", 0)
         width = own.n_heads * spec.head_dim
         q = self._buffer("q", width, lambda width: self.program.add_bf16(width))
-        is_full = spec.qk_norm is QkNorm.FULL
+        is_full, scale = spec.qk_norm is QkNorm.FULL, spec.query_scale
         row = (spec.n_heads, spec.n_kv_heads, own.first_head, own.first_kv_head)
         self.program.rotate(
             qkv=qkv.buffer,
@@ -198,6 +202,8 @@ class CpuOps(
             has_full_width_norm=is_full,
             norm_eps=spec.norm_eps,
             row=row if is_full else None,
+            has_head_norms=spec.qk_norm is QkNorm.HEADS,
+            query_scale=scale and (scale.slope, scale.tokens, scale.shift),
         )
         return Value("query", width, buffer=q)
 
@@ -289,7 +295,7 @@ class CpuOps(
         team = self._is_team
         out = self._f32("experts out", x.width, team)
         hidden = wide = None
-        if spec.activation is Activation.CLAMPED:
+        if spec.joins_apart:
             width = 2 * spec.expert_ffn
             wide = self._buffer(
                 "experts wide gate", width, lambda width: self.program.add_f32(width, top_k, team), top_k
@@ -315,13 +321,14 @@ class CpuOps(
             out=out,
             top_k=top_k,
             renormalises=spec.renormalises,
-            activation=(Activation.SILU if wide is not None else spec.activation).value,
+            activation=(Activation.SILU if spec.joins_apart else spec.activation).value,
             scores_by_sigmoid=spec.scores is Scores.SIGMOID,
             choice_bias=experts.choice_bias,
             groups=(spec.n_groups, spec.groups_per_token, spec.group_best),
             routed_scale=spec.routed_scale,
             wide=wide,
-            clamp=(CLAMPED_ALPHA, CLAMPED_LIMIT),
+            gate=CLAMPED_GATE if spec.activation is Activation.CLAMPED else PLAIN_GATE,
+            weighs_input=spec.weighs_input,
             hidden_column=first.column,
             column=down.column,
         )

@@ -12,7 +12,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores
 
 
 def attention_prefill_dense(
@@ -60,8 +60,7 @@ def attention_paged(
     for s in range(batch.n_sequences):
         for t in range(int(batch.query_start_S1[s]), int(batch.query_start_S1[s + 1])):
             position = int(batch.positions_T[t])
-            first = 0 if spec.window is None else max(0, position - spec.window + 1)
-            seen = range(first, position + 1)
+            seen = _seen(position, spec, int(batch.context_tokens_S[s]) if _is_both_ways(batch, s) else None)
             blocks = [int(batch.block_table_SM[s, p // block_tokens]) for p in seen]
             offsets = [p % block_tokens for p in seen]
             for h in range(spec.n_heads):
@@ -74,6 +73,19 @@ def attention_paged(
                     scores = torch.cat([scores, sinks[h : h + 1]])
                 out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v
     return out
+
+
+def _is_both_ways(batch: ForwardBatch, s: int) -> bool:
+    return batch.both_ways_S is not None and bool(batch.both_ways_S[s])
+
+
+def _seen(position: int, spec: AttentionSpec, whole: int | None) -> range:
+    """The positions that a query attends to. whole: tokens of its sequence where it attends both ways, else None."""
+    if whole is None:
+        return range(max(0, spec.first_seen(position)), position + 1)
+    if spec.window is None:
+        return range(whole)
+    return range(max(0, position - spec.window), min(whole, position + spec.window + 1))
 
 
 def latent_attention(
@@ -146,6 +158,12 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec) -> torch.Te
     return out
 
 
+def query_scales(positions: torch.Tensor, scale: QueryScale) -> torch.Tensor:
+    """What queries at these positions [T] are multiplied by, fp32."""
+    steps = [(int(position) + scale.shift) // scale.tokens for position in positions]
+    return 1 + scale.slope * torch.log(torch.tensor([1.0 + n for n in steps]))
+
+
 def experts(
     h: torch.Tensor,
     router: torch.Tensor,
@@ -158,7 +176,8 @@ def experts(
     out = torch.zeros(h.shape, dtype=torch.float32)
     for t in range(len(h)):
         for e, weight in route(linear(h[t : t + 1], router)[0], spec, choice_bias).items():
-            out[t] += weight * linear(gate(linear(h[t : t + 1], gate_up[e]), spec.activation), down[e])[0]
+            before, after = (weight, 1.0) if spec.weighs_input else (1.0, weight)
+            out[t] += after * linear(gate(linear(before * h[t : t + 1], gate_up[e]), spec.activation), down[e])[0]
     return out
 
 

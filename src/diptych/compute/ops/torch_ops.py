@@ -31,7 +31,7 @@ from diptych.compute.ops.contract import (
     Taps,
     WeightTensor,
 )
-from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, Scores
+from diptych.models.spec import CLAMPED_ALPHA, CLAMPED_LIMIT, MoeSpec, QueryScale, Scores
 
 # what an adapter adds, by id of the projection's handle; A and B on the device in the compute dtype
 TorchAdapter = Mapping[int, Sequence[tuple[Site, LowRank]]]
@@ -166,17 +166,18 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         role: Role | None = None,
     ) -> TorchExperts:
         """One pair of matrices per expert."""
-        return TorchExperts(
-            spec,
-            self.router(router),
-            None if choice_bias is None else self._vector(choice_bias),
-            tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts),
-            tuple(self._stacked(expert.down, role=role) for expert in experts),
-        )
+        gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts)
+        down = tuple(self._stacked(expert.down, role=role) for expert in experts)
+        for e, expert in enumerate(experts):
+            self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
+        bias = None if choice_bias is None else self._vector(choice_bias)
+        return TorchExperts(spec, self.router(router), bias, gate_up, down)
 
     def head(self, tensor: WeightTensor, *, role: Role | None = None) -> TorchLinear:
         """[V, D] in the compute dtype."""
-        return TorchLinear(self._place(tensor.read()), None, role=role)
+        linear = TorchLinear(self._place(tensor.read()), None, role=role)
+        self.sites.note_head(tensor, linear)
+        return linear
 
     def _stacked(
         self, parts: LinearParts, activation: Activation | None = None, *, role: Role | None = None
@@ -248,7 +249,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         self._logits_rows = self._on_device(batch.logits_rows_R)
         self._table = self._on_device(batch.block_table_SM)
         self._rotations: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._queries: dict[int | None, list[_Queries]] = {}
+        self._queries: dict[tuple[int | None, bool], list[_Queries]] = {}
         self._adapted = [] if batch.adapters_S is None else self._rows_of_adapters(batch.adapters_S, adapters or {})
 
     def embed(self, table: torch.Tensor, *, scale: float) -> torch.Tensor:
@@ -281,15 +282,24 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
 
     def linear(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, N]."""
+        return self._product(h, weight, None)
+
+    def _product(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
+        """y [len(h), N]. tokens: of the step, which the rows of h are; None: all in their order."""
         y = F.linear(h, weight.weight, weight.bias)
-        for rows, adapter in self._adapted:
-            for site, low_rank in adapter.get(id(weight), ()):
+        for of_adapter, adapter in self._adapted:
+            sites = adapter.get(id(weight), ())
+            rows = of_adapter if tokens is None or not sites else torch.isin(tokens, of_adapter).nonzero()[:, 0]
+            for site, low_rank in sites:
                 y[rows, site.begin : site.end] += F.linear(F.linear(h[rows], low_rank.a), low_rank.b)
         return y
 
     def linear_gate(self, h: torch.Tensor, weight: TorchLinear) -> torch.Tensor:
         """y [T, F]."""
-        gate, up = self.linear(h, weight).chunk(2, dim=-1)
+        return self._gated(h, weight, None)
+
+    def _gated(self, h: torch.Tensor, weight: TorchLinear, tokens: torch.Tensor | None) -> torch.Tensor:
+        gate, up = self._product(h, weight, tokens).chunk(2, dim=-1)
         if weight.activation is Activation.CLAMPED:
             gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
             return gate * torch.sigmoid(gate * CLAMPED_ALPHA) * (up + 1)
@@ -323,10 +333,12 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         q_THd = q.unflatten(-1, (spec.n_heads, spec.head_dim))
         k_TKd = k.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         v_TKd = v.unflatten(-1, (spec.n_kv_heads, spec.head_dim))
-        if spec.qk_norm is QkNorm.HEAD:
+        if spec.qk_norm in (QkNorm.HEAD, QkNorm.HEADS):
             q_THd, k_TKd = self._norm(q_THd, attention.q_norm, spec), self._norm(k_TKd, attention.k_norm, spec)
         if spec.rope is not None:
             q_THd, k_TKd = self._rotate(q_THd, spec.rope), self._rotate(k_TKd, spec.rope)
+        if spec.query_scale is not None:
+            q_THd = (q_THd * self._scales(spec.query_scale)[:, None, None]).to(q_THd.dtype)
         keys, values = self._pool(spec.layer)
         keys[self._slots] = k_TKd.to(keys.dtype)
         values[self._slots] = v_TKd.to(values.dtype)
@@ -367,7 +379,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         spec = attention.spec
         keys, values = self._pool(spec.layer)
         out = torch.empty_like(q_THd)
-        for queries in self._queries_of(spec.window):
+        for queries in self._queries_of(spec):
             n_sequences = queries.slots.shape[0]
             q_BnHd = q_THd[queries.rows].unflatten(0, (n_sequences, -1))
             k_BKCd = keys[queries.slots].transpose(1, 2).to(q_THd.dtype)
@@ -383,8 +395,11 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         total = torch.zeros_like(h)
         for expert in chosen_Tk.unique().tolist():
             rows, column = torch.where(chosen_Tk == expert)
-            y = self.linear(self.linear_gate(h[rows], experts.gate_up[expert]), experts.down[expert])
-            total.index_add_(0, rows, (y * weights_Tk[rows, column, None]).to(total.dtype))
+            weights, given = weights_Tk[rows, column, None], h[rows]
+            if spec.weighs_input:
+                given, weights = (given * weights).to(h.dtype), torch.ones_like(weights)
+            y = self._product(self._gated(given, experts.gate_up[expert], rows), experts.down[expert], rows)
+            total.index_add_(0, rows, (y * weights).to(total.dtype))
         return x + total
 
     def head(
@@ -403,7 +418,7 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
             h = self.norm(h, norm, eps=eps)
         if self._wants_hidden:
             return h.float()
-        logits = F.linear(h, weight.weight)
+        logits = self._product(h, weight, self._logits_rows)
         if scale != 1.0:
             logits = logits * scale
         if softcap is not None:
@@ -423,7 +438,15 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
 
     def _norm(self, x: torch.Tensor, weight: TorchNorm | None, spec: AttentionSpec) -> torch.Tensor:
         assert weight is not None, "a spec with q/k norm is loaded with its weights"
+        if spec.qk_norm is QkNorm.HEADS:
+            unit = F.layer_norm(x.float(), x.shape[-1:], eps=spec.norm_eps)
+            return (unit * weight.weight.view(x.shape[1:])).to(x.dtype)
         return self.norm(x, weight, eps=spec.norm_eps)
+
+    def _scales(self, scale: QueryScale) -> torch.Tensor:
+        """[T] fp32."""
+        times = torch.div(self._positions + scale.shift, scale.tokens, rounding_mode="floor")
+        return 1.0 + scale.slope * torch.log1p(times.float())
 
     def _pool(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         planes = self._kv.layers[layer].flatten(1, 2)  # each [N * P, K, d], views
@@ -442,50 +465,69 @@ class TorchOps(Ops[torch.Tensor, torch.Tensor, torch.Tensor, TorchNorm, TorchLin
         first, second, rest = x_THd[..., :half], x_THd[..., half : 2 * half], x_THd[..., 2 * half :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
-    def _queries_of(self, window: int | None) -> list[_Queries]:
-        if window not in self._queries:
-            self._queries[window] = list(self._group(window))
-        return self._queries[window]
+    def _queries_of(self, spec: AttentionSpec) -> list[_Queries]:
+        key = spec.window, spec.is_chunked
+        if key not in self._queries:
+            self._queries[key] = list(self._group(spec))
+        return self._queries[key]
 
-    def _group(self, window: int | None) -> Iterator[_Queries]:
-        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries."""
+    def _group(self, spec: AttentionSpec) -> Iterator[_Queries]:
+        """All sequences with one query together; every longer one alone, in slices of QUERY_ROWS queries.
+
+        What attends both ways is here whole: its context is its own tokens.
+        """
+        both_ways_S = self._batch.both_ways_S
         starts = self._batch.query_start_S1.tolist()
         contexts = self._batch.context_tokens_S.tolist()
         counts = [end - start for start, end in pairwise(starts)]
         single = [s for s, count in enumerate(counts) if count == 1]
         if single:
-            yield self._decode_group(single, [starts[s] for s in single], [contexts[s] for s in single], window)
+            yield self._decode_group(single, [starts[s] for s in single], [contexts[s] for s in single], spec)
         for s, count in enumerate(counts):
             if count == 1:
                 continue
             for row in range(0, count, QUERY_ROWS):
                 n_rows = min(QUERY_ROWS, count - row)
                 end = contexts[s] - count + row + n_rows  # positions of this slice: [end - n_rows, end)
-                yield self._prefill_slice(s, starts[s] + row, n_rows, end, window)
+                if both_ways_S is not None and both_ways_S[s]:
+                    assert contexts[s] == count, "a sequence that attends both ways must come whole"
+                    yield self._both_ways_slice(s, starts[s] + row, (row, end), count, spec.window)
+                else:
+                    yield self._prefill_slice(s, starts[s] + row, n_rows, end, spec)
 
-    def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], window: int | None) -> _Queries:
-        span = max(ends) if window is None else min(window, max(ends))
+    def _decode_group(self, sequences: list[int], rows: list[int], ends: list[int], spec: AttentionSpec) -> _Queries:
+        span = max(ends) if spec.window is None else min(spec.window, max(ends))
         end_S1 = torch.tensor(ends, device=self._device)[:, None]
         # [end - span, end): the last `span` positions of each sequence; those before its beginning are masked
         positions_SC = end_S1 - span + torch.arange(span, device=self._device)
-        if window is None:
+        if spec.window is None:
             positions_SC = torch.arange(span, device=self._device).expand(len(ends), -1)
-        is_seen_SC = (positions_SC >= 0) & (positions_SC < end_S1)
+        is_seen_SC = (positions_SC >= 0) & (positions_SC < end_S1) & (positions_SC >= spec.first_seen(end_S1 - 1))
         table = self._table[torch.tensor(sequences, device=self._device)]
         slots_SC = self._slots_of(table, positions_SC.clamp(min=0))
         mask = None if bool(is_seen_SC.all()) else is_seen_SC[:, None, None]
         return _Queries(torch.tensor(rows, device=self._device), slots_SC, mask)
 
-    def _prefill_slice(self, sequence: int, row: int, n_rows: int, end: int, window: int | None) -> _Queries:
+    def _prefill_slice(self, sequence: int, row: int, n_rows: int, end: int, spec: AttentionSpec) -> _Queries:
         first_query = end - n_rows
-        begin = 0 if window is None else max(0, first_query - window + 1)
+        begin = max(0, spec.first_seen(first_query))
         positions_C = torch.arange(begin, end, device=self._device)
         slots = self._slots_of(self._table[sequence][None], positions_C[None])
         query_n1 = torch.arange(first_query, end, device=self._device)[:, None]
-        mask_nC = positions_C <= query_n1
-        if window is not None:
-            mask_nC &= positions_C > query_n1 - window
+        mask_nC = (positions_C <= query_n1) & (positions_C >= spec.first_seen(query_n1))
         return _Queries(slice(row, row + n_rows), slots, mask_nC[None, None])
+
+    def _both_ways_slice(
+        self, sequence: int, row: int, queries: tuple[int, int], n_tokens: int, window: int | None
+    ) -> _Queries:
+        """Queries [begin, end) of a whole sequence, against `window` positions to either side."""
+        positions_C = torch.arange(n_tokens, device=self._device)
+        slots = self._slots_of(self._table[sequence][None], positions_C[None])
+        mask = None
+        if window is not None:
+            query_n1 = torch.arange(*queries, device=self._device)[:, None]
+            mask = ((positions_C - query_n1).abs() <= window)[None, None]
+        return _Queries(slice(row, row + queries[1] - queries[0]), slots, mask)
 
     def _slots_of(self, table_BM: torch.Tensor, positions_BC: torch.Tensor) -> torch.Tensor:
         block_tokens = self._kv.block_tokens

@@ -37,7 +37,7 @@ def _batch_size(stage: Stage) -> Outcome:
     decode_gain = rounds.of(lambda t: BATCHES[-1] * t[0] / t[m - 1])
     prefill_gain = rounds.of(lambda t: BATCHES[-1] * t[m] / t[2 * m - 1])
     advantage = rounds.of(lambda t: (t[0] / t[m - 1]) / (t[m] / t[2 * m - 1]))
-    balance = stage.ceilings.flops_per_s * stage.view.quant.weight_bytes / (2 * stage.ceilings.read_bytes_per_s)
+    balance = stage.ceilings.flops_per_s * stage.view.quant.weight_bytes / (2 * stage.ceilings.roof_bytes_per_s)
     notes = [
         f"decode at a context of {CONTEXT}, prompts of {PROMPT} tokens",
         f"measured: {_half_rate(rates[:m], rates[m:])}",

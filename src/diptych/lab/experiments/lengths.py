@@ -85,15 +85,15 @@ def _decode_position(stage: Stage) -> Outcome:
     close = rounds.of(lambda t: _closeness(polynomial(positions, t, 1) @ ones_2N, t))
     one, far = (stage.view.cost(StepShape.decode(batch=1, context_tokens=n)) for n in (1, 1001))
     kv_bytes_per_token = (far.kv_bytes - one.kv_bytes) / 1000
-    ceiling = stage.ceilings.read_bytes_per_s
+    ceiling = stage.ceilings.roof_bytes_per_s
     notes = [
         *_cut(stage),
         f"the weights read per token, {one.weight_bytes / 1e6:.1f} MB, need {1e3 * one.weight_bytes / ceiling:.3f} ms at the "
-        f"measured ceiling of {ceiling / 1e9:.1f} GB/s" + stage.cached_weights,
+        f"measured ceiling of the {stage.ceilings.roof}, {ceiling / 1e9:.1f} GB/s" + stage.cached_weights,
     ]
     if slope.value > 0:
         rate = kv_bytes_per_token / slope.value
-        notes.append(f"the slope means that KV is read at {rate / 1e9:.1f} GB/s, {rate / ceiling:.0%} of the ceiling")
+        notes.append(f"the slope means that KV is read at {rate / 1e9:.1f} GB/s, {rate / ceiling:.0%} of that ceiling")
     return conclude(
         points,
         [

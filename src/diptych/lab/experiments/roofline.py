@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from diptych.compute.ceilings import Ceilings, machine_ceilings
-from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
+from diptych.compute.ceilings import CACHED, Ceilings, machine_ceilings
+from diptych.compute.ops.cpu_kernels import measure_ops_per_s
 from diptych.cost.components import PhaseCost
 from diptych.ground.shape import StepShape
 from diptych.lab.experiment import ROOF, Check, Experiment, Outcome, Roof, Stage, conclude, quantity
@@ -27,10 +27,8 @@ PARTS = (
     ("experts", ("moe",), ("router", "experts", "shared_experts")),
     ("head", ("head",), ("head",)),
 )
-MOST_CACHED_BYTES = 2**28  # weights larger than this lie in no cache
 REST = ("embed", "norm", "rope")
 PER_BYTE, PER_FLOP, PER_ATTENTION_FLOP, PER_CACHED_BYTE = range(4)  # the columns of the roof
-CACHED = 1.15  # times the memory's rate from which on the place where the weights lie is a cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +77,7 @@ class _Roof:
 
     def _per_cached_byte(self) -> float:
         """Of a buffer as large as the weights: at the memory's rate where no cache holds them."""
-        model = self._model
-        if model.backend_name != "cpu":
-            return 1.0 / self._last.read_bytes_per_s
-        n_bytes = max(2**20, min(int(model.weight_bytes), MOST_CACHED_BYTES))
-        return 1.0 / max(measure_read_bytes_per_s(n_bytes, model.placement, 10), self._last.read_bytes_per_s)
+        return 1.0 / self._last.roof_bytes_per_s
 
     def _per_attention_flop(self) -> float:
         if self._is_split:  # weights in int8 or int4, attention in bf16

@@ -1,0 +1,280 @@
+"""Families whose layers have grouped queries and one MLP: Llama, Qwen, Gemma, Phi, OLMo, GLM, Cohere and their kin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.models.families_shared import (
+    BESIDE_VISION,
+    BY_ATTENTION_BIAS,
+    BY_USE_BIAS,
+    GRANITE,
+    QWEN,
+    QWEN_WINDOWS,
+    USUAL,
+)
+from diptych.models.family import Family, TensorNames
+from diptych.models.spec import Norms, QkNorm
+
+GEMMA = {**USUAL, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "tie_word_embeddings": True,
+         "attention_bias": False}  # fmt: skip
+GEMMA_2 = {**GEMMA, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+           "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
+           "final_logit_softcapping": None}  # fmt: skip
+GLM = {**USUAL, "vocab_size": 151_552, "intermediate_size": 13_696, "num_hidden_layers": 40, "head_dim": 128,
+       "num_key_value_heads": 2, "max_position_embeddings": 131_072, "rms_norm_eps": 1.5625e-07,
+       "partial_rotary_factor": 0.5, "attention_bias": True}  # fmt: skip
+COHERE = {**USUAL, "vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "logit_scale": 0.0625,
+          "num_hidden_layers": 40, "num_attention_heads": 64, "max_position_embeddings": 8192,
+          "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
+LAYER_NORM_EPS = {"layer_norm_eps": "rms_norm_eps"}
+CAUSAL = {"use_bidirectional_attention": (None, False)}
+COHERE_LAYERS: dict[str, Any] = {"norms": Norms.PARALLEL, "centres_norms": True, "is_interleaved": True,
+                                 **BY_ATTENTION_BIAS}  # fmt: skip
+
+DENSE: tuple[Family, ...] = (
+    # Llama 2, 3, 3.1, 3.2 and what copies them: SmolLM2, TinyLlama, Falcon 3, the bundled model
+    Family(
+        name="llama", architectures=("LlamaForCausalLM",),
+        keys={**USUAL, "attention_bias": False, "mlp_bias": False},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
+    # sliding_window null: full attention (v0.2 on); absent: 4096 on every layer
+    Family(
+        name="mistral", architectures=("MistralForCausalLM",),
+        keys={**USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "sliding_window": 4096},
+        **BESIDE_VISION,
+    ),
+    Family(
+        name="ministral", architectures=("MinistralForCausalLM",),
+        keys={**USUAL, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+              "sliding_window": 4096, "layer_types": None},
+    ),
+    # queries are scaled by their position, by steps of original_max_position_embeddings
+    Family(
+        name="ministral3", architectures=("Ministral3ForCausalLM",),
+        keys={**USUAL, "vocab_size": 131_072, "intermediate_size": 14_336, "num_hidden_layers": 34,
+              "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5,
+              "sliding_window": None, "rope_parameters": {
+                  "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                  "original_max_position_embeddings": 16_384, "mscale": 1.0, "mscale_all_dim": 1.0,
+                  "llama_4_scaling_beta": 0.1}},
+        **BESIDE_VISION,
+    ),
+    Family(
+        name="internlm3", architectures=("InternLM3ForCausalLM",),
+        built_as="LlamaForCausalLM",
+        keys={**USUAL, "vocab_size": 128_512, "intermediate_size": 10_240, "num_hidden_layers": 48, "head_dim": 128,
+              "num_key_value_heads": 2, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "attention_bias": False,
+              "mlp_bias": False},
+        renamed={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+        qkv_bias="attention_bias", o_bias="mlp_bias", mlp_bias="mlp_bias",
+    ),
+    # neighbouring dimensions turn together
+    Family(
+        name="helium", architectures=("HeliumForCausalLM",),
+        keys={**USUAL, "vocab_size": 48_000, "hidden_size": 2560, "intermediate_size": 7040, "num_hidden_layers": 24,
+              "num_attention_heads": 20, "num_key_value_heads": 20, "head_dim": 128, "max_position_embeddings": 4096,
+              "rms_norm_eps": 1e-8, "rope_theta": 100_000.0, "attention_bias": False, "mlp_bias": False},
+        is_interleaved=True,
+        qkv_bias="attention_bias", mlp_bias="mlp_bias",
+    ),
+    # Qwen2, Qwen2.5: biases on q, k and v; a window on the later layers when switched on
+    Family(name="qwen2", architectures=("Qwen2ForCausalLM",), keys={**QWEN, **QWEN_WINDOWS}, qkv_bias=True),
+    Family(
+        name="qwen3", architectures=("Qwen3ForCausalLM",),
+        keys={**QWEN, **QWEN_WINDOWS, "head_dim": 128, "attention_bias": False},
+        qk_norm=QkNorm.HEAD,
+        **BY_ATTENTION_BIAS,
+    ),
+    # Phi-3, Phi-3.5, Phi-4; its old configs call longrope "su" or "yarn"
+    Family(
+        name="phi3", architectures=("Phi3ForCausalLM",),
+        keys={**USUAL, "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,
+              "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+              "sliding_window": None, "partial_rotary_factor": 1.0},
+        longrope_names=("su", "yarn"),
+        names=TensorNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+    ),
+    # its configs say gelu and mean the form with tanh
+    Family(
+        name="gemma", architectures=("GemmaForCausalLM",),
+        keys={**GEMMA, "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
+              "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192},
+        fixed=CAUSAL,
+        norm_offset=1.0, has_scaled_embedding=True,
+        gelu_means_tanh=True,
+        **BY_ATTENTION_BIAS,
+    ),
+    # norm weights are stored as w - 1; the old field hidden_act is not looked at where hidden_activation is there
+    Family(
+        name="gemma2", architectures=("Gemma2ForCausalLM",),
+        keys={**GEMMA_2, "vocab_size": 256_000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+              "final_logit_softcapping": 30.0},
+        fixed=CAUSAL,
+        norms=Norms.AROUND,
+        norm_offset=1.0, has_scaled_embedding=True,
+        full_every=2,
+        **BY_ATTENTION_BIAS,
+    ),
+    # Gemma 2 without norms behind attention and MLP
+    Family(
+        name="vaultgemma", architectures=("VaultGemmaForCausalLM",),
+        keys={**GEMMA_2, "vocab_size": 256_000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+              "final_logit_softcapping": 30.0},
+        norm_offset=1.0, has_scaled_embedding=True,
+        full_every=2,
+        names=TensorNames(norms={Norms.BEFORE: ("input_layernorm", None, "pre_feedforward_layernorm", None)}),
+        **BY_ATTENTION_BIAS,
+    ),
+    # the text part; of Gemma3ForConditionalGeneration too, whose vision tensors are left alone
+    Family(
+        name="gemma3_text", architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        more_model_types=("gemma3",),
+        keys={**GEMMA_2, "vocab_size": 262_208, "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
+              "sliding_window_pattern": 6, "rope_local_base_freq": 10_000.0, "use_bidirectional_attention": None},
+        renamed={"_sliding_window_pattern": "sliding_window_pattern"},
+        fixed={"attn_logit_softcapping": (None,)},
+        norms=Norms.AROUND,
+        norm_offset=1.0, has_scaled_embedding=True,
+        qk_norm=QkNorm.HEAD,
+        local_theta="rope_local_base_freq",
+        **BESIDE_VISION,
+        **BY_ATTENTION_BIAS,
+    ),
+    Family(
+        name="olmo2", architectures=("Olmo2ForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "attention_bias": False},
+        norms=Norms.AFTER,
+        qk_norm=QkNorm.FULL,
+        **BY_ATTENTION_BIAS,
+    ),
+    # windowed layers turn by the base alone
+    Family(
+        name="olmo3", architectures=("Olmo3ForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "rms_norm_eps": 1e-5, "attention_bias": False, "rope_theta": 500_000.0,
+              "sliding_window": 4096, "layer_types": None},
+        norms=Norms.AFTER,
+        qk_norm=QkNorm.FULL,
+        full_every=4,
+        local_theta="rope_theta",
+        **BY_ATTENTION_BIAS,
+    ),
+    # where some layers are windowed, the others have no positions
+    Family(
+        name="exaone4", architectures=("Exaone4ForCausalLM",),
+        keys={**USUAL, "vocab_size": 102_400, "intermediate_size": 16_384, "num_key_value_heads": 32,
+              "rms_norm_eps": 1e-5, "sliding_window": 4096, "layer_types": None},
+        fixed={"sliding_window_pattern": (None, 0, 4, "LLLG")},
+        norms=Norms.AFTER,
+        qk_norm=QkNorm.HEAD,
+        full_every=4,
+        turns_windowed_only=True,
+        turns_full_alone=True,
+    ),
+    # windows but on every fourth layer from the first on
+    Family(
+        name="cwm", architectures=("CwmForCausalLM",),
+        keys={**USUAL, "vocab_size": 128_256, "hidden_size": 6144, "intermediate_size": 21_504, "num_hidden_layers": 64,
+              "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 8192, "layer_types": None,
+              "rope_parameters": {"rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0,
+                                  "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                                  "original_max_position_embeddings": 8192}},
+        fixed={"mlp_bias": (False,), "attention_bias": (False, None)},
+        full_every=4, full_first=True,
+    ),
+    # no rotary positions where no_rope_layers holds 0 (1 is for layers that do turn)
+    Family(
+        name="smollm3", architectures=("SmolLM3ForCausalLM",),
+        keys={**USUAL, "vocab_size": 128_256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+              "num_key_value_heads": 4, "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0,
+              "use_sliding_window": False, "sliding_window": None, "layer_types": None, "no_rope_layers": None,
+              "no_rope_layer_interval": 4, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
+    # Granite 3, dense and with experts: scaled at the embedding, the scores, each addition to the stream, the logits
+    Family(
+        name="granite", architectures=("GraniteForCausalLM",),
+        keys={**USUAL, **GRANITE, "mlp_bias": False},
+        mlp_bias="mlp_bias",
+        **BY_ATTENTION_BIAS,
+    ),
+    # Granite's scales, logits multiplied, norms behind attention and MLP
+    Family(
+        name="hyperclovax", architectures=("HyperCLOVAXForCausalLM",),
+        keys={**USUAL, "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": None,
+              "logit_scale": 1.0, "attention_bias": False, "mlp_bias": False},
+        fixed={"use_post_norm": (True,)},
+        renamed={"logits_scaling": "logit_scale"},
+        norms=Norms.AROUND,
+        mlp_bias="mlp_bias",
+        names=TensorNames(norms={Norms.AROUND: ("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")}),
+        **BY_ATTENTION_BIAS,
+    ),
+    # GLM-4: neighbouring dimensions turn together, half of each head
+    Family(
+        name="glm", architectures=("GlmForCausalLM",),
+        keys=GLM,
+        is_interleaved=True,
+        qkv_bias="attention_bias",
+        names=TensorNames(gate_up=("gate_up_proj",)),
+    ),
+    Family(
+        name="glm4", architectures=("Glm4ForCausalLM",),
+        keys=GLM,
+        norms=Norms.AROUND,
+        is_interleaved=True,
+        qkv_bias="attention_bias",
+        names=TensorNames(gate_up=("gate_up_proj",), norms={Norms.AROUND: (
+            "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")}),
+    ),
+    # Command-R and Aya; R+ norms each head of q and k by weights of its own
+    Family(
+        name="cohere", architectures=("CohereForCausalLM",),
+        keys={**COHERE, "rope_theta": 500_000.0, "use_qk_norm": False},
+        renamed=LAYER_NORM_EPS,
+        qk_norm=QkNorm.HEADS, qk_norm_key="use_qk_norm",
+        **COHERE_LAYERS,
+    ),
+    # Command-R7B and A: layers that attend to everything have no positions
+    Family(
+        name="cohere2", architectures=("Cohere2ForCausalLM",),
+        keys={**COHERE, "sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4},
+        renamed={"_sliding_window_pattern": "sliding_window_pattern", **LAYER_NORM_EPS},
+        turns_windowed_only=True,
+        **COHERE_LAYERS,
+    ),
+    # StableLM 2 1.6B and 3B; the 12B norms each head of q and k by weights of its own
+    Family(
+        name="stablelm", architectures=("StableLmForCausalLM",),
+        keys={**USUAL, "vocab_size": 50_304, "intermediate_size": 6912, "hidden_size": 2560, "num_key_value_heads": 32,
+              "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25,
+              "use_qkv_bias": False, "use_parallel_residual": False, "qk_layernorm": False},
+        qk_norm=QkNorm.HEADS, qk_norm_key="qk_layernorm",
+        names=TensorNames(q_norm="q_layernorm.norms.{}", k_norm="k_layernorm.norms.{}"),
+        renamed=LAYER_NORM_EPS,
+        parallel_key="use_parallel_residual",
+        centres_norms=True,
+        has_norm_bias=True,
+        qkv_bias="use_qkv_bias",
+    ),
+    Family(
+        name="seed_oss", architectures=("SeedOssForCausalLM",),
+        keys={**USUAL, "vocab_size": 155_136, "intermediate_size": 27_648, "num_hidden_layers": 64, "head_dim": 128,
+              "num_attention_heads": 80, "num_key_value_heads": 8, "max_position_embeddings": 524_288,
+              "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+        qkv_bias="attention_bias", o_bias="attention_out_bias", mlp_bias="mlp_bias",
+    ),
+    Family(
+        name="ernie4_5", architectures=("Ernie4_5ForCausalLM",),
+        keys={**USUAL, "vocab_size": 103_424, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18,
+              "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131_072,
+              "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 500_000.0, "use_bias": False},
+        is_interleaved=True,
+        **BY_USE_BIAS,
+    ),
+)  # fmt: skip

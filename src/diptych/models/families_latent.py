@@ -1,0 +1,69 @@
+"""Families with latent attention (MLA), with experts by groups beside shared ones, or without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.models.families_shared import CHOSEN_BY_SIGMOID, USUAL
+from diptych.models.family import Family
+
+LATENT = {**USUAL, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+          "v_head_dim": 128, "moe_layer_freq": 1, "attention_bias": False, "routed_scaling_factor": 1.0,
+          "n_group": 1, "topk_group": 1}  # fmt: skip
+LIKE_DEEPSEEK: dict[str, Any] = {"is_interleaved": "rope_interleave", "o_bias": "attention_bias"}
+
+LATENT_ATTENTION: tuple[Family, ...] = (
+    Family(
+        name="deepseek_v2", architectures=("DeepseekV2ForCausalLM",),
+        keys={**LATENT, "vocab_size": 102_400, "moe_intermediate_size": 1407, "num_experts": 64, "n_shared_experts": 2,
+              "num_experts_per_tok": None, "first_k_dense_replace": 0, "topk_method": "greedy"},
+        fixed={"scoring_func": ("softmax",), "mlp_bias": (False,), "norm_topk_prob": (False, None)},
+        renamed={"n_routed_experts": "num_experts"},
+        is_interleaved=True,
+        o_bias="attention_bias",
+    ),
+    Family(
+        name="deepseek_v3", architectures=("DeepseekV3ForCausalLM",),
+        more_model_types=("kimi_k2",),
+        keys={**LATENT, "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+              "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+              "num_key_value_heads": 128, "num_experts": 256, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+              "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+              "norm_topk_prob": True, "max_position_embeddings": 4096, "rope_interleave": True},
+        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+        **LIKE_DEEPSEEK,
+        **CHOSEN_BY_SIGMOID,
+    ),
+    # GLM-4.7-Flash
+    Family(
+        name="glm4_moe_lite", architectures=("Glm4MoeLiteForCausalLM",),
+        keys={**LATENT, "vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240,
+              "moe_intermediate_size": 1536, "num_hidden_layers": 47, "num_attention_heads": 20,
+              "num_key_value_heads": 20, "q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192,
+              "num_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4,
+              "norm_topk_prob": True, "max_position_embeddings": 202_752, "rms_norm_eps": 1e-5,
+              "rope_interleave": True, "first_k_dense_replace": 1, "mlp_layer_types": None},
+        fixed={"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
+        **LIKE_DEEPSEEK,
+        **CHOSEN_BY_SIGMOID,
+    ),
+    # MiniCPM3: embeddings, what layers add, and logits are scaled
+    Family(
+        name="minicpm3", architectures=("MiniCPM3ForCausalLM",),
+        keys={**LATENT, "vocab_size": 73_448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62,
+              "num_attention_heads": 40, "num_key_value_heads": 40, "max_position_embeddings": 32_768,
+              "rms_norm_eps": 1e-5, "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64,
+              "qk_rope_head_dim": 32, "v_head_dim": None, "tie_word_embeddings": True, "embedding_multiplier": 12,
+              "scale_depth": 1.4, "dim_model_base": 256},
+        renamed={"scale_emb": "embedding_multiplier"},
+        o_bias="attention_bias",
+    ),
+    # Youtu-LLM: latent attention without experts
+    Family(
+        name="youtu", architectures=("YoutuForCausalLM",),
+        keys={**LATENT, "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16,
+              "num_key_value_heads": 16, "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+              "rope_interleave": True},
+        **LIKE_DEEPSEEK,
+    ),
+)  # fmt: skip

@@ -1,0 +1,30 @@
+"""What entries of several files of families have in common: keys of configs with their class defaults, and settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.models.spec import Scores
+
+# The class defaults that most classes share; an entry overrides what differs.
+USUAL: dict[str, Any] = {
+    "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu",
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10_000.0,
+}  # fmt: skip
+QWEN = {**USUAL, "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32,
+        "max_position_embeddings": 32_768, "sliding_window": 4096, "use_sliding_window": False}  # fmt: skip
+QWEN_WINDOWS = {"max_window_layers": 28, "layer_types": None}
+GRANITE = {"attention_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+           "attention_multiplier": 1.0}  # fmt: skip
+BY_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+LOCAL_EXPERTS = {"num_local_experts": "num_experts"}
+BESIDE_VISION: dict[str, Any] = {
+    "prefixes": ("model.", "language_model.model.", "model.language_model."),
+    "ignored": ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector."),
+}
+BY_ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+BY_USE_BIAS: dict[str, Any] = {"qkv_bias": "use_bias", "o_bias": "use_bias", "mlp_bias": "use_bias"}
+CHOSEN_BY_SIGMOID: dict[str, Any] = {
+    "scores": Scores.SIGMOID, "has_choice_bias": True, "group_best": 2,
+    "renamed": {"n_routed_experts": "num_experts", **LOCAL_EXPERTS}}  # fmt: skip
