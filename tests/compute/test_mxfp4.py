@@ -20,7 +20,6 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import KEPT_MXFP4
 from diptych.models.contents import contents_of
-from mxfp4_files import QUANTISATION, mxfp4_checkpoint, random_blocks
 from stepping import Stepper
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from worlds import after_fork, alone, beside, prompt
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
-from coded_files import Layout, awq, compressed, gptq, quantised_checkpoints
+from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
 from diptych.compute.model import Model, Want
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.ops.cpus import Cpu
@@ -24,7 +24,6 @@ from diptych.cost.exchange import gathered
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError, LoadError
 from gguf_files import gguf_reference, write_gguf
-from mxfp4_files import mxfp4_checkpoint
 from stepping import Stepper
 from thread_ranks import load_over_threads
 
