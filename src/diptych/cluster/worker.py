@@ -50,7 +50,7 @@ logger = logging.getLogger("diptych.cluster")
 
 LEASE_S = 30.0  # without news of a reader; it may have a line before it
 LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
-# of one parcel at most. Ray takes 0.6 ms of processor time for an object of any size, as long as copying 4 MiB takes; in smaller
+# of one parcel at most. Ray takes 0.6 ms of processor time for an object of any size, as long as copying 4 MiB; in smaller
 # ones, which lie in the caches until they are copied on, a quarter of a copy is saved
 PARCEL_BYTES = 16 * 2**20
 
