@@ -16,7 +16,7 @@ help:
 	@echo "make test         install, then lint, check types and run the tests"
 	@echo "make test-slow    the minutes-long tests (soak, fuzzing)"
 	@echo "make test-gpu     the tests that need a CUDA device"
-	@echo "make test-cluster workers on Ray, killed in every state (twenty minutes)"
+	@echo "make test-cluster workers on Ray, killed in every state (twenty minutes with DIPTYCH_KILL_ROUNDS=10)"
 	@echo "make test-arm64   the kernels on an emulated ARM64 (Debian, root; hours, goes on where it stopped)"
 	@echo "make sanitize     the kernels under AddressSanitizer and UBSan with random shapes"
 	@echo "make bench-peers  measure other engines beside this one on the same random weights"
@@ -68,7 +68,7 @@ test-gpu: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m gpu
 
 test-cluster: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m cluster tests/cluster --timeout 1200
+	@$(BIN)/python -m pytest -m cluster tests/cluster -n $(WORKERS) --dist loadfile --durations=15 --timeout 1200
 
 test-arm64: $(VENV)/.dev
 	@tests/arm64.sh

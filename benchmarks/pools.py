@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server ends with it
-    context_tokens = options.prompt_tokens + 64
+    context_tokens = max(options.prompt_tokens, 1024) + 64
     found: dict[str, dict[str, list[float]]] = {name: {} for name in SETUPS}
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))

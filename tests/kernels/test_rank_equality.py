@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from worlds import after_fork, alone, beside, prompt
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
-from coded_files import Layout, awq, compressed, gptq, quantised_checkpoints
+from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
 from diptych.compute.model import Model, Want
 from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
 from diptych.compute.ops.cpus import Cpu
@@ -137,6 +137,8 @@ LAYOUTS: dict[str, tuple[str, Layout, dict[str, int]]] = {
     "shared experts": ("qwen2_moe", awq(32), {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
     "latents": ("deepseek_v2", awq(32), {"v_head_dim": 16, "moe_intermediate_size": 64}),
     "windows": ("mistral", gptq(4, 32, symmetric=False), {}),
+    "bytes in groups": ("llama", gptq(8, 32, symmetric=False), {}),
+    "act order": ("qwen2", gptq(4, 32, symmetric=True, act_order=True), {}),
     "rows": ("qwen2", compressed("int-quantized", BY_TOKEN, num_bits=8, type="int", strategy="channel"), {}),
 }
 
@@ -222,6 +224,34 @@ def test_a_gguf_file_is_divided(tmp_path: Path) -> None:
     path = write_gguf(gguf_reference("llama"), tmp_path / "model.gguf")
     whole = alone(load_model(path, CONFIG), prompt(20), None)
     assert not alone(over(path, CONFIG, 2), prompt(20), None).differs_from(whole)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0"])
+def test_blocks_of_a_gguf_file_are_divided(tmp_path: Path, kind: str) -> None:
+    """Its codes are kept in groups, of four bits or eight: whose rows they are does not change them."""
+    path = write_gguf(
+        gguf_reference("llama"), tmp_path / "model.gguf", choose=lambda name: kind if "blk" in name else "F16"
+    )
+    one = load_model(path, CONFIG)
+    assert set(one.formats) - {"bf16"}  # type: ignore[attr-defined]
+    whole = alone(one, prompt(20), None)
+    for chunk in (None, 3):
+        model = over(path, CONFIG, 2)
+        assert not alone(model, prompt(20), chunk).differs_from(whole)
+        model.close()
+
+
+def test_experts_in_blocks_of_mxfp4_are_divided(tmp_path: Path) -> None:
+    """The experts of gpt-oss, by their width, with the blocks and scales that lie there."""
+    path, _ = mxfp4_checkpoint(tmp_path)
+    one = load_model(path, CONFIG)
+    assert set(one.formats) - {"bf16"}  # type: ignore[attr-defined]
+    whole = alone(one, prompt(40), None)
+    for ranks in (2, 3):
+        model = over(path, CONFIG, ranks)
+        for chunk in (None, 7):
+            assert not alone(model, prompt(40), chunk).differs_from(whole)
+        model.close()
 
 
 def test_random_weights_are_the_same_on_ranks() -> None:

@@ -50,8 +50,9 @@ logger = logging.getLogger("diptych.cluster")
 
 LEASE_S = 30.0  # without news of a reader; it may have a line before it
 LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
-# of one parcel at most: it is copied again on its way, out of the caches where it is no larger
-PARCEL_BYTES = 4 * 2**20
+# of one parcel at most. Ray takes 0.6 ms of processor time for an object of any size, as long as copying 4 MiB; in smaller
+# ones, which lie in the caches until they are copied on, a quarter of a copy is saved
+PARCEL_BYTES = 16 * 2**20
 
 
 @dataclass(slots=True)
