@@ -311,9 +311,10 @@ nb::dict nanoseconds(const Program& program) {
   return out;
 }
 
-nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>> packed_blob(Program& program, int index) {
+// To be read only, which older torches (2.7) could not be told: it refuses such arrays.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> packed_blob(Program& program, int index) {
   const size_t bytes = static_cast<size_t>(packed_bytes(program.linear_at(index).shape));
-  return nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>(program.blob_at(index), {bytes}, nb::find(program));
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(const_cast<uint8_t*>(program.blob_at(index)), {bytes}, nb::find(program));
 }
 
 AttentionShape attention_shape(int64_t n_heads, int64_t n_kv_heads, int64_t head_dim, float scale, std::optional<int64_t> window,
