@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sqlite3
 import typing
 from contextlib import closing
@@ -387,6 +388,20 @@ def test_what_is_refused_is_named(http: httpx.Client, wrong: dict, words: str) -
     answer = http.post("/v1/responses", json={"input": "Hi", **wrong})
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+def test_a_websocket_is_refused_with_a_way_out(server: ServerProcess) -> None:
+    """It was a 403 without a word."""
+    url = httpx.URL(server.url)
+    ask = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13"
+    ask += "\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+    with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
+        connection.sendall(f"GET /v1/responses HTTP/1.1\r\nHost: {url.host}\r\n{ask}\r\n\r\n".encode())
+        answer = b""
+        while part := connection.recv(4096):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 501 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unsupported"
 
 
 def test_compaction_is_refused_with_a_way_out(http: httpx.Client) -> None:
