@@ -22,10 +22,8 @@ from diptych.compute.runner import open_blueprint
 from diptych.compute.weights import Source
 from diptych.ground.config import ComputeConfig
 
-VECTORS, TABLE = (
-    "fp32 vectors",
-    "embedding",
-)  # beside the formats: norms and the like, and an embedding that is not the head
+# beside the formats: norms and the like, and an embedding that is not the head
+VECTORS, TABLE = "fp32 vectors", "embedding"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
