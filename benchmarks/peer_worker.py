@@ -1,0 +1,115 @@
+"""What every peer's worker shares: the protocol, one JSON request per line on standard input, one JSON answer per line on
+standard output, and the clock.
+
+    {"op": "load", "checkpoint": DIR, "weights": "int8", "threads": 2, "precision": "bf16"} -> {"engine", "version", "details"}
+    {"op": "logits", "prompt": [ids], "probe": [ids]}            -> {"logits": [one per probed id, up to one constant]}
+    {"op": "run", "prompts": [[ids], ...], "new_tokens": N}      -> {"prefill_s", "decode_s", "decode_tokens"}
+    {"op": "mix", "prompts": [[ids], ...], "new_tokens": [N...]} -> {"wall_s", "output_tokens"}
+
+An error is answered as {"error": text}. Workers run in environments of their own and import nothing of Diptych.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+
+class PeerWorker(ABC):
+    """One engine: subclasses load it and step it; the clock is here, the same for all."""
+
+    ways: tuple[str, ...] = ("default",)  # settings that are all measured: each phase counts the fastest
+
+    @abstractmethod
+    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
+        """Convert the checkpoint where needed (once), and load it."""
+
+    @abstractmethod
+    def logits(self, prompt: list[int], probe: list[int]) -> dict[str, Any]:
+        """Logits after a prompt, of some ids."""
+
+    def prepare(self, way: str, prompts: list[list[int]], lengths: list[int]) -> None:  # noqa: B027, most need nothing
+        """Untimed: whatever a setting and a shape of work need."""
+
+    @abstractmethod
+    def begin(self, prompts: list[list[int]], lengths: list[int]) -> None:
+        """Hand the requests in: greedy, no end of sequence, lengths[i] tokens for prompts[i]."""
+
+    @abstractmethod
+    def step(self) -> Iterable[int]:
+        """One step of the engine: the number of the request of every token that was written."""
+
+    def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        """Prompts to their first token, then all together, after a short warm-up of the same shape."""
+        prefills_s, decodes_s = [], []
+        for way in self.ways:
+            lengths = [new_tokens] * len(prompts)
+            self.prepare(way, prompts, lengths)
+            self._write(prompts, [min(new_tokens, 4)] * len(prompts))
+            prefill_s, total_s, at_first = self._write(prompts, lengths)
+            prefills_s.append(prefill_s)
+            decodes_s.append((total_s - prefill_s) / (sum(lengths) - at_first))
+        return {"prefill_s": min(prefills_s), "decode_s": min(decodes_s), "decode_tokens": 1}
+
+    def mix(self, prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
+        """All requests at once, each with its own length."""
+        walls_s = []
+        for way in self.ways:
+            self.prepare(way, prompts, new_tokens)
+            walls_s.append(self._write(prompts, new_tokens)[1])
+        return {"wall_s": min(walls_s), "output_tokens": sum(new_tokens)}
+
+    def _write(self, prompts: list[list[int]], lengths: list[int]) -> tuple[float, float, int]:
+        """(seconds until every prompt has its first token, seconds in all, tokens written until then)."""
+        counts, at_first, first_s = [0] * len(prompts), 0, 0.0
+        begin_s = time.perf_counter()
+        self.begin(prompts, lengths)
+        while sum(counts) < sum(lengths):
+            for number in self.step():
+                counts[number] += 1
+            if not at_first and all(counts):
+                first_s, at_first = time.perf_counter() - begin_s, sum(counts)
+        total_s = time.perf_counter() - begin_s
+        if counts != lengths:
+            raise RuntimeError(f"{counts} tokens came; {lengths} were asked for")
+        return first_s, total_s, at_first
+
+
+def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """The folder, made by `make` under another name first: no half-written one is ever found."""
+    if not directory.exists():
+        unfinished = directory.with_name(directory.name + ".part")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make(unfinished)
+        unfinished.rename(directory)
+    return directory
+
+
+def python(*arguments: object) -> None:
+    """This environment's Python in a process of its own (a converter's memory goes with it). RuntimeError when it fails."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    if done.returncode != 0:
+        raise RuntimeError(f"the conversion failed: {(done.stderr.strip() or 'without a word').splitlines()[-1]}")
+
+
+def serve(worker: PeerWorker) -> None:
+    """Answer until standard input ends. What the engine itself prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    verbs = {"load": worker.load, "logits": worker.logits, "run": worker.run, "mix": worker.mix}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = verbs[request.pop("op")](**request)
+        except (RuntimeError, ValueError, KeyError, OSError, TypeError, AttributeError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)

