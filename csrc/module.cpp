@@ -125,10 +125,12 @@ int add_coded_linear(Program& program, const LinearShape& shape, const std::vect
   return program.add_coded_linear(shape, parts, bias_data);
 }
 
-int add_packed_linear(Program& program, const LinearShape& shape, Bytes blob) {
-  if (static_cast<int64_t>(blob.shape(0)) != packed_bytes(shape)) throw std::invalid_argument("the packed weight has another size");
+// By weight (-1: read where it is), bytes and XXH3-64 (none: not looked at).
+std::vector<int> read_packed(Program& program, const std::vector<std::tuple<int, Bytes, std::optional<uint64_t>>>& saved) {
+  std::vector<Saved> all;
+  for (const auto& [linear, bytes, checksum] : saved) all.push_back({linear, bytes.data(), static_cast<int64_t>(bytes.shape(0)), checksum});
   nb::gil_scoped_release release;
-  return program.add_packed_linear(shape, blob.data());
+  return program.read_packed(all);
 }
 
 using RowRanges = std::vector<std::pair<int64_t, int64_t>>;
@@ -447,7 +449,8 @@ void bind_program(nb::module_& m) {
       .def("add_linear", &add_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_coded_linear", &add_coded_linear, nb::arg("shape"), nb::arg("parts"), nb::arg("bias").none() = nb::none())
       .def("add_random_linear", &Program::add_random_linear, nb::arg("shape"), nb::arg("seed"), nb::arg("amplitude"), nb::call_guard<nb::gil_scoped_release>())
-      .def("add_packed_linear", &add_packed_linear, nb::arg("shape"), nb::arg("blob"))
+      .def("add_packed_linear", &Program::add_packed_linear, nb::arg("shape"))
+      .def("read_packed", &read_packed, nb::arg("saved"))
       .def("add_packed_part", &add_packed_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("blob"))
       .def("add_random_part", &add_random_part, nb::arg("shape"), nb::arg("whole"), nb::arg("rows"), nb::arg("seed"), nb::arg("amplitude"))
       .def("join", &Program::join, nb::keep_alive<1, 2>(), nb::arg("team"))

@@ -1,8 +1,8 @@
 // PageBuffer: memory for weights, KV and activations.
 #include <sys/mman.h>
+#include <unistd.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "gemm_kernels.h"
+#include "pages.h"
 
 namespace diptych {
 namespace {
@@ -93,6 +94,18 @@ bool PageBuffer::interleave(const std::vector<int>& nodes) const {
   return false;
 #endif
 }
+
+MappedPages::MappedPages(const void* data, int64_t bytes) {
+  const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE)), address = reinterpret_cast<uintptr_t>(data);
+  begin_ = reinterpret_cast<void*>(address / page * page);
+  bytes_ = static_cast<int64_t>(address % page) + bytes;
+#if defined(__linux__)
+  constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, which older headers lack
+  madvise(begin_, bytes_, kPopulateRead);
+#endif
+}
+
+MappedPages::~MappedPages() { madvise(begin_, bytes_, MADV_DONTNEED); }
 
 PageBuffer::PageBuffer(PageBuffer&& other) noexcept { *this = std::move(other); }
 

@@ -4,7 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
+
+#include "pages.h"
+#include "xxh3.h"
 
 namespace diptych {
 
@@ -56,6 +60,23 @@ uint8_t* Program::reserve_weights(int64_t bytes) {
   return begin;
 }
 
+namespace {
+
+// The checksum of bytes of a mapped file, copied unless out is null. Their pages are asked for many at a time, as a fault for each
+// few costs as much as the copy, and go back behind it.
+uint64_t read_saved(uint8_t* out, const uint8_t* data, int64_t bytes) {
+  constexpr int64_t kPiece = 2 << 20;
+  Xxh3Copy pass(bytes);
+  for (int64_t at = 0; at < bytes; at += kPiece) {
+    const int64_t n = std::min(kPiece, bytes - at);
+    const MappedPages pages(data + at, n);
+    out == nullptr ? pass.read(data + at, n) : pass.copy_past_caches(out + at, data + at, n);
+  }
+  return pass.digest();
+}
+
+}  // namespace
+
 int Program::add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias) {
   uint8_t* blob = reserve_weights(packed_bytes(shape));
   pool_.run([&](int thread, int threads) {
@@ -81,15 +102,34 @@ int Program::add_random_linear(const LinearShape& shape, uint64_t seed, float am
   return static_cast<int>(linears_.size()) - 1;
 }
 
-int Program::add_packed_linear(const LinearShape& shape, const uint8_t* bytes) {
-  const int64_t n = packed_bytes(shape);
-  uint8_t* blob = reserve_weights(n);
-  pool_.run([&](int thread, int threads) {
-    const Range part = share(n, thread, threads, 4096);
-    std::memcpy(blob + part.begin, bytes + part.begin, static_cast<size_t>(part.end - part.begin));
-  });
-  linears_.push_back(view_packed(shape, blob));
+int Program::add_packed_linear(const LinearShape& shape) {
+  linears_.push_back(view_packed(shape, reserve_weights(packed_bytes(shape))));
   return static_cast<int>(linears_.size()) - 1;
+}
+
+std::vector<int> Program::read_packed(const std::vector<Saved>& saved) {
+  for (const Saved& one : saved)
+    if ((one.checksum && !Xxh3Copy::takes(one.bytes)) || (one.linear >= 0 && one.bytes != packed_bytes(linears_.at(one.linear).shape)))
+      throw std::invalid_argument("a packed weight has another size");
+  std::vector<int> order(saved.size());  // the largest first, as a checksum is one thread's
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return saved[a].bytes > saved[b].bytes; });
+  std::vector<uint8_t> is_other(saved.size(), 0);
+  std::atomic<size_t> next{0};
+  pool_.run([&](int, int) {
+    for (size_t i; (i = next.fetch_add(1)) < order.size();) {
+      const Saved& one = saved[order[i]];
+      uint8_t* const out = one.linear < 0 ? nullptr : const_cast<uint8_t*>(blob_at(one.linear));
+      if (one.checksum)
+        is_other[order[i]] = read_saved(out, one.data, one.bytes) != *one.checksum;
+      else if (out != nullptr)
+        std::memcpy(out, one.data, static_cast<size_t>(one.bytes));
+    }
+  });
+  std::vector<int> others;
+  for (size_t i = 0; i < saved.size(); ++i)
+    if (is_other[i]) others.push_back(static_cast<int>(i));
+  return others;
 }
 
 int Program::add_packed_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, const uint8_t* bytes) {

@@ -18,6 +18,7 @@
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -171,17 +172,28 @@ struct Routing {
   void resize(int64_t tokens, int64_t top_k, int64_t n_experts);
 };
 
+// Bytes of a mapped file, whose pages go back when they were read: of a packed weight, or (-1) of something used where it is.
+struct Saved {
+  int linear;
+  const uint8_t* data;
+  int64_t bytes;
+  std::optional<uint64_t> checksum;  // of bytes as `Xxh3Copy` takes them; none: not looked at
+};
+
 class Program {
  public:
   Program(const KernelSet& kernels, int threads) : Program(kernels, threads, ThreadPool::allowed_cpus()) {}
   Program(const KernelSet& kernels, int threads, std::vector<int> cpus);  // threads and cpus as ThreadPool
   Program(const KernelSet& kernels, const Program& beside);  // on the threads of another, which runs when this one does not
 
-  // Weights. Packing runs on the pool. From rows, from codes, random, and already packed bytes (copied).
+  // Weights. Packing runs on the pool. From rows, from codes, random, and packed already (its bytes come with `read_packed`).
   int add_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias);
   int add_coded_linear(const LinearShape& shape, const std::vector<CodePart>& parts, const float* bias);
   int add_random_linear(const LinearShape& shape, uint64_t seed, float amplitude);
-  int add_packed_linear(const LinearShape& shape, const uint8_t* blob);
+  int add_packed_linear(const LinearShape& shape);
+  // Copies packed bytes to their weights, or only reads them, with their checksums, each on a thread; the numbers in `saved` of
+  // those whose checksum is another. Throws std::invalid_argument where sizes are not the weights'.
+  std::vector<int> read_packed(const std::vector<Saved>& saved);
   // Rows of a larger weight, which was packed whole, or is random. Throws std::invalid_argument where they cut a strip of it.
   int add_packed_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, const uint8_t* blob);
   int add_random_part(const LinearShape& shape, const LinearShape& whole, const std::vector<Range>& rows, uint64_t seed, float amplitude);

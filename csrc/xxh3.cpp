@@ -36,7 +36,7 @@ uint64_t word(const uint8_t* bytes) {
   return out;
 }
 
-// sums [8] over n stripes, which are copied; the secret of each begins 8 bytes behind the last one's. Sums are of whole numbers, so
+// sums [8] over n stripes, which are copied unless out is null; the secret of each begins 8 bytes behind the last one's. Sums are of whole numbers, so
 // they are equal on every processor: sum i takes half by half of (word i ^ secret), and word i of its neighbour.
 using AddStripes = void (*)(uint64_t* sums, uint8_t* out, const uint8_t* in, const uint8_t* secret, int64_t n);
 
@@ -44,17 +44,19 @@ void add_stripes(uint64_t* sums, uint8_t* out, const uint8_t* in, const uint8_t*
 #if defined(__ARM_NEON)
   uint64x2_t acc[4];
   for (int j = 0; j < 4; ++j) acc[j] = vld1q_u64(sums + 2 * j);
-  for (; n > 0; --n, in += 64, out += 64, secret += 8)
+  const bool is_copied = out != nullptr;
+  for (; n > 0; --n, in += 64, out += is_copied ? 64 : 0, secret += 8)
     for (int j = 0; j < 4; ++j) {
       const uint8x16_t bytes = vld1q_u8(in + 16 * j);
-      vst1q_u8(out + 16 * j, bytes);
+      if (is_copied) vst1q_u8(out + 16 * j, bytes);
       const uint64x2_t data = vreinterpretq_u64_u8(bytes), keyed = vreinterpretq_u64_u8(veorq_u8(bytes, vld1q_u8(secret + 16 * j)));
       acc[j] = vmlal_u32(vaddq_u64(acc[j], vextq_u64(data, data, 1)), vmovn_u64(keyed), vshrn_n_u64(keyed, 32));
     }
   for (int j = 0; j < 4; ++j) vst1q_u64(sums + 2 * j, acc[j]);
 #else
-  for (; n > 0; --n, in += 64, out += 64, secret += 8) {
-    std::memcpy(out, in, 64);
+  const bool is_copied = out != nullptr;
+  for (; n > 0; --n, in += 64, out += is_copied ? 64 : 0, secret += 8) {
+    if (is_copied) std::memcpy(out, in, 64);
     for (int i = 0; i < 8; ++i) {
       const uint64_t data = word(in + 8 * i), keyed = data ^ word(secret + 8 * i);
       sums[i ^ 1] += data;
@@ -65,18 +67,20 @@ void add_stripes(uint64_t* sums, uint8_t* out, const uint8_t* in, const uint8_t*
 }
 
 #if defined(__x86_64__)
-// kIsPast: written past the caches, as memcpy writes what is large: a store that first reads its line costs a third of the traffic.
+enum class To { nowhere, caches, memory };
+
+// To::memory is past the caches, as memcpy writes what is large: a store that first reads its line costs a third of the traffic.
 // Marked by itself, and not a unit with flags of its own: nothing in it is shared with anybody.
-template <bool kIsPast>
+template <To kTo>
 __attribute__((target("avx2"))) void add_stripes_avx2(uint64_t* sums, uint8_t* out, const uint8_t* in, const uint8_t* secret, int64_t n) {
   auto* const kept = reinterpret_cast<__m256i*>(sums);
   __m256i acc[2] = {_mm256_loadu_si256(kept), _mm256_loadu_si256(kept + 1)};
-  for (; n > 0; --n, in += 64, out += 64, secret += 8) {
+  for (; n > 0; --n, in += 64, out += kTo == To::nowhere ? 0 : 64, secret += 8) {
     _mm_prefetch(reinterpret_cast<const char*>(in) + 1024, _MM_HINT_T0);  // 1024: of 0 to 2048 the best, by a tenth
     for (int j = 0; j < 2; ++j) {
       const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in) + j);
-      auto* const to = reinterpret_cast<__m256i*>(out) + j;
-      kIsPast ? _mm256_stream_si256(to, data) : _mm256_storeu_si256(to, data);
+      if (kTo == To::memory) _mm256_stream_si256(reinterpret_cast<__m256i*>(out) + j, data);
+      if (kTo == To::caches) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + j, data);
       const __m256i keyed = _mm256_xor_si256(data, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(secret) + j));
       const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
       acc[j] = _mm256_add_epi64(acc[j], _mm256_add_epi64(product, _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2))));
@@ -86,10 +90,13 @@ __attribute__((target("avx2"))) void add_stripes_avx2(uint64_t* sums, uint8_t* o
 }
 
 const bool kHasAvx2 = __builtin_cpu_supports("avx2");
-AddStripes adding(bool is_past) { return !kHasAvx2 ? add_stripes : is_past ? add_stripes_avx2<true> : add_stripes_avx2<false>; }
+AddStripes adding(const uint8_t* out, bool is_past) {
+  if (!kHasAvx2) return add_stripes;
+  return out == nullptr ? add_stripes_avx2<To::nowhere> : is_past ? add_stripes_avx2<To::memory> : add_stripes_avx2<To::caches>;
+}
 void end_past() { _mm_sfence(); }
 #else
-AddStripes adding(bool) { return add_stripes; }
+AddStripes adding(const uint8_t*, bool) { return add_stripes; }
 void end_past() {}
 #endif
 
@@ -105,9 +112,11 @@ Xxh3Copy::Xxh3Copy(int64_t bytes)
     : bytes_(bytes),
       n_stripes_(bytes / kStripeBytes),
       sums_{kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1} {
-  if (bytes < kLeastBytes || bytes % kStripeBytes != 0)
+  if (!takes(bytes))
     throw std::invalid_argument("a checksum is of 256 bytes at least, in whole stripes of 64; these are " + std::to_string(bytes));
 }
+
+void Xxh3Copy::read(const uint8_t* in, int64_t bytes) { take(nullptr, in, bytes, /*is_past=*/false); }
 
 void Xxh3Copy::copy(uint8_t* out, const uint8_t* in, int64_t bytes) { take(out, in, bytes, /*is_past=*/false); }
 
@@ -117,14 +126,15 @@ void Xxh3Copy::copy_past_caches(uint8_t* out, const uint8_t* in, int64_t bytes) 
 }
 
 void Xxh3Copy::take(uint8_t* out, const uint8_t* in, int64_t bytes, bool is_past) {
-  const AddStripes add = adding(is_past);
+  const AddStripes add = adding(out, is_past);
   for (int64_t left = bytes / kStripeBytes; left > 0;) {
     if (next_ == n_stripes_ - 1) return ++next_, add(sums_, out, in, kSecret + kSecretBytes - kStripeBytes - 7, 1);
     const int64_t at = next_ % kBlockStripes;
     const int64_t n = std::min({left, kBlockStripes - at, n_stripes_ - 1 - next_});
     add(sums_, out, in, kSecret + 8 * at, n);
     if (at + n == kBlockStripes) scramble();
-    next_ += n, left -= n, out += n * kStripeBytes, in += n * kStripeBytes;
+    next_ += n, left -= n, in += n * kStripeBytes;
+    if (out != nullptr) out += n * kStripeBytes;
   }
 }
 

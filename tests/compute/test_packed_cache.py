@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,12 +10,13 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from checkpoints import make_checkpoint
 from coded_files import awq, gptq, quantised_checkpoints
-from diptych.compute import packed_cache, runner
+from diptych.compute import packed_cache, quant, runner
 from diptych.compute.model import Model
 from diptych.compute.packed_cache import FILE, PackedCache
 from diptych.compute.runner import load_model
@@ -150,6 +152,29 @@ def test_a_damaged_entry_is_thrown_away_and_made_again(damage: str, tmp_path: Pa
     assert torch.equal(expected, logits(load(path)))
     assert torch.equal(expected, logits(load(path)))
     assert len(entries(folder)) == 1
+
+
+@pytest.mark.parametrize("name", ["the largest packed", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("at", [0, 2000, -1])
+def test_each_byte_is_checked_whether_it_is_copied_or_used_in_place(
+    name: str, at: int, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Packed weights in the pass that copies them, a large embedding beside them in the same pass."""
+    monkeypatch.setattr(quant, "LARGE_BYTES", 1)
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected = logits(load(path))
+    assert torch.equal(expected, logits(load(path)))
+    assert "thrown away" not in caplog.text
+    file = entries(folder)[0] / FILE
+    data = bytearray(file.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    sizes = {one: np.subtract(*header[one]["data_offsets"][::-1]) for one in header if one.startswith("packed:")}
+    name = name if name in header else max(sizes, key=lambda one: sizes[one])
+    begin, end = (8 + int.from_bytes(data[:8], "little") + offset for offset in header[name]["data_offsets"])
+    data[(begin if at >= 0 else end) + at] ^= 1
+    file.write_bytes(data)
+    assert torch.equal(expected, logits(load(path)))
+    assert f"reason=tensor {name} in" in caplog.text
 
 
 def test_the_folder_stays_within_its_bound(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from diptych.compute.gguf_codes import codes_of
 from diptych.compute.ops.contract import Codes, WeightTensor
-from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, give_pages_back
+from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import GGUF_KEPT, KeptFormat, mean_bytes
 from diptych.models.gguf import Place, architecture_of, is_beside, joined_place, place_of
@@ -75,6 +75,7 @@ class GgufCheckpoint:
     def __init__(self, file: GgufFile, *, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
         self.file = file
         self.progress: Progress | None = None
+        self.unchecked: list[Saved] = []
         self._kind = architecture_of(file)
         self._dtype = dtype
         self._table_dtype = table_dtype
@@ -203,7 +204,7 @@ class GgufCheckpoint:
         """Never: a file with an output projection of its own says that it is not tied."""
         return False
 
-    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+    def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """None: nothing is packed here."""
         return None
 

@@ -62,6 +62,7 @@ class Blueprint:
     ) -> DecoderWeights[Table, Vector, Linear, Heads, Experts]:
         """Hand every tensor to the loader and refuse a checkpoint that holds more than the config calls for."""
         weights = load_decoder(self.source, loader, self.spec)
+        loader.finish()
         # layers behind the last are there to draft
         behind = (f".layers.{self.spec.n_layers}.",) if self.hf_config.get("num_nextn_predict_layers") else ()
         tied = ("lm_head.weight",) if self.spec.is_tied else ()

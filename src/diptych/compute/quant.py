@@ -27,7 +27,7 @@ import xxhash
 from diptych.compute.model import draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.cpu_loader import INT4_GROUP, CpuLoader
-from diptych.compute.weights import Checkpoint, FileTensor, Progress, resolve_model_dir
+from diptych.compute.weights import Checkpoint, FileTensor, Progress, Saved, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
@@ -44,6 +44,7 @@ KEPT = (
     "kept_formats"  # in the file's metadata: packed weight -> the format of its values, where they are the file's own
 )
 ALIGNMENT = 64
+LARGE_BYTES = 2**20  # of a tensor that is checked with the others
 TENSOR_TYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "LICENSE*")
 NOT_COPIED = ("config.json", "model.safetensors.index.json")
@@ -119,27 +120,42 @@ class QuantisedCheckpoint(Checkpoint):
         return PackedTensor(name, shape, torch.bfloat16, self._kept.get(name))
 
     def read(self, name: str) -> torch.Tensor:
-        """The values as a view of the mapped file; LoadError where their bytes are not the ones that were written."""
+        """The values as a view of the mapped file; LoadError where their bytes are not the ones that were written.
+
+        Of large ones `finish` says so, or the loader before it: they are read on one thread here, and on all there.
+        """
         tensor = super().read(name)
         if name not in self._intact:
-            if checksum(tensor) != self._checksums.get(name):
-                raise LoadError(
-                    f"tensor {name} in {self.directory} does not have its checksum: the file was damaged",
-                    hint="copy the folder again, or write it again with `diptych quantize`",
-                )
+            saved = self._saved(name, tensor)
+            if tensor.nbytes < LARGE_BYTES:
+                saved.checked()
+            else:
+                self.unchecked.append(saved)
             self._intact.add(name)
         return tensor
 
-    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+    def _saved(self, name: str, tensor: torch.Tensor) -> Saved:
+        if name not in self._checksums:
+            raise LoadError(f"{self.directory} has no checksum of tensor {name}: the file was damaged")
+        return Saved(name=name, directory=self.directory, values=_bytes_of(tensor), checksum=self._checksums[name])
+
+    def finish(self, is_ignored: Callable[[str], bool]) -> None:
+        """As `Checkpoint.finish`; LoadError, too, where bytes that nobody has checked are not the ones that were written."""
+        for saved in self.unchecked:
+            saved.checked()
+        self.unchecked.clear()
+        super().finish(is_ignored)
+
+    def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """The packed bytes as a view of the mapped file; None when the weight is not packed under this key."""
         name = PREFIX + key
         if name not in self._file_of:
             return None
-        packed = self.read(name)
+        packed = super().read(name)
         if packed.dtype != torch.uint8 or packed.ndim != 1 or packed.numel() != nbytes:
             raise LoadError(f"{name} holds {packed.numel()} bytes; its shape calls for {nbytes}")
         self._used[name] = nbytes
-        return packed.numpy()
+        return self._saved(name, packed)
 
     @property
     def n_parameters(self) -> int:

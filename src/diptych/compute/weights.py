@@ -18,6 +18,7 @@ import mmap
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 import huggingface_hub
 import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from diptych.compute.ops.contract import WeightTensor
@@ -71,15 +73,49 @@ def resolve_model_dir(name: str | Path) -> Path:
         ) from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Saved:
+    """Bytes [N] in a mapped file of `directory`, and the XXH3-64 that they were written with."""
+
+    name: str
+    directory: Path
+    values: np.ndarray
+    checksum: int
+
+    def checked(self) -> np.ndarray:
+        """The bytes, read here. LoadError where they are not the ones that were written."""
+        if xxhash.xxh3_64_intdigest(self.values.data) != self.checksum:
+            raise self.damage()
+        return self.values
+
+    @property
+    def in_pass(self) -> int | None:
+        """The checksum for the kernels' pass over the bytes, which takes whole stripes; None: checked here."""
+        if self.values.nbytes >= 256 and self.values.nbytes % 64 == 0:
+            return self.checksum
+        self.checked()
+        return None
+
+    def damage(self) -> LoadError:
+        """That the checksum is another."""
+        return LoadError(
+            f"tensor {self.name} in {self.directory} does not have its checksum: the file was damaged",
+            hint="copy the folder again, or write it again with `diptych quantize`",
+        )
+
+
 class Source(Protocol):
     """Where a model's weights come from: a checkpoint, one that was packed before, or random numbers.
 
     is_balanceable: whether its numbers may be read and scaled (`compute.balance`) before they are packed.
     is_keeping: whether it may hold matrices whose values a kernel keeps (`WeightTensor.kept`).
+    unchecked: what was handed out before its checksum was taken, for a loader to check with all it reads, on all threads;
+    `finish` checks what is left.
     """
 
     is_balanceable: bool
     is_keeping: bool
+    unchecked: list[Saved]
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -97,7 +133,7 @@ class Source(Protocol):
         """Whether both tensors are there and hold different numbers."""
         ...
 
-    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+    def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """The bytes of a weight that was packed and saved under `key`; None where it must be packed from its tensors."""
         ...
 
@@ -173,6 +209,7 @@ class Checkpoint:
         self._file_bytes = 0
         self._resident: list[torch.Tensor] = []  # read since pages were last given back
         self._given_back: list[torch.Tensor] = []  # whose pages went back then
+        self.unchecked: list[Saved] = []
         self.progress: Progress | None = None
         for file_name in self._file_names():
             self._open(file_name)
@@ -238,7 +275,7 @@ class Checkpoint:
         left, right = self.read(name), self.read(other)
         return left.dtype != right.dtype or not torch.equal(left, right)
 
-    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+    def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """None: nothing is packed here."""
         return None
 
@@ -400,6 +437,7 @@ class RandomSource:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self.unchecked: list[Saved] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def has(self, name: str) -> bool:
@@ -420,7 +458,7 @@ class RandomSource:
         """Never: a tied head is the embedding."""
         return False
 
-    def find_packed(self, key: str, nbytes: int) -> np.ndarray | None:
+    def find_packed(self, key: str, nbytes: int) -> Saved | None:
         """None: nothing is packed here."""
         return None
 

@@ -207,6 +207,9 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
 
     is_balancing: bool
 
+    def finish(self) -> None:
+        """All was asked for: what is to be read all at once is read now. LoadError where it is damaged."""
+
     @abstractmethod
     def table(self, tensor: WeightTensor, *, head: Linear | None) -> Table:
         """The embedding [V, D], for `embed`; `head` is the handle of the same tensor where the head is tied to it."""

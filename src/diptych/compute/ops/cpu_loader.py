@@ -27,7 +27,7 @@ from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_ava
 from diptych.compute.ops.cpu_parts import Rows, finite_weights, native_codes, own_rows
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.shares import OwnHeads, Rank
-from diptych.compute.weights import Source
+from diptych.compute.weights import Saved, Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
@@ -194,6 +194,15 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         self.input_orders: dict[str, np.ndarray] = {}  # the same by name
         self.sites = Sites()
         self._ropes: dict[RopeSpec, int] = {}
+        self._unread: list[tuple[int, Saved]] = []  # packed weights whose bytes `finish` reads
+
+    def finish(self) -> None:
+        """Packed weights come from their file, checked as they are copied, on all threads, with all else to be checked."""
+        read = [*self._unread, *((-1, saved) for saved in self.source.unchecked)]
+        for damaged in self.program.read_packed([(index, saved.values, saved.in_pass) for index, saved in read]):
+            raise read[damaged][1].damage()
+        self.source.unchecked.clear()
+        self._unread.clear()
 
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
         """The embedding [V, D]: the head where that holds the same numbers, else rows of the checkpoint's own pages.
@@ -504,7 +513,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         order = _order_of(parts)
         saved = self.source.find_packed(key + INPUT_ORDER, 4 * n_inputs)
         if saved is not None:
-            order = torch.from_numpy(np.frombuffer(saved, dtype=np.int32).copy())
+            order = torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.int32).copy())
         name = _name_of(order)
         if order is not None:
             self.orders[key] = order
@@ -528,11 +537,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             return int(self.program.add_random_linear(shape, seed, amplitude))
         return int(self.program.add_random_part(shape, whole, rows, seed, amplitude))
 
-    def _add_saved(self, shape: Any, whole: Any, rows: Rows | None, saved: Any) -> int:
+    def _add_saved(self, shape: Any, whole: Any, rows: Rows | None, saved: Saved) -> int:
         if rows is None:
-            return int(self.program.add_packed_linear(shape, saved))
+            index = int(self.program.add_packed_linear(shape))
+            self._unread.append((index, saved))
+            return index
         try:
-            return int(self.program.add_packed_part(shape, whole, rows, saved))
+            return int(self.program.add_packed_part(shape, whole, rows, saved.checked()))
         except ValueError as error:
             raise ConfigError(
                 f"the checkpoint is packed, and with tp of {self.rank.size} {error}",
@@ -546,7 +557,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             return
         saved = self.source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
         if saved is not None:
-            self.exponents[key] = torch.from_numpy(np.frombuffer(saved, dtype=np.float32).copy())
+            self.exponents[key] = torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.float32).copy())
 
 
 def is_table_too(head: LinearHandle, tensor: WeightTensor) -> bool:
