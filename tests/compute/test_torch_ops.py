@@ -49,6 +49,7 @@ class Memory:
     name: str
     tensor: torch.Tensor
     random_seed: int | None = None
+    row_order: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

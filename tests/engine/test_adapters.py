@@ -22,6 +22,7 @@ from diptych.ground.request import SamplingParams
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = ["Once upon a time", "It was a dark and stormy night; " * 3, "a"]
 LONG = "It was a dark and stormy night; " * 6
+N_MANY = 300  # tokens: more than an engine makes while its reader gets to read the first five, on a busy machine too
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +163,12 @@ def test_unloading_waits_for_open_requests_and_loses_none(
 ) -> None:
     """Its memory must not go under a request; new ones are refused meanwhile, and others run on."""
     expected = ids_of(LLM(loaded, tiny_config(), loras=loras).generate(
-        [LONG] * 2, replace(GREEDY, max_tokens=60), adapter=["poet", "clerk"]
+        [LONG] * 2, replace(GREEDY, max_tokens=N_MANY), adapter=["poet", "clerk"]
     ))  # fmt: skip
 
     async def everyone() -> None:
-        handle = await engine.generate(LONG, replace(GREEDY, max_tokens=60), adapter="poet")
-        beside = asyncio.ensure_future(tokens(engine, "clerk"))
+        handle = await engine.generate(LONG, replace(GREEDY, max_tokens=N_MANY), adapter="poet")
+        beside = asyncio.ensure_future(tokens(engine, "clerk", N_MANY))
         unloading = asyncio.ensure_future(engine.unload_lora("poet"))
         await engine.call(lambda inner: None)
         with pytest.raises(RequestError, match=r"no adapter|has been unloaded"):
