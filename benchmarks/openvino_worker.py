@@ -52,6 +52,7 @@ class OpenVino(PeerWorker):
     """One model and the engine that runs it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._directory = Path()
         self._settings: dict[str, Any] = {}
         self._engine: Any = None

@@ -14,6 +14,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -48,6 +49,7 @@ DIPTYCH = "diptych"
 # two engines that quantise differently still agree this well; a wrong graph does not
 LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
 PROBES = 2048
+REST_S = 2.0  # after a peer's turn: vLLM's worker spins for about a second before it sleeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +293,7 @@ class SideBySide:
             prompts = [list(request.prompt_token_ids) for request in requests]
             new_tokens = [one.sampling.max_tokens for one in requests]
             run = self._peers[name].ask("mix", prompts=prompts, new_tokens=new_tokens)
+            time.sleep(REST_S)
             return Rates(mix_tokens_per_s=run["output_tokens"] / run["wall_s"])
 
         engines = {DIPTYCH: run_diptych, **{name: partial(run_peer, name) for name in names}}
@@ -310,6 +313,7 @@ class SideBySide:
     def _run_peer(self, name: str, length: int, batch: int, new_tokens: int) -> Rates:
         prompts = [self._prompt(length) for _ in range(batch)]
         run = self._peers[name].ask("run", prompts=prompts, new_tokens=new_tokens)
+        time.sleep(REST_S)
         return Rates(
             prefill_tokens_per_s=batch * length / run["prefill_s"],
             decode_tokens_per_s=run["decode_tokens"] / run["decode_s"],

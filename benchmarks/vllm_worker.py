@@ -77,6 +77,7 @@ class Vllm(PeerWorker):
     """One engine, stepped by hand."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._engine: Any = None
         self._written: dict[str, int] = {}  # of each request that is under way
         self._n_requests = 0

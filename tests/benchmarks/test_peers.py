@@ -176,3 +176,7 @@ def test_a_worker_counts_its_fastest_setting(monkeypatch):
     monkeypatch.setattr(peer_worker.time, "perf_counter", lambda: worker.now_s)
     assert worker.run([[1], [2]], 5) == {"prefill_s": 1.0, "decode_s": 0.5, "decode_tokens": 1}
     assert worker.mix([[1], [2]], [3, 7]) == {"wall_s": 7.0, "output_tokens": 10}
+    worker.step_s = 0
+    worker.run([[3], [4]], 5)
+    assert worker.step_s == 1  # the only setting that is tried again
+    assert worker.now_s == (4 + 5) * (2 + 1) + 7 * (2 + 1) + (4 + 5)
