@@ -127,10 +127,13 @@ def test_the_document_tells_the_bounds_of_whole_numbers(server: ServerProcess) -
     assert not re.search(r'"(ge|gt|le|lt)":', json.dumps(schemas))
 
 
+FUZZED = ("--max-queue-s", "0", "--kv-memory-bytes", "67108864", "--task", "embed", "--runtime-lora")
+
+
 @pytest.fixture(scope="module")
 def every_task() -> Iterator[ServerProcess]:
-    """One that gives states beside text, so that all routes answer."""
-    with ServerProcess("--max-queue-s", "0", "--kv-memory-bytes", "67108864", "--task", "embed") as process:
+    """One that gives states beside text and loads adapters, so that all routes answer."""
+    with ServerProcess(*FUZZED) as process:
         yield process
         code, errors = process.stop()
         assert code == 0, errors
