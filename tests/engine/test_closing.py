@@ -7,10 +7,11 @@ import gc
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from tests.engine.conftest import tiny_config
@@ -35,6 +36,7 @@ SETTINGS: dict[str, Any] = {
 CONFIG = tiny_config("cpu")
 pytestmark = pytest.mark.native
 FOUR = SamplingParams(max_tokens=4, temperature=0.0)
+Closing = TypeVar("Closing", LLM, TwoPhase)
 
 
 def held() -> tuple[int, int]:
@@ -45,19 +47,26 @@ def held() -> tuple[int, int]:
     return int(found[1]) << 10, len(os.listdir("/proc/self/task"))
 
 
-def test_memory_and_threads_go_back_and_what_is_asked_later_is_refused() -> None:
-    """There was no way to: the pool of an `LLM` stayed until some collection came by, also behind `del`."""
-    LLM("bundled", **SETTINGS).close()  # what is loaded once for the whole process
+@contextmanager
+def all_goes_back(kind: Callable[..., Closing]) -> Iterator[Closing]:
+    """An engine that is used within, and has given memory and threads back behind it; closed twice."""
+    kind("bundled", **SETTINGS).close()  # what is loaded once for the whole process
     before_bytes, before_threads = held()
-    with LLM("bundled", **SETTINGS) as llm:
-        llm.generate("Once", FOUR)
+    with kind("bundled", **SETTINGS) as engine:
+        yield engine
         during_bytes, during_threads = held()
     after_bytes, after_threads = held()
     assert during_bytes - before_bytes > KV_BYTES
     assert during_threads > before_threads
     assert after_bytes - before_bytes < KV_BYTES // 4
     assert after_threads == before_threads
-    llm.close()
+    engine.close()
+
+
+def test_memory_and_threads_go_back_and_what_is_asked_later_is_refused() -> None:
+    """There was no way to: the pool of an `LLM` stayed until some collection came by, also behind `del`."""
+    with all_goes_back(LLM) as llm:
+        llm.generate("Once", FOUR)
     for ask in (lambda: llm.generate("Once", FOUR), lambda: llm.load_lora("a", "b"), lambda: llm.unload_lora("a")):
         with pytest.raises(CapacityError, match="this engine is closed"):
             ask()
@@ -66,17 +75,8 @@ def test_memory_and_threads_go_back_and_what_is_asked_later_is_refused() -> None
 
 def test_two_phases_give_all_back_too() -> None:
     """There was no way to: an `LLM` has had one for long."""
-    TwoPhase("bundled", **SETTINGS).close()
-    before_bytes, before_threads = held()
-    with TwoPhase("bundled", **SETTINGS) as phases:
+    with all_goes_back(TwoPhase) as phases:
         state = phases.prefill([5, 6, 7])
-        during_bytes, during_threads = held()
-    after_bytes, after_threads = held()
-    assert during_bytes - before_bytes > KV_BYTES
-    assert during_threads > before_threads
-    assert after_bytes - before_bytes < KV_BYTES // 4
-    assert after_threads == before_threads
-    phases.close()
     for ask in (lambda: phases.prefill([5]), lambda: phases.decode(state), lambda: phases.fork(state)):
         with pytest.raises(CapacityError, match="this TwoPhase is closed"):
             ask()

@@ -16,13 +16,22 @@ from diptych.compute.ops import cpu_kernels
 from diptych.engine import load as load_room
 from diptych.engine import report as report_room
 from diptych.engine.cost_view import CostView
-from diptych.engine.llm import LLM
+from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel
 from diptych.engine.report import PhaseObserver, phase_report
 from diptych.ground.request import SamplingParams
 from diptych.ground.shape import StepShape
 
 CEILINGS = Ceilings(read_bytes_per_s=1e10, flops_per_s=1e11, compute_dtype="fp32", threads=1)
+
+
+def observed(loaded: LoadedModel) -> tuple[PhaseObserver, Completion]:
+    """A short request, and what an observer saw of it."""
+    llm, observer = LLM(loaded, tiny_config()), PhaseObserver()
+    stop = llm.engine.listen(observer)
+    (done,) = llm.generate([list(range(40, 65))], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    stop()
+    return observer, done
 
 
 def test_only_the_chunk_that_samples_is_charged_an_output_head(loaded: LoadedModel) -> None:
@@ -76,10 +85,7 @@ def test_kernels_that_are_not_the_processors_best_are_named(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log alone said so, and it is long gone when somebody looks at a rate."""
-    llm, observer = LLM(loaded, tiny_config()), PhaseObserver()
-    stop = llm.engine.listen(observer)
-    (done,) = llm.generate([list(range(40, 65))], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
-    stop()
+    observer, done = observed(loaded)
     own = loaded.model.instruction_set
     monkeypatch.setattr(loaded.model, "backend_name", "cpu")
     for sets, is_told in (([own, "older"], False), (["newer", own], True), (["newer"], False)):
@@ -92,10 +98,7 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """bf16 prefill stood at 63 % of a ceiling where torch was three times as fast, and nothing said so."""
-    llm, observer = LLM(loaded, tiny_config()), PhaseObserver()
-    stop = llm.engine.listen(observer)
-    (done,) = llm.generate([list(range(40, 65))], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
-    stop()
+    observer, done = observed(loaded)
     weights = loaded.model.weights_format
     profile = tmp_path / "hardware.json"
     profile.write_text(
