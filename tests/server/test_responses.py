@@ -391,9 +391,9 @@ def test_what_is_refused_is_named(http: httpx.Client, wrong: dict, words: str) -
 
 
 def test_a_websocket_is_refused_with_a_way_out(server: ServerProcess) -> None:
-    """It was a 403 without a word."""
+    """It was a 403 without a word, and a 405 where no library for them is installed."""
     url = httpx.URL(server.url)
-    ask = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13"
+    ask = "Upgrade: websocket\r\nConnection: Upgrade, close\r\nSec-WebSocket-Version: 13"
     ask += "\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
     with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
         connection.sendall(f"GET /v1/responses HTTP/1.1\r\nHost: {url.host}\r\n{ask}\r\n\r\n".encode())

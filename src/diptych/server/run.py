@@ -80,6 +80,7 @@ class _Process:
             uvicorn.Config(
                 create_app(self._state),
                 http=BoundedHeaders,
+                ws="none",  # refused as any request is, whatever libraries happen to be installed
                 log_level="warning",
                 access_log=False,
                 server_header=False,

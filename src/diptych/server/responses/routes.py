@@ -6,12 +6,12 @@ import asyncio
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request, WebSocket
+from fastapi import FastAPI, Query, Request
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from diptych.server.answers import JsonAnswer, json_bytes
-from diptych.server.errors import ApiError, error_response
+from diptych.server.errors import ApiError
 from diptych.server.fields import ignored_header
 from diptych.server.jobs import free_id, respond, trace_parent
 from diptych.server.openapi import body_of, responses
@@ -74,12 +74,6 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
             "summary and begin with it",
             code="unsupported",
         )
-
-    @app.websocket("/v1/responses")
-    async def websocket(socket: WebSocket) -> None:
-        """Refused with a way out, before anything is opened; without this it was an empty 403."""
-        words = "responses are not sent over WebSockets here\nhint: POST to the same path, with stream: true for events"
-        await socket.send_denial_response(error_response(ApiError(501, words, code="unsupported")))
 
 
 def _add_stored(app: FastAPI, shared: Responses) -> None:
