@@ -86,6 +86,7 @@ class LocalCluster:
             vocab_size=vocab_size,
             grammars=self.grammars,
             adapters=Adapters(loaded.model, max_loras=0, max_rank=0),
+            encodes=loaded.encoder is not None,
         )
         self.llm = LLM(loaded, config, engine=self.engine)
 

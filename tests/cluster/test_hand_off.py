@@ -403,3 +403,19 @@ def test_a_hundred_prompts_up_to_4096_tokens(tmp_path: Path, sampling: SamplingP
     for one in got:
         account(one)
     cluster.check()
+
+
+@pytest.mark.parametrize("victim", [None, "decode-0"])
+def test_states_are_those_of_one_engine(tiny_dir: Path, victim: str | None) -> None:
+    """Embedding models were refused behind workers. A state is drawn of a whole prompt, so nothing of it travels."""
+    config = replace(tiny_config("cpu"), task="embed")
+    loaded = load(str(tiny_dir), config)
+    asked = prompts((5, 40, 97, 130, 200))
+    wanted = LLM(loaded, config).embed(asked)
+    cluster = LocalCluster(loaded, config, decode=2)
+    killed = kill_when(cluster, victim or "nobody", "prefilling")
+    got = cluster.llm.embed(asked)
+    assert killed == ([] if victim is None else [victim])
+    assert [one.vector.tobytes() for one in got] == [one.vector.tobytes() for one in wanted]
+    assert not cluster.total("sent_tokens")
+    cluster.check()

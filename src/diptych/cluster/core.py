@@ -434,7 +434,9 @@ class ClusterCore:
             self._parked.append(request_id)
             return
         hand_off = one.hand_off()
-        may_part = hand_off.shares_prompt and one.request.sampling.prompt_logprobs is None
+        # a state is drawn of the prompt itself, all of it
+        is_read_here = one.request.pooling is not None or one.request.sampling.prompt_logprobs is not None
+        may_part = hand_off.shares_prompt and not is_read_here
         known = hand_off.known_token_ids
         route = self._router.choose(replace(one.sent, prompt_token_ids=known), may_part=may_part)
         is_apart = route.prefill != route.decode

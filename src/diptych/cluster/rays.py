@@ -32,6 +32,7 @@ from diptych.compute.structured import GrammarCompiler
 from diptych.cost.apart import Speeds, judge
 from diptych.engine.adapters import Adapters
 from diptych.engine.async_llm import AsyncLLM
+from diptych.engine.encoder import open_encoder
 from diptych.engine.engine import Engine
 from diptych.engine.load import (
     BUNDLED_MODEL,
@@ -76,6 +77,7 @@ class ModelCard:
     n_parameters: int
     threads: int
     instruction_set: str
+    hf_config: Mapping[str, Any]
 
     def on_loss(self, listener: Callable[[EngineError], object]) -> Callable[[], object]:
         """Nobody calls: ranks are their worker's, whose end is heard of in another way."""
@@ -379,10 +381,9 @@ class RayCluster:
                 "workers have %d kinds of kernels: keys and values are not handed over between them, and answers depend "
                 "in their last bits on which worker writes them", len(revisions),
             )  # fmt: skip
-        if not card.spec.has_head:
-            raise ConfigError("this model gives states and no text", hint="serve it without workers")
         if len(revisions) > 1:
             card = replace(card, revision="")
+        encoder = open_encoder(directory, card.hf_config, tokenizer, template, task=self._config.task, spec=card.spec)
         load_s = self.clock.now_s() - begin_s
         loaded = LoadedModel(
             name=BUNDLED_MODEL if self._model == "bundled" else self._model,
@@ -394,6 +395,7 @@ class RayCluster:
             load_s=load_s,
             clock=self.clock,
             compute=self._config.compute,
+            encoder=encoder,
         )
         engine = Engine(
             self.core,  # type: ignore[arg-type]  # in EngineCore's place
@@ -403,6 +405,8 @@ class RayCluster:
             vocab_size=card.spec.vocab_size,
             grammars=GrammarCompiler(tokenizer, card.spec.vocab_size),
             adapters=Adapters(loaded.model, max_loras=0, max_rank=0),
+            writes=card.spec.has_head,
+            encodes=encoder is not None,
         )
         return AsyncLLM(loaded, self._config, engine=engine)
 
