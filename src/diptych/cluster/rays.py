@@ -322,15 +322,22 @@ class RayCluster:
             return
         if ray.is_initialized():
             return  # by the program that uses us, such as a test with nodes of its own
-        ray.init(
-            address="local",  # not one that somebody else has started on this machine
-            num_cpus=1,  # workers of this machine ask for none: they divide its cores as --threads says
-            num_gpus=0,
-            object_store_memory=self._pools.object_store_bytes,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            **options,
-        )
+        try:
+            ray.init(
+                address="local",  # not one that somebody else has started on this machine
+                num_cpus=1,  # workers of this machine ask for none: they divide its cores as --threads says
+                num_gpus=0,
+                object_store_memory=self._pools.object_store_bytes,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                **options,
+            )
+        except Exception as error:  # Ray's is no narrower
+            raise LoadError(
+                f"Ray did not start on this machine: {_reason(error)}",
+                hint="it needs a few seconds of processor time within half a minute, and memory in /dev/shm; "
+                "/tmp/ray/session_latest/logs has its own words",
+            ) from error
         address = ray.util.get_node_ip_address()
         if not is_loopback(address):
             logger.warning("ray listens on %s: call ground.config.quiet_ray before ray is imported", address)
@@ -474,8 +481,13 @@ class RayCluster:
 
     def _tell_whether_it_pays(self) -> None:
         hello, pools = self.hellos[self._pools.names[0]], self._pools
+        if hello.speeds is None and not pools.prefill:
+            logger.warning(
+                "workers on one machine do not pay: they share its cores and read all weights each; one engine answers as many"
+            )
+            return
         if hello.speeds is None:
-            logger.info("whether workers pay here is not known: %s", hello.gap)
+            logger.warning("whether pools pay on this machine is not known: %s", hello.gap)
             return
         most = self._config.scheduler.max_step_tokens
         found = judge(hello.speeds, prefill=pools.prefill, decode=pools.decode, max_step_tokens=most)
