@@ -203,15 +203,18 @@ class ClusterCore:
         worker.seen.clear()
         assert self._router is not None
         self._router.close(number)
-        for other in self.workers:
-            if other.is_up:
-                other.link.send(Lost(name=name))
+        self._tell_lost(name)
         for request_id, one in list(self._open.items()):
             if one.reader == number:
                 one.reader = None
                 self.moved["reading"] += 1
             if one.decoder == number:
                 self._move(request_id, one)
+
+    def _tell_lost(self, name: str) -> None:
+        for other in self.workers:
+            if other.is_up:
+                other.link.send(Lost(name=name))
 
     def drain(self, name: str) -> None:
         """Send a worker nothing new; what it has goes on."""
@@ -235,6 +238,7 @@ class ClusterCore:
         worker.is_up, worker.is_gone, worker.counts = False, True, None
         worker.n_lost += 1  # what it may still have said does not count
         worker.seen.clear()
+        self._tell_lost(name)
 
     def deliver(self, name: str, batch: Batch) -> None:
         """Take in what a worker said; any thread may. What one said before it was lost does not count after it."""

@@ -1,8 +1,8 @@
-"""The cluster on Ray: a worker is an actor, and keys and values travel through Ray's object store. Only here is ray imported.
+"""The cluster on Ray: a worker is an actor, and what they say to each other are calls of Ray. Only here is ray imported.
 
-Ray places the actors, sees when one dies, starts it again, and carries what is sent (shared memory on a node, its own
-transfer between nodes). Actors rather than Ray Serve: the HTTP server, its admission and its router are the engine's own,
-and every hop more is a hop more per token.
+Ray places the actors, sees when one dies, starts it again, and carries what is sent: keys and values in its object store and
+its transfer between nodes, and on a node the word where they lie (`cluster.slots`). Actors rather than Ray Serve: the HTTP
+server, its admission and its router are the engine's own, and every hop more is a hop more per token.
 
 Whoever reaches Ray's ports can run code on its machines: Ray trusts its network, and says so. On one machine everything
 listens on loopback; between machines give it a network of its own.
@@ -132,6 +132,7 @@ class _Actor:
             send=self._send,
             takes_other_kernels=pools.takes_other_kernels,
             spans=self._spans,
+            machine=node,
         )
         self._runner = WorkerRunner(worker, clock=clock)
         loaded.model.on_loss(self._runner.fail)
@@ -164,7 +165,7 @@ class _Actor:
             self._runner.post(message)
 
     def give(self, message: ToWorker) -> None:
-        """From another worker. Keys and values lie in the object store, and are looked at where they lie."""
+        """From another worker. Keys and values are looked at where they lie, be it in the object store or in a slot."""
         self._runner.post(message)
 
     def fetch(self, incarnation: str) -> Batch | None:
