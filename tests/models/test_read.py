@@ -17,7 +17,7 @@ from diptych.cost.tables import model_spec
 from diptych.ground.errors import ConfigError, EngineError, LoadError, UnsupportedModel
 from diptych.models.config import MAX_JSON_DEPTH, HfConfig, read_json
 from diptych.models.families import BY_MODEL_TYPE, PRICED, SUPPORTED
-from diptych.models.gguf import ARCHITECTURES
+from diptych.models.gguf_architectures import ARCHITECTURES
 from diptych.models.read import family_of, load_model_file, read_model, refuse_unrun
 from diptych.models.refused import MISSING
 from diptych.models.spec import ModelSpec, QkNorm, QueryScale
