@@ -58,8 +58,8 @@ IN_LAYER = {
     "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.router.layer": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
 AT_THE_ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -75,7 +75,8 @@ ODD_ENDINGS = {
 }
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
-ONE_EXPERT = re.compile(r"^(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)$")
+MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
+ONE_EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^mlp\.shared_experts?\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
@@ -330,7 +331,7 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
     block = f"blk.{layer[1]}"
     if layer[2] in ODD_ENDINGS:
         return Place(name=f"{block}.{ODD_ENDINGS[layer[2]]}")
-    part, _, ending = layer[2].rpartition(".")
+    part, _, ending = MLP.sub("mlp.", layer[2]).rpartition(".")
     forms = (ONE_EXPERT, SHARED_EXPERTS, LATENT_HEAD, HEAD_NORM)
     expert, shared, head, norm = (form.match(part) for form in forms)
     if ending not in ("weight", "bias"):

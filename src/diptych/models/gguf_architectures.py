@@ -99,6 +99,15 @@ YOUTU = GgufArchitecture(
 OLMO2 = GgufArchitecture(architecture="Olmo2ForCausalLM", norms=AFTER)
 OLMO3 = GgufArchitecture(architecture="Olmo3ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4)
 DEEPSEEK_V3 = replace(DEEPSEEK_V2, architecture="DeepseekV3ForCausalLM", values={"expert_gating_func": (0, SIGMOID)})
+# chunks, layers without positions and how their queries are scaled stand in no file: in llama.cpp as in the class
+LLAMA4 = GgufArchitecture(
+    architecture="Llama4ForCausalLM",
+    keys={**EXPERTS, "feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size",
+          "interleave_moe_layer_step": "interleave_moe_layer_step"},
+    values={"attention.sliding_window": (8192,), "attention.sliding_window_pattern": (4,), "expert_gating_func": (0, SIGMOID)},
+)  # fmt: skip
+# llama.cpp knows by the number of experts that its queries and keys have no norms
+MAVERICK, MAVERICK_EXPERTS = replace(LLAMA4, fixed={"use_qk_norm": False}), 128
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
     "llama": LLAMA,
@@ -187,6 +196,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
               "expert_shared_feed_forward_length": ""},
         present={"use_bias": Q_BIAS},
     ),
+    "llama4": LLAMA4,
     # its yarn does not round where it begins and ends, as openai's does not
     "gpt-oss": GgufArchitecture(
         architecture="GptOssForCausalLM",
@@ -215,4 +225,6 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
         return YOUTU
     if found is DEEPSEEK_V2 and any(name.endswith(".exp_probs_b.bias") for name in file.tensors):
         return DEEPSEEK_V3
+    if found is LLAMA4 and file.metadata.get("llama4.expert_count") == MAVERICK_EXPERTS:
+        return MAVERICK
     return MIXTRAL if found is LLAMA and file.metadata.get("llama.expert_count") else found
