@@ -11,6 +11,7 @@ from typing import Any
 
 from diptych.ground.errors import UnsupportedModel
 from diptych.models.gguf_file import GgufFile
+from diptych.models.refused import reason_for
 
 # keys after the architecture's name -> keys of config.json
 USUAL: dict[str, str] = {
@@ -215,9 +216,11 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
     name = file.metadata.get("general.architecture")
     found = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
+        reason = reason_for(name)
+        missing = "" if reason is None else f" ({reason})"
         raise UnsupportedModel(
-            f"architecture {name!r} in {file.path} is not supported; of GGUF files {', '.join(ARCHITECTURES)} are",
-            hint="its Hugging Face checkpoint may be: the list of those is longer",
+            f"architecture {name!r} in {file.path} is not supported{missing}; of GGUF files {', '.join(ARCHITECTURES)} are",
+            hint="its Hugging Face checkpoint may be: the list of those is longer" if reason is None else None,
         )
     if found is OLMO2 and file.metadata.get("olmo2.attention.sliding_window"):
         return OLMO3
