@@ -51,8 +51,7 @@ logger = logging.getLogger("diptych.cluster")
 
 LEASE_S = 30.0  # without news of a reader; it may have a line before it
 LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
-# of one parcel at most. Ray takes 0.6 ms of processor time for an object of any size, as long as copying 4 MiB; in smaller
-# ones, which lie in the caches until they are copied on, a quarter of a copy is saved
+# of one parcel at most. Ray takes 0.6 ms of processor time for an object of any size, as long as copying 4 MiB
 PARCEL_BYTES = 16 * 2**20
 N_SLOTS = 4  # parcels on their way that others on this machine read where they lie; more go through the object store
 NO_DATA = np.empty((0, 0), dtype=np.uint8)
