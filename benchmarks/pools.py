@@ -10,9 +10,10 @@ bytes travel as there, and prompts are read soon. Three questions, each setup in
              streams, and prompt tokens a second of two prompts that come together
   transfer   keys and values of prompts that went from one worker to another: GB/s and ms per 1,000 tokens, and how often it
              takes as long as one memcpy: numpy's, of as many bytes, by one thread, between memory that both was touched,
-             measured after every prompt. The two ends (export: gather, checksums, sending; import: checking and scatter)
-             work at one time, on cores of their own, so a stream of parcels is as fast as the slower (`times_a_memcpy`);
-             `both_times_a_memcpy` is the processor time of both. A byte is read and written once at each end
+             measured behind every prompt and, as hand-offs are, beside one. The two ends (export: gather, checksums, sending;
+             import: checking and scatter) work at one time, on cores of their own, so a stream of parcels is as fast as the
+             slower (`times_a_memcpy`); `both_times_a_memcpy` is the processor time of both. A byte is read and written once
+             at each end
   stall      the 99th percentile of the gaps of running streams while prompts of `--prompt-tokens` arrive: one engine, one
              with a stall budget, pools
 Prints JSON: every round, medians, and the command. Needs ray, and a machine with nothing else to do.
@@ -181,6 +182,7 @@ class Client:
             self._total(name) - old for name, old in zip(names, before, strict=True)
         )
         both_s, slower_s, copy_s = export_s + import_s, max(export_s, import_s), memcpy_s(int(n_bytes))
+        beside_s = self._memcpy_beside_s(int(n_bytes), prompt_tokens)
         return {
             "bytes": n_bytes,
             "gb_per_s": n_bytes / slower_s / 1e9,
@@ -188,11 +190,23 @@ class Client:
             "export_ms_per_1k_tokens": export_s / n_tokens * 1e6,
             "import_ms_per_1k_tokens": import_s / n_tokens * 1e6,
             "memcpy_gb_per_s": n_bytes / copy_s / 1e9,
+            "memcpy_beside_gb_per_s": n_bytes / beside_s / 1e9,
             "times_a_memcpy": slower_s / copy_s,
+            "times_a_memcpy_beside": slower_s / beside_s,
             "both_times_a_memcpy": both_s / copy_s,
             "export_times_a_memcpy": export_s / copy_s,
             "import_times_a_memcpy": import_s / copy_s,
         }
+
+    def _memcpy_beside_s(self, n_bytes: int, prompt_tokens: int) -> float:
+        """A memcpy while a prompt is read, as hand-offs are: who computes beside it takes its share of the memory."""
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(self.stream, prompt_tokens, 1, [], threading.Event())
+            copy_s = memcpy_s(n_bytes)
+            if reading.done():
+                print("the prompt was read before the memcpy ended", file=sys.stderr)
+            reading.result()
+        return copy_s
 
     def _total(self, name: str) -> float:
         """A counter, over all workers."""
