@@ -1,6 +1,7 @@
 """What dividing a model among processes costs: ranks against threads, and a meeting against an all-reduce.
 
     python benchmarks/tensor_parallel.py ranks [--shape qwen2.5-0.5b] [--weights bf16 int8] [--ranks 2] [--rounds 9]
+                                            [--steps "prefill 512" "decode 1" "decode 16"]
     python benchmarks/tensor_parallel.py gather [--ranks 2] [--meetings 20000]
 
 `ranks`: N ranks of one thread and one rank of N threads compute the same steps in turns: a prefill of 512 tokens, a decode
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,7 @@ BLOCK_TOKENS = 32
 PROMPT = 512
 WIDTH = 896  # of the residual stream of the 0.5B shape
 ROWS = (1, 16, 512)
+STEPS = ("prefill 512", "decode 1", "decode 16")
 
 
 def batch_of(sequences: int, begin: int, end: int) -> ForwardBatch:
@@ -55,28 +57,28 @@ def batch_of(sequences: int, begin: int, end: int) -> ForwardBatch:
     )
 
 
-def samplers(model: Model) -> dict[str, Sampler]:
-    """The three steps on one model, which must have read 512 tokens of 16 sequences."""
+def samplers(model: Model, names: Sequence[str]) -> dict[str, Sampler]:
+    """These steps on one model, which has then read 512 tokens of 16 sequences."""
     kv = model.make_kv(16 * -(-(PROMPT + 1) // BLOCK_TOKENS), BLOCK_TOKENS)
     whole = batch_of(16, 0, PROMPT)
     for sequence in range(16):
         row = slice(sequence, sequence + 1)
         one = replace(batch_of(1, 0, PROMPT), block_table_SM=np.ascontiguousarray(whole.block_table_SM[row]))
         model.forward(one, kv, Want.BEST)
-    steps = {
+    every = {
         "prefill 512": batch_of(1, 0, PROMPT),
         "decode 1": batch_of(1, PROMPT, PROMPT + 1),
         "decode 16": batch_of(16, PROMPT, PROMPT + 1),
     }
+    steps = {name: every[name] for name in names}
     return {name: burst(lambda batch=batch: model.forward(batch, kv, Want.BEST)) for name, batch in steps.items()}  # type: ignore[misc]
 
 
-def compare_ranks(shape: str, weights: str, ranks: int, effort: Effort) -> None:
+def compare_ranks(shape: str, weights: str, ranks: int, names: Sequence[str], effort: Effort) -> None:
     """Ranks and threads in turns."""
     config = ComputeConfig(backend="cpu", weights=weights, threads=ranks)
     models = [random_model(SHAPES[shape], one, seed=0) for one in (config, replace(config, tp=ranks))]
-    threads, divided = (samplers(model) for model in models)
-    names = list(threads)
+    threads, divided = (samplers(model, names) for model in models)
     rounds = measure([one[name] for name in names for one in (threads, divided)], effort)
     for i, name in enumerate(names):
         ratio = rounds.of(lambda times_N, i=i: times_N[2 * i] / times_N[2 * i + 1])  # type: ignore[misc]
@@ -173,13 +175,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget-s", type=float, default=120.0)
+    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=STEPS)
     parser.add_argument("--meetings", type=int, default=20000)
     options = parser.parse_args()
     if options.what == "gather":
         compare_gather(options.ranks, options.meetings)
         return
     for weights in options.weights:
-        compare_ranks(options.shape, weights, options.ranks, Effort(rounds=options.rounds, budget_s=options.budget_s))
+        effort = Effort(rounds=options.rounds, budget_s=options.budget_s)
+        compare_ranks(options.shape, weights, options.ranks, options.steps, effort)
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ void KvCache::import_block(int64_t block, const uint8_t* data) {
 uint64_t KvCache::export_checked(int64_t block, uint8_t* out) const {
   const int64_t bytes = shape_.block_bytes();
   Xxh3Copy pass(shape_.n_layers * bytes);
-  for (int64_t index = 0; index < shape_.n_layers; ++index) pass.copy(out + index * bytes, layer(index).data + block * bytes, bytes);
+  for (int64_t index = 0; index < shape_.n_layers; ++index) pass.copy_past_caches(out + index * bytes, layer(index).data + block * bytes, bytes);
   return pass.digest();
 }
 

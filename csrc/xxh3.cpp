@@ -118,8 +118,6 @@ Xxh3Copy::Xxh3Copy(int64_t bytes)
 
 void Xxh3Copy::read(const uint8_t* in, int64_t bytes) { take(nullptr, in, bytes, /*is_past=*/false); }
 
-void Xxh3Copy::copy(uint8_t* out, const uint8_t* in, int64_t bytes) { take(out, in, bytes, /*is_past=*/false); }
-
 void Xxh3Copy::copy_past_caches(uint8_t* out, const uint8_t* in, int64_t bytes) {
   take(out, in, bytes, /*is_past=*/reinterpret_cast<uintptr_t>(out) % 32 == 0);
   end_past();

@@ -15,8 +15,7 @@ class Xxh3Copy {
 
   static bool takes(int64_t bytes) { return bytes >= kLeastBytes && bytes % kStripeBytes == 0; }
   explicit Xxh3Copy(int64_t bytes);  // of all pieces; throws std::invalid_argument where it does not take so many
-  // The next piece, in whole stripes; into the caches, for a reader that comes soon, or past them.
-  void copy(uint8_t* out, const uint8_t* in, int64_t bytes);
+  // The next piece, in whole stripes; past the caches, as who reads it has others, and would have to take the lines from ours.
   void copy_past_caches(uint8_t* out, const uint8_t* in, int64_t bytes);
   void read(const uint8_t* in, int64_t bytes);  // copied nowhere
   uint64_t digest() const;  // after the last one

@@ -158,7 +158,10 @@ def test_chat_reports_no_cold_start() -> None:
         (("generate", "hi", "-m", "qwen2.5-0.5b"), "as --shape qwen2.5-0.5b"),
         (("generate", "hi", "--max-tokens", "0"), "between 1 and 2147483647"),
         (("serve", "--api-key", "", "--port", "0"), "the API key is empty"),  # "$KEY", unset: it once served everybody
-        (("serve", "--workers", "1", "--task", "embed", "--port", "0"), "--task is for one engine in this process"),
+        (
+            ("serve", "--workers", "1", "--runtime-lora", "--port", "0"),
+            "--runtime-lora is for one engine in this process",
+        ),
         (("generate", "--prompt-file", "/"), "cannot read the prompt from /: Is a directory"),
     ],
 )

@@ -20,6 +20,7 @@ from diptych.ground.config import quiet_ray
 quiet_ray(is_local=True)
 from diptych.cluster import rays  # noqa: E402  # ray reads its environment when it is imported
 from diptych.cluster.messages import Done, Parcel, Read, ToWorker  # noqa: E402
+from diptych.cluster.slots import Mapped  # noqa: E402
 from diptych.cluster.worker import Worker  # noqa: E402
 
 
@@ -28,10 +29,15 @@ def with_data(parcel: Parcel, data_NB: np.ndarray) -> Parcel:
 
 
 def flipped(parcel: Parcel) -> Parcel:
-    """The same with one bit changed."""
-    data = parcel.payload.data_NB.copy()
-    data[-1, len(data[-1]) // 2] ^= 4
-    return with_data(parcel, data)
+    """The same with one bit changed, where it lies."""
+    if parcel.seat is None:
+        data = parcel.payload.data_NB.copy()
+        data[-1, len(data[-1]) // 2] ^= 4
+        return with_data(parcel, data)
+    memory = Mapped().memory(parcel.seat)
+    memory.flags.writeable = True
+    memory[parcel.payload.header.block_bytes // 2] ^= 4
+    return parcel
 
 
 def becomes(fault: str, message: ToWorker, rng: random.Random) -> list[tuple[float, ToWorker]]:
@@ -62,7 +68,7 @@ class FaultyProcess(rays._Actor):
 
     def _send(self, name: str, message: Any) -> None:
         # the id as the door knows it: cmpl-drop30-7
-        if isinstance(message, Parcel):  # its memory is used again, and it may be sent later
+        if isinstance(message, Parcel) and message.seat is None:  # its memory is used again, and it may be sent later
             message = with_data(message, message.payload.data_NB.copy())
         for later_s, what in becomes(message.request_id.split("-")[1], message, FaultyProcess.rng):
             if later_s:

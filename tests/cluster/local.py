@@ -14,6 +14,7 @@ import numpy as np
 
 from diptych.cluster.core import ClusterCore
 from diptych.cluster.messages import Facts, Parcel, ToWorker
+from diptych.cluster.slots import Mapped
 from diptych.cluster.worker import Worker
 from diptych.compute.structured import GrammarCompiler
 from diptych.engine.adapters import Adapters
@@ -60,10 +61,12 @@ class LocalCluster:
         late_s: float = 0.05,
         spans: Callable[[str], Spans | None] = lambda name: None,
         parcel_bytes: int = 2048,
+        machine: str | None = None,
     ) -> None:
+        """machine: see Worker; None: parcels travel with their bytes."""
         self.loaded, self.engine_config = loaded, config
         self._late = (lease_s, late_s)
-        self._spans, self._parcel_bytes = spans, parcel_bytes
+        self._spans, self._parcel_bytes, self._machine = spans, parcel_bytes, machine
         self._reader, self._takes_other_kernels = reader or loaded, takes_other_kernels
         self.fault = fault
         self.on_message: Callable[[str, ToWorker], object] = lambda name, message: None
@@ -86,6 +89,7 @@ class LocalCluster:
             vocab_size=vocab_size,
             grammars=self.grammars,
             adapters=Adapters(loaded.model, max_loras=0, max_rank=0),
+            encodes=loaded.encoder is not None,
         )
         self.llm = LLM(loaded, config, engine=self.engine)
 
@@ -105,6 +109,7 @@ class LocalCluster:
             late_s=late_s,
             spans=self._spans(name),
             parcel_bytes=self._parcel_bytes,
+            machine=self._machine,
         )
         self.workers[name] = worker
         self.core.attach(LocalLink(self, name), Facts.of(name, machinery.core), decodes=decodes)
@@ -120,7 +125,7 @@ class LocalCluster:
     def _send(self, name: str, message: ToWorker) -> None:
         """From worker to worker: here links fail."""
         self.n_sent += 1
-        if isinstance(message, Parcel):  # its memory is used again, and it may be sent later
+        if isinstance(message, Parcel) and message.seat is None:  # its memory is used again, and it may be sent later
             message = with_data(message, message.payload.data_NB.copy())
         for later, what in self.fault(message):
             self._mail.append((self._n_pumped + later, name, what))
@@ -142,6 +147,7 @@ class LocalCluster:
         for _ in range(3):
             self._pump()
         for worker in self.workers.values():
+            assert self.fault is not no_fault or not worker._slots.n_in_use, "memory lent to others is back"
             worker.core.check()
             counts = worker.counts()
             assert (counts.core.blocks_in_use, counts.receiving, counts.reading) == (0, 0, 0), worker.name
@@ -169,8 +175,18 @@ def with_data(parcel: Parcel, data_NB: np.ndarray) -> Parcel:
     return replace(parcel, payload=replace(parcel.payload, data_NB=data_NB))
 
 
+def data_of(parcel: Parcel) -> np.ndarray:
+    """Its bytes, wherever they lie, to be changed there."""
+    if parcel.seat is None:
+        return parcel.payload.data_NB
+    memory = Mapped().memory(parcel.seat)
+    memory.flags.writeable = True
+    n_blocks = len(parcel.digests)
+    return memory[: n_blocks * parcel.payload.header.block_bytes].reshape(n_blocks, -1)
+
+
 def flipped(parcel: Parcel) -> Parcel:
     """The same with one bit changed."""
-    data = parcel.payload.data_NB.copy()
+    data = data_of(parcel)
     data[-1, len(data[-1]) // 2] ^= 4
-    return with_data(parcel, data)
+    return parcel

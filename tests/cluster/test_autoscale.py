@@ -90,3 +90,4 @@ def test_workers_come_with_the_load_and_go_after_it(one: LLM) -> None:
         server.check_balance()
         code, errors = server.stop()
         assert code == 0, errors
+        assert "workers on one machine do not pay" in errors, "whoever starts this is told"

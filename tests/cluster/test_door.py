@@ -41,6 +41,16 @@ def test_the_end_of_the_door_is_seen_by_every_client(one: LLM, state: str, round
         wait_for(lambda: not any(map(is_alive, engines)), "all processes have ended", RECOVERY_S)
 
 
+def test_a_door_that_is_told_to_end_finishes_what_it_has(one: LLM) -> None:
+    """SIGTERM under load: what runs on workers is drained as what runs here, and no stream is cut."""
+    with ServerProcess("--prefill", "1", "--decode", "1", *OPTIONS) as server:
+        load = Load(server, "drain", max_tokens=300)
+        load.wait_for("decoding", ["decode-0"])
+        code, errors = server.stop(timeout_s=120)
+        assert code == 0, errors
+        load.check(one)
+
+
 def _command(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())

@@ -76,12 +76,13 @@ def account(one: Completion) -> None:
     ],
     ids=["greedy", "sampled", "n", "logprobs", "prompt_logprobs", "grammar"],
 )
-def test_two_engines_answer_as_one(loaded: LoadedModel, sampling: SamplingParams) -> None:
+@pytest.mark.parametrize("machine", [None, "this"])
+def test_two_engines_answer_as_one(loaded: LoadedModel, sampling: SamplingParams, machine: str | None) -> None:
     """The whole promise of a hand-off: who reads the prompt cannot be told from the answer."""
     config = tiny_config("cpu")
     asked = prompts(LENGTHS if sampling.n == 1 else LENGTHS[::3])
     wanted = LLM(loaded, config).generate(asked, sampling)
-    cluster = LocalCluster(loaded, config)
+    cluster = LocalCluster(loaded, config, machine=machine)
     got = cluster.llm.generate(asked, sampling)
     assert said(got) == said(wanted)
     for one in got:
@@ -207,8 +208,9 @@ FAULTS: dict[str, tuple[Fault, set[str]]] = {
 }
 
 
+@pytest.mark.parametrize("machine", [None, "this"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_no_fault_of_a_link_changes_an_answer(loaded: LoadedModel, name: str) -> None:
+def test_no_fault_of_a_link_changes_an_answer(loaded: LoadedModel, name: str, machine: str | None) -> None:
     """Everybody's hand-off works on a good link; on a bad one many answer from what did not come, or hang."""
     fault, reasons = FAULTS[name]
     config = tiny_config("cpu")
@@ -216,7 +218,7 @@ def test_no_fault_of_a_link_changes_an_answer(loaded: LoadedModel, name: str) ->
     wanted = [LLM(loaded, config).generate(asked, sampling) for sampling in (GREEDY, SAMPLED)]
     # what is lost is waited for in vain; what is not must never be given up on a slow machine
     waits = {"lease_s": 0.15, "late_s": 0.05} if reasons & {"missing", "lease"} else {"lease_s": 300.0, "late_s": 300.0}
-    cluster = LocalCluster(loaded, config, fault=fault, **waits)
+    cluster = LocalCluster(loaded, config, fault=fault, machine=machine, **waits)
     for sampling, expected in zip((GREEDY, SAMPLED), wanted, strict=True):
         got = cluster.llm.generate(asked, sampling)
         assert said(got) == said(expected)
@@ -303,7 +305,7 @@ def test_a_worker_that_dies_loses_nothing(loaded: LoadedModel, victim: str, stat
     config = tiny_config("cpu")
     asked, sampling = prompts((5, 40, 97, 130, 200)), replace(SAMPLED, n=n, logprobs=1)
     wanted = LLM(loaded, config).generate(asked, sampling)
-    cluster = LocalCluster(loaded, config, decode=2)
+    cluster = LocalCluster(loaded, config, decode=2, machine="this")
     killed = kill_when(cluster, victim, state)
     got = cluster.llm.generate(asked, sampling)
     assert killed == [victim]
@@ -352,7 +354,7 @@ def test_a_request_that_kills_every_worker_ends_with_an_error(loaded: LoadedMode
 @pytest.mark.parametrize("n_steps", [0, 1, 2, 3, 4, 6, 9, 14])
 def test_an_abort_leaves_nothing_behind_anywhere(loaded: LoadedModel, n_steps: int) -> None:
     """A client that leaves while its prompt is read for it elsewhere leaves blocks on two workers."""
-    cluster = LocalCluster(loaded, tiny_config("cpu"))
+    cluster = LocalCluster(loaded, tiny_config("cpu"), machine="this")
     engine = cluster.engine
     opened = [
         engine.submit(engine.make_request(prompt, SAMPLED, arrival_s=engine.clock.now_s()), lambda delta: None)
@@ -402,4 +404,20 @@ def test_a_hundred_prompts_up_to_4096_tokens(tmp_path: Path, sampling: SamplingP
     assert said(got) == said(wanted)
     for one in got:
         account(one)
+    cluster.check()
+
+
+@pytest.mark.parametrize("victim", [None, "decode-0"])
+def test_states_are_those_of_one_engine(tiny_dir: Path, victim: str | None) -> None:
+    """Embedding models were refused behind workers. A state is drawn of a whole prompt, so nothing of it travels."""
+    config = replace(tiny_config("cpu"), task="embed")
+    loaded = load(str(tiny_dir), config)
+    asked = prompts((5, 40, 97, 130, 200))
+    wanted = LLM(loaded, config).embed(asked)
+    cluster = LocalCluster(loaded, config, decode=2)
+    killed = kill_when(cluster, victim or "nobody", "prefilling")
+    got = cluster.llm.embed(asked)
+    assert killed == ([] if victim is None else [victim])
+    assert [one.vector.tobytes() for one in got] == [one.vector.tobytes() for one in wanted]
+    assert not cluster.total("sent_tokens")
     cluster.check()

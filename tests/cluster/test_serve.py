@@ -18,7 +18,7 @@ import pytest
 from diptych.engine.llm import LLM
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import EngineConfig, quiet_ray
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.request import SamplingParams
 from server_process import CLOCK, ServerProcess, check_account
 from span_receiver import SpanReceiver
@@ -227,6 +227,20 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_ray_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that stood still for a minute it was a traceback of a hundred lines."""
+    quiet_ray(is_local=True)
+    rays = importlib.import_module("diptych.cluster.rays")
+
+    def init(**options: object) -> None:
+        raise Exception("The current node timed out during startup.")  # so does Ray
+
+    monkeypatch.setattr(rays.ray, "init", init)
+    with pytest.raises(LoadError, match=r"Ray did not start on this machine: .*timed out") as caught:
+        rays.RayCluster("bundled", EngineConfig(), rays.PoolConfig())
+    assert "session_latest" in str(caught.value.hint)
 
 
 def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,6 @@ def serve(model: str, engine: EngineConfig, pools: PoolConfig, config: ServerCon
     alone = {
         "--lora": bool(engine.loras),
         "--runtime-lora": config.loads_loras,
-        "--task": engine.task in ("embed", "score"),
         "--record": config.record is not None,
     }
     for option in (name for name, is_given in alone.items() if is_given):

@@ -203,15 +203,18 @@ class ClusterCore:
         worker.seen.clear()
         assert self._router is not None
         self._router.close(number)
-        for other in self.workers:
-            if other.is_up:
-                other.link.send(Lost(name=name))
+        self._tell_lost(name)
         for request_id, one in list(self._open.items()):
             if one.reader == number:
                 one.reader = None
                 self.moved["reading"] += 1
             if one.decoder == number:
                 self._move(request_id, one)
+
+    def _tell_lost(self, name: str) -> None:
+        for other in self.workers:
+            if other.is_up:
+                other.link.send(Lost(name=name))
 
     def drain(self, name: str) -> None:
         """Send a worker nothing new; what it has goes on."""
@@ -235,6 +238,7 @@ class ClusterCore:
         worker.is_up, worker.is_gone, worker.counts = False, True, None
         worker.n_lost += 1  # what it may still have said does not count
         worker.seen.clear()
+        self._tell_lost(name)
 
     def deliver(self, name: str, batch: Batch) -> None:
         """Take in what a worker said; any thread may. What one said before it was lost does not count after it."""
@@ -434,7 +438,9 @@ class ClusterCore:
             self._parked.append(request_id)
             return
         hand_off = one.hand_off()
-        may_part = hand_off.shares_prompt and one.request.sampling.prompt_logprobs is None
+        # a state is drawn of the prompt itself, all of it
+        is_read_here = one.request.pooling is not None or one.request.sampling.prompt_logprobs is not None
+        may_part = hand_off.shares_prompt and not is_read_here
         known = hand_off.known_token_ids
         route = self._router.choose(replace(one.sent, prompt_token_ids=known), may_part=may_part)
         is_apart = route.prefill != route.decode

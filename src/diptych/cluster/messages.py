@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diptych.cluster.slots import Seat
 from diptych.compute.kv_store import KVPayload
 from diptych.control.loop import EngineCore
 from diptych.control.stats import WorkerCounts
@@ -60,6 +61,7 @@ class Read:
     first_block: int
     end_block: int
     trace: str | None = None  # see Request
+    machine: str | None = None  # of who asks: see Worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,8 @@ class StopReading:
 class Parcel:
     """Computed blocks of a request, from `first_block` on. digests: of the chain of tokens that ends with each block.
 
-    lineage: of the model that computed them; the header's revision also says with which kernels.
+    lineage: of the model that computed them; the header's revision also says with which kernels. seat: where the bytes lie that
+    the payload then has not.
     """
 
     request_id: str
@@ -82,6 +85,7 @@ class Parcel:
     first_block: int
     digests: tuple[bytes, ...]
     payload: KVPayload
+    seat: Seat | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

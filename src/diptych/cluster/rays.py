@@ -1,8 +1,8 @@
-"""The cluster on Ray: a worker is an actor, and keys and values travel through Ray's object store. Only here is ray imported.
+"""The cluster on Ray: a worker is an actor, and what they say to each other are calls of Ray. Only here is ray imported.
 
-Ray places the actors, sees when one dies, starts it again, and carries what is sent (shared memory on a node, its own
-transfer between nodes). Actors rather than Ray Serve: the HTTP server, its admission and its router are the engine's own,
-and every hop more is a hop more per token.
+Ray places the actors, sees when one dies, starts it again, and carries what is sent: keys and values in its object store and
+its transfer between nodes, and on a node the word where they lie (`cluster.slots`). Actors rather than Ray Serve: the HTTP
+server, its admission and its router are the engine's own, and every hop more is a hop more per token.
 
 Whoever reaches Ray's ports can run code on its machines: Ray trusts its network, and says so. On one machine everything
 listens on loopback; between machines give it a network of its own.
@@ -32,6 +32,7 @@ from diptych.compute.structured import GrammarCompiler
 from diptych.cost.apart import Speeds, judge
 from diptych.engine.adapters import Adapters
 from diptych.engine.async_llm import AsyncLLM
+from diptych.engine.encoder import open_encoder
 from diptych.engine.engine import Engine
 from diptych.engine.load import (
     BUNDLED_MODEL,
@@ -76,6 +77,7 @@ class ModelCard:
     n_parameters: int
     threads: int
     instruction_set: str
+    hf_config: Mapping[str, Any]
 
     def on_loss(self, listener: Callable[[EngineError], object]) -> Callable[[], object]:
         """Nobody calls: ranks are their worker's, whose end is heard of in another way."""
@@ -130,6 +132,7 @@ class _Actor:
             send=self._send,
             takes_other_kernels=pools.takes_other_kernels,
             spans=self._spans,
+            machine=node,
         )
         self._runner = WorkerRunner(worker, clock=clock)
         loaded.model.on_loss(self._runner.fail)
@@ -162,7 +165,7 @@ class _Actor:
             self._runner.post(message)
 
     def give(self, message: ToWorker) -> None:
-        """From another worker. Keys and values lie in the object store, and are looked at where they lie."""
+        """From another worker. Keys and values are looked at where they lie, be it in the object store or in a slot."""
         self._runner.post(message)
 
     def fetch(self, incarnation: str) -> Batch | None:
@@ -320,15 +323,22 @@ class RayCluster:
             return
         if ray.is_initialized():
             return  # by the program that uses us, such as a test with nodes of its own
-        ray.init(
-            address="local",  # not one that somebody else has started on this machine
-            num_cpus=1,  # workers of this machine ask for none: they divide its cores as --threads says
-            num_gpus=0,
-            object_store_memory=self._pools.object_store_bytes,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            **options,
-        )
+        try:
+            ray.init(
+                address="local",  # not one that somebody else has started on this machine
+                num_cpus=1,  # workers of this machine ask for none: they divide its cores as --threads says
+                num_gpus=0,
+                object_store_memory=self._pools.object_store_bytes,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                **options,
+            )
+        except Exception as error:  # Ray's is no narrower
+            raise LoadError(
+                f"Ray did not start on this machine: {_reason(error)}",
+                hint="it needs a few seconds of processor time within half a minute, and memory in /dev/shm; "
+                "/tmp/ray/session_latest/logs has its own words",
+            ) from error
         address = ray.util.get_node_ip_address()
         if not is_loopback(address):
             logger.warning("ray listens on %s: call ground.config.quiet_ray before ray is imported", address)
@@ -379,10 +389,9 @@ class RayCluster:
                 "workers have %d kinds of kernels: keys and values are not handed over between them, and answers depend "
                 "in their last bits on which worker writes them", len(revisions),
             )  # fmt: skip
-        if not card.spec.has_head:
-            raise ConfigError("this model gives states and no text", hint="serve it without workers")
         if len(revisions) > 1:
             card = replace(card, revision="")
+        encoder = open_encoder(directory, card.hf_config, tokenizer, template, task=self._config.task, spec=card.spec)
         load_s = self.clock.now_s() - begin_s
         loaded = LoadedModel(
             name=BUNDLED_MODEL if self._model == "bundled" else self._model,
@@ -394,6 +403,7 @@ class RayCluster:
             load_s=load_s,
             clock=self.clock,
             compute=self._config.compute,
+            encoder=encoder,
         )
         engine = Engine(
             self.core,  # type: ignore[arg-type]  # in EngineCore's place
@@ -403,6 +413,8 @@ class RayCluster:
             vocab_size=card.spec.vocab_size,
             grammars=GrammarCompiler(tokenizer, card.spec.vocab_size),
             adapters=Adapters(loaded.model, max_loras=0, max_rank=0),
+            writes=card.spec.has_head,
+            encodes=encoder is not None,
         )
         return AsyncLLM(loaded, self._config, engine=engine)
 
@@ -470,8 +482,13 @@ class RayCluster:
 
     def _tell_whether_it_pays(self) -> None:
         hello, pools = self.hellos[self._pools.names[0]], self._pools
+        if hello.speeds is None and not pools.prefill:
+            logger.warning(
+                "workers on one machine do not pay: they share its cores and read all weights each; one engine answers as many"
+            )
+            return
         if hello.speeds is None:
-            logger.info("whether workers pay here is not known: %s", hello.gap)
+            logger.warning("whether pools pay on this machine is not known: %s", hello.gap)
             return
         most = self._config.scheduler.max_step_tokens
         found = judge(hello.speeds, prefill=pools.prefill, decode=pools.decode, max_step_tokens=most)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -32,6 +32,7 @@ from diptych.cluster.messages import (
     Submit,
     ToWorker,
 )
+from diptych.cluster.slots import Mapped, Seat, Slots
 from diptych.cluster.worker_spans import WorkerSpans
 from diptych.compute.kv_store import KVPayload
 from diptych.control.blocks import chain, root_digest
@@ -50,9 +51,10 @@ logger = logging.getLogger("diptych.cluster")
 
 LEASE_S = 30.0  # without news of a reader; it may have a line before it
 LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
-# of one parcel at most. Ray takes 0.6 ms of processor time for an object of any size, as long as copying 4 MiB; in smaller
-# ones, which lie in the caches until they are copied on, a quarter of a copy is saved
+# of one parcel at most. Ray takes 0.6 ms of processor time for an object of any size, as long as copying 4 MiB
 PARCEL_BYTES = 16 * 2**20
+N_SLOTS = 4  # parcels on their way that others on this machine read where they lie; more go through the object store
+NO_DATA = np.empty((0, 0), dtype=np.uint8)
 
 
 @dataclass(slots=True)
@@ -108,9 +110,11 @@ class Worker:
         late_s: float = LATE_S,
         parcel_bytes: int = PARCEL_BYTES,
         spans: Spans | None = None,
+        machine: str | None = None,
     ) -> None:
         """takes_other_kernels: keys and values of the same model computed by another instruction set are used. They are equal
         within tolerance, so answers then depend in their last places on who read a prompt.
+        machine: workers of an equal one can map each other's memory (`cluster.slots`); None: nobody's.
         """
         self.name = name
         self.core = machinery.core
@@ -123,6 +127,9 @@ class Worker:
         # blocks of a parcel, always in the same memory: new pages are a fault each
         self._parcel_blocks = max(1, parcel_bytes // self._executor.block_bytes)
         self._room = np.empty((self._parcel_blocks, self._executor.block_bytes), dtype=np.uint8)
+        self._machine = machine
+        self._slots = Slots(name, 0 if machine is None else N_SLOTS, self._room.nbytes)
+        self._mapped = Mapped()
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
         self._events: list[Event] = []
         self._unplaced: deque[tuple[float, Submit]] = (
@@ -270,6 +277,8 @@ class Worker:
 
     def _on_lost(self, lost: Lost) -> None:
         """Go on without it, and read nothing for it any more."""
+        self._slots.lost(lost.name)
+        self._mapped.lost(lost.name)
         for request_id, coming in list(self._coming.items()):
             if coming.submit.reader == lost.name:
                 self._settle(request_id, "reader_lost")
@@ -322,10 +331,18 @@ class Worker:
             first_block=first_block,
             end_block=end_block,
             trace=request.trace,
+            machine=self._machine,
         )
         self._send(submit.reader, order)
 
     def _on_parcel(self, parcel: Parcel) -> None:
+        try:
+            self._take_in(parcel)
+        finally:
+            if parcel.seat is not None:
+                self._mapped.give_back(parcel.seat)
+
+    def _take_in(self, parcel: Parcel) -> None:
         coming = self._coming.get(parcel.request_id)
         if coming is None:
             self._refused["late"] += 1
@@ -356,15 +373,28 @@ class Worker:
             coming.lease_s = begin_s + self._late_s
         self._import_s += self._clock.now_s() - begin_s
         self._received_tokens += len(parcel.digests) * self.core.pool.block_tokens
-        self._received_bytes += parcel.payload.data_NB.nbytes
+        self._received_bytes += len(parcel.digests) * self._executor.block_bytes
         self._settle_if_complete(parcel.request_id, coming)
 
     def _payload_of(self, parcel: Parcel) -> KVPayload:
-        """What came, as our own where it may stand for it."""
+        """What came, from where it lies, as our own where it may stand for it."""
         payload = parcel.payload
+        if parcel.seat is not None:
+            payload = replace(payload, data_NB=self._seated(parcel.seat, len(parcel.digests)))
         if not self._takes_other_kernels or parcel.lineage != self._lineage:
             return payload
         return replace(payload, header=replace(payload.header, revision=self.core.model_revision))
+
+    def _seated(self, seat: Seat, n_blocks: int) -> np.ndarray:
+        n_bytes = n_blocks * self._executor.block_bytes
+        if n_bytes > seat.slot_bytes:
+            raise TransferError(f"{n_blocks} blocks of {n_bytes} bytes are not in {seat.slot_bytes}", reason="shape")
+        try:
+            memory = self._mapped.memory(seat)
+        except TransferError:
+            self._machine = None  # what comes next shall come another way
+            raise
+        return memory[:n_bytes].reshape(n_blocks, -1)
 
     def _on_done(self, done: Done) -> None:
         coming = self._coming.get(done.request_id)
@@ -504,16 +534,30 @@ class Worker:
         begin_s = self._clock.now_s()
         while first < end:
             until = min(end, first + self._parcel_blocks)
-            payload = self._executor.export_blocks(block_ids[first:until], self._room)
+            payload, seat = self._export(block_ids[first:until], order)
             parcel = Parcel(
                 request_id=order.request_id,
                 lineage=self._lineage,
                 first_block=first,
                 digests=tuple(reading.digests[first:until]),
                 payload=payload,
+                seat=seat,
             )
             self._send(order.answer_to, parcel)
             self._sent_tokens += (until - first) * block_tokens
-            self._sent_bytes += payload.data_NB.nbytes
+            self._sent_bytes += (until - first) * self._executor.block_bytes
             first = reading.sent_blocks = until
-        self._export_s += self._clock.now_s() - begin_s  # sending is a copy too, into the object store
+        self._export_s += self._clock.now_s() - begin_s  # without a seat, sending is a copy too, into the object store
+
+    def _export(self, block_ids: Sequence[int], order: Read) -> tuple[KVPayload, Seat | None]:
+        """The blocks for who asked: in memory that it can map, where there is some, or as an array."""
+        now_s = self._clock.now_s()
+        may_share = self._machine is not None and order.machine == self._machine
+        taken = self._slots.take(order.answer_to, now_s, now_s + self._lease_s) if may_share else None
+        if taken is None:
+            return self._executor.export_blocks(block_ids, self._room), None
+        room = taken.memory[: self._room.nbytes].reshape(self._room.shape)
+        payload = self._executor.export_blocks(block_ids, room)
+        if not np.may_share_memory(payload.data_NB, room):  # ranks gather in memory of their own
+            room[: len(block_ids)] = payload.data_NB
+        return replace(payload, data_NB=NO_DATA), taken.seat

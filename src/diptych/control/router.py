@@ -140,7 +140,7 @@ class Router:
         turn, self._turn = self._turn, self._turn + 1
         self._digests = []
         prompt_tokens = len(request.prompt_token_ids)
-        output_tokens = self._usual_answer * request.sampling.n
+        output_tokens = 0 if request.pooling is not None else self._usual_answer * request.sampling.n
         decoder, read_us = self._best(request, self._of(self._decoders), turn, output_tokens=output_tokens)
         reader = decoder
         readers = self._of(self._readers)
