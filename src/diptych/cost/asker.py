@@ -39,8 +39,13 @@ class _Candidate:
 
     @property
     def is_known(self) -> bool:
-        """Whether its time was measured, where it takes any."""
+        """Whether its time was measured where it was asked, if it takes any."""
         return self.times.is_known or self.cost.draft_s is None
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether its time was measured at all."""
+        return self.is_known or self.cost.is_measured
 
     def draft_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         if self.cost.draft_s is None or not any(depths):
@@ -150,15 +155,15 @@ class Asker:
         than read_s, to compute them.
         """
         candidate, purse = self._candidates[number], self._purse
-        cost, expected_s = candidate.cost, read_s
+        cost, expected_s, is_priced = candidate.cost, read_s, candidate.is_priced
         if any(depths) and cost.draft_s is not None:
             drafting_s = cost.draft_s(shape, depths)
             expected_s = drafting_s * candidate.times.value
             if n_read <= _FEW_TOKENS * len(depths):
-                candidate.times.add(measured_s / max(drafting_s, 1e-12))
+                candidate.times.add(measured_s / max(drafting_s, 1e-12), 1.0 if cost.is_measured else None)
             elif cost.read_s is not None:
                 expected_s += cost.read_s(n_read)
-        took_s = min(measured_s, DISTURBED * expected_s) if candidate.times.is_known else measured_s
+        took_s = min(measured_s, DISTURBED * expected_s) if is_priced else measured_s
         if shape.prefill_tokens and not any(depths):
             purse.pay_for_prompts(took_s)
         else:
@@ -295,7 +300,7 @@ class Asker:
             for i in refused:
                 tried[i] = 1
             self._short_of_s = price_s(tried) - before_s
-            if not self._candidates[number].is_known or self._short_of_s <= self._purse.balance_s:
+            if not self._candidates[number].is_priced or self._short_of_s <= self._purse.balance_s:
                 return tried
             refused = refused[: len(refused) // 2]
         return depths

@@ -29,13 +29,15 @@ class DrafterCost:
 
     draft_s(shape, depths): seconds in a step of this shape, so many drafts behind each of its decode chunks; None: no time.
     read_s(n_tokens): to read what it has missed of a sequence; None: it goes on without. begins_every: it can begin to read
-    a sequence at each so-many-th token alone. most_drafts: of one sequence and step.
+    a sequence at each so-many-th token alone. most_drafts: of one sequence and step. is_measured: draft_s is what it took
+    before anybody asked, and no guess.
     """
 
     draft_s: Callable[[StepShape, Sequence[int]], float] | None = None
     read_s: Callable[[int], float] | None = None
     begins_every: int = 1
     most_drafts: int = MOST_DEPTH
+    is_measured: bool = False
 
 
 class Asking(Enum):
