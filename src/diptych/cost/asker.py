@@ -61,6 +61,7 @@ class Asker:
     ) -> None:
         self.has_asked = False  # any drafter, in the step that is planned
         self.asks_in: int | None = None  # steps until any may be asked; None: nobody has such a drafter
+        self._n_skipped = 0  # steps to come for which nothing need be looked at, whoever else guesses in them
         self._price_s = price_s
         self._purse = purse
         self._candidates = [_Candidate(cost) for cost in drafters]
@@ -77,6 +78,7 @@ class Asker:
         """Of a new sequence, by number. It is followed by the drafter that gives most to the like of it, if any pays."""
         while len(self._candidates) < n_drafters:  # nobody says what they cost
             self._candidates.append(_Candidate(DrafterCost()))
+        self._n_skipped = 0
         options = []
         for one in self._candidates[:n_drafters]:
             pool = one.pools.setdefault(kind, Asked(self._purse))
@@ -103,6 +105,17 @@ class Asker:
         for pool in self._resting:
             pool.rest -= n_steps
 
+    def skips(self) -> bool:
+        """Whether nobody can be asked in this step, as all are given up or nothing can be paid; then it is over."""
+        if not self._n_skipped:
+            return False
+        self._n_skipped -= 1
+        self.has_asked = False
+        self.idle(1)
+        if self.asks_in:
+            self.asks_in -= 1
+        return True
+
     def ask(
         self, options: Sequence[Sequence[Option]], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[Wanted]:
@@ -114,6 +127,8 @@ class Asker:
         asked = self._to_ask(options, starts)
         if not asked:
             self.asks_in = min([pool.rest - 1 for pool in self._resting], default=LONGEST_IDLE)
+            if all(some and all(one is None or one.state is Asking.GIVEN_UP for one, _, _ in some) for some in options):
+                self._n_skipped = max(0, min(self.asks_in, LONGEST_IDLE))
             return wanted
         self.asks_in = 0
         self._purse.fill(self._price_s(shape, [0] * len(options)), len(options))
@@ -122,7 +137,9 @@ class Asker:
         if self._is_short:
             self._short_of_s *= _FORGOTTEN
         if self._purse.is_empty or is_short:
-            self.asks_in = _SHORT_IDLE
+            self.asks_in = self._n_skipped = min(
+                max(_SHORT_IDLE, self._purse.steps_until(self._short_of_s)), LONGEST_IDLE
+            )
             return wanted
         chosen: dict[int, list[int]] = {}  # by drafter
         for i, number in asked.items():

@@ -220,6 +220,10 @@ class DraftPrices:
             self._note_rows(guesses, depths, shape)
         return depths
 
+    def is_asking(self) -> bool:
+        """Whether anybody may be asked in this step; it is over where not."""
+        return not self._asker.skips()
+
     def ask(
         self, options: Sequence[Sequence[Option]], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[Wanted]:
