@@ -120,3 +120,18 @@ def test_a_head_is_tried_where_it_can_begin():
         prices.observe_drafting(shape, [n], (0.01 if number else 0.1) * n, n_read=1, drafter=number)
     assert tried
     assert all(start % 32 == 0 for start in tried)
+
+
+@pytest.mark.parametrize("times", [5.0, 100.0])
+def test_a_cold_first_forward_does_not_end_a_drafter_whose_time_is_known(times):
+    """One first draft of nineteen milliseconds emptied the purse and the belief, and nothing was asked for 3000 tokens."""
+    prices = DraftPrices(
+        flat, drafters=[DrafterCost(draft_s=lambda shape, depths: 0.1 * max(depths), is_measured=True)]
+    )
+    world = World(acceptance=0.8, draft_s=0.1, prices=prices)
+    world.draft_s = [0.1 * times]
+    while not any(world.asked):
+        world.step()
+    world.draft_s = [0.1]
+    world.steps(100)
+    assert sum(map(bool, world.asked[-50:])) > 40

@@ -54,6 +54,7 @@ class World:
         believed: float | None = None,
         predict_s: Callable[[StepShape], float] = flat,
         others: SequenceOf[tuple[float, float]] = (),
+        prices: DraftPrices | None = None,
         seed: int = 1,
     ) -> None:
         self.rng = random.Random(seed)
@@ -61,7 +62,7 @@ class World:
         self.draft_s, self.tap_s, self.read_s = [draft_s, *(cost_s for _, cost_s in others)], tap_s, read_s
         self.others = [rate for rate, _ in others]
         believed = draft_s if believed is None else believed
-        self.prices = DraftPrices(
+        self.prices = prices or DraftPrices(
             predict_s,
             drafters=[
                 DrafterCost(

@@ -197,6 +197,23 @@ def test_one_disturbed_measurement_does_not_end_drafts():
     assert loop.steps(200).tokens > 400
 
 
+@pytest.mark.parametrize("times", [2.5, 6.0])
+def test_a_first_step_of_a_size_may_be_cold(times):
+    """Six rows took twice as long the first time, seemed dear for ever, and drafts stayed at half of what paid."""
+    loop, seen = Loop(1, 0.95, flat), set()
+
+    def cold(shape: StepShape) -> float:
+        is_cold = shape.n_tokens not in seen and shape.n_tokens > 1
+        seen.add(shape.n_tokens)
+        return flat(shape) * (times if is_cold else 1.0)
+
+    loop.real_s = cold
+    loop.steps(60)
+    tokens, seconds = loop.tokens, loop.seconds
+    loop.steps(200)
+    assert (loop.tokens - tokens) / (loop.seconds - seconds) > 0.9 * expected_tokens(chances_at(0.95, 7))
+
+
 def test_a_choice_of_depth_asks_for_few_prices():
     """Six shapes were made and priced for each choice, and each step has two: a tenth of a small model's step."""
     n_priced = 0

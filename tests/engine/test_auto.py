@@ -13,12 +13,15 @@ from tests.engine.test_heads import Fickle, make_heads
 from tests.engine.test_speculation import CASES, PROMPTS, said
 
 from diptych.compute.ops import cpu_kernels
+from diptych.compute.sampler import Sampler
 from diptych.engine.drafters import open_drafters
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
+from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import SamplingParams
+from diptych.ground.shape import StepShape
 
 
 def folders(tiny_dir: Path, tmp_path: Path, *layouts: str) -> str:
@@ -101,6 +104,22 @@ def test_drafters_are_known_by_their_files(loaded: LoadedModel, tiny_dir: Path, 
     twice = replace(config, draft_model=f"{named}, {tiny_dir}")
     with pytest.raises(ConfigError, match="two drafters of the kind draft"):
         open_drafters(twice, loaded.model, directory=tiny_dir, tokenizer=loaded.tokenizer)
+
+
+def test_drafters_have_run_before_they_are_asked(exact: LoadedModel, tiny_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The first forward of a head takes three times as long as the next, which was its price for many steps."""
+    named = folders(tiny_dir, tmp_path, "medusa", "eagle3")
+    config = engine_config(tiny_config(), speculate="auto", draft_model=named)
+    opened = open_drafters(config, exact.model, directory=tiny_dir, tokenizer=exact.tokenizer)
+    shape = StepShape.decode(batch=1, context_tokens=10)
+    before_s = [one.price_s(shape, [1]) for one in opened]
+    for one, first_s in zip(opened, before_s, strict=True):
+        drafter = one.drafter(8, Sampler(exact.model.spec.vocab_size, exact.model.device), clock=MonotonicClock())
+        assert one.times.n_observed >= 2
+        assert one.price_s(shape, [1]) < 0.5 * first_s, "what nobody has measured is a slow machine's"
+        assert one.cost.is_measured
+        if hasattr(drafter, "_store"):
+            assert not any(drafter._store._written), "nothing that was written there is taken for a text"
 
 
 @pytest.mark.native

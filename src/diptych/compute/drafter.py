@@ -32,10 +32,14 @@ from diptych.compute.model import Model, Want
 from diptych.compute.sampler import SampledToken, Sampler
 from diptych.ground.clock import Clock
 from diptych.ground.phase import Phase
+from diptych.ground.request import SamplingParams
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.step import Chunk, SequenceStart
 
 Observe = Callable[[StepShape, float], None]  # how long a forward of the drafter took
+
+REHEARSED_STEPS = 4
+_NOBODY = -1  # the sequence of a rehearsal
 
 
 class Drafter(ABC):
@@ -81,6 +85,24 @@ class Drafter(ABC):
         token_ids: what each chunk gave. tables_CM: the block table of each chunk's sequence, as the step left it.
         states [taps, T, D]: the residual stream behind those layers, of all rows of the step.
         """
+
+
+def rehearse(drafter: Drafter, *, block_tokens: int, n_drafts: int, width: int, device: torch.device) -> None:
+    """Have it draft behind a prompt and a few tokens that fill block 0, whose contents are lost: a first forward takes three
+    times as long as a later one, and what is tried in vain at that price is given up. width: of the model's states.
+    """
+    n = max(1, block_tokens - REHEARSED_STEPS)
+    chunks = [Chunk(_NOBODY, Phase.PREFILL, 0, (0,) * n, 0, (0,), True, n_drafts)]
+    chunks += [Chunk(_NOBODY, Phase.DECODE, at, (0,), 1, (), True, n_drafts) for at in range(n, block_tokens)]
+    prompt = chunks[0].token_ids
+    drafter.begin(SequenceStart(seq_id=_NOBODY, prompt_token_ids=prompt, sampling=SamplingParams(), seed=0))
+    table = np.zeros((1, 1), dtype=np.int32)
+    for chunk in chunks:
+        drafter.follow([chunk], [(0,)])
+        rows = (len(drafter.taps), len(chunk.token_ids), width)
+        drafter.propose([chunk], [(0,)], table, torch.zeros(rows, device=device) if drafter.taps else None)
+    drafter.end(_NOBODY)
+    drafter.follow(chunks[:1], [()])  # nothing is written in the block
 
 
 @dataclass(slots=True)

@@ -50,6 +50,10 @@ class HeadSource(Checkpoint):
         """As `Checkpoint.tensor`."""
         return super().tensor(self._name(name) or name, *shape)
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """As `Checkpoint.shape_of`."""
+        return super().shape_of(self._name(name) or name)
+
     def _name(self, name: str) -> str | None:
         for ours, theirs in EAGLE_NAMES.items():
             if name.startswith(ours):
@@ -282,7 +286,7 @@ class EagleBlueprint(Blueprint):
         o = layer.linear(root, ("o_proj",), (width,), q, has_bias=attention.has_o_bias)
         halves = _split(qkv, (width, width))
         for name in ("fc.weight", *(("fc.bias",) if source.has("fc.bias") else ())):
-            source.tensor(name, *source.shape_of(source._name(name) or name))  # FusionBlueprint reads it
+            source.tensor(name, *source.shape_of(name))  # FusionBlueprint reads it
         norms = {
             "input_norm": layer.norm(layer.norm_tensor("input_layernorm")),
             "norm": layer.norm(NormParts(weight=source.tensor("norm.weight", width))),

@@ -51,7 +51,7 @@ class DraftPlanner:
             self._n_idled = 0
         plain = draft.shape
         self._send(draft, planned, promised_blocks)
-        if self.guesser.asks_executor:
+        if self.guesser.asks_executor and self.depths.is_asking():
             self._ask(draft, planned, plain)
         self._idle_decodes = n_decodes
         is_guessing = any(speculation.is_guessing for _, speculation in draft.speculations)

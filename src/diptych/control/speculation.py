@@ -90,6 +90,10 @@ class Depths(Protocol):
         """How many drafts to verify of each decode chunk of a step of this shape, which has none yet."""
         ...
 
+    def is_asking(self) -> bool:
+        """Whether `ask` is worth a call in this step; where it is not, the step has passed for it."""
+        ...
+
     def ask(
         self, options: SequenceOf[SequenceOf[Priced]], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[Wanted]:
@@ -158,6 +162,10 @@ class EveryGuess:
                 if depth <= n and left > 0:
                     depths[i], left = depth, left - 1
         return depths
+
+    def is_asking(self) -> bool:
+        """Always."""
+        return True
 
     def ask(
         self, options: SequenceOf[SequenceOf[Priced]], *, shape: StepShape, most_rows: int, limit_s: float | None

@@ -39,8 +39,13 @@ class _Candidate:
 
     @property
     def is_known(self) -> bool:
-        """Whether its time was measured, where it takes any."""
+        """Whether its time was measured where it was asked, if it takes any."""
         return self.times.is_known or self.cost.draft_s is None
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether its time was measured at all."""
+        return self.is_known or self.cost.is_measured
 
     def draft_s(self, shape: StepShape, depths: Sequence[int]) -> float:
         if self.cost.draft_s is None or not any(depths):
@@ -56,6 +61,7 @@ class Asker:
     ) -> None:
         self.has_asked = False  # any drafter, in the step that is planned
         self.asks_in: int | None = None  # steps until any may be asked; None: nobody has such a drafter
+        self._n_skipped = 0  # steps to come for which nothing need be looked at, whoever else guesses in them
         self._price_s = price_s
         self._purse = purse
         self._candidates = [_Candidate(cost) for cost in drafters]
@@ -72,6 +78,7 @@ class Asker:
         """Of a new sequence, by number. It is followed by the drafter that gives most to the like of it, if any pays."""
         while len(self._candidates) < n_drafters:  # nobody says what they cost
             self._candidates.append(_Candidate(DrafterCost()))
+        self._n_skipped = 0
         options = []
         for one in self._candidates[:n_drafters]:
             pool = one.pools.setdefault(kind, Asked(self._purse))
@@ -98,6 +105,17 @@ class Asker:
         for pool in self._resting:
             pool.rest -= n_steps
 
+    def skips(self) -> bool:
+        """Whether nobody can be asked in this step, as all are given up or nothing can be paid; then it is over."""
+        if not self._n_skipped:
+            return False
+        self._n_skipped -= 1
+        self.has_asked = False
+        self.idle(1)
+        if self.asks_in:
+            self.asks_in -= 1
+        return True
+
     def ask(
         self, options: Sequence[Sequence[Option]], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[Wanted]:
@@ -109,6 +127,8 @@ class Asker:
         asked = self._to_ask(options, starts)
         if not asked:
             self.asks_in = min([pool.rest - 1 for pool in self._resting], default=LONGEST_IDLE)
+            if all(some and all(one is None or one.state is Asking.GIVEN_UP for one, _, _ in some) for some in options):
+                self._n_skipped = max(0, min(self.asks_in, LONGEST_IDLE))
             return wanted
         self.asks_in = 0
         self._purse.fill(self._price_s(shape, [0] * len(options)), len(options))
@@ -117,7 +137,9 @@ class Asker:
         if self._is_short:
             self._short_of_s *= _FORGOTTEN
         if self._purse.is_empty or is_short:
-            self.asks_in = _SHORT_IDLE
+            self.asks_in = self._n_skipped = min(
+                max(_SHORT_IDLE, self._purse.steps_until(self._short_of_s)), LONGEST_IDLE
+            )
             return wanted
         chosen: dict[int, list[int]] = {}  # by drafter
         for i, number in asked.items():
@@ -150,15 +172,15 @@ class Asker:
         than read_s, to compute them.
         """
         candidate, purse = self._candidates[number], self._purse
-        cost, expected_s = candidate.cost, read_s
+        cost, expected_s, is_priced = candidate.cost, read_s, candidate.is_priced
         if any(depths) and cost.draft_s is not None:
             drafting_s = cost.draft_s(shape, depths)
             expected_s = drafting_s * candidate.times.value
             if n_read <= _FEW_TOKENS * len(depths):
-                candidate.times.add(measured_s / max(drafting_s, 1e-12))
+                candidate.times.add(measured_s / max(drafting_s, 1e-12), 1.0 if cost.is_measured else None)
             elif cost.read_s is not None:
                 expected_s += cost.read_s(n_read)
-        took_s = min(measured_s, DISTURBED * expected_s) if candidate.times.is_known else measured_s
+        took_s = min(measured_s, DISTURBED * expected_s) if is_priced else measured_s
         if shape.prefill_tokens and not any(depths):
             purse.pay_for_prompts(took_s)
         else:
@@ -295,7 +317,7 @@ class Asker:
             for i in refused:
                 tried[i] = 1
             self._short_of_s = price_s(tried) - before_s
-            if not self._candidates[number].is_known or self._short_of_s <= self._purse.balance_s:
+            if not self._candidates[number].is_priced or self._short_of_s <= self._purse.balance_s:
                 return tried
             refused = refused[: len(refused) // 2]
         return depths

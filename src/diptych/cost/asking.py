@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import ceil
 
 from diptych.cost.acceptance import MOST_DEPTH, Acceptance
 from diptych.ground.shape import StepShape
@@ -29,13 +30,15 @@ class DrafterCost:
 
     draft_s(shape, depths): seconds in a step of this shape, so many drafts behind each of its decode chunks; None: no time.
     read_s(n_tokens): to read what it has missed of a sequence; None: it goes on without. begins_every: it can begin to read
-    a sequence at each so-many-th token alone. most_drafts: of one sequence and step.
+    a sequence at each so-many-th token alone. most_drafts: of one sequence and step. is_measured: draft_s is what it took
+    before anybody asked, and no guess.
     """
 
     draft_s: Callable[[StepShape, Sequence[int]], float] | None = None
     read_s: Callable[[int], float] | None = None
     begins_every: int = 1
     most_drafts: int = MOST_DEPTH
+    is_measured: bool = False
 
 
 class Asking(Enum):
@@ -64,14 +67,14 @@ class Purse:
     FIRST_STEPS = 4.0  # in it at the beginning
     MOST_STEPS = 8.0
 
-    __slots__ = ("_is_open", "_n_steps", "_token_s", "balance_s", "prompts_s")
+    __slots__ = ("_is_open", "_n_steps", "_plain_s", "_token_s", "balance_s", "prompts_s")
 
     def __init__(self) -> None:
         self.balance_s = 0.0
         self.prompts_s = 0.0
         self._is_open = False
         self._n_steps = 0  # since it was filled
-        self._token_s = 0.0
+        self._plain_s = self._token_s = 0.0  # of one step, and of one token in it
 
     @property
     def is_empty(self) -> bool:
@@ -98,7 +101,11 @@ class Purse:
         self.balance_s = min(balance_s, most_s)
         self.prompts_s = min(self.prompts_s + half_s + balance_s - self.balance_s, most_s)
         self._n_steps = 0
-        self._token_s = plain_s / n_sequences
+        self._plain_s, self._token_s = plain_s, plain_s / n_sequences
+
+    def steps_until(self, balance_s: float) -> int:
+        """Steps that earn so much, if no draft holds."""
+        return ceil((balance_s - self.balance_s) / (0.5 * self.EARNED * self._plain_s)) if self._plain_s else 0
 
     def pay(self, seconds: float) -> None:
         """Something took so long."""

@@ -45,15 +45,17 @@ class Ratio:
         return bool(self._latest)
 
     def add(self, ratio: float, like: float | None = None) -> None:
-        """Take in one measurement; like: what the first is expected to be near to, where anything is."""
+        """Take in one measurement; like: what the first is expected to be near to, where anything is. A first that is far
+        longer is not believed before a second: it may have been disturbed, or cold.
+        """
         latest = self._latest
-        if not latest and like is not None:
-            ratio = min(ratio, DISTURBED * like)
         if self._faded < _OLD:
             latest.clear()
         self._faded = 1.0
         latest.append(ratio)
         self._value = sorted(latest)[int(self._low * len(latest))]
+        if len(latest) == 1 and like is not None:
+            self._value = min(ratio, FARTHEST * like)
 
     def fade(self, towards: float, kept: float) -> None:
         """Believe it a little less."""

@@ -34,7 +34,8 @@ _PLAIN_EVERY = 8
 _BLIND = (4, 64)  # steps with drafts until one of their size goes without, to see what that takes: at first, at most
 _LIKE_TOKENS = 256  # of context: within them drafts multiply the time of a step by the same
 _LIKE_STEPS = 64  # measured, until what was remembered is predicted again
-_FADE = 0.998  # per step without drafts: an old measurement is tried again some day
+_FADE = 0.998  # per step without drafts, and for two with: an old measurement is tried again some day
+_SENT_EVERY = 16  # steps with drafts after which that is done for all of them
 
 
 class _Refusal:
@@ -219,6 +220,10 @@ class DraftPrices:
             self._note_rows(guesses, depths, shape)
         return depths
 
+    def is_asking(self) -> bool:
+        """Whether anybody may be asked in this step; it is over where not."""
+        return not self._asker.skips()
+
     def ask(
         self, options: Sequence[Sequence[Option]], *, shape: StepShape, most_rows: int, limit_s: float | None
     ) -> list[Wanted]:
@@ -292,13 +297,18 @@ class DraftPrices:
                 self.purse.pay(min(max(0.0, measured_s - plain_s), (FARTHEST - 1.0) * plain_s))
                 return
             self._plain.setdefault(_size(shape.decode_tokens), Ratio(LOWEST)).add(ratio)
-            kept = _FADE if self._n_plain <= _PLAIN_EVERY else _FADE**_PLAIN_EVERY
-            for known in self._verify.values():
-                known.fade(self._plain_ratio(shape), kept)
+            self._fade(shape, _FADE if self._n_plain <= _PLAIN_EVERY else _FADE**_PLAIN_EVERY)
         else:
             rows = _size(shape.decode_tokens)
-            like = self._ratio(shape, rows) if self._plain or self._verify else None
+            like = self._ratio(shape, rows)
+            if self._n_learned % _SENT_EVERY == 0:
+                self._fade(shape, _FADE ** (_SENT_EVERY // 2))
             self._verify.setdefault(rows, Ratio()).add(ratio, like)
+
+    def _fade(self, shape: StepShape, kept: float) -> None:
+        """Believe what steps with drafts took a little less."""
+        for known in self._verify.values():
+            known.fade(self._plain_ratio(shape), kept)
 
     def observe_drafting(
         self, shape: StepShape, depths: Sequence[int], measured_s: float, *, n_read: int, drafter: int = 0
