@@ -90,15 +90,16 @@ def write_gguf(
     add_words: Callable[[gguf.GGUFWriter], None] | None = None,
     change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
     metadata: Mapping[str, Any] = MappingProxyType({}),
+    called: str | None = None,
     **writer: Any,
 ) -> Path:
     """Write the model; `choose` says a tensor's type by its GGUF name, `add_words` adds a vocabulary.
 
     change: made to all tensors, by their GGUF names. metadata: keys after the architecture's name, in place of the usual;
-    None: without it.
+    None: without it. called: the architecture, where it is not the model's own.
     """
     config = model.config
-    name = ARCHITECTURES[config.model_type.removesuffix("_text")]
+    name = called or ARCHITECTURES[config.model_type.removesuffix("_text")]
     out = gguf.GGUFWriter(str(path), name, **writer)
     write_metadata(out, config)
     if add_words is None:

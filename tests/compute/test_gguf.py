@@ -71,6 +71,14 @@ def test_llama_4_with_128_experts_norms_no_queries(tmp_path: Path) -> None:
     check_golden(load_model(path, REFERENCE), ask_reference(reference, path, new_tokens=4), chunk=7)
 
 
+def test_internlm_2_is_a_llama_by_another_name(tmp_path: Path) -> None:
+    """transformers has no class of it: its converter takes q, k and v apart and reorders them as a Llama's."""
+    reference = gguf_reference("llama", attention_bias=False, mlp_bias=False)
+    path = write_gguf(reference, tmp_path / "model.gguf", called="internlm2")
+    assert open_gguf(path).metadata["general.architecture"] == "internlm2"
+    check_golden(load_model(path, REFERENCE), ask_reference(reference, path, new_tokens=4), chunk=7)
+
+
 def whole_latents(tensors: Tensors) -> Tensors:
     left = dict(tensors)
     for name in tensors:

@@ -17,7 +17,7 @@ from llama_cpp import llama_cpp_source
 DATA = Path(__file__).resolve().parents[2] / "data" / "gguf_vocabularies"
 BUNDLED = {"phi-3": PieceKind.SENTENCEPIECE, "deepseek-coder": PieceKind.BYTE_LEVEL, "gpt-2": PieceKind.BYTE_LEVEL,
            "qwen2": PieceKind.BYTE_LEVEL}  # fmt: skip
-# all that carry texts, but bert-bge (a WordPiece encoder)
+# all that carry texts, but bert-bge (a WordPiece encoder); aquila, baichuan, gpt-neox and nomic-bert-moe carry none
 ALL = ("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "mpt", "phi-3",
        "qwen2", "qwen35", "refact", "starcoder")  # fmt: skip
 
@@ -40,6 +40,24 @@ def test_texts_have_the_ids_of_the_models_own_tokenizer(name: str, tmp_path: Pat
     path.write_bytes(lzma.decompress((DATA / f"{name}.gguf.xz").read_bytes()))
     check(path, (DATA / "texts.inp").read_text(encoding="utf-8"), (DATA / f"{name}.out").read_text(encoding="utf-8"))
     assert gguf_tokenizer(open_gguf(path)).piece_kind is BUNDLED[name]
+
+
+# how a text is split -> what llama.cpp (the release above) makes of DIGITS with GPT-2's vocabulary
+BEHIND_DIGITS = [171, 120, 223, 33768, 98, 17312, 105, 45739, 252, 5641, 24336, 43302, 220, 47991, 250, 166, 113, 255, 168, 244,
+                 112, 220, 201, 198, 1003, 87]  # fmt: skip
+SPLIT_DIGITS = {"youtu": [16, 17, 18, 19, 20, 21, 22], "tiny_aya": [16, 24409, 20, 3134], "kimi-k2": [10163, 29228, 22]}
+DIGITS = "I'LL say 中文Abc的def 1234567！日本語のテスト 한국어 \r\n//x"
+
+
+@pytest.mark.parametrize("name", SPLIT_DIGITS)
+def test_splits_of_models_without_recorded_texts(name: str, tmp_path: Path) -> None:
+    """Youtu, Kimi K2 and Tiny Aya: their models were read, and their files refused for the name of their splits."""
+    path = tmp_path / "it.gguf"
+    path.write_bytes(lzma.decompress((DATA / "gpt-2.gguf.xz").read_bytes()))
+    file = open_gguf(path)
+    file.metadata["tokenizer.ggml.pre"] = name
+    before = [40, 6, 3069, 910, 220, 40792, 23877, 229, 4826, 66, 21410, 4299, 220]
+    assert gguf_tokenizer(file).encode(DIGITS, add_special_tokens=False) == before + SPLIT_DIGITS[name] + BEHIND_DIGITS
 
 
 @pytest.mark.slow

@@ -67,6 +67,11 @@ DEEPSEEK_3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+HAN_UPPER, HAN_LOWER = (rf"[{letters[1:-1]}&&[^\p{{Han}}]]" for letters in (UPPER, LOWER))
+KIMI_2 = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{HAN_UPPER}*{HAN_LOWER}+{ENGLISH}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{HAN_UPPER}+{HAN_LOWER}*{ENGLISH}?|\p{{N}}{{1,3}}|{REST}",
+)
 # names -> what cuts a text, one after the other, each within the pieces of those before
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "gigachat", "mellum", "modern-bert", "exaone4", "trillion",
@@ -85,6 +90,14 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (rf"{CASED}|\p{{N}}|{CASED_REST}",),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"),
                     (rf"{CASED_ENGLISH}|\p{{N}}{{1,3}}|{CASED_REST}",)),
+    "youtu": (
+        "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+        "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        rf"{CASED_ENGLISH}|\p{{N}}|{CASED_REST}",
+    ),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"),
+                    (r"\d{1,3}(?=(?:\d{3})*\b)", rf"{CASED_ENGLISH}|\p{{N}}{{1,3}}|{CASED_REST}")),
+    "kimi-k2": KIMI_2,
     **dict.fromkeys(("poro-chat", "bloom", "gpt3-finnish"), (BLOOM,)),
     "viking": (BLOOM, r"\p{N}"),
     "seed-coder": (rf"{ENGLISH}|{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
@@ -95,7 +108,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 # a word that is a token is that token, whatever the merges make of it
 WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken", "glm4",
-               "glm5")  # fmt: skip
+               "glm5", "youtu")  # fmt: skip
 BEGINS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken")
 # whose tokenizer.json composes characters and their accents first
 COMPOSED = ("qwen2",)
