@@ -103,8 +103,8 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4,
 };
 extern const GroupTiles kGroupTiles = {
-    {}, {{4, 1, tile_groups<4, tile_int8<4>, false>}, {4, 1, tile_groups<4, tile_int8<4>, false>}},
-    {{4, 1, tile_groups<4, tile_int8<4>, true>}, {4, 1, tile_groups<4, tile_int8<4>, true>}}, expand_groups<load_inputs>,
+    {}, {4, 1, tile_groups<4, tile_int8<4>, false>},
+    {4, 1, tile_groups<4, tile_int8<4>, true>}, ready_rows, expand_groups<load_inputs>,
     quantize_groups<load_inputs, abs_max, quantize_int8>,
 };
 

@@ -582,7 +582,7 @@ extern const LinearKernels kLinear = {
 };
 extern const GroupTiles kGroupTiles = {
     {DIPTYCH_DIRECT(Codes::linear), DIPTYCH_DIRECT(Codes::linear16), DIPTYCH_DIRECT(Codes::table), DIPTYCH_DIRECT(Codes::bytes), DIPTYCH_DIRECT(Codes::wide)},
-    {{3, 4, tile_expanded<3, 4, false>}, {6, 4, tile_expanded<6, 4, false>}}, {{3, 4, tile_expanded<3, 4, true>}, {6, 4, tile_expanded<6, 4, true>}},
+    {6, 2, tile_expanded<6, 2, false>}, {6, 2, tile_expanded<6, 2, true>}, ready_rows,
     expand_groups, quantize_groups,
 };
 #endif

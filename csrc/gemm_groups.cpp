@@ -1,7 +1,7 @@
 // The driver of the linear layers for weights in groups (group4, group8). Few rows meet the codes as they are packed, strip after strip,
 // in one stream. More rows: some groups of a few strips are expanded to the form of int8, which lies in L1 while the rows of a block
 // pass over it. Nothing here touches the order of a sum: it ascends over the groups, wherever they are cut.
-#include <cstring>
+#include <type_traits>
 
 #include "gemm_driver.h"
 
@@ -9,26 +9,41 @@ namespace diptych {
 namespace {
 
 constexpr int64_t kDirectPasses = 2;     // of few rows over a strip, before expanding it is cheaper
-constexpr int64_t kBlockRows = 192;      // their fp32 sums of a panel and some groups of x lie in L2
+constexpr int64_t kBlockRows = 264;      // their fp32 sums of a panel and some groups of x lie in L2
 
 struct Job : LinearCall {
   const GroupTiles& tiles;
   const ExpandedTile& tile;
   int64_t groups;  // of a strip
-  float* acc;      // [kBlockRows][64]
-  uint8_t* steps;  // one block of the tile's strips, expanded
+  // Of one block of rows; the spare rows of its last tile repeat the last one.
+  const uint8_t** x_of;
+  const float** scales_of;
+  const int32_t** sums_of;
+  RowOfGroup* rows;  // [tiles][groups][rows of the tile], of expanded strips
+  float* acc;        // [rows][64]
+  uint8_t* steps;    // one block of the tile's strips, expanded
   float* scales;
   float* minima;
   const LinearShape& shape() const { return w.shape; }
   int64_t strip_bytes() const { return w.panel_bytes / kPanelStrips; }
 };
 
-void point_at_row(const Job& job, GroupArgs& args, int64_t i, int64_t row, int64_t group) {
-  const int64_t from = job.row_of(row);
-  args.x[i] = job.x.data + from * job.x.stride_bytes + group * job.shape().group;
+// Pads to whole tiles of so many rows.
+void point_at_rows(const Job& job, Range rows, int64_t height) {
+  const int64_t count = round_up(rows.end - rows.begin, height);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t from = job.row_of(std::min(rows.begin + i, rows.end - 1));
+    job.x_of[i] = job.x.data + from * job.x.stride_bytes;
+    job.scales_of[i] = job.x.scales + from * job.x.groups;
+    job.sums_of[i] = job.x.sums + from * job.x.groups;
+  }
+}
+
+GroupArgs args_of(const Job& job) {
+  GroupArgs args{};
+  args.shape = &job.shape();
   args.low = job.x.k_padded;
-  args.x_scales[i] = job.x.scales + from * job.x.groups + group;
-  args.x_sums[i] = job.x.sums + from * job.x.groups + group;
+  return args;
 }
 
 // Of so many rows, or null.
@@ -40,26 +55,21 @@ GroupKernel direct_tile(const GroupTiles& tiles, const LinearShape& shape, int64
   return (is_linear ? direct.linear : direct.table)[rows - 1];
 }
 
-const ExpandedTile& expanded_tile(const GroupTiles& tiles, const LinearShape& shape) {
-  const bool is_long = shape.group / 4 * (shape.wide ? 2 : 1) >= kLongWords;
-  return (shape.wide ? tiles.expanded_wide : tiles.expanded)[is_long];
-}
-
 // A strip passes once or twice, from memory and then from cache.
 void run_direct(const Job& job, int thread, int threads) {
   const int64_t pieces = pieces_per_panel(job.w, threads), strips = kPanelStrips / pieces;
   const int64_t passes = (job.m + kDirectRows - 1) / kDirectRows;
+  point_at_rows(job, {0, job.m}, 1);
   for (Tasks tasks(pieces * job.w.n_panels, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t panel = tasks.current() / pieces, first = tasks.current() % pieces * strips;
     for (int64_t strip = 0; strip < strips; ++strip)
       for (int64_t pass = 0; pass < passes; ++pass) {
         const int64_t begin = job.m * pass / passes, end = job.m * (pass + 1) / passes;
-        GroupArgs args{};
-        args.shape = &job.shape();
+        GroupArgs args = args_of(job);
         args.groups = job.groups;
         args.strip = job.w.panels + panel * job.w.panel_bytes + (first + strip) * job.strip_bytes();
         args.acc = job.acc + begin * kPanelLanes + strip * kStripLanes;
-        for (int64_t row = begin; row < end; ++row) point_at_row(job, args, row - begin, row, 0);
+        args.x = job.x_of + begin, args.x_scales = job.scales_of + begin, args.x_sums = job.sums_of + begin;
         direct_tile(job.tiles, job.shape(), end - begin)(args);
       }
     finish_tile(job, panel, {first, first + strips}, {0, job.m}, reinterpret_cast<uint8_t*>(job.acc));
@@ -75,22 +85,41 @@ const uint8_t* strip_of(const Job& job, const Block& block, int64_t i) {
   return job.w.panels + block.panel * job.w.panel_bytes + (block.strip + i) * job.strip_bytes();
 }
 
-// Part `part` of `parts` of what will be expanded next, into L2. Inline: GCC drops calls of a function that only prefetches.
-DIPTYCH_FORCED void read_ahead(const Job& job, const Block& next, int64_t part, int64_t parts) {
-  const int64_t head = bytes_of_group_head(job.shape()) / kHeadGroups, begin = place_of_group(job.shape(), next.group).scales;
-  const int64_t lines = next.count * (head + bytes_of_group_steps(job.shape())) / kStepBytes;
-  for (int64_t i = 0; i < job.tile.strips; ++i)
-    for (int64_t line = lines * part / parts; line < lines * (part + 1) / parts; ++line)
-      __builtin_prefetch(strip_of(job, next, i) + begin + line * kStepBytes, 0, 2);
+// What will be expanded next, brought into L2 in as many turns. Inline: GCC drops calls of a function that only prefetches.
+class ReadingAhead {
+ public:
+  ReadingAhead(const Job& job, const Block& next, int64_t turns) : strips_(job.tile.strips), strip_bytes_(job.strip_bytes()) {
+    const int64_t head = bytes_of_group_head(job.shape()) / kHeadGroups, begin = place_of_group(job.shape(), next.group).scales;
+    const int64_t lines = next.count * (head + bytes_of_group_steps(job.shape())) / kStepBytes;
+    at_ = strip_of(job, next, 0) + begin;
+    end_ = at_ + lines * kStepBytes;
+    turn_bytes_ = (lines + turns - 1) / turns * kStepBytes;
+  }
+  DIPTYCH_FORCED void turn() {
+    for (const uint8_t* end = std::min(at_ + turn_bytes_, end_); at_ < end; at_ += kStepBytes)
+      for (int64_t i = 0; i < strips_; ++i) __builtin_prefetch(at_ + i * strip_bytes_, 0, 2);
+  }
+
+ private:
+  const int64_t strips_, strip_bytes_;
+  const uint8_t *at_, *end_;
+  int64_t turn_bytes_;
+};
+
+void ready_block(const Job& job, Range rows) {
+  const int64_t height = job.tile.rows;
+  point_at_rows(job, rows, height);
+  for (int64_t i = 0; i < rows.end - rows.begin; i += height)
+    job.tiles.ready(job.scales_of + i, job.sums_of + i, height, job.groups, job.shape().wide, job.rows + i * job.groups);
 }
 
 // A block against rows [begin, end).
 void run_block(const Job& job, const Block& block, const Block& next, Range rows) {
   const auto [panel, strip, group, count] = block;
   const LinearShape& shape = job.shape();
-  GroupArgs args{};
-  args.shape = &shape;
+  GroupArgs args = args_of(job);
   args.groups = count;
+  args.first = group;
   args.resume = group != 0;
   args.steps = job.steps;
   args.scales = job.scales;
@@ -99,26 +128,33 @@ void run_block(const Job& job, const Block& block, const Block& next, Range rows
     const int64_t at = i * kExpandedScales;
     job.tiles.expand(shape, strip_of(job, block, i), group, count, job.steps + i * kExpandedBytes, job.scales + at, job.minima + at);
   }
-  const bool is_last = strip + job.tile.strips == kPanelStrips && group + count == job.groups;
+  const Range pair{strip / 2 * 2, strip + job.tile.strips};  // gate and up
+  const bool is_last = pair.end % 2 == 0 && group + count == job.groups;
   const int64_t tiles = (rows.end - rows.begin + job.tile.rows - 1) / job.tile.rows;
+  ReadingAhead ahead(job, next, tiles);
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    read_ahead(job, next, tile, tiles);
-    const int64_t row = rows.begin + tile * job.tile.rows, height = std::min(job.tile.rows, rows.end - row);
-    for (int64_t i = 0; i < job.tile.rows; ++i)  // the tile's spare rows repeat the last one
-      point_at_row(job, args, i, row + std::min(i, height - 1), group);
-    float* acc = job.acc + (row - rows.begin) * kPanelLanes;
+    ahead.turn();
+    const int64_t row = tile * job.tile.rows;
+    args.x = job.x_of + row;
+    args.rows = job.rows + row * job.groups + group * job.tile.rows;
+    float* acc = job.acc + row * kPanelLanes;
     args.acc = acc + strip * kStripLanes;
     job.tile.run(args);
-    if (is_last) finish_tile(job, panel, {0, kPanelStrips}, {row, row + height}, reinterpret_cast<uint8_t*>(acc));
+    if (is_last)
+      finish_tile(job, panel, pair, {rows.begin + row, std::min(rows.begin + row + job.tile.rows, rows.end)},
+                  reinterpret_cast<uint8_t*>(acc + pair.begin * kStripLanes));
   }
 }
 
 void run_expanded(const Job& job, int thread, int threads) {
   const int64_t blocks = (job.m + kBlockRows - 1) / kBlockRows, block_rows = round_up((job.m + blocks - 1) / blocks, job.tile.rows);
   const int64_t per_block = kBlockInputs / job.shape().group, panels = job.w.n_panels;
+  int64_t ready = -1;
   for (Tasks tasks(blocks * panels, *job.w.balance, thread, threads); tasks.has_task(); tasks.advance()) {
     const int64_t begin = tasks.current() / panels * block_rows, end = std::min(job.m, begin + block_rows);
     if (begin >= end) continue;
+    if (begin != ready) ready_block(job, {begin, end});
+    ready = begin;
     auto count = [&](int64_t group) { return std::min(per_block, job.groups - group); };
     Block block{tasks.current() % panels, 0, 0, count(0)};
     for (int64_t left = kPanelStrips / job.tile.strips * ((job.groups + per_block - 1) / per_block); left > 0; --left) {
@@ -137,14 +173,17 @@ void run_expanded(const Job& job, int thread, int threads) {
 
 void linear_by_groups(const LinearCall& call, const GroupTiles& tiles, int thread, int threads) {
   const LinearShape& shape = call.w.shape;
-  const ExpandedTile& tile = expanded_tile(tiles, shape);
-  const int64_t acc_bytes = (kBlockRows + kMaxTileRows) * kPanelLanes * 4, steps_bytes = tile.strips * kExpandedBytes;
-  const int64_t scales_bytes = tile.strips * kExpandedScales * 4;
-  uint8_t* memory = linear_scratch(acc_bytes + steps_bytes + 2 * scales_bytes);
-  uint8_t* scales = memory + acc_bytes + steps_bytes;
-  const Job job{call, tiles, tile, call.w.k_padded / shape.group, reinterpret_cast<float*>(memory), memory + acc_bytes,
-                reinterpret_cast<float*>(scales), reinterpret_cast<float*>(scales + scales_bytes)};
+  const ExpandedTile& tile = shape.wide ? tiles.expanded_wide : tiles.expanded;
   const bool is_direct = call.m <= kDirectPasses * kDirectRows && direct_tile(tiles, shape, 1) != nullptr;
+  const int64_t groups = call.w.k_padded / shape.group, block_rows = std::min(call.m, kBlockRows) + kMaxTileRows;
+  const int64_t steps_bytes = tile.strips * kExpandedBytes, scales_bytes = tile.strips * kExpandedScales * 4;
+  const int64_t acc_bytes = block_rows * kPanelLanes * 4, pointers_bytes = round_up(block_rows * 8, kStepBytes);
+  const int64_t rows_bytes = is_direct ? 0 : block_rows * groups * static_cast<int64_t>(sizeof(RowOfGroup));
+  uint8_t* next = linear_scratch(3 * pointers_bytes + rows_bytes + acc_bytes + steps_bytes + 2 * scales_bytes);
+  auto take = [&](auto*& part, int64_t bytes) { part = reinterpret_cast<std::decay_t<decltype(part)>>(next), next += bytes; };
+  Job job{call, tiles, tile, groups, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  take(job.acc, acc_bytes), take(job.steps, steps_bytes), take(job.scales, scales_bytes), take(job.minima, scales_bytes);
+  take(job.x_of, pointers_bytes), take(job.scales_of, pointers_bytes), take(job.sums_of, pointers_bytes), take(job.rows, rows_bytes);
   is_direct ? run_direct(job, thread, threads) : run_expanded(job, thread, threads);
 }
 

@@ -38,6 +38,15 @@ void expand_groups(const LinearShape& shape, const uint8_t* strip, int64_t first
   }
 }
 
+inline void ready_rows(const float* const* x_scales, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool, RowOfGroup* out) {
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t row = 0; row < rows; ++row) {
+      const float scale = x_scales[row][group];
+      const int32_t sum = x_sums[row][group];
+      *out++ = {-128 * sum, scale, 0.0f, scale * static_cast<float>(sum)};
+    }
+}
+
 // The tile over expanded strips: kRows rows, one strip, sums by the set's int8 tile of that height, of both halves where rows are wide.
 template <int kRows, TileKernel kTile, bool kWide>
 void tile_groups(const GroupArgs& args) {
@@ -49,7 +58,7 @@ void tile_groups(const GroupArgs& args) {
     for (int row = 0; row < kRows; ++row) std::memset(args.acc + row * kPanelLanes, 0, sizeof(float) * kStripLanes);
   for (int64_t g = 0; g < args.groups; ++g) {
     tile.strip = args.steps + g * tile.units * kStepBytes;
-    for (int row = 0; row < kRows; ++row) tile.x[row] = args.x[row] + g * args.shape->group;
+    for (int row = 0; row < kRows; ++row) tile.x[row] = args.x[row] + (args.first + g) * args.shape->group;
     tile.acc = sums;
     kTile(tile);
     if constexpr (kWide) {
@@ -60,13 +69,12 @@ void tile_groups(const GroupArgs& args) {
     const Lanes scale = reinterpret_cast<const Lanes*>(args.scales)[g];
     for (int row = 0; row < kRows; ++row) {
       Lanes* acc = reinterpret_cast<Lanes*>(args.acc + row * kPanelLanes);
-      const float x_scale = args.x_scales[row][g];
-      const int32_t x_sum = args.x_sums[row][g];
+      const RowOfGroup& of = args.rows[g * kRows + row];
       Whole sum = *reinterpret_cast<const Whole*>(sums + row * kPanelLanes);
       if constexpr (kWide) sum = (sum << kLowBits) + *reinterpret_cast<const Whole*>(low_sums + row * kPanelLanes);
-      sum = sum - 128 * x_sum;
-      *acc = fused(__builtin_convertvector(sum, Lanes) * x_scale, scale, *acc);
-      if (args.minima != nullptr) *acc = fused(fill(x_scale * static_cast<float>(x_sum)), reinterpret_cast<const Lanes*>(args.minima)[g], *acc);
+      sum = sum + of.start;
+      *acc = fused(__builtin_convertvector(sum, Lanes) * of.scale, scale, *acc);
+      if (args.minima != nullptr) *acc = fused(fill(of.sum_scale), reinterpret_cast<const Lanes*>(args.minima)[g], *acc);
     }
   }
 }

@@ -1,6 +1,9 @@
 // AVX-512 (VNNI) tiles of weights in groups. Included inside the anonymous namespace of gemm_avx512.inl.
 
-constexpr int64_t kGroupAheadBytes = 4096;  // strips and panels follow one another, so reading ahead never asks where it is
+// Strips and panels follow one another, so reading ahead never asks where it is. Into L2: at one row that reads 91 % of the bandwidth,
+// where asking for lines in L1, 2 to 8 KiB ahead, has 83 % (Xeon, two cores).
+constexpr int64_t kGroupAheadBytes = 6144;
+inline void read_ahead(const uint8_t* at) { _mm_prefetch(reinterpret_cast<const char*>(at + kGroupAheadBytes), _MM_HINT_T1); }
 
 // How a packed step becomes operands: nibbles as they are (in groups of 16 or larger ones), nibbles by a table of levels, or bytes, met
 // by rows of one or two halves.
@@ -38,7 +41,7 @@ void tile_direct(const GroupArgs& args) {
     if (group % kHeadGroups == 0) {
       head = w;
       w += head_bytes;
-      for (int64_t line = 0; line < head_bytes; line += kCacheLine) _mm_prefetch(reinterpret_cast<const char*>(head + kGroupAheadBytes + line), _MM_HINT_T0);
+      for (int64_t line = 0; line < head_bytes; line += kCacheLine) read_ahead(head + line);
     }
     __m512i low_sums[kRows], high_sums[kRows];
 #pragma GCC unroll 8
@@ -46,7 +49,7 @@ void tile_direct(const GroupArgs& args) {
     for (const int64_t end = at + words; at < end;) {
 #pragma GCC unroll 4
       for (int step = 0; step < kSteps; ++step, at += kIsBytes ? 1 : 2, w += kStepBytes) {
-        _mm_prefetch(reinterpret_cast<const char*>(w + kGroupAheadBytes), _MM_HINT_T0);
+        read_ahead(w);
         const __m512i packed = _mm512_load_si512(w);
         auto word = [&](int row, int64_t i) { return _mm512_set1_epi32(*reinterpret_cast<const int*>(x[row] + i * 4)); };
         if constexpr (kCodes == Codes::wide) {
@@ -90,7 +93,8 @@ void tile_direct(const GroupArgs& args) {
   {tile_direct<codes, 1>, tile_direct<codes, 2>, tile_direct<codes, 3>, tile_direct<codes, 4>, tile_direct<codes, 5>, tile_direct<codes, 6>}
 
 // Expanded strips. A group's whole sums are registers and begin with what the levels' offset of 128 adds too much; sums over the groups
-// are too where the tile is small enough (kHeld), else they lie in L1: 24 stores cost more than 24 registers where groups are short.
+// are registers too: six rows of two strips take 24, and with two strips W takes a third of L1 instead of two thirds, which is worth
+// more than the loads of x that four would save.
 // A group ends in one multiplication for each scale and sum; what else it needs of a row is made for all groups before, as
 // broadcasts from memory take no port of those that multiply. Narrow sums begin at 3 * 2^22 as a float's bits too, and so are floats
 // when they end: one fma instead of a conversion and a product. Wide rows pass twice: the sums of their high halves are shifted, and go
@@ -98,26 +102,13 @@ void tile_direct(const GroupArgs& args) {
 constexpr int32_t kFloatBits = 0x4b400000;
 constexpr float kFloatStart = 12582912.0f;
 
-struct RowOfGroups {
-  alignas(64) int32_t starts[kMostExpanded];
-  alignas(64) float scales[kMostExpanded];
-  alignas(64) float offsets[kMostExpanded];     // of narrow rows: what kFloatStart adds too much
-  alignas(64) float sum_scales[kMostExpanded];  // of a group's minimum
-};
-
-template <bool kWide>
-inline void ready_row(const float* x_scales, const int32_t* x_sums, int64_t groups, RowOfGroups& row) {
-  for (int64_t at = 0; at < groups; at += 16) {
-    const __mmask16 mask = head(groups - at);
-    const __m512i sums = _mm512_maskz_loadu_epi32(mask, x_sums + at);
-    const __m512 scales = _mm512_maskz_loadu_ps(mask, x_scales + at);
-    const __m512i starts = kWide ? _mm512_sub_epi32(_mm512_setzero_si512(), sums)
-                                 : _mm512_sub_epi32(_mm512_set1_epi32(kFloatBits), _mm512_slli_epi32(sums, 7));
-    _mm512_store_si512(row.starts + at, starts);
-    _mm512_store_ps(row.scales + at, scales);
-    _mm512_store_ps(row.offsets + at, _mm512_mul_ps(scales, _mm512_set1_ps(-kFloatStart)));
-    _mm512_store_ps(row.sum_scales + at, _mm512_mul_ps(scales, _mm512_cvtepi32_ps(sums)));
-  }
+void ready_rows(const float* const* x_scales, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out) {
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t row = 0; row < rows; ++row, ++out) {
+      const float scale = x_scales[row][group];
+      const int32_t sum = x_sums[row][group];
+      *out = {wide ? -sum : kFloatBits - 128 * sum, scale, -kFloatStart * scale, scale * static_cast<float>(sum)};
+    }
 }
 
 // One group of rows that begin at byte `from` of each x.
@@ -141,32 +132,26 @@ DIPTYCH_FORCED void add_group(__m512i (&whole)[kRows][kStrips], const uint8_t* w
 
 template <int kRows, int kStrips, bool kWide, bool kMinima>
 inline void run_expanded(const GroupArgs& args) {
-  RowOfGroups rows[kRows];
+  const int64_t groups = args.groups, inputs = args.shape->group;
   const uint8_t* x[kRows];
-  constexpr bool kHeld = kRows * kStrips <= 12;  // the sums beside the whole sums, in 32 registers
   __m512 sums[kRows][kStrips];
   float* const acc = args.acc;
-  const int64_t groups = args.groups, inputs = args.shape->group;
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) {
-    x[row] = args.x[row];
-    ready_row<kWide>(args.x_scales[row], args.x_sums[row], groups, rows[row]);
+    x[row] = args.x[row] + args.first * inputs;
 #pragma GCC unroll 4
-    for (int v = 0; v < kStrips; ++v) {
-      float* at = acc + row * kPanelLanes + v * kStripLanes;
-      if (!args.resume) _mm512_store_ps(at, _mm512_setzero_ps());
-      if constexpr (kHeld) sums[row][v] = _mm512_load_ps(at);
-    }
+    for (int v = 0; v < kStrips; ++v) sums[row][v] = args.resume ? _mm512_load_ps(acc + row * kPanelLanes + v * kStripLanes) : _mm512_setzero_ps();
   }
   const int64_t low = args.low;
   const uint8_t* w = args.steps;
+  const RowOfGroup* rows = args.rows;
   const float *scales = args.scales, *minima = args.minima;
-  for (int64_t group = 0; group < groups; ++group, w += inputs / 4 * kStepBytes, scales += kStripLanes, minima += kMinima ? kStripLanes : 0) {
+  for (int64_t group = 0; group < groups; ++group, w += inputs / 4 * kStepBytes, rows += kRows, scales += kStripLanes, minima += kMinima ? kStripLanes : 0) {
     __m512i whole[kRows][kStrips];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
-      for (int v = 0; v < kStrips; ++v) whole[row][v] = _mm512_set1_epi32(rows[row].starts[group]);
+      for (int v = 0; v < kStrips; ++v) whole[row][v] = _mm512_set1_epi32(rows[row].start);
     add_group(whole, w, x, group * inputs, inputs);
     if constexpr (kWide) {
 #pragma GCC unroll 8
@@ -175,23 +160,19 @@ inline void run_expanded(const GroupArgs& args) {
         for (int v = 0; v < kStrips; ++v) whole[row][v] = _mm512_slli_epi32(whole[row][v], kLowBits);
       add_group(whole, w, x, group * inputs + low, inputs);
     }
-    if constexpr (!kHeld) __asm__ volatile("" ::: "memory");  // else the compiler holds them, beside the registers that there are
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
-      const __m512 x_scale = _mm512_set1_ps(rows[row].scales[group]), offset = _mm512_set1_ps(rows[row].offsets[group]);
+      const __m512 x_scale = _mm512_set1_ps(rows[row].scale), offset = _mm512_set1_ps(rows[row].offset);
 #pragma GCC unroll 4
       for (int v = 0; v < kStrips; ++v) {
-        float* at = acc + row * kPanelLanes + v * kStripLanes;
         const __m512 scaled = kWide ? _mm512_mul_ps(_mm512_cvtepi32_ps(whole[row][v]), x_scale)
                                     : _mm512_fmadd_ps(_mm512_castsi512_ps(whole[row][v]), x_scale, offset);
-        __m512 sum = _mm512_fmadd_ps(scaled, _mm512_load_ps(scales + v * kExpandedScales), kHeld ? sums[row][v] : _mm512_load_ps(at));
-        if constexpr (kMinima) sum = _mm512_fmadd_ps(_mm512_set1_ps(rows[row].sum_scales[group]), _mm512_load_ps(minima + v * kExpandedScales), sum);
-        if constexpr (kHeld) sums[row][v] = sum;
-        else _mm512_store_ps(at, sum);
+        sums[row][v] = _mm512_fmadd_ps(scaled, _mm512_load_ps(scales + v * kExpandedScales), sums[row][v]);
+        if constexpr (kMinima)
+          sums[row][v] = _mm512_fmadd_ps(_mm512_set1_ps(rows[row].sum_scale), _mm512_load_ps(minima + v * kExpandedScales), sums[row][v]);
       }
     }
   }
-  if constexpr (!kHeld) return;
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4

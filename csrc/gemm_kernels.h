@@ -146,19 +146,33 @@ DIPTYCH_FORCED float short_scale(float scale) {
   return scale;
 }
 
+// What a tile over expanded strips wants of a row and group, made once for all strips that the row meets.
+struct RowOfGroup {
+  int32_t start;    // of a whole sum: what the levels' offset of 128 adds too much, and what else the set's tile begins with
+  float scale;
+  float offset;     // what the tile's float of a whole sum, times scale, has too much
+  float sum_scale;  // of a minimum
+};
+using ReadyRows = void (*)(const float* const* x_scales, const int32_t* const* x_sums, int64_t rows, int64_t groups, bool wide, RowOfGroup* out);
+
 struct GroupArgs {
   const LinearShape* shape;
-  const uint8_t* x[kMaxTileRows];         // of each row at the first group
-  int64_t low;                            // wide: from a row's high halves to its low ones, bytes
-  const float* x_scales[kMaxTileRows];
-  const int32_t* x_sums[kMaxTileRows];
+  const uint8_t* const* x;         // of each row at its first input
+  int64_t low;                     // wide: from a row's high halves to its low ones, bytes
   int64_t groups;
   float* acc;
-  bool resume;                            // acc holds the sums of earlier groups
-  const uint8_t* strip;                   // direct tiles: one packed strip, whole
-  const uint8_t* steps;                   // others: expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8,
-  const float* scales;                    //   of each [kExpandedScales], [groups][16]
-  const float* minima;                    //   likewise, or null
+  // direct tiles: one packed strip, whole
+  const float* const* x_scales;
+  const int32_t* const* x_sums;
+  const uint8_t* strip;
+  // others: groups [first, first + groups) of expanded strips [kExpandedBytes], u8 = level + 128 in steps of int8, and of each their
+  // scales [kExpandedScales], [groups][16], and minima likewise or null
+  int64_t first;
+  bool resume;                     // acc holds the sums of earlier groups
+  const RowOfGroup* rows;          // [groups][rows of the tile]
+  const uint8_t* steps;
+  const float* scales;
+  const float* minima;
 };
 using GroupKernel = void (*)(const GroupArgs& args);
 
@@ -170,11 +184,9 @@ using ExpandGroups = void (*)(const LinearShape& shape, const uint8_t* strip, in
 using QuantizeGroups = void (*)(const void* x, Source source, int64_t count, int64_t group, int8_t* out, int8_t* low, float* scales,
                                 int32_t* sums);
 
-constexpr int64_t kLongWords = 16;
-
 // Over expanded strips: computes all its rows.
 struct ExpandedTile {
-  int64_t rows, strips;  // strips 1, 2 or 4
+  int64_t rows, strips;  // strips 1 or 2
   GroupKernel run;
 };
 
@@ -189,7 +201,8 @@ struct DirectTiles {
 
 struct GroupTiles {
   DirectTiles direct;
-  ExpandedTile expanded[2], expanded_wide[2];  // for short groups, and for those with kLongWords dot products in a group or more
+  ExpandedTile expanded, expanded_wide;
+  ReadyRows ready;
   ExpandGroups expand;
   QuantizeGroups quantize;
 };

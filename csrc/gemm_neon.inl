@@ -275,8 +275,8 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4,
 };
 extern const GroupTiles kGroupTiles = {
-    {}, {{6, 1, tile_groups<6, kTileOfGroups, false>}, {6, 1, tile_groups<6, kTileOfGroups, false>}},
-    {{6, 1, tile_groups<6, kTileOfGroups, true>}, {6, 1, tile_groups<6, kTileOfGroups, true>}}, expand_groups<load_inputs>,
+    {}, {6, 1, tile_groups<6, kTileOfGroups, false>},
+    {6, 1, tile_groups<6, kTileOfGroups, true>}, ready_rows, expand_groups<load_inputs>,
     quantize_groups<load_inputs, abs_max, quantize_int8>,
 };
 

@@ -50,8 +50,8 @@ extern const LinearKernels kLinear = {
     sum_groups, quantize_group, expand_int4,
 };
 extern const GroupTiles kGroupTiles = {
-    {}, {{1, 1, tile_groups<1, tile_int8, false>}, {1, 1, tile_groups<1, tile_int8, false>}},
-    {{1, 1, tile_groups<1, tile_int8, true>}, {1, 1, tile_groups<1, tile_int8, true>}}, expand_groups<load_inputs>,
+    {}, {1, 1, tile_groups<1, tile_int8, false>},
+    {1, 1, tile_groups<1, tile_int8, true>}, ready_rows, expand_groups<load_inputs>,
     quantize_groups<load_inputs, abs_max, quantize_int8>,
 };
 

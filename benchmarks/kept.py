@@ -1,0 +1,81 @@
+"""What keeping a quantised file's values costs on top of the file's own quantisation, as divergence over held-out text.
+
+    .venv/bin/python benchmarks/kept.py --bits 4 8 --groups 32 128
+
+The bundled model is rounded to groups and laid out as GPTQ does, by the packing of the tests. All divergences are KL, in nats
+a token: of the file, KL(original || the file's values), both computed in fp32 by torch; of the engine, KL(the file's values
+in fp32 || engine). `bf16` is the engine over the same values in bf16, so it pays for the 16-bit cache, attention, head and
+rows that every format of the engine shares, and for weights of 16 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from diptych.engine.load import load
+from diptych.engine.phases import TwoPhase
+from diptych.ground.config import ComputeConfig, EngineConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+from coded_files import gptq, quantised_checkpoints  # noqa: E402
+
+BUNDLED = ROOT / "src/diptych/bundled"
+WINDOW_TOKENS = 512
+ENGINES = {
+    "kept": ComputeConfig(backend="cpu"),
+    "kept, rows of 8 bits": ComputeConfig(backend="cpu", activations="int8"),
+    "bf16": ComputeConfig(backend="cpu", weights="bf16"),
+}
+
+
+def logprobs(model: Path, compute: ComputeConfig, n_tokens: int) -> list[torch.Tensor]:
+    """Of every position of every window, [T, V]."""
+    config = EngineConfig(compute=compute, max_context_tokens=WINDOW_TOKENS)
+    loaded = load(str(model), config)
+    tokens = loaded.tokenizer.encode((BUNDLED / "heldout.txt").read_text())[:n_tokens]
+    phases = TwoPhase(loaded, config)
+    windows = [tokens[start : start + WINDOW_TOKENS] for start in range(0, len(tokens), WINDOW_TOKENS)]
+    found = [torch.log_softmax(phases.logits_at_every_position(window).double(), dim=-1) for window in windows]
+    loaded.model.close()
+    return found
+
+
+def divergence(expected: list[torch.Tensor], got: list[torch.Tensor]) -> float:
+    """Mean KL(expected || got)."""
+    sums = [float((p.exp() * (p - q)).sum()) for p, q in zip(expected, got, strict=True)]
+    return sum(sums) / sum(len(p) for p in expected)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", type=int, nargs="+", default=[4, 8], choices=[4, 8])
+    parser.add_argument("--groups", type=int, nargs="+", default=[32, 128], choices=[32, 64, 128])
+    parser.add_argument("--tokens", type=int, default=2048)
+    options = parser.parse_args()
+    exact = ComputeConfig(backend="torch", weights="fp32", kv="fp32")
+    original = logprobs(BUNDLED / "diptych-10m", exact, options.tokens)
+    table = Table("file", "its own", *(f"added, {name}" for name in ENGINES))
+    for bits in options.bits:
+        for group in options.groups:
+            with tempfile.TemporaryDirectory() as folder:
+                layout = gptq(bits, group, symmetric=bits == 8)
+                coded, plain = quantised_checkpoints(BUNDLED / "diptych-10m", Path(folder), layout)
+                values = logprobs(plain, exact, options.tokens)
+                own = divergence(original, values)
+                added = [divergence(values, logprobs(coded, compute, options.tokens)) for compute in ENGINES.values()]
+            cells = [f"{one:.2e} ({100 * one / own:.1f} %)" for one in added]
+            table.add_row(f"{bits} bits, groups of {group}", f"{own:.2e}", *cells)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
