@@ -30,6 +30,19 @@ def test_percentiles_are_within_half_a_percent(draw: object) -> None:
     assert stream.shares()[-1][1] == 1.0
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 20])
+def test_few_values_have_the_percentiles_that_a_server_says(n: int) -> None:
+    """Of two requests the 99th percentile was the quicker one, and of twenty it stood below the slowest by a rank."""
+    values = [0.5 * 1.5**i for i in range(n)]
+    stream = Stream()
+    stream.add(values)
+    found, exact = stream.distribution(), distribution(values)
+    assert found is not None
+    assert exact is not None
+    for name in ("p50", "p90", "p95", "p99"):
+        assert getattr(found, name) == pytest.approx(getattr(exact, name), rel=1.2 * ERROR), name
+
+
 def test_zeros_count_and_nothing_is_none() -> None:
     """Queues are often empty: a logarithm of zero must not be asked for."""
     stream = Stream()

@@ -28,7 +28,7 @@ from diptych.lab.quality import measure_quality
 from diptych.lab.report import prediction_text
 from diptych.lab.rounds import Effort
 from diptych.lab.session import LabRun, choose
-from diptych.lab.simulated import MEASURES, MEDIAN_LIMIT, P99_LIMIT, SITUATIONS, compare
+from diptych.lab.simulated import MEASURES, MEDIAN_LIMIT, P99_LIMIT, Compared, chosen, compare
 from diptych.models.named import SHAPES
 
 app = typer.Typer(add_completion=False, invoke_without_command=True)
@@ -230,7 +230,10 @@ def _print(experiment: Experiment, outcome: Outcome) -> None:
 @app.command()
 def simulated(
     model: options.Model = "bundled",
-    rounds: Annotated[int, typer.Option(min=1, help="runs of every load; their medians are compared")] = 5,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="only loads with this in their name (may be repeated)")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="runs of every load, two of the same requests each")] = 6,
     requests: Annotated[int, typer.Option(min=16, help="requests of a run")] = 48,
     threads: options.Threads = None,
     as_json: options.AsJson = False,
@@ -242,35 +245,52 @@ def simulated(
     predictor = local_predictor(loaded.model)
     if predictor is None:
         raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")
-    found = []
-    table = Table(box=None)
-    for name in ("load", "plans", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "holds"):
-        table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
+    situations, found = chosen(only or []), []
     with Progress(*COLUMNS, console=console, transient=True) as bar:
-        task = bar.add_task("measuring the capacity", total=rounds * len(SITUATIONS))
+        task = bar.add_task("measuring the capacity", total=rounds * len(situations))
 
         def tell(run: str) -> None:
             bar.update(task, description=f"running and simulating: {run}", advance=1)
 
-        for one in compare(loaded.model, predictor.predict_s, n_requests=requests, rounds=rounds, told=tell):
-            found.append(one)
-            decisions = "differ" if one.differences else "same"
-            for is_paced, name, verdict in ((False, one.situation.name, one.holds), (True, "  paced", one.holds_paced)):
-                errors = [f"{one.error(measure, is_paced=is_paced):+.1%}" for measure in MEASURES]
-                table.add_row(name, "" if is_paced else decisions, *errors, "yes" if verdict else "no")
-            steps = [one.step_error(phase) for phase in (Phase.DECODE, Phase.PREFILL)]
-            told = ", ".join("-" if error is None else f"{error:+.1%}" for error in steps)
-            spreads = [f"± {one.spread(measure) / 2:.0%}" for measure in MEASURES]
-            table.add_row(f"  steps {told}", "", *spreads, "", style="dim")
+        found = list(
+            compare(loaded.model, predictor, n_requests=requests, rounds=rounds, situations=situations, told=tell)
+        )
     if as_json:
         print(json.dumps([one.as_json() for one in found], indent=1))
         return
+    _print_compared(found)
+
+
+def _print_compared(found: list[Compared]) -> None:
+    table = Table(box=None)
+    for name in ("load", "plans", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "verdict"):
+        table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
+    for one in found:
+        decisions = "differ" if one.differences else "same"
+        for is_paced, name in ((False, one.situation.name), (True, "  paced")):
+            errors = [f"{one.error(measure, is_paced=is_paced):+.1%}" for measure in MEASURES]
+            verdict = one.verdict(is_paced=is_paced)
+            table.add_row(name, "" if is_paced else decisions, *errors, f"[{COLOUR[verdict]}]{verdict.value}[/]")
+        apart = ["-" if share is None else f"{share:.1%}" for share in map(one.apart, MEASURES)]
+        aside = f"{one.set_aside} again" if one.set_aside else ""
+        table.add_row("  two runs apart by", "", *apart, aside, style="dim")
+        for phase, words in ((Phase.DECODE, "decode"), (Phase.PREFILL, "with prompts")):
+            parts, single = one.parts.phases[phase], one.step_error(phase)
+            if not parts.steps:
+                continue
+            told = [
+                f"{parts.steps} steps", f"one step {'-' if single is None else format(single, '+.1%')}",
+                *(f"{name} {1e3 * part.measured_s / parts.steps:.2f} ms {part.error:+.1%}"
+                  for name, part in (("kernels", parts.kernels), ("host", parts.host))),
+            ]  # fmt: skip
+            table.add_row(f"  {words}", *told, style="dim")
     console.print(table)
     print(
-        "errors are simulated / measured - 1; paced: at the pace of the run before; steps: of single steps that decode, and of "
-        "those with prompts; ±: half of how far the measured rounds stand apart"
+        "errors are simulated / measured - 1; paced: at the pace of the run before; one step: the median of single steps; "
+        "kernels and host: their means over all steps, measured, and predicted / measured - 1"
     )
+    counts = [sum(one.verdict(is_paced=is_paced) is Verdict.HOLDS for one in found) for is_paced in (False, True)]
     print(
-        f"{sum(one.holds for one in found)} of {len(found)} hold, {sum(one.holds_paced for one in found)} of them paced: "
+        f"{counts[0]} of {len(found)} hold, {counts[1]} of them paced: "
         f"the same decisions, within {MEDIAN_LIMIT:.0%} at p50 and {P99_LIMIT:.0%} at p99"
     )

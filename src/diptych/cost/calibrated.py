@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
-from diptych.cost.calibration import Calibration, Constants, Coverage
+from diptych.cost.calibration import Calibration, Constants, Coverage, prompts_in
 from diptych.cost.components import ATTENTION, attention_widths, cost_of, expected_experts, layer_kv_bytes
 from diptych.cost.layout import HOP_S, PLAIN, Layout
 from diptych.cost.profile import read_profile
@@ -47,6 +47,7 @@ class _Units:
     head_bytes: float
     head_class: str
     row_flops: float
+    row_activation_bytes: float
     expert_row_flops: float
     head_row_flops: float
     # window; over its layers: bytes of one token's KV, FLOPs of a pair in prefill and in decode, where MLA takes the latents
@@ -84,6 +85,7 @@ def _units_of(model: ModelSpec, quant: QuantSpec, kv: KVSpec, tp: int, *, is_our
         head_bytes=head.weight_bytes,
         head_class=weight_class(quant.head_bytes, quant.name),
         row_flops=sum(part.flops for part in body),
+        row_activation_bytes=sum(part.activation_bytes for part in body) + experts.activation_bytes,
         expert_row_flops=experts.flops,
         head_row_flops=head.flops,
         windows=tuple((window, *sums) for window, sums in windows.items()),
@@ -101,10 +103,13 @@ class _Terms:
 
     base_s: float
     sequence_s: float
+    prompt_s: float
+    prompt_token_s: float
     p: float
     dense_weights_s: float
     expert_s: float  # one expert read, over all MoE layers
     row_s: float
+    row_activation_s: float  # between the products
     expert_row_s: float
     head_weights_s: float
     head_row_s: float
@@ -221,10 +226,15 @@ class CalibratedModel:
         return _Terms(
             base_s=c.step_s + self.model.n_layers * c.layer_s + units.moe_layers * c.moe_layer_s,
             sequence_s=c.sequence_s / parts,
+            prompt_s=c.prompt_s / parts,
+            prompt_token_s=c.prompt_token_s / parts,
             p=c.p,
             dense_weights_s=weights_s(units.dense_bytes, units.dense_class),
             expert_s=weights_s(units.expert_bytes, units.expert_class) / layout.dp,
             row_s=units.row_flops / rate / parts,
+            row_activation_s=(
+                units.row_activation_bytes / c.activation_bytes_per_s / parts if c.activation_bytes_per_s else 0.0
+            ),
             expert_row_s=units.expert_row_flops / expert_rate / parts,
             head_weights_s=weights_s(units.head_bytes, units.head_class),
             head_row_s=units.head_row_flops / rate / parts,
@@ -275,9 +285,9 @@ class CalibratedModel:
         attention_s = pnorm(prefill_kv_s, prefill_pair_s, terms.p) + pnorm(decode_kv_s, decode_pair_s, terms.p)
         rows = reads * work.prefill_tokens + writes * work.decode_tokens
         link_s = terms.link_base_s + rows * terms.link_row_s + work.n_logits_rows * terms.link_logits_row_s
-        host_s = terms.base_s + work.n_sequences * terms.sequence_s
+        host_s = terms.base_s + _sequences_s(terms, work)
         adapters_s = _adapters_s(terms, work) if work.adapters else 0.0
-        total_s = _join(terms, linear.total_s + attention_s + link_s + adapters_s, work.n_sequences)
+        total_s = _join(terms, linear.total_s + attention_s + link_s + adapters_s, work)
         low, high = self._interval(work, is_decode=is_decode)
         compute_s = linear.compute_s + prefill_pair_s + decode_pair_s
         memory_s = linear.memory_s + prefill_kv_s + decode_kv_s
@@ -314,6 +324,7 @@ class CalibratedModel:
             compute_s=compute_s + self._expert_rows(rows) * terms.expert_row_s + logits * terms.head_row_s,
             memory_s=terms.dense_weights_s + experts_s + head_weights_s,
             total_s=pnorm(terms.dense_weights_s, compute_s, terms.p)
+            + (reads * work.prefill_tokens + writes * work.decode_tokens) * terms.row_activation_s
             + pnorm(experts_s, self._expert_rows(rows) * terms.expert_row_s, terms.p)
             + head_s,
         )
@@ -327,10 +338,7 @@ class CalibratedModel:
         if parts == 1:
             return _EVENLY
         decoding = min(work.decode_tokens, work.n_sequences)
-        reading = work.n_sequences - decoding
-        if work.prefill_tokens and not reading:
-            reading = 1
-        return max(1.0, parts / max(reading, 1)), max(1.0, parts / max(decoding, 1))
+        return max(1.0, parts / max(prompts_in(work), 1)), max(1.0, parts / max(decoding, 1))
 
     def _experts(self, rows: int) -> float:
         moe = self.model.moe
@@ -372,7 +380,7 @@ class CalibratedModel:
         device_s += terms.link_base_s + link_rows * terms.link_row_s + logits * terms.link_logits_row_s
         if shape.adapters:
             device_s += _adapters_s(terms, shape)
-        return _join(terms, device_s, shape.n_sequences)
+        return _join(terms, device_s, shape)
 
     def predict_run_s(self, shape: StepShape, n_steps: int) -> list[float]:
         """`predict_s(shape.later(k))` for k below n_steps, of a step that only decodes one token of each sequence."""
@@ -400,9 +408,9 @@ class CalibratedModel:
         """Everything that is done to rows one by one: linear layers, experts, the head."""
         p, rows, logits = terms.p, shape.n_tokens, shape.n_logits_rows
         reads, writes = self._crowded(shape)
-        dense_s = (reads * shape.prefill_tokens + writes * shape.decode_tokens) * terms.row_s
-        dense_s += reads * shape.prefill_start_tokens * terms.cached_row_s
-        device_s = pnorm(terms.dense_weights_s, dense_s, p)
+        crowded_rows = reads * shape.prefill_tokens + writes * shape.decode_tokens
+        dense_s = crowded_rows * terms.row_s + reads * shape.prefill_start_tokens * terms.cached_row_s
+        device_s = pnorm(terms.dense_weights_s, dense_s, p) + crowded_rows * terms.row_activation_s
         if terms.expert_s:
             device_s += pnorm(self._experts(rows) * terms.expert_s, self._expert_rows(rows) * terms.expert_row_s, p)
         if logits:
@@ -473,9 +481,18 @@ def _adapters_s(terms: _Terms, shape: StepShape) -> float:
     return terms.adapter_base_s + read_s + shape.adapted_products * terms.adapter_product_s
 
 
-def _join(terms: _Terms, device_s: float, n_sequences: int) -> float:
+def _join(terms: _Terms, device_s: float, shape: StepShape) -> float:
     """Launch and device one after the other, or partly side by side where launches run ahead."""
-    return pnorm(terms.base_s, device_s, terms.launch_p) + n_sequences * terms.sequence_s
+    return pnorm(terms.base_s, device_s, terms.launch_p) + _sequences_s(terms, shape)
+
+
+def _sequences_s(terms: _Terms, shape: StepShape) -> float:
+    """Host time of every sequence, and of the prompts among them."""
+    sequences_s = shape.n_sequences * terms.sequence_s
+    prompt_tokens = shape.prefill_tokens
+    if not prompt_tokens:
+        return sequences_s
+    return sequences_s + prompts_in(shape) * terms.prompt_s + prompt_tokens * terms.prompt_token_s
 
 
 def pnorm(a: float, b: float, p: float) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from diptych.ground.errors import ConfigError
+from diptych.ground.shape import StepShape
 
 # Expert GEMMs against the dense ones of the same software and dtype, where no row tells: measured ratios run from
 # 0.15 (fp8, TensorRT-LLM) over 0.3 (integers, llama.cpp on CUDA) to 0.9 (llama.cpp on Metal).
@@ -26,18 +27,23 @@ class Constants:
 
     eb: fraction of memory bandwidth by weight format; ef: fraction of peak by compute dtype; both fall back to "other".
     p: exponent of the p-norm (large: a sharp maximum). kv_eb, attention_ef: the same fractions inside attention.
-    step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence; moe_layer_s: on top of layer_s
+    step_s, layer_s, sequence_s: launch and host time per step, per layer, per sequence; prompt_s, prompt_token_s: host time
+    per prompt chunk and per token of it, on top of that (`Host`); moe_layer_s: on top of layer_s
     in layers with experts. allreduce_s: latency of one all-reduce; link_fraction: achieved share of the link.
     launch_p: exponent that joins launch and device time: 1 adds them, a large one lets the longer hide the other.
     expert_ef: share of the peak in expert GEMMs by compute dtype; where no mixture was measured in a dtype, experts reach
     EXPERT_SHARE of what the other matrices do. adapter_layer_s, adapter_ef: the same of low-rank products, per layer of a step
     that has any, and ADAPTER_SHARE where they were not measured.
+    activation_bytes_per_s: at which rows pass between the products (norms, rotations, activations, other number formats),
+    beside the products' own time; None: it is in their share of the peak.
     """
 
     step_s: float = 0.0
     layer_s: float = 0.0
     moe_layer_s: float = 0.0
     sequence_s: float = 0.0
+    prompt_s: float = 0.0
+    prompt_token_s: float = 0.0
     eb: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"other": 0.8}))
     ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({"other": 0.6}))
     p: float = 3.0
@@ -49,6 +55,7 @@ class Constants:
     expert_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     adapter_layer_s: float = 0.0
     adapter_ef: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    activation_bytes_per_s: float | None = None
 
     def weight_fraction(self, weight_format: str) -> float:
         """Achieved share of memory bandwidth when reading weights of this format."""
@@ -113,14 +120,28 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Time of the scheduler, the executor and the sampler around the kernels of a step."""
+    """Time of the scheduler, the executor and the sampler around the kernels of a step.
+
+    prompt_s: of each prompt chunk on top of sequence_s, what its request costs when it comes and goes included;
+    prompt_token_s: of each of its tokens, which are looked up in the prefix cache and put there.
+    """
 
     step_s: float = 0.0
     sequence_s: float = 0.0
+    prompt_s: float = 0.0
+    prompt_token_s: float = 0.0
 
-    def time_s(self, n_sequences: int) -> float:
+    def time_s(self, shape: StepShape) -> float:
         """Of one step."""
-        return self.step_s + n_sequences * self.sequence_s
+        prompts_s = prompts_in(shape) * self.prompt_s + shape.prefill_tokens * self.prompt_token_s
+        return self.step_s + shape.n_sequences * self.sequence_s + prompts_s
+
+
+def prompts_in(shape: StepShape) -> int:
+    """Chunks of prompts in a step, as its sums tell them: drafts beside prompts may hide all but one."""
+    if shape.decode_tokens == shape.n_tokens:
+        return 0
+    return max(1, shape.n_sequences - shape.decode_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +149,7 @@ class Calibration:
     """Constants of both phases with their residuals and where they come from. Coverage None: measured locally.
 
     cache: None where nobody measured one (every published row is of a model far larger than any cache).
-    host: the part of step_s and sequence_s that is not the kernels', where it was measured apart.
+    host: the part of step_s, sequence_s, prompt_s and prompt_token_s that is not the kernels', where it was measured apart.
     """
 
     name: str

@@ -7,16 +7,18 @@
      "eb": {"bf16": 0.95, "int8": 0.9}, "ef": {"bf16": 0.9},
      "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3},
      "adapters": {"layer_s": 1e-6, "prefill_ef": {"bf16": 0.3}, "decode_ef": {"bf16": 0.2}},
-     "host": {"step_s": 1e-4, "sequence_s": 1e-5},
+     "activation_bytes_per_s": 4e10,
+     "host": {"step_s": 1e-4, "sequence_s": 1e-5, "prompt_s": 2e-4, "prompt_token_s": 2e-7},
      "cache": {"bytes": 3.2e7, "bytes_per_s": 1.5e11, "eb": {"bf16": 0.5}},
      "elsewhere": {"backend": "torch", "weights": "bf16", "prefill": 0.7, "decode": 0.4},
      "residuals": {"prefill": {"low": -0.05, "high": 0.08, "median_error": 0.03, "rows": 12}, "decode": {...}}}
 
 Rates in `flops_per_s` and `memory_bytes_per_s` are measured ceilings; eb and ef are the engine's share of them.
 t0_s, layer_s and sequence_s are of the kernels, `host` of the scheduler and the sampler around them; a predicted step has
-both. Another backend or kernel set than `backend` and `kernels` takes no times from it. `elsewhere`: how many times as
-fast another backend took a step of each phase. `adapters`, `host`, `cache` and `elsewhere` may be absent; `cache` holds for
-models whose weights all fit in its bytes.
+both. activation_bytes_per_s is of rows between the products: norms, rotations, other number formats. Another backend or
+kernel set than `backend` and `kernels` takes no times from it. `elsewhere`: how many times as fast another backend took a step
+of each phase. `activation_bytes_per_s`, `adapters`, `host`, `cache` and `elsewhere` may be absent; `cache` holds for models
+whose weights all fit in its bytes.
 """
 
 from __future__ import annotations
@@ -105,6 +107,8 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
         step_s=_at_least_zero(profile, "t0_s") + host.step_s,
         layer_s=_at_least_zero(profile, "layer_s"),
         sequence_s=_at_least_zero(profile, "sequence_s") + host.sequence_s,
+        prompt_s=host.prompt_s,
+        prompt_token_s=host.prompt_token_s,
         eb=MappingProxyType(_rates(profile, "eb")),
         ef=MappingProxyType(_rates(profile, "ef")),
         expert_ef=MappingProxyType(_rates(profile, "ef")),  # the engine's experts run on the kernels that were measured
@@ -113,6 +117,9 @@ def _constants(profile: Mapping[str, Any], attention: Mapping[str, Any], attenti
         attention_ef=_positive(attention, attention_key),
         adapter_layer_s=_at_least_zero(adapters, "layer_s"),
         adapter_ef=MappingProxyType(_rates(adapters, attention_key) if adapters else {}),
+        activation_bytes_per_s=_positive(profile, "activation_bytes_per_s")
+        if "activation_bytes_per_s" in profile
+        else None,
     )
 
 
@@ -120,7 +127,9 @@ def _host(profile: Mapping[str, Any]) -> Host:
     entry = profile.get("host", {})
     if not isinstance(entry, Mapping):
         raise ConfigError("hardware profile: host is not an object", hint=_HINT)
-    return Host(step_s=_at_least_zero(entry, "step_s"), sequence_s=_at_least_zero(entry, "sequence_s"))
+    return Host(
+        **{name: _at_least_zero(entry, name) for name in ("step_s", "sequence_s", "prompt_s", "prompt_token_s")}
+    )
 
 
 def _cache(profile: Mapping[str, Any]) -> Cache | None:

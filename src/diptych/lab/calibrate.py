@@ -61,7 +61,9 @@ PROBE_MODEL: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
-# Weights that fit a last-level cache in every format: what small models, the bundled one among them, are read from.
+# Weights that fit a last-level cache in every format: what small models, the bundled one among them, are read from. Its rows
+# are narrow, too: what happens to them between the products (norms, rotations, number formats) is a tenth of a prompt's time
+# here, a quarter in int8, and hardly any of it in wide ones, so that prompts of both models tell the two apart.
 SMALL_MODEL: dict[str, Any] = PROBE_MODEL | {
     "hidden_size": 320,
     "intermediate_size": 896,
@@ -87,10 +89,12 @@ def _rows(n: int, start: int = 0) -> StepShape:
 DECODE_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in
                 ((1, 64), (1, 2048), (1, 8000), (4, 256), (8, 1024), (16, 256), (32, 256))]  # fmt: skip
 _HALF_A_THOUSAND = _rows(512)
-PREFILL_STEPS = [*(_rows(n) for n in (8, 32, 64, 128, 256)), _HALF_A_THOUSAND, _rows(1024), _rows(2048),
+# Few are powers of two: what is left of a prompt seldom is, and such sizes take a tenth less for each row than those between.
+PREFILL_STEPS = [*(_rows(n) for n in (8, 30, 50, 90, 150, 230)), _HALF_A_THOUSAND, _rows(1024),
                  _rows(256, 1792), _rows(512, 6144)]  # fmt: skip
 EMPTY_STEPS = [StepShape.decode(batch=1, context_tokens=16), StepShape.decode(batch=16, context_tokens=16)]
-SMALL_STEPS = [StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))]
+SMALL_STEPS = [*(StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))),
+               *(_rows(n) for n in (8, 40, 75, 120, 190, 256, 500)), _rows(40, 256), _rows(100, 600)]  # fmt: skip
 CACHE_MIB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # sizes whose read rate shows where the caches end
 CACHED = 1.3  # times the memory's rate from which on a size counts as held by a cache; a shared one is no faster
 # Shares of a measured rate that a kernel may be fitted to. Rates drift while they are measured, so one may seem to pass its
@@ -128,11 +132,11 @@ def calibrate(
     programs; otherwise that is a ConfigError, and what was known of the machine stays.
     """
     effort = effort or Effort(budget_s=BUDGET_S)
+    brief = replace(effort, budget_s=effort.budget_s / 2)
     samples: list[TimedStep] = []
     adapted: dict[str, tuple[str, AdaptedSteps]] = {}  # by compute dtype, with the weights beside them
     ceilings: dict[str, Ceilings] = {}
     cache: dict[str, float] | None = None
-    host: dict[str, float] = {}
     elsewhere: dict[str, float | str] = {}
     backend = kernels = ""
     placement = Placement(threads=1)
@@ -150,24 +154,28 @@ def calibrate(
         samples += taken
         dtype = CostView(model).quant.compute
         if dtype not in adapted:  # over int4, too, rows are int8
-            adapted[dtype] = weights, adapted_steps(model, replace(effort, budget_s=effort.budget_s / 2))
+            adapted[dtype] = weights, adapted_steps(model, brief)
         model.close()
         if backend == "cpu" and weights == "bf16":
             elsewhere = _elsewhere(taken, config, effort, takes_busy=takes_busy)
         if backend == "cpu":
             small = random_model(SMALL_MODEL, config, seed=0)
-            samples += _sample(small, SMALL_STEPS, effort, takes_busy=takes_busy)
+            samples += _sample(small, SMALL_STEPS, brief, takes_busy=takes_busy)
             small.close()
         if weights == "bf16":
             empty = random_model(EMPTY_MODEL, config, seed=0)
-            samples += _sample(empty, EMPTY_STEPS, effort, takes_busy=takes_busy)
-            host = _host(empty, effort)
+            samples += _sample(empty, EMPTY_STEPS, brief, takes_busy=takes_busy)
             empty.close()
     progress("fitting")
     profile = _profile(ceilings, backend, kernels=kernels, placement=placement)
     if cache is not None:
         profile["cache"] = cache | {"eb": dict.fromkeys(ceilings, 0.6)}
-    profile = _fit(profile, samples) | {"host": host}
+    if backend == "cpu":  # the only one of which two widths are measured
+        profile["activation_bytes_per_s"] = 1e10
+    profile = _fit(profile, samples)
+    progress("measuring the host")
+    with closing(random_model(SMALL_MODEL, replace(compute, weights="bf16"), seed=0)) as model:
+        profile["host"] = _host(model, profile, brief)
     profile["adapters"] = constants_of(
         {dtype: steps for dtype, (_, steps) in adapted.items()},
         profile["flops_per_s"],
@@ -209,24 +217,52 @@ def _elsewhere(
     return found
 
 
-def _host(model: Model, effort: Effort) -> dict[str, float]:
-    """What the scheduler, the executor and the sampler add to a step, from decode steps of one and of many sequences."""
-    batches, new_tokens = (1, 16), 32
-    engines = Engines(model, EngineConfig(), predictor=None, context_tokens=64, n_tokens=64 * max(batches))
-    driver = engines.driver(enable_prefix_cache=False)
+def _host(model: Model, profile: dict[str, Any], effort: Effort) -> dict[str, float]:
+    """What the scheduler, the executor and the sampler add to a step where a profile is known.
 
-    def host_s(batch: int) -> float:
+    Four kinds of steps say four numbers: decode of one and of many sequences, prompts of one block and of many. The model has
+    weights, which push out of the caches what the host reads: beside an empty one all of this seems to cost a third less.
+    """
+    many, short, long, new_tokens, n_prompts = 16, 16, 256, 32, 8
+    view = CostView(model)
+    predictor = CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
+    engines = Engines(model, EngineConfig(), predictor=predictor, context_tokens=2 * long, n_tokens=2 * long * many)
+    driver = engines.driver()
+    driver.back_memory()
+
+    def per_step_s(n_steps: int, run: Callable[[], object]) -> float:
+        begin_s, device_s = driver.clock.now_s(), driver.device_s
+        run()
+        return (driver.clock.now_s() - begin_s - (driver.device_s - device_s)) / n_steps
+
+    def decode_s(batch: int) -> float:
         for i in range(batch):
             driver.submit(f"{i}", driver.prompt(8), new_tokens=new_tokens)
         driver.step()  # the prompts
-        begin_s, device_s = driver.clock.now_s(), driver.device_s
-        driver.run()
-        return (driver.clock.now_s() - begin_s - (driver.device_s - device_s)) / (new_tokens - 1)
+        return per_step_s(new_tokens - 1, driver.run)
 
-    rounds = measure([partial(host_s, batch) for batch in batches], effort)
-    one_s, many_s = (rounds.point(i).value for i in range(2))
-    sequence_s = max(0.0, many_s - one_s) / (batches[1] - batches[0])
-    return {"step_s": max(0.0, one_s - sequence_s), "sequence_s": sequence_s}
+    def prompt_s(n_tokens: int) -> float:
+        prompts = [driver.prompt(n_tokens) for _ in range(n_prompts)]
+
+        def run() -> None:
+            for prompt in prompts:  # which come and go one by one: a step each
+                driver.submit("0", prompt, new_tokens=1)
+                driver.run()
+
+        return per_step_s(n_prompts, run)
+
+    rounds = measure(
+        [partial(decode_s, 1), partial(decode_s, many), partial(prompt_s, short), partial(prompt_s, long)], effort
+    )
+    one_s, many_s, short_s, long_s = (rounds.point(i).value for i in range(4))
+    sequence_s = max(0.0, many_s - one_s) / (many - 1)
+    token_s = max(0.0, long_s - short_s) / (long - short)
+    return {
+        "step_s": max(0.0, one_s - sequence_s),
+        "sequence_s": sequence_s,
+        "prompt_s": max(0.0, short_s - one_s - short * token_s),
+        "prompt_token_s": token_s,
+    }
 
 
 def _cache(placement: Placement, memory_bytes_per_s: float) -> dict[str, float] | None:
@@ -322,7 +358,8 @@ def _fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any
 def _places(profile: dict[str, Any]) -> list[tuple[str, ...]]:
     tables: list[tuple[str, ...]] = [(name, key) for name in ("eb", "ef", "attention") for key in profile[name]]
     tables += [("cache", "eb", key) for key in profile.get("cache", {}).get("eb", ())]
-    return [("t0_s",), ("layer_s",), ("sequence_s",), ("p",), *tables]
+    rates = [("activation_bytes_per_s",)] if "activation_bytes_per_s" in profile else []
+    return [("t0_s",), ("layer_s",), ("sequence_s",), ("p",), *rates, *tables]
 
 
 def _cells(profile: dict[str, Any], places: Sequence[tuple[str, ...]]) -> list[tuple[dict[str, float], str]]:

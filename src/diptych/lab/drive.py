@@ -47,6 +47,7 @@ class Driver:
         self.book = EventBook()
         self.token_s: dict[str, list[float]] = {}
         self.token_ids: dict[str, list[int]] = {}
+        self._executor = executor
         self._stepper = Stepper(core, executor, clock, fold=self._fold, observe=observe)
         self._vocab = vocab
         self._random = random.Random(1)
@@ -55,6 +56,11 @@ class Driver:
     def device_s(self) -> float:
         """Seconds inside the kernels, over all steps."""
         return self.book.device_s
+
+    def back_memory(self) -> None:
+        """Have the KV pool's memory provided, as a server has beside its first steps; nothing where nothing is computed."""
+        if isinstance(self._executor, ModelExecutor):
+            self._executor.back_memory(lambda: False)
 
     def prompt(self, n_tokens: int) -> tuple[int, ...]:
         """Random token ids, new with every call."""

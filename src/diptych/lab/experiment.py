@@ -293,7 +293,7 @@ class Stage:
 
 
 def _kernels_s(predictor: CalibratedModel, work: StepShape) -> float:
-    return predictor.predict(work).total_s - predictor.calibration.host.time_s(work.n_sequences)
+    return predictor.predict(work).total_s - predictor.calibration.host.time_s(work)
 
 
 def point(series: str, x: float, estimate: Estimate, predicted_s: float | None = None) -> Point:

@@ -17,8 +17,8 @@ N_BINS = 512
 class Stream:
     """A distribution of durations, seen one after the other.
 
-    Counts per bucket of equal ratio, as in DDSketch (Masson, Rim and Lee, VLDB 2019): a percentile is within ERROR of a
-    value at its rank; mean, least and greatest are exact. The same values give the same numbers in any order.
+    Counts per bucket of equal ratio, as in DDSketch (Masson, Rim and Lee, VLDB 2019): a percentile lies within ERROR of where
+    the values of its ranks put it; mean, least and greatest are exact. The same values give the same numbers in any order.
     """
 
     def __init__(self) -> None:
@@ -78,10 +78,18 @@ class Stream:
         return curve
 
     def _at(self, q: float) -> float:
-        rank = q * (self.n - 1)
+        """Interpolated between ranks, as `metrics.percentile` does: few values have no other tail than their greatest."""
+        place = q * (self.n - 1)
+        rank = int(place)
+        low = self._of_rank(rank)
+        return low + (self._of_rank(min(rank + 1, self.n - 1)) - low) * (place - rank)
+
+    def _of_rank(self, rank: int) -> float:
         seen = self._zeros
         if rank < seen:
             return 0.0
+        if rank == self.n - 1:
+            return self._greatest
         for key in sorted(self._buckets):
             seen += self._buckets[key]
             if rank < seen:

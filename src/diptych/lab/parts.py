@@ -1,0 +1,84 @@
+"""Where the time of a served load went, beside what the cost model says of each part.
+
+    parts = parts_of(steps, predict_s, host_s)
+    parts.phases[Phase.DECODE].kernels.error
+
+A run's wall time is its steps (begin to commit), what the host does between two of them, and the time without work. The
+kernels' part of a step is what the executor counts; all else while there is work is the host's: the scheduler, the
+executor's tables, the sampler, the commit, and, in a closed loop, the clients, who live on the same thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from diptych.ground.phase import Phase
+from diptych.ground.shape import StepShape
+from diptych.metrics import StepRecord
+from diptych.sim.counterfactual import times_of
+
+Seconds = Callable[[StepShape], float]
+
+
+@dataclass(slots=True)
+class Part:
+    """Seconds over all steps."""
+
+    measured_s: float = 0.0
+    predicted_s: float = 0.0
+
+    def add(self, measured_s: float, predicted_s: float) -> None:
+        """One step's."""
+        self.measured_s += measured_s
+        self.predicted_s += predicted_s
+
+    @property
+    def error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted_s / self.measured_s - 1.0 if self.measured_s else 0.0
+
+
+@dataclass(slots=True)
+class PhaseParts:
+    """Of all steps of a phase. Prompts make a step one of prefill, with decode beside them or without."""
+
+    steps: int = 0
+    kernels: Part = field(default_factory=Part)
+    host: Part = field(default_factory=Part)
+
+
+@dataclass(slots=True)
+class Parts:
+    """Of one run, or of several added up."""
+
+    phases: dict[Phase, PhaseParts] = field(default_factory=lambda: {phase: PhaseParts() for phase in Phase})
+
+    def add(self, other: Parts) -> None:
+        """Another run's steps."""
+        for phase, mine in self.phases.items():
+            theirs = other.phases[phase]
+            mine.steps += theirs.steps
+            mine.kernels.add(theirs.kernels.measured_s, theirs.kernels.predicted_s)
+            mine.host.add(theirs.host.measured_s, theirs.host.predicted_s)
+
+    @property
+    def total(self) -> Part:
+        """All of it: the time in which there was work."""
+        whole = Part()
+        for one in self.phases.values():
+            whole.add(one.kernels.measured_s, one.kernels.predicted_s)
+            whole.add(one.host.measured_s, one.host.predicted_s)
+        return whole
+
+
+def parts_of(steps: Sequence[StepRecord], predict_s: Seconds, host_s: Seconds) -> Parts:
+    """What steps took, by phase and part. host_s: the host's part of predict_s."""
+    parts = Parts()
+    kept = times_of((one.begin_s, one.end_s, one.shape) for one in steps)
+    for step, (shape, kept_s) in zip(steps, kept, strict=True):
+        mine, predicted_host_s = parts.phases[shape.phase], host_s(shape)
+        mine.steps += 1
+        mine.kernels.add(step.device_s, predict_s(shape) - predicted_host_s)
+        mine.host.add(kept_s - step.device_s, predicted_host_s)
+    return parts
