@@ -38,6 +38,9 @@ DIPTYCH_INLINE void take_inputs(const uint16_t* x, int64_t n, Input* out) { std:
 
 #if !defined(DIPTYCH_ATTENTION_TILES) && !defined(DIPTYCH_NEON)
 #define DIPTYCH_WHOLE 1
+#if defined(DIPTYCH_AVX512)
+#define DIPTYCH_BYTES 1  // bytes are widened in the registers that multiply
+#endif
 #endif
 
 constexpr int64_t kTileGroups = kTileTokens / kGroupTokens;
@@ -113,7 +116,8 @@ struct Tile {
   Span span;
   const float* key_scales = nullptr;  // [256] of a cache of bytes
   const float* value_scales = nullptr;
-  bool is_whole = false;         // keys and values are numbers of 16 bits
+  bool is_whole = false;         // keys and values are whole numbers
+  bool is_bytes = false;         // and lie in the cache as they are: keys and values point to bytes
   float most_value_scale = 0.0f;  // of all 256 keys, where the rows see them all
 };
 
@@ -300,10 +304,19 @@ DIPTYCH_INLINE void widen_bytes(KvFormat format, const int8_t* x, int64_t n, uin
 #endif
 }
 
+// From this many turns of a task's rows over a tile on it is better widened once: what it then takes is stored and read again, past
+// the first cache. Of 7 rows, one turn, widening took a third of the time.
+constexpr int64_t kTurnsToWiden = 4;
+
 // A cache of bytes: the tile's keys and values as bf16 or whole numbers, exact; their scales go to scores and weights.
-DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, Tile& tile) {
+DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch, int64_t rows, Tile& tile) {
   const KvShape& kv = view.call->kv.shape;
   const int64_t d = kv.head_dim, dv = kv.value_dim();
+#if defined(DIPTYCH_BYTES)
+  tile.is_bytes = is_whole(kv.format) && kv.has_values && rows < kTurnsToWiden * kRows;
+#else
+  (void)rows;
+#endif
   GroupWalk walk(view, tile.start + tile.span.first * 16);
   for (int64_t g = tile.span.first; g < tile.span.end; ++g) {
     const int64_t offset = walk.offset;
@@ -312,12 +325,12 @@ DIPTYCH_INLINE void widen_tile(const SequenceView& view, const Scratch& scratch,
     const int8_t* values = reinterpret_cast<const int8_t*>(head.values) + offset * dv;
     uint16_t* wide_keys = scratch.wide_keys + g * 16 * d;
     uint16_t* wide_values = scratch.wide_values + g * 16 * dv;
-    widen_bytes(kv.format, keys, 16 * d, wide_keys);
-    if (kv.has_values) widen_bytes(kv.format, values, 16 * dv, wide_values);
+    if (!tile.is_bytes) widen_bytes(kv.format, keys, 16 * d, wide_keys);
+    if (!tile.is_bytes && kv.has_values) widen_bytes(kv.format, values, 16 * dv, wide_values);
     std::memcpy(scratch.key_scales + g * 16, head.key_scales + offset, 64);
     std::memcpy(scratch.value_scales + g * 16, (kv.has_values ? head.value_scales : head.key_scales) + offset, 64);
-    tile.keys[g] = wide_keys;
-    tile.values[g] = wide_values;
+    tile.keys[g] = tile.is_bytes ? reinterpret_cast<const uint16_t*>(keys) : wide_keys;
+    tile.values[g] = tile.is_bytes ? reinterpret_cast<const uint16_t*>(values) : wide_values;
     if (g + 1 < tile.span.end) walk.step();
   }
   tile.key_scales = scratch.key_scales, tile.value_scales = scratch.value_scales;
@@ -502,7 +515,7 @@ static void attention(const AttentionCall& call, const AttentionTask& task, cons
       after_token = first > start ? first : start;
     }
     if (call.kv.shape.format != KvFormat::bf16) {
-      widen_tile(view, scratch, tile);
+      widen_tile(view, scratch, rows.n, tile);
       find_next(tile, after, after_token);
     } else {
       find_groups(view, tile, after, after_token);

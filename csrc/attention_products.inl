@@ -1,16 +1,22 @@
-// The two products of attention on registers: tiles of R rows by Z vectors. Sums are fp32 over bf16 (F32), or whole over numbers of 16
-// bits (I32, a cache of int8): the same walk, whose order no bit of a whole sum depends on.
+// The two products of attention on registers: tiles of R rows by Z vectors, the same walk for each kind of keys and values.
 
 DIPTYCH_INLINE int64_t query_stride(int64_t d) { return d; }
 DIPTYCH_INLINE void begin_products() {}
 DIPTYCH_INLINE void end_products() {}
 
-template <class Sum>
-struct InputsOf { using Type = uint16_t; };
-template <>
-struct InputsOf<F32> { using Type = Input; };
-template <class Sum>
-using InputOf = typename InputsOf<Sum>::Type;
+// What is added up, what queries and weights are, and how keys and values are read.
+struct Numbers { using Sum = F32; using In = Input; using Stored = uint16_t; };
+#if defined(DIPTYCH_WHOLE)
+// A cache of int8: whole sums, so that no bit depends on their order, nor on whether a tile was widened before or is where it is multiplied.
+struct Whole { using Sum = I32; using In = uint16_t; using Stored = uint16_t; };
+#endif
+#if defined(DIPTYCH_BYTES)
+struct Bytes { using Sum = I32; using In = uint16_t; using Stored = int8_t; };
+#endif
+template <class Kind>
+using InputOf = typename Kind::In;
+template <class Kind>
+DIPTYCH_INLINE const typename Kind::Stored* stored(const uint16_t* x) { return reinterpret_cast<const typename Kind::Stored*>(x); }
 
 DIPTYCH_INLINE void clear(F32& sum) { sum = zero(); }
 DIPTYCH_INLINE F32 numbers(F32 sum) { return sum; }
@@ -42,16 +48,16 @@ DIPTYCH_INLINE void add_pair(F32 (&acc)[R][Z], X x, Y y) {
 }
 #endif
 
-template <class Sum, int R, int Z>
-DIPTYCH_INLINE void score_columns(const InputOf<Sum>* q, int64_t d, const uint16_t* const* keys, const char* const* next, const float* scales,
+template <class Kind, int R, int Z>
+DIPTYCH_INLINE void score_columns(const InputOf<Kind>* q, int64_t d, const uint16_t* const* keys, const char* const* next, const float* scales,
                                   float* out) {
-  Sum acc[R][Z];
+  typename Kind::Sum acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
   for (int64_t i = 0; i < d / 2; ++i) {
     if (next)
       for (int z = 0; z < Z; ++z) fetch(next[z], i * 64, scales != nullptr);
-    add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return keys[z] + i * 32; });
+    add_pair(acc, [&](int r) { return q + r * d + 2 * i; }, [&](int z) { return stored<Kind>(keys[z]) + i * 32; });
   }
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) {
@@ -60,10 +66,10 @@ DIPTYCH_INLINE void score_columns(const InputOf<Sum>* q, int64_t d, const uint16
     }
 }
 
-template <class Sum, int R>
+template <class Kind, int R>
 constexpr int columns_of() {
 #if defined(DIPTYCH_AVX512) && defined(__AVX512BF16__)
-  return R <= (std::is_same_v<Sum, F32> ? 7 : 6) ? 4 : 3;  // a dot of bf16 takes its row's pair from memory
+  return R <= (std::is_same_v<Kind, Numbers> ? 7 : 6) ? 4 : 3;  // a dot of bf16 takes its row's pair from memory
 #elif defined(DIPTYCH_AVX512)
   return R <= 6 ? 4 : 3;  // widened vectors, or a row's pair, stand beside the sums
 #elif defined(DIPTYCH_AVX2)
@@ -74,43 +80,43 @@ constexpr int columns_of() {
 }
 
 // Of n vectors, how many the next call takes: never one alone where two calls of two or three would do.
-template <class Sum, int R>
+template <class Kind, int R>
 DIPTYCH_INLINE int64_t vectors_at_once(int64_t n) {
-  constexpr int most = columns_of<Sum, R>();
+  constexpr int most = columns_of<Kind, R>();
   if (n <= most) return n;
   return most > 2 && n == most + 1 ? n - 2 : most;
 }
 
-template <class Sum, int R>
-static void score_rows(const InputOf<Sum>* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
+template <class Kind, int R>
+static void score_rows(const InputOf<Kind>* q, int64_t d, const Tile& tile, const Span& seen, bool fetches, float* scores) {
   for (int64_t g = seen.first; g < seen.end;) {
-    const int64_t z = vectors_at_once<Sum, R>(seen.end - g);
+    const int64_t z = vectors_at_once<Kind, R>(seen.end - g);
     const char* const* next = fetches ? tile.next_keys + g : nullptr;
     const float* scales = tile.key_scales ? tile.key_scales + g * 16 : nullptr;
     switch (z) {
 #if defined(DIPTYCH_AVX512)
       case 4:
-        if constexpr (columns_of<Sum, R>() >= 4) score_columns<Sum, R, 4>(q, d, tile.keys + g, next, scales, scores + g * 16);
+        if constexpr (columns_of<Kind, R>() >= 4) score_columns<Kind, R, 4>(q, d, tile.keys + g, next, scales, scores + g * 16);
         break;
-      case 3: score_columns<Sum, R, 3>(q, d, tile.keys + g, next, scales, scores + g * 16); break;
+      case 3: score_columns<Kind, R, 3>(q, d, tile.keys + g, next, scales, scores + g * 16); break;
 #endif
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
-      case 2: score_columns<Sum, R, 2>(q, d, tile.keys + g, next, scales, scores + g * 16); break;
+      case 2: score_columns<Kind, R, 2>(q, d, tile.keys + g, next, scales, scores + g * 16); break;
 #endif
-      default: score_columns<Sum, R, 1>(q, d, tile.keys + g, next, scales, scores + g * 16);
+      default: score_columns<Kind, R, 1>(q, d, tile.keys + g, next, scales, scores + g * 16);
     }
     g += z;
   }
 }
 
-template <class Sum, int R, int Z>
-DIPTYCH_INLINE void weigh_columns(const InputOf<Sum>* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv,
+template <class Kind, int R, int Z>
+DIPTYCH_INLINE void weigh_columns(const InputOf<Kind>* weights, const Tile& tile, const Span& seen, int64_t column, int64_t dv,
                                   bool fetches, const Joined& to) {
-  Sum acc[R][Z];
+  typename Kind::Sum acc[R][Z];
   for (int r = 0; r < R; ++r)
     for (int z = 0; z < Z; ++z) clear(acc[r][z]);
   for (int64_t g = seen.first; g < seen.end; ++g) {
-    const uint16_t* v = tile.values[g] + column * 2;
+    const auto* v = stored<Kind>(tile.values[g]) + column * 2;
     int64_t next = column * 4;
     const int64_t left = seen.pairs - g * 8, pairs = left < 8 ? left : 8;
     for (int64_t p = 0; p < pairs; ++p, v += 2 * dv, next += 4 * dv) {
@@ -125,59 +131,65 @@ DIPTYCH_INLINE void weigh_columns(const InputOf<Sum>* weights, const Tile& tile,
 #pragma GCC unroll 4
     for (int z = 0; z < Z; ++z) {
       float* at = to.out + r * to.stride + column + z * 16;
-      const F32 product = std::is_same_v<Sum, F32> ? numbers(acc[r][z]) : mul(numbers(acc[r][z]), set1(to.unit[r]));
+      const F32 product = std::is_same_v<Kind, Numbers> ? numbers(acc[r][z]) : mul(numbers(acc[r][z]), set1(to.unit[r]));
       store(at, to.keep ? fma(load(at), set1(to.keep[r]), mul(product, set1(to.take[r]))) : product);
     }
   }
 }
 
-template <class Sum, int R>
-static void weigh_rows(const InputOf<Sum>* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches, const Joined& to) {
+template <class Kind, int R>
+static void weigh_rows(const InputOf<Kind>* weights, const Tile& tile, const Span& seen, int64_t dv, bool fetches, const Joined& to) {
   for (int64_t column = 0; column < dv;) {
-    const int64_t z = vectors_at_once<Sum, R>((dv - column) / 16);
+    const int64_t z = vectors_at_once<Kind, R>((dv - column) / 16);
     switch (z) {
 #if defined(DIPTYCH_AVX512)
       case 4:
-        if constexpr (columns_of<Sum, R>() >= 4) weigh_columns<Sum, R, 4>(weights, tile, seen, column, dv, fetches, to);
+        if constexpr (columns_of<Kind, R>() >= 4) weigh_columns<Kind, R, 4>(weights, tile, seen, column, dv, fetches, to);
         break;
-      case 3: weigh_columns<Sum, R, 3>(weights, tile, seen, column, dv, fetches, to); break;
+      case 3: weigh_columns<Kind, R, 3>(weights, tile, seen, column, dv, fetches, to); break;
 #endif
 #if defined(DIPTYCH_AVX512) || defined(DIPTYCH_AVX2)
-      case 2: weigh_columns<Sum, R, 2>(weights, tile, seen, column, dv, fetches, to); break;
+      case 2: weigh_columns<Kind, R, 2>(weights, tile, seen, column, dv, fetches, to); break;
 #endif
-      default: weigh_columns<Sum, R, 1>(weights, tile, seen, column, dv, fetches, to);
+      default: weigh_columns<Kind, R, 1>(weights, tile, seen, column, dv, fetches, to);
     }
     column += 16 * z;
   }
 }
 
 // By the number of rows, 1 to kRows.
-template <class Sum, int... kN>
-DIPTYCH_INLINE void score_by(std::integer_sequence<int, kN...>, int64_t n, const InputOf<Sum>* q, int64_t d, const Tile& tile,
+template <class Kind, int... kN>
+DIPTYCH_INLINE void score_by(std::integer_sequence<int, kN...>, int64_t n, const InputOf<Kind>* q, int64_t d, const Tile& tile,
                              const Span& seen, bool fetches, float* scores) {
-  using Rows = void (*)(const InputOf<Sum>*, int64_t, const Tile&, const Span&, bool, float*);
-  static constexpr Rows kByRows[] = {score_rows<Sum, kN + 1>...};
+  using Rows = void (*)(const InputOf<Kind>*, int64_t, const Tile&, const Span&, bool, float*);
+  static constexpr Rows kByRows[] = {score_rows<Kind, kN + 1>...};
   kByRows[n - 1](q, d, tile, seen, fetches, scores);
 }
-template <class Sum, int... kN>
-DIPTYCH_INLINE void weigh_by(std::integer_sequence<int, kN...>, int64_t n, const InputOf<Sum>* weights, const Tile& tile, const Span& seen,
+template <class Kind, int... kN>
+DIPTYCH_INLINE void weigh_by(std::integer_sequence<int, kN...>, int64_t n, const InputOf<Kind>* weights, const Tile& tile, const Span& seen,
                              int64_t dv, bool fetches, const Joined& to) {
-  using Rows = void (*)(const InputOf<Sum>*, const Tile&, const Span&, int64_t, bool, const Joined&);
-  static constexpr Rows kByRows[] = {weigh_rows<Sum, kN + 1>...};
+  using Rows = void (*)(const InputOf<Kind>*, const Tile&, const Span&, int64_t, bool, const Joined&);
+  static constexpr Rows kByRows[] = {weigh_rows<Kind, kN + 1>...};
   kByRows[n - 1](weights, tile, seen, dv, fetches, to);
 }
 
 DIPTYCH_INLINE void score(const Scratch& scratch, int64_t row, int64_t n, int64_t d, const Tile& tile, const Span& seen, bool fetches) {
   constexpr std::make_integer_sequence<int, kRows> any{};
-#if defined(DIPTYCH_WHOLE)
-  if (tile.is_whole) return score_by<I32>(any, n, scratch.whole_queries() + row * d, d, tile, seen, fetches, scratch.scores);
+#if defined(DIPTYCH_BYTES)
+  if (tile.is_bytes) return score_by<Bytes>(any, n, scratch.whole_queries() + row * d, d, tile, seen, fetches, scratch.scores);
 #endif
-  score_by<F32>(any, n, scratch.queries + row * d, d, tile, seen, fetches, scratch.scores);
+#if defined(DIPTYCH_WHOLE)
+  if (tile.is_whole) return score_by<Whole>(any, n, scratch.whole_queries() + row * d, d, tile, seen, fetches, scratch.scores);
+#endif
+  score_by<Numbers>(any, n, scratch.queries + row * d, d, tile, seen, fetches, scratch.scores);
 }
 DIPTYCH_INLINE void weigh(const Scratch& scratch, int64_t n, const Tile& tile, const Span& seen, int64_t dv, bool fetches, const Joined& to) {
   constexpr std::make_integer_sequence<int, kRows> any{};
-#if defined(DIPTYCH_WHOLE)
-  if (tile.is_whole) return weigh_by<I32>(any, n, scratch.whole_weights(), tile, seen, dv, fetches, to);
+#if defined(DIPTYCH_BYTES)
+  if (tile.is_bytes) return weigh_by<Bytes>(any, n, scratch.whole_weights(), tile, seen, dv, fetches, to);
 #endif
-  weigh_by<F32>(any, n, scratch.weights, tile, seen, dv, fetches, to);
+#if defined(DIPTYCH_WHOLE)
+  if (tile.is_whole) return weigh_by<Whole>(any, n, scratch.whole_weights(), tile, seen, dv, fetches, to);
+#endif
+  weigh_by<Numbers>(any, n, scratch.weights, tile, seen, dv, fetches, to);
 }

@@ -99,6 +99,9 @@ DIPTYCH_INLINE F32 load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 DIPTYCH_INLINE Pairs load_pairs(const uint16_t* p) { return {_mm512_loadu_si512(p)}; }
+DIPTYCH_INLINE Pairs load_pairs(const int8_t* p) {  // 32 bytes as whole numbers of 16 bits
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
 DIPTYCH_INLINE Pairs broadcast_pair(const uint16_t* p) {
   int32_t two;
   std::memcpy(&two, p, 4);

@@ -55,6 +55,9 @@ sources=$(find csrc src CMakeLists.txt tests/kernels tests/*.py -type f ! -name 
 passed=$out/passed/$sources
 mkdir -p "$passed"
 
+# qemu-user 7.2 asserts (plugins/core.c:221) where a forked child of a process with threads starts its own.
+forked=tests/kernels/test_gemm.py::test_the_pool_works_in_a_forked_child
+
 # One piece; its output goes to a file, its outcome is one line.
 piece() {
   name=$(basename "$1" .py)
@@ -67,7 +70,7 @@ piece() {
   *)
     code=0
     PASSED_FILE=$passed/$name.txt qemu-aarch64 -cpu max "$root/usr/bin/python3.11" -m pytest -c /dev/null --rootdir="$here" \
-      -p no:cacheprovider -p resume -W ignore -q -m 'not slow' "$1" > "$log" 2>&1 || code=$?
+      -p no:cacheprovider -p resume -W ignore -q -m 'not slow' --deselect "$forked" "$1" > "$log" 2>&1 || code=$?
     # 5: nothing is left to run
     if [ $code != 0 ] && [ $code != 5 ]; then grep -E '^(FAILED|ERROR) ' "$log" >> "$passed/failed" || echo "$name" >> "$passed/failed"; fi ;;
   esac

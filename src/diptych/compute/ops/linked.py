@@ -250,7 +250,10 @@ def _store(host: str, port: int, number: int, size: int, join_s: float) -> Any:
         _reach(host, port, join_s)
     try:
         limit = timedelta(seconds=join_s)
-        return dist.TCPStore(host, port, size, number == 0, limit, wait_for_workers=False, master_listen_fd=fd)
+        # use_libuv: with it the store of torch 2.7 takes no listening socket
+        return dist.TCPStore(
+            host, port, size, number == 0, limit, wait_for_workers=False, master_listen_fd=fd, use_libuv=False
+        )
     except RuntimeError as error:
         raise ConfigError(f"what listens at {host}:{port} is no rank 0: {_line(error)}") from error
 
