@@ -247,7 +247,7 @@ def simulated(
         raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")
     situations, found = chosen(only or []), []
     with Progress(*COLUMNS, console=console, transient=True) as bar:
-        task = bar.add_task("measuring the capacity", total=rounds * len(situations))
+        task = bar.add_task("measuring the capacity", total=(1 + rounds) * len(situations))
 
         def tell(run: str) -> None:
             bar.update(task, description=f"running and simulating: {run}", advance=1)
