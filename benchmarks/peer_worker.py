@@ -3,6 +3,7 @@ standard output, and the clock.
 
     {"op": "load", "checkpoint": DIR, "weights": "int8", "threads": 2, "precision": "bf16"} -> {"engine", "version", "details"}
     {"op": "logits", "prompt": [ids], "probe": [ids]}            -> {"logits": [one per probed id, up to one constant]}
+    {"op": "warm", "prompts": [[ids], ...], "new_tokens": N}     -> {}, before the first run of a shape
     {"op": "run", "prompts": [[ids], ...], "new_tokens": N}      -> {"prefill_s", "decode_s", "decode_tokens"}
     {"op": "mix", "prompts": [[ids], ...], "new_tokens": [N...]} -> {"wall_s", "output_tokens"}
 
@@ -21,6 +22,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+WAKING_TOKENS = 16  # of each prompt
 
 
 class PeerWorker(ABC):
@@ -51,14 +54,21 @@ class PeerWorker(ABC):
     def step(self) -> Iterable[int]:
         """One step of the engine: the number of the request of every token that was written."""
 
+    def warm(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        """Untimed, in every setting: what is compiled, and memory that is touched, for a shape of work."""
+        for way in self.ways:
+            self.prepare(way, prompts, [new_tokens] * len(prompts))
+            self._write(prompts, [min(new_tokens, 4)] * len(prompts))
+        return {}
+
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Prompts to their first token, then all together, after a short warm-up of the same shape."""
+        """Prompts to their first token, then all together, after a few tokens that wake the engine."""
         lengths = [new_tokens] * len(prompts)
         shape = ("run", len(prompts), len(prompts[0]))
         taken_s = {}
         for way in self._winners.get(shape, self.ways):
             self.prepare(way, prompts, lengths)
-            self._write(prompts, [min(new_tokens, 4)] * len(prompts))
+            self._write([prompt[:WAKING_TOKENS] for prompt in prompts], [2] * len(prompts))
             first_s, total_s, at_first = self._write(prompts, lengths)
             taken_s[way] = (first_s, (total_s - first_s) / (sum(lengths) - at_first))
         prefill, decode = (min(taken_s, key=lambda way, n=n: taken_s[way][n]) for n in range(2))
@@ -114,7 +124,7 @@ def serve(worker: PeerWorker) -> None:
     """Answer until standard input ends. What the engine itself prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    verbs = {"load": worker.load, "logits": worker.logits, "run": worker.run, "mix": worker.mix}
+    verbs = {"load": worker.load, "logits": worker.logits, "warm": worker.warm, "run": worker.run, "mix": worker.mix}
     for line in sys.stdin:
         request = json.loads(line)
         try:

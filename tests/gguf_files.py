@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "seed_oss": "seed_oss", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe", "qwen2_moe": "qwen2moe",
     "gpt_oss": "gpt-oss", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
     "internlm3": "llama", "olmo3": "olmo2", "exaone4": "exaone4", "ministral3": "mistral3", "dots1": "dots1",
+    "llama4": "llama4",
     "youtu": "deepseek2", "glm4_moe_lite": "deepseek2", "command-r-plus": "command-r", "stablelm-2-12b": "stablelm",
 }  # fmt: skip
 # what a GGUF file cannot say, so that the model must be without it
@@ -46,6 +47,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": False, "mlp_bias": False},
     "qwen2_moe": {"mlp_only_layers": []},
     "dots1": {"sliding_window": None},
+    # chunks are longer than any prompt here, and the last layer has no positions
+    "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layer_interval": 4},
     "deepseek_v2": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -95,7 +98,7 @@ def write_gguf(
     None: without it.
     """
     config = model.config
-    name = ARCHITECTURES["gemma3" if config.model_type == "gemma3_text" else config.model_type]
+    name = ARCHITECTURES[config.model_type.removesuffix("_text")]
     out = gguf.GGUFWriter(str(path), name, **writer)
     write_metadata(out, config)
     if add_words is None:
@@ -160,7 +163,7 @@ def write_metadata(out: gguf.GGUFWriter, config: Any) -> None:
     out.add_context_length(config.max_position_embeddings)
     out.add_embedding_length(config.hidden_size)
     out.add_block_count(config.num_hidden_layers)
-    out.add_feed_forward_length(config.intermediate_size)
+    out.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     out.add_head_count(heads)
     out.add_rope_freq_base(full["rope_theta"])
     out.add_vocab_size(config.vocab_size)
@@ -237,10 +240,12 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     out.add_expert_count(next(n for n in (getattr(config, name, None) for name in names) if n))
     out.add_expert_used_count(config.num_experts_per_tok)
-    if hasattr(config, "moe_intermediate_size") or kind == "gpt_oss":
+    if hasattr(config, "moe_intermediate_size") or kind in ("gpt_oss", "llama4_text"):
         out.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if kind == "qwen2_moe":
         out.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if kind == "llama4_text":
+        out.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     if kind == "ernie4_5_moe":
         out.add_expert_shared_count(config.moe_num_shared_experts)
         out.add_leading_dense_block_count(config.moe_layer_start_index)
@@ -260,6 +265,7 @@ def write_experts(out: gguf.GGUFWriter, config: Any) -> None:
 def tensors_of(model: Any) -> dict[str, np.ndarray]:
     """The model's tensors as the converter leaves them, by names that the package's table knows."""
     config, state = model.config, dict(model.state_dict())
+    is_transposed = config.model_type == "llama4_text"  # experts as [inputs, outputs]
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     tensors: dict[str, torch.Tensor] = {}
@@ -277,10 +283,10 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
             tensors |= clamped_experts(name, values)
         elif name.endswith("experts.gate_up_proj"):
             root = name.removesuffix("gate_up_proj")
-            gate, up = values.chunk(2, dim=1)
+            gate, up = (values.transpose(-1, -2) if is_transposed else values).chunk(2, dim=1)
             tensors |= {f"{root}gate_proj.weight": gate, f"{root}up_proj.weight": up}
         elif name.endswith("experts.down_proj"):
-            tensors[f"{name}.weight"] = values
+            tensors[f"{name}.weight"] = values.transpose(-1, -2) if is_transposed else values
         elif name.endswith("kv_b_proj.weight"):
             keys, heads = values.view(config.num_attention_heads, -1, config.kv_lora_rank).split(
                 [config.qk_nope_head_dim, config.v_head_dim], dim=1
@@ -340,6 +346,9 @@ def llama3_freqs(config: Any, rope: Mapping[str, Any]) -> np.ndarray:
     factors = []
     for i in range(0, dim, 2):
         wavelength = 2 * math.pi * rope["rope_theta"] ** (i / dim)
+        if wavelength < length / high or wavelength > length / low:
+            factors.append(1.0 if wavelength < length / high else factor)
+            continue
         smooth = (length / wavelength - low) / (high - low)
-        factors.append(1 / ((1 - min(max(smooth, 0.0), 1.0)) / factor + min(max(smooth, 0.0), 1.0)))
+        factors.append(1 / ((1 - smooth) / factor + smooth))
     return np.array(factors, dtype=np.float32)

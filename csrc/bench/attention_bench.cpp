@@ -106,7 +106,8 @@ void run_case(ThreadPool& pool, const Case& c, KvFormat format, double read, dou
     best = std::min(best, (now_s() - begin) / kv_shape.n_layers);
   }
   if (c.new_tokens > 1) {
-    const double flops = 2.0 * c.new_tokens * (c.new_tokens + 1) * c.head_dim * c.n_heads;
+    const double keys = c.new_tokens * (static_cast<double>(c.context) - 0.5 * (c.new_tokens - 1));  // seen, over all rows of a head
+    const double flops = 4.0 * c.sequences * keys * c.head_dim * c.n_heads;
     std::printf("%-22s %s %9.1f us  %6.0f Gop/s  %5.1f %% of peak\n", c.name, name_of(format), best * 1e6, flops / best * 1e-9, 100 * flops / best / peak);
   } else {
     std::printf("%-22s %s %9.1f us  %6.1f GB/s   %5.1f %% of read\n", c.name, name_of(format), best * 1e6, kv_bytes / best * 1e-9, 100 * kv_bytes / best / read);
@@ -123,6 +124,6 @@ int main(int argc, char** argv) {
   for (const KvFormat format : {KvFormat::bf16, KvFormat::int8, KvFormat::fp8})
     for (const Case& c : kCases)
       if ((argc < 3 || std::strstr(c.name, argv[2])) && (argc < 4 || std::strcmp(argv[3], name_of(format)) == 0))
-        run_case(pool, c, format, measure_read_bytes_per_s(pool, int64_t{128} << 20, 3), measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 3));
+        run_case(pool, c, format, measure_read_bytes_per_s(pool, int64_t{256} << 20, 3), measure_ops_per_s(&CeilingLoops::bf16_burst, pool, 3));
   return 0;
 }

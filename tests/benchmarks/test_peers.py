@@ -10,6 +10,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import peer_table
 import peer_worker
 import peers
 import random_checkpoint
@@ -45,6 +46,12 @@ def test_random_checkpoint_refuses_a_family_the_peer_graph_lacks():
         random_checkpoint.tensor_shapes({"model_type": "gemma2"})
 
 
+def case(*, prompt=512, batch=1, new_tokens=32, is_mix=False):
+    return peer_table.Case(
+        shape="x", threads=2, weights="int8", prompt_tokens=prompt, batch=batch, new_tokens=new_tokens, is_mix=is_mix
+    )
+
+
 def _turns():
     """Three rounds; ceilings and rates count up, so that every average and median is known."""
     ceilings = (
@@ -55,7 +62,7 @@ def _turns():
     def engine(name, decode):
         def run():
             made.append(name)
-            return peers.Rates(prefill_tokens_per_s=100.0 * len(made), decode_tokens_per_s=decode)
+            return peer_table.Rates(prefill_tokens_per_s=100.0 * len(made), decode_tokens_per_s=decode)
 
         return run
 
@@ -67,11 +74,11 @@ def test_engines_take_turns_with_a_ceiling_on_each_side():
     """Memory changes speed within seconds: A A A B B B would compare two machines."""
     made, turns = _turns()
     assert made == ["diptych", "x"] * 3
-    assert [turn.read_bytes_per_s for turn in turns] == [0.5e9, 1.5e9, 2.5e9, 3.5e9, 4.5e9, 5.5e9]
+    assert [turn.read_bytes_per_s for turn in turns] == [0.5e9, 1.5e9, 3.5e9, 4.5e9, 6.5e9, 7.5e9]
 
 
 def test_rows_are_medians_and_the_table_shows_the_ratio():
-    rows = peers.rows_of(_turns()[1], weights="int8", prompt_tokens=512, batch=1, new_tokens=32)
+    rows = peer_table.rows_of(_turns()[1], case())
     assert [(row.phase, row.engine, row.tokens_per_s.median) for row in rows] == [
         ("prefill", "diptych", 300.0),
         ("prefill", "x", 400.0),
@@ -79,17 +86,51 @@ def test_rows_are_medians_and_the_table_shows_the_ratio():
         ("decode", "x", 20.0),
     ]
     assert rows[2].context_tokens == 528
-    assert rows[3].read_bytes_per_s == 3.5e9
+    assert rows[3].read_bytes_per_s == 4.5e9
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(peers.table_of(rows, title="t"))
+        console.print(peer_table.table_of(rows, title="t"))
     assert "0.75x" in capture.get()
     assert "1.50x" in capture.get()
 
 
 def test_batch_has_a_decode_row_only():
-    rows = peers.rows_of(_turns()[1], weights="int8", prompt_tokens=128, batch=16, new_tokens=32)
+    rows = peer_table.rows_of(_turns()[1], case(prompt=128, batch=16))
     assert {row.phase for row in rows} == {"decode"}
+
+
+def test_turns_of_several_calls_are_one_table(tmp_path):
+    """One peer a call, where a machine is quiet for minutes only: each is compared with our turns of its own rounds."""
+    _, first = _turns()
+    second = [
+        peer_table.Turn(
+            engine=engine,
+            round="b",
+            rates=peer_table.Rates(prefill_tokens_per_s=rate, decode_tokens_per_s=rate),
+            read_bytes_per_s=1e9,
+            ops_per_s=1e10,
+        )
+        for engine, rate in (("diptych", 8.0), ("y", 2.0))
+    ]
+    path = tmp_path / "turns.jsonl"
+    peer_table.kept_turns(path, {case(): first})
+    found = peer_table.kept_turns(path, {case(): second, case(batch=16): second})
+    assert found == {case(): [*first, *second], case(batch=16): second}
+    rows = peer_table.rows_of(found[case()], case())
+    assert [(row.engine, row.turns, row.ratio) for row in rows if row.phase == "decode"] == [
+        ("diptych", 4, None),
+        ("x", 3, 1.5),
+        ("y", 1, 4.0),
+    ]
+
+
+def test_a_round_waits_until_it_is_told():
+    waited = []
+    engines = {"diptych": lambda: peer_table.Rates(mix_tokens_per_s=1.0)}
+    ceilings = Ceilings(read_bytes_per_s=1e9, flops_per_s=1e10, compute_dtype="int8", threads=1)
+    turns = peers.take_turns(engines, 2, lambda: ceilings, ready=lambda: waited.append(len(waited)))
+    assert waited == [0, 1]
+    assert turns[0].round != turns[1].round
 
 
 def test_peer_that_answers_an_error_or_ends_is_an_error_here():
@@ -107,10 +148,16 @@ def test_peer_that_answers_an_error_or_ends_is_an_error_here():
 
 def test_mix_has_one_row_per_engine():
     turns = [
-        peers.Turn(engine=name, rates=peers.Rates(mix_tokens_per_s=rate), read_bytes_per_s=1e9, ops_per_s=1e10)
+        peer_table.Turn(
+            engine=name,
+            round="a",
+            rates=peer_table.Rates(mix_tokens_per_s=rate),
+            read_bytes_per_s=1e9,
+            ops_per_s=1e10,
+        )
         for name, rate in (("diptych", 30.0), ("x", 20.0))
     ]
-    rows = peers.rows_of(turns, weights="int8", prompt_tokens=288, batch=32, new_tokens=96)
+    rows = peer_table.rows_of(turns, case(prompt=288, batch=32, new_tokens=96, is_mix=True))
     assert [(row.phase, row.engine, row.tokens_per_s.median) for row in rows] == [
         ("mix", "diptych", 30.0),
         ("mix", "x", 20.0),
@@ -179,4 +226,6 @@ def test_a_worker_counts_its_fastest_setting(monkeypatch):
     worker.step_s = 0
     worker.run([[3], [4]], 5)
     assert worker.step_s == 1  # the only setting that is tried again
-    assert worker.now_s == (4 + 5) * (2 + 1) + 7 * (2 + 1) + (4 + 5)
+    assert worker.now_s == (2 + 5) * (2 + 1) + 7 * (2 + 1) + (2 + 5)
+    worker.warm([[3], [4]], 5)
+    assert worker.now_s == 49 + 4 * (2 + 1)

@@ -64,6 +64,13 @@ def test_joined_tensors_are_taken_apart(family: str, kind: str, tmp_path: Path) 
     check_golden(load_model(path, REFERENCE), golden, chunk=7)
 
 
+def test_llama_4_with_128_experts_norms_no_queries(tmp_path: Path) -> None:
+    """Maverick, which a file tells from Scout by that number alone; and Maverick has a mixture on every other layer."""
+    reference = gguf_reference("llama4", num_local_experts=128, num_experts_per_tok=1, use_qk_norm=False)
+    path = write_gguf(reference, tmp_path / "model.gguf")
+    check_golden(load_model(path, REFERENCE), ask_reference(reference, path, new_tokens=4), chunk=7)
+
+
 def whole_latents(tensors: Tensors) -> Tensors:
     left = dict(tensors)
     for name in tensors:
@@ -109,6 +116,7 @@ def test_layers_that_only_draft_are_left_alone(tmp_path: Path) -> None:
         ("deepseek_v2", {"rope.dimension_count": 500}, r"rope\.dimension_count is 500 of heads of"),
         ("cohere2", {"attention.sliding_window_pattern": -1}, "sliding_window_pattern is -1"),
         ("cohere2", {"rope.freq_base_swa": 7.0}, "freq_base_swa is 7.0"),
+        ("llama4", {"attention.sliding_window": 0}, "sliding_window .* is 0"),
         ("llama", {"nextn_predict_layers": 3}, "3 blocks, of which 3 draft"),
         ("llama", {"attention.key_length": 0}, "are 0 wide"),  # was a division by zero
     ],

@@ -101,15 +101,21 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     observer, done = observed(loaded)
     weights = loaded.model.weights_format
     profile = tmp_path / "hardware.json"
-    profile.write_text(
-        json.dumps({"elsewhere": {"backend": "other", "weights": weights, "prefill": 3.0, "decode": 0.9}})
-    )
+    elsewhere = {"backend": "other", "weights": weights, "prefill": 3.0, "decode": 0.5}
+    profile.write_text(json.dumps({"elsewhere": elsewhere}))
     monkeypatch.setattr(load_room, "profile_path", lambda: profile)
     monkeypatch.setattr(load_room, "load_profile", lambda: json.loads(profile.read_text()))
     monkeypatch.setattr(report_room, "local_predictor", lambda _: None)
     report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
     assert f"prefill: the other backend is 3.0 times as fast here with {weights} weights" in report.table()
     assert "decode: the other" not in report.table()
+
+    # the same profile, told to the backend that it is not of: it heard nothing where it was half as fast
+    own = loaded.model.backend_name
+    profile.write_text(json.dumps({"backend": "best", "elsewhere": elsewhere | {"backend": own}}))
+    report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
+    assert f"decode: the best backend is 2.0 times as fast here with {weights} weights" in report.table()
+    assert "prefill: the best" not in report.table()
 
 
 def test_speculation_is_told_as_tokens_per_step_and_what_it_gained(

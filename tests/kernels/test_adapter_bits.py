@@ -20,6 +20,7 @@ from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ExecutorError
+from gguf_files import gguf_reference, write_gguf
 from lora import ALL, peft_model, write_adapter
 from stepping import Stepper
 
@@ -159,6 +160,48 @@ def test_experts_and_the_head_have_the_same_bits_beside_others(
     three, numbers = loaded(base, adapters, replace(config, threads=3, numa="off"))
     for number in numbers:
         assert not alone(three, number, 5).differs_from(wanted[str(number)])
+
+
+# parts of names -> types: v alone in another one (as in every Q4_K_M file), and all three each in its own, gate beside up too
+MIXED = {
+    "v": {"attn_v": "Q8_0", "ffn_down": "Q8_0", "blk": "Q4_0"},
+    "all": {"attn_q": "Q5_1", "attn_k": "IQ4_NL", "attn_v": "Q8_0", "ffn_gate": "Q4_1", "blk": "Q4_0"},
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_projections_of_several_types_take_adapters(mixed: str, tmp_path: Path) -> None:
+    """Their outputs are several pieces beside one another, and an adapter adds to each of them at its own place.
+
+    Oracle: the torch backend in fp32 on the values of the same file, held against peft by tests/compute.
+    """
+    fields = {"head_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    reference = gguf_reference("llama", **fields)
+    reference.save_pretrained(tmp_path / "base")
+
+    def choose(name: str) -> str:
+        return next((kind for part, kind in MIXED[mixed].items() if part in name), "F16")
+
+    path = write_gguf(reference, tmp_path / "m.gguf", choose=choose)
+    folders = [write_adapter(tmp_path / str(i), tmp_path / "base", ranks, seed=i) for i, ranks in enumerate(RANKS)]
+    exact, same = loaded(path, folders, ComputeConfig(backend="torch", device="cpu", weights="fp32"))
+    plain = Stepper(exact).prefill("it", TOKENS).clone()
+    model, numbers = loaded(path, folders, CONFIG)
+    assert len(model.formats) > 1
+    wanted = {str(number): alone(model, number) for number in (*numbers, None)}
+    usual = (wanted["None"].logits - plain).abs().mean()
+    for number, theirs in zip(numbers, same, strict=True):
+        stepper = Stepper(exact)
+        stepper.adapters = {"it": theirs}
+        adapted, got = stepper.prefill("it", TOKENS), wanted[str(number)].logits
+        assert (got - adapted).abs().mean() < 2 * usual
+        likeness = torch.nn.functional.cosine_similarity(
+            (got - wanted["None"].logits).flatten(), (adapted - plain).flatten(), dim=0
+        )
+        assert likeness > 0.99, float(likeness)
+        assert not alone(model, number, 5).differs_from(wanted[str(number)])
+    for name, answer in together(model, numbers, n_each=2, seed=1).items():
+        assert not answer.differs_from(wanted[name.split()[0]]), name
 
 
 def test_threads_change_no_bit(base: Path, adapters: list[Path]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitsandbytes_files import DATA as BITSANDBYTES
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
 from diptych.compute.held import what_is_held
@@ -39,6 +40,7 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "gpt-oss": lambda folder: mxfp4_checkpoint(folder)[0],
     "AWQ": lambda folder: coded(folder, awq(32)),
     "GPTQ": lambda folder: coded(folder, gptq(4, 32, symmetric=False, act_order=True)),
+    "NF4": lambda folder: Path(shutil.copytree(BITSANDBYTES / "nf4", folder)),
     "W8A8": lambda folder: coded(folder, compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True)),
 }  # fmt: skip
 

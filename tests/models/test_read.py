@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -17,9 +18,10 @@ from diptych.cost.tables import model_spec
 from diptych.ground.errors import ConfigError, EngineError, LoadError, UnsupportedModel
 from diptych.models.config import MAX_JSON_DEPTH, HfConfig, read_json
 from diptych.models.families import BY_MODEL_TYPE, PRICED, SUPPORTED
-from diptych.models.gguf import ARCHITECTURES
+from diptych.models.gguf import load_gguf_spec
+from diptych.models.gguf_architectures import ARCHITECTURES
 from diptych.models.read import family_of, load_model_file, read_model, refuse_unrun
-from diptych.models.refused import MISSING
+from diptych.models.refused import IN_GGUF, MISSING, reason_for
 from diptych.models.spec import ModelSpec, QkNorm, QueryScale
 
 SMALL: dict[str, Any] = {
@@ -101,6 +103,21 @@ def test_reasons_are_of_what_is_refused_and_stand_in_the_docs() -> None:
         assert set(kinds) <= set(transformers.CONFIG_MAPPING.keys())
     with pytest.raises(UnsupportedModel, match=r"not supported \(streams mixed by prediction"):
         read("gemma3n_text", architectures=["Gemma3nForCausalLM"])
+
+
+def test_a_gguf_file_of_a_refused_kind_is_told_why_too(tmp_path: Path) -> None:
+    """Such a file was sent to its Hugging Face checkpoint, which is refused as well."""
+    names = set(gguf.MODEL_ARCH_NAMES.values())
+    assert not [kind for kind in IN_GGUF.values() if reason_for(kind) is None]
+    assert set(IN_GGUF) - names <= {"deepseek32", "deepseek4", "minimax-01"}  # newer than the package
+    for name in ("gemma3n", "qwen3next", "granitehybrid", "falcon-h1"):
+        out = gguf.GGUFWriter(str(tmp_path / name), name)
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.close()
+        with pytest.raises(UnsupportedModel, match=rf"'{name}' .* is not supported \(") as refused:
+            load_gguf_spec(tmp_path / name)
+        assert refused.value.hint is None
 
 
 def test_a_wrapper_is_the_decoder_that_it_names() -> None:

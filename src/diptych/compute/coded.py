@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from diptych.compute.coded_layouts import Matrix, companions, open_matrix
+from diptych.compute.coded_layouts import companions, open_matrix
+from diptych.compute.coded_matrices import Matrix
 from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import Checkpoint, FileTensor
 from diptych.ground.errors import LoadError
@@ -25,8 +26,6 @@ from diptych.ground.formats import mean_bytes
 from diptych.models.quantised import Quantisation
 
 logger = logging.getLogger("diptych.compute")
-
-PIECE_VALUES = 2**22  # dequantised at one time
 
 
 class CodedTensor(WeightTensor):

@@ -1,216 +1,35 @@
-"""How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, and fp8 with scales.
+"""How other programs lay out a quantised matrix in safetensors: AWQ, GPTQ, compressed-tensors, fp8 with scales, bitsandbytes.
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
-keep, or fp8 values with scales, which become floats. Sources of the layouts: AutoAWQ `awq/modules/linear/gemm.py`, GPTQModel
-`nn_modules/qlinear`, compressed-tensors `compressors`, transformers `integrations/finegrained_fp8.py`.
+keep, or fp8 values or entries of a table with scales, which become floats. Sources of the layouts: AutoAWQ
+`awq/modules/linear/gemm.py`, GPTQModel `nn_modules/qlinear`, compressed-tensors `compressors`, transformers
+`integrations/finegrained_fp8.py`, bitsandbytes `functional.py` and `nn/modules.py`.
 
 Legend: n outputs, k inputs, G scales of a row.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
 
 import torch
 
-from diptych.compute.ops.contract import Codes
+from diptych.compute.coded_matrices import (
+    CodedMatrix,
+    CodedParts,
+    Matrix,
+    RawTensors,
+    ScaledMatrix,
+    TableMatrix,
+    TableState,
+)
 from diptych.ground.errors import LoadError
-from diptych.ground.formats import WIDE_BITS, KeptFormat, group_held
 from diptych.models.quantised import Quantisation
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-SCALE_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-INTEGERS = {torch.int32, torch.int64}
-
-
-class RawTensors(Protocol):
-    """The file's tensors under their own names."""
-
-    def holds(self, name: str) -> bool:
-        """Whether there is such a tensor."""
-        ...
-
-    def header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """(shape, dtype as safetensors names it)."""
-        ...
-
-    def stored(self, name: str) -> torch.Tensor:
-        """The values as they are stored."""
-        ...
-
-
-class Matrix(Protocol):
-    """One quantised matrix [n, k]. label: of its layout."""
-
-    label: str
-    stored_bytes: int
-
-    @property
-    def kept(self) -> KeptFormat | None:
-        """The kernels' format that holds its values."""
-        ...
-
-    @property
-    def order(self) -> torch.Tensor | None:
-        """As of a `WeightTensor`."""
-        ...
-
-    @property
-    def why(self) -> str:
-        """Why `kept` is None."""
-        ...
-
-    def codes(self) -> Codes:
-        """As codes of `kept`."""
-        ...
-
-    def values(self, rows: slice) -> torch.Tensor:
-        """Rows of it in fp32, dequantised plainly."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodedParts:
-    """Scales [n, G] and zero points [n, G] in units of codes (None: the middle), and which of them each input has.
-
-    group: inputs in order that share one; index [k]: of each input, where they do not lie in order (act-order).
-    """
-
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    group: int
-    index: torch.Tensor | None = None
-
-
-class CodedMatrix:
-    """A matrix of `bits`-bit codes: value = scale * (code - zero), as all of these layouts have it."""
-
-    def __init__(
-        self, name: str, shape: tuple[int, int], bits: int, label: str,
-        read_codes: Callable[[], torch.Tensor], read_parts: Callable[[], CodedParts], stored_bytes: int,
-        *, meets_int8_rows: bool = False,
-    ) -> None:  # fmt: skip
-        self.name, self.shape, self.bits, self.label, self.stored_bytes = name, shape, bits, label, stored_bytes
-        self._meets_int8_rows = meets_int8_rows  # as its publisher runs it: activations of 8 bits, a scale for each row
-        self._read_codes, self._read_parts = read_codes, read_parts
-
-    @cached_property
-    def parts(self) -> CodedParts:
-        """Read once: small beside the codes. LoadError for scales and zeros that cannot be meant."""
-        parts = self._read_parts()
-        if not bool(torch.isfinite(parts.scales).all()):
-            raise LoadError(
-                f"{self.name} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
-            )
-        return parts
-
-    @property
-    def middle(self) -> int:
-        """The code that stands for 0 where there are no zero points."""
-        return 1 << (self.bits - 1)
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Whether every zero point is the middle."""
-        return self.parts.zeros is None or bool((self.parts.zeros == self.middle).all())
-
-    @cached_property
-    def kept(self) -> KeptFormat | None:
-        """By the file's groups and zeros."""
-        k, parts = self.shape[1], self.parts
-        held, scale = group_held(parts.group if parts.group < k else 128), SCALE_TYPES[parts.scales.dtype]
-        if held is None or not self._has_whole_groups:
-            return None
-        if self._meets_int8_rows and self.is_symmetric and parts.group >= k:
-            return KeptFormat(kind="int8")
-        grid = "signed" if self.is_symmetric else "zeros" if self.bits == 4 else "minima"
-        return KeptFormat(kind=f"group{self.bits}", group=held, scale=scale, grid=grid, is_wide=self.bits >= WIDE_BITS)
-
-    @cached_property
-    def order(self) -> torch.Tensor | None:
-        """Inputs of a group beside one another (act-order); None where they are."""
-        index = self.parts.index
-        return None if index is None else torch.argsort(index, stable=True).to(torch.int32)
-
-    @property
-    def _has_whole_groups(self) -> bool:
-        index, group = self.parts.index, self.parts.group
-        return index is None or bool((index.sort().values == torch.arange(len(index)) // group).all())
-
-    @property
-    def why(self) -> str:
-        """Why `kept` is None."""
-        if not self._has_whole_groups:
-            return "its groups are of several sizes"
-        return f"no kernel has groups of {self.parts.group}"
-
-    def codes(self) -> Codes:
-        """Scales once for each of the kernels' groups, so that the file's larger groups stay what they are."""
-        kept, parts, k = self.kept, self.parts, self.shape[1]
-        assert kept is not None, self.name
-        if kept.kind == "int8":
-            return Codes(codes=self._read_codes(), scales=parts.scales.float())
-
-        def by_group(values: torch.Tensor) -> torch.Tensor:
-            n_groups = -(-k // kept.group)
-            repeats = n_groups if parts.group >= k else parts.group // kept.group
-            return values.repeat_interleave(repeats, 1)[:, :n_groups]
-
-        offsets = None
-        if kept.grid == "zeros":
-            offsets = by_group(self._zeros().to(torch.uint8))
-        elif kept.grid == "minima":  # at most 11 bits times 9: exact in fp32 for scales of 16 bits
-            offsets = by_group(parts.scales.float() * (self.middle - self._zeros().float()))
-        codes = self._read_codes()
-        return Codes(
-            codes=codes if self.order is None else codes[:, self.order.long()],
-            scales=by_group(parts.scales),
-            offsets=offsets,
-        )
-
-    def _zeros(self) -> torch.Tensor:
-        zeros = self.parts.zeros
-        return torch.full_like(self.parts.scales, self.middle, dtype=torch.int32) if zeros is None else zeros
-
-    def values(self, rows: slice) -> torch.Tensor:
-        """fp32."""
-        parts, k = self.parts, self.shape[1]
-        index = torch.arange(k) // parts.group if parts.index is None else parts.index
-        scales, zeros = parts.scales[rows].float(), self._zeros()[rows].float()
-        return scales[:, index] * (self._read_codes()[rows].float() - zeros[:, index])
-
-
-class ScaledMatrix:
-    """fp8 values times scales of rows and inputs: value = scale * q, in fp32."""
-
-    kept: KeptFormat | None = None
-    order: torch.Tensor | None = None
-    why = "no kernel multiplies fp8; bf16 rounds the product of a value and its scale to 8 bits, and the value has 4"
-
-    def __init__(self, name: str, raw: RawTensors, scale: str, block: tuple[int, int], label: str) -> None:
-        self._name, self._raw, self._scale, self._block, self.label = name, raw, scale, block, label
-        self.stored_bytes = _nbytes(raw, name) + _nbytes(raw, scale)
-
-    def codes(self) -> Codes:
-        """There are none."""
-        raise NotImplementedError(self._name)
-
-    def values(self, rows: slice) -> torch.Tensor:
-        """fp32; LoadError for a scale that is not finite."""
-        scales = self._raw.stored(self._scale).float()
-        if not bool(torch.isfinite(scales).all()):
-            raise LoadError(
-                f"{self._scale} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
-            )
-        values = self._raw.stored(self._name)[rows].float()
-        scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
-        by_row = torch.arange(self._raw.header(self._name)[0][0])[rows] // self._block[0]
-        by_input = torch.arange(values.shape[1]) // self._block[1]
-        return values * scales[by_row.clamp(max=len(scales) - 1)][:, by_input.clamp(max=scales.shape[1] - 1)]
 
 
 def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Matrix | None:
@@ -224,6 +43,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     weight = f"{prefix}.weight"
     if not raw.holds(weight):
         return None
+    if how.method == "bitsandbytes":
+        return _bitsandbytes(raw, prefix, shape)
     dtype = raw.header(weight)[1]
     if dtype == "F8_E4M3":
         return _fp8(raw, prefix, shape, how)
@@ -344,14 +165,84 @@ def _fp8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     scale = next((name for name in (f"{prefix}.weight_scale_inv", f"{prefix}.weight_scale") if raw.holds(name)), None)
     if scale is None:
         raise LoadError(f"{prefix}.weight is fp8 and has no scale beside it", hint="the checkpoint is incomplete")
-    found = raw.header(scale)[0]
+    found, nbytes = raw.header(scale)[0], _nbytes(raw, f"{prefix}.weight") + _nbytes(raw, scale)
     rows, inputs = how.block or (128, 128)
     if found in ((), (1,), (1, 1)):
-        return ScaledMatrix(f"{prefix}.weight", raw, scale, (n, k), "fp8-tensor")
+        return ScaledMatrix(f"{prefix}.weight", raw, scale, (n, k), "fp8-tensor", nbytes)
     if found in ((n,), (n, 1)):
-        return ScaledMatrix(f"{prefix}.weight", raw, scale, (1, k), "fp8-channel")
+        return ScaledMatrix(f"{prefix}.weight", raw, scale, (1, k), "fp8-channel", nbytes)
     _require(raw, scale, (-(-n // rows), -(-k // inputs)), *_FLOATS)
-    return ScaledMatrix(f"{prefix}.weight", raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}")
+    return ScaledMatrix(f"{prefix}.weight", raw, scale, (rows, inputs), f"fp8-{rows}x{inputs}", nbytes)
+
+
+def _bitsandbytes(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matrix | None:
+    """Of 8 bits: weight int8 [n, k] and SCB [n], the largest of a row. Of 4: codes two to a byte with `TableState`."""
+    weight = f"{prefix}.weight"
+    if raw.holds(f"{prefix}.SCB"):
+        _require(raw, weight, shape, "I8")
+        _require(raw, f"{prefix}.SCB", shape[:1], "F32")
+
+        def parts() -> CodedParts:
+            return CodedParts(scales=(raw.stored(f"{prefix}.SCB") / 127).view(-1, 1), zeros=None, group=shape[1])
+
+        def codes() -> torch.Tensor:
+            return raw.stored(weight).view(torch.uint8) ^ 128
+
+        return CodedMatrix(prefix, shape, 8, "bitsandbytes-int8", codes, parts, _all_bytes(raw, prefix))
+    if not raw.holds(f"{weight}.absmax"):
+        return None  # one that was left in floats
+    state, n_values = _table_state(raw, weight, shape), shape[0] * shape[1]
+    if raw.header(weight)[1] not in ("U8", *_FLOATS) or _nbytes(raw, weight) != -(-n_values // 2):
+        found, dtype = raw.header(weight)
+        raise LoadError(
+            f"tensor {weight} is {dtype} {list(found)}; {-(-n_values // 2)} bytes of codes are expected",
+            hint=_CONTRADICTION,
+        )
+    blocks = -(-n_values // state.block)
+    _require(raw, f"{weight}.quant_map", (16,), "F32")
+    _require(raw, f"{weight}.absmax", (blocks,), *(_FLOATS if state.nested_block is None else ("U8",)))
+    if state.nested_block is not None:
+        _require(raw, f"{weight}.nested_absmax", (-(-blocks // state.nested_block),), "F32")
+        _require(raw, f"{weight}.nested_quant_map", (256,), "F32")
+    return TableMatrix(weight, raw, shape, state, _all_bytes(raw, prefix))
+
+
+def _table_state(raw: RawTensors, weight: str, shape: tuple[int, int]) -> TableState:
+    """The JSON in the tensor `quant_state`, whose name ends in the kind of its table."""
+    name, kind = next(
+        ((name, kind) for kind in _TABLES if raw.holds(name := f"{weight}.quant_state.bitsandbytes__{kind}")), ("", "")
+    )
+    if not name or raw.header(name)[1] != "U8" or _nbytes(raw, name) > _MOST_STATE_BYTES:
+        raise LoadError(
+            f"tensor {weight} has no quant_state of {' or '.join(_TABLES)} beside it that can be read",
+            hint=_CONTRADICTION,
+        )
+    try:
+        state = json.loads(bytes(raw.stored(name).flatten().tolist()))
+    except (ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict) or state.get("quant_type") != kind or state.get("shape") != list(shape):
+        raise LoadError(
+            f"tensor {name} does not describe {kind} of shape {list(shape)}, which config.json calls for",
+            hint=_CONTRADICTION,
+        )
+    is_nested = raw.holds(f"{weight}.nested_absmax")
+    offset = state.get("nested_offset", 0.0) if is_nested else 0.0
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
+        raise LoadError(f"tensor {name} names an offset of {offset!r}; it must be a number")
+    return TableState(
+        kind=kind,
+        block=_block_named(name, state.get("blocksize")),
+        nested_block=_block_named(name, state.get("nested_blocksize")) if is_nested else None,
+        offset=float(offset),
+    )
+
+
+def _block_named(name: str, found: object) -> int:
+    size = next((size for size in _BLOCKS if type(found) is int and size == found), None)
+    if size is None:
+        raise LoadError(f"tensor {name} names blocks of {found!r}; {_BLOCKS[0]} to {_BLOCKS[-1]} are read")
+    return size
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -361,10 +252,15 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 _FLOATS = ("F16", "BF16", "F32")
+_TABLES = ("nf4", "fp4")
+_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_MOST_STATE_BYTES = 4096
 _CONTRADICTION = "config.json contradicts the weights; they must come from the same model"
 _SUFFIXES = (
     "qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
-    "weight_g_idx", "weight_scale_inv", "input_scale", "input_zero_point",
+    "weight_g_idx", "weight_scale_inv", "input_scale", "input_zero_point", "weight.absmax", "weight.quant_map",
+    "weight.nested_absmax", "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4",
+    "weight.quant_state.bitsandbytes__fp4", "SCB", "weight_format",
 )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from diptych.compute.ops.contract import Codes, WeightTensor
 from diptych.compute.weights import FLOAT_DTYPES, SAMPLE_BYTES, Progress, Saved, give_pages_back
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import GGUF_KEPT, KeptFormat, mean_bytes
-from diptych.models.gguf import Place, architecture_of, is_beside, joined_place, place_of
+from diptych.models.gguf import Place, is_beside, joined_place, place_of
+from diptych.models.gguf_architectures import architecture_of
 from diptych.models.gguf_file import BlockType, GgufFile, GgufTensor
 
 logger = logging.getLogger("diptych.compute")

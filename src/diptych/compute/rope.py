@@ -30,6 +30,8 @@ def _llama3(inv_freq: np.ndarray, rope: Rope) -> np.ndarray:
     old_length, low, high = rope.trained_tokens, rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
     slow = np.where(wavelength > old_length / low, inv_freq / rope.factor, inv_freq)
+    if low == high:  # nothing lies between
+        return slow.astype(np.float32)
     smooth = (old_length / wavelength - low) / (high - low)
     between = (1 - smooth) * slow / rope.factor + smooth * slow
     is_between = (wavelength >= old_length / high) & (wavelength <= old_length / low)

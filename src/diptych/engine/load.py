@@ -249,15 +249,26 @@ def faster_kernels(model: Model) -> str | None:
 
 
 def faster_backends(model: Model) -> dict[str, str]:
-    """Phases in which another backend was measured to be faster on this machine with the same weights, and how much."""
-    other = {} if profile_gap(model) is not None else load_profile().get("elsewhere", {})
+    """Phases in which another backend was measured to be faster on this machine with the same weights, and how much.
+
+    The profile compares two backends, that which it is of and another; the model may run on either of them.
+    """
+    profile = load_profile() if model.device.type == "cpu" and profile_path().exists() else {}
+    other = profile.get("elsewhere")
     if not isinstance(other, dict) or other.get("weights") != model.weights_format:
         return {}
+    if profile_gap(model) is None:
+        name, power = other.get("backend"), 1
+    elif model.backend_name == other.get("backend"):
+        name, power = profile.get("backend"), -1
+    else:
+        return {}
     times = {phase.value: other.get(phase.value) for phase in Phase}
+    gains = {phase: value**power for phase, value in times.items() if isinstance(value, float) and value > 0.0}
     return {
-        phase: f"the {other.get('backend')} backend is {value:.1f} times as fast here with {model.weights_format} weights"
-        for phase, value in times.items()
-        if isinstance(value, float) and value > FASTER
+        phase: f"the {name} backend is {gain:.1f} times as fast here with {model.weights_format} weights"
+        for phase, gain in gains.items()
+        if gain > FASTER
     }
 
 

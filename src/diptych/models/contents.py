@@ -36,7 +36,8 @@ ELEMENT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E
                 "I8": 8, "U8": 8}  # fmt: skip
 CODES = (".qweight", ".weight_packed")
 BESIDE = (".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx",
-          ".weight_scale_inv", ".input_scale")  # fmt: skip
+          ".weight_scale_inv", ".input_scale", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map",
+          ".bitsandbytes__nf4", ".bitsandbytes__fp4", ".SCB", ".weight_format")  # fmt: skip
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter
 INPUT_ORDER = "|order"  # likewise: in which order a weight has its inputs
 PACKED = "packed:"  # what `diptych quantize` writes before the names of the tensors that it packed together
@@ -133,6 +134,8 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 0, "MXFP4 scales"
         elif how is not None and name.endswith(CODES) and stored == "I32":
             count, stored = count * 32 // (how.bits or 4), f"{how.method} {how.bits or 4} bit"
+        elif how is not None and f"{name}.absmax" in header:  # of bitsandbytes, two codes to a byte
+            count, stored = 2 * nbytes, f"{how.method} 4 bit"
         elif how is not None and name.endswith(BESIDE):  # scales and zeros are no parameters
             count, stored = 0, f"{how.method} scales"
         yield name, stored, count, nbytes

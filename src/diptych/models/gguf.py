@@ -1,11 +1,10 @@
-"""GGUF architectures as data: how a file's metadata becomes a config.json's keys, and where a tensor of ours lies in it.
+"""How a GGUF file's metadata becomes a config.json's keys, and where a tensor of ours lies in it.
 
 A file is read as the Hugging Face checkpoint that it was converted from: the keys of `read_config` go through
 `models.read` like any config.json, and `place_of` knows a tensor's name there and what the converter did to it (rows of q
-and k reordered, 1 added to norms, experts stacked). Sources: `conversion/*.py` and `src/models/*.cpp` of llama.cpp, release
-of llama-cpp-python 0.3.36.
+and k reordered, 1 added to norms, experts stacked). What differs between architectures is in `gguf_architectures`.
 
->>> place_of("model.layers.3.mlp.up_proj.weight", ARCHITECTURES["qwen2"]).name
+>>> place_of("model.layers.3.mlp.up_proj.weight", GgufArchitecture(architecture="Qwen2ForCausalLM")).name
 'blk.3.ffn_up.weight'
 """
 
@@ -15,47 +14,20 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diptych.ground.errors import LoadError, UnsupportedModel
+from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
+from diptych.models.gguf_architectures import DEEPSEEK_V2, USUAL, GgufArchitecture, architecture_of
 from diptych.models.gguf_file import GgufArray, GgufFile, GgufTensor, open_gguf
 from diptych.models.read import read_model
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.models")
 
-# keys after the architecture's name -> keys of config.json
-USUAL: dict[str, str] = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "rope.freq_base": "rope_theta",
-}
 NEEDED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
-LAYER_NORM = (
-    "attention.layer_norm_epsilon"  # in place of attention.layer_norm_rms_epsilon where norms take the mean away
-)
-WINDOWED = {"attention.sliding_window": "sliding_window"}
-CAPPED = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
-EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-EXPERT_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
-GROUPED = {**EXPERTS, **EXPERT_WIDTH, "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
-           "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
-           "expert_weights_norm": "norm_topk_prob", "leading_dense_block_count": "first_k_dense_replace"}  # fmt: skip
-SCALED = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-          "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}  # fmt: skip
-LATENT = {"attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
-          "attention.value_length_mla": "v_head_dim", "rope.scaling.yarn_log_multiplier": ""}  # fmt: skip
-UNGROUPED: dict[str, Any] = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0,
-                             "norm_topk_prob": False, "first_k_dense_replace": 0}  # fmt: skip
-SOFTMAX, SIGMOID = 1, 2  # expert_gating_func; 0 or none: as the architecture always has it
 # read by `read_config` itself, or without influence on what a token's logits are
 ALSO_READ = frozenset((
     "vocab_size", "attention.value_length", "attention.sliding_window_pattern", "rope.dimension_count", "attention.causal",
@@ -79,41 +51,6 @@ CHANGING: Mapping[str, tuple[Any, ...]] = {
         "rope.dimension_sections", "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor",
     ), (0,)),
 }  # fmt: skip
-# our names of a layer's norms -> theirs
-BEFORE = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
-AFTER = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-AROUND = {**AFTER, "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm"}
-BEHIND = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}  # BEFORE by a newer name
-AROUND_GLM = {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
-              "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm"}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufArchitecture:
-    """What `general.architecture` names. keys: read beside USUAL; fixed: of the config, always; norms: names in a layer.
-
-    values: what keys may say that change the mathematics and become none of the config's. present: flags of the config by
-    the tensor whose presence says so; absent: by the one whose absence does. eps: the key of the norms' epsilon.
-    is_permuted: rows of q and k lie in the order of llama.cpp's own rotation. norm_added: by the converter to every norm.
-    window_every: every so many-th layer attends to everything where the file does not say which.
-    wide_layers: of the one size whose scores are scaled otherwise. yarn: what the family's yarn has beside the file's.
-    """
-
-    architecture: str
-    keys: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
-    present: Mapping[str, str] = field(default_factory=dict)
-    absent: Mapping[str, str] = field(default_factory=dict)
-    eps: str = "attention.layer_norm_rms_epsilon"
-    is_permuted: bool = False
-    norm_added: float = 0.0
-    window_every: int | None = None
-    wide_layers: int | None = None
-    yarn: Mapping[str, Any] = field(default_factory=dict)
-
-
 IN_LAYER = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
@@ -121,8 +58,8 @@ IN_LAYER = {
     "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.router.layer": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "mlp.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
 AT_THE_ENDS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -138,7 +75,8 @@ ODD_ENDINGS = {
 }
 EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
-ONE_EXPERT = re.compile(r"^(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)$")
+MLP = re.compile(r"^(?:block_sparse_moe|feed_forward)\.")  # what some checkpoints call it
+ONE_EXPERT = re.compile(r"^mlp\.experts\.(\d+)\.(\w+)$")
 SHARED_EXPERTS = re.compile(r"^mlp\.shared_experts?\.(\w+)$")
 # one head's matrix, queries to latents or latents to values, of those that are stacked here
 LATENT_HEAD = re.compile(r"^self_attn\.([kv]_b)_proj\.(\d+)$")
@@ -153,130 +91,6 @@ ROPE_FREQS, ROPE_LONG, ROPE_SHORT = "rope_freqs.weight", "rope_factors_long.weig
 BLOCK = re.compile(r"^blk\.(\d+)\.")
 ROPE_TENSOR = re.compile(r"^(blk\.\d+\.)?rope_(freqs|factors_long|factors_short)\.weight$")
 
-Q_BIAS, O_BIAS, UP_BIAS, Q_NORM = "attn_q.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight"
-LLAMA = GgufArchitecture(
-    architecture="LlamaForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
-)
-MIXTRAL = GgufArchitecture(architecture="MixtralForCausalLM", keys=EXPERTS, is_permuted=True)
-GEMMA: dict[str, Any] = {"keys": {**WINDOWED, **CAPPED}, "norms": AROUND, "norm_added": 1.0}
-# a Granite without positions says so where others say how they were trained
-GRANITE: dict[str, Any] = {"is_permuted": True, "values": {"rope.scaling.finetuned": (True,)}}
-DEEPSEEK_V2 = GgufArchitecture(
-    architecture="DeepseekV2ForCausalLM",
-    keys={**GROUPED, **LATENT},
-    fixed={**UNGROUPED, "q_lora_rank": None},
-    values={"expert_gating_func": (0, SOFTMAX)},
-    present={"attention_bias": "attn_kv_a_mqa.bias"},
-)
-YOUTU = GgufArchitecture(
-    architecture="YoutuForCausalLM",
-    keys={**LATENT, **dict.fromkeys(("expert_feed_forward_length", "leading_dense_block_count"), "")},
-    fixed={"q_lora_rank": None},
-    present={"attention_bias": "attn_kv_a_mqa.bias"},
-)
-OLMO2 = GgufArchitecture(architecture="Olmo2ForCausalLM", norms=AFTER)
-OLMO3 = GgufArchitecture(architecture="Olmo3ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4)
-DEEPSEEK_V3 = replace(DEEPSEEK_V2, architecture="DeepseekV3ForCausalLM", values={"expert_gating_func": (0, SIGMOID)})
-ARCHITECTURES: dict[str, GgufArchitecture] = {
-    # Llama 1 to 3, Mistral, and what copies them; with experts it is Mixtral
-    "llama": LLAMA,
-    "internlm2": LLAMA,
-    "qwen2": GgufArchitecture(architecture="Qwen2ForCausalLM"),
-    "qwen2moe": GgufArchitecture(
-        architecture="Qwen2MoeForCausalLM",
-        keys={**EXPERTS, **EXPERT_WIDTH, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        present={"qkv_bias": Q_BIAS},
-    ),
-    "qwen3": GgufArchitecture(architecture="Qwen3ForCausalLM"),
-    # llama.cpp scales the chosen experts to sum to 1, as all published models do
-    "qwen3moe": GgufArchitecture(
-        architecture="Qwen3MoeForCausalLM", keys={**EXPERTS, **EXPERT_WIDTH}, fixed={"norm_topk_prob": True}
-    ),
-    "phi3": GgufArchitecture(architecture="Phi3ForCausalLM", keys=WINDOWED),
-    "gemma": GgufArchitecture(architecture="GemmaForCausalLM", norm_added=1.0),
-    # wide_layers: the one size whose scores are scaled by the width of the model over its heads (llama.cpp knows it so too)
-    "gemma2": GgufArchitecture(architecture="Gemma2ForCausalLM", wide_layers=46, window_every=2, **GEMMA),
-    "gemma3": GgufArchitecture(architecture="Gemma3ForCausalLM", wide_layers=62, window_every=6, **GEMMA),
-    # with windows it is OLMo 3
-    "olmo2": OLMO2,
-    "olmoe": GgufArchitecture(architecture="OlmoeForCausalLM", keys=EXPERTS),
-    "exaone4": GgufArchitecture(architecture="Exaone4ForCausalLM", norms=AFTER, keys=WINDOWED, window_every=4),
-    "mistral3": GgufArchitecture(
-        architecture="Ministral3ForCausalLM",
-        keys=dict.fromkeys(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"), ""),
-        is_permuted=True,
-    ),
-    "dots1": GgufArchitecture(
-        architecture="Dots1ForCausalLM",
-        keys=GROUPED,
-        fixed={**UNGROUPED, "sliding_window": None},
-        values={"expert_gating_func": (0, SIGMOID)},
-        present={"attention_bias": Q_BIAS},
-    ),
-    "smollm3": GgufArchitecture(architecture="SmolLM3ForCausalLM", is_permuted=True),
-    "granite": GgufArchitecture(
-        architecture="GraniteForCausalLM", keys=SCALED, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}, **GRANITE
-    ),
-    "granitemoe": GgufArchitecture(
-        architecture="GraniteMoeForCausalLM", keys={**SCALED, **EXPERTS}, present={"attention_bias": Q_BIAS}, **GRANITE
-    ),
-    "chatglm": GgufArchitecture(architecture="GlmForCausalLM", present={"attention_bias": Q_BIAS}),
-    "glm4": GgufArchitecture(architecture="Glm4ForCausalLM", norms=AROUND_GLM, present={"attention_bias": Q_BIAS}),
-    "glm4moe": GgufArchitecture(
-        architecture="Glm4MoeForCausalLM",
-        keys=GROUPED,
-        fixed=UNGROUPED,
-        values={"expert_gating_func": (0, SIGMOID)},
-        norms=BEHIND,
-        present={"attention_bias": Q_BIAS, "use_qk_norm": Q_NORM},
-    ),
-    "command-r": GgufArchitecture(
-        architecture="CohereForCausalLM",
-        keys={"logit_scale": "logit_scale"},
-        eps=LAYER_NORM,
-        present={"attention_bias": Q_BIAS, "use_qk_norm": Q_NORM},
-    ),
-    "cohere2": GgufArchitecture(
-        architecture="Cohere2ForCausalLM",
-        keys={"logit_scale": "logit_scale", **WINDOWED},
-        window_every=4,
-        eps=LAYER_NORM,
-        present={"attention_bias": Q_BIAS},
-    ),
-    # whether attention and MLP run side by side, llama.cpp sees by the norm between them
-    "stablelm": GgufArchitecture(
-        architecture="StableLmForCausalLM",
-        eps=LAYER_NORM,
-        values={"use_parallel_residual": (False, True)},
-        present={"use_qkv_bias": Q_BIAS, "qk_layernorm": Q_NORM},
-        absent={"use_parallel_residual": "ffn_norm.weight"},
-    ),
-    "seed_oss": GgufArchitecture(
-        architecture="SeedOssForCausalLM",
-        norms=BEHIND,
-        present={"attention_bias": Q_BIAS, "attention_out_bias": O_BIAS, "mlp_bias": UP_BIAS},
-    ),
-    "ernie4_5": GgufArchitecture(architecture="Ernie4_5ForCausalLM", present={"use_bias": Q_BIAS}),
-    # of the shared experts' width the converter writes another number than their tensors have
-    "ernie4_5-moe": GgufArchitecture(
-        architecture="Ernie4_5_MoeForCausalLM",
-        keys={**EXPERTS, **EXPERT_WIDTH, "expert_shared_count": "n_shared_experts",
-              "leading_dense_block_count": "moe_layer_start_index", "interleave_moe_layer_step": "decoder_sparse_step",
-              "expert_shared_feed_forward_length": ""},
-        present={"use_bias": Q_BIAS},
-    ),
-    # its yarn does not round where it begins and ends, as openai's does not
-    "gpt-oss": GgufArchitecture(
-        architecture="GptOssForCausalLM",
-        keys={**EXPERTS, **WINDOWED, "expert_feed_forward_length": "intermediate_size"},
-        norms=BEHIND,
-        present={"attention_bias": Q_BIAS},
-        window_every=2,
-        yarn={"truncate": False},
-    ),
-    "deepseek2": DEEPSEEK_V2,
-}  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -290,24 +104,6 @@ class Place:
     begin: int | None = None
     heads: str | None = None
     added: float = 0.0
-
-
-def architecture_of(file: GgufFile) -> GgufArchitecture:
-    """What the file says it is. UnsupportedModel, with the list of those that are read, for any other."""
-    name = file.metadata.get("general.architecture")
-    found = ARCHITECTURES.get(name) if isinstance(name, str) else None
-    if found is None:
-        raise UnsupportedModel(
-            f"architecture {name!r} in {file.path} is not supported; of GGUF files {', '.join(ARCHITECTURES)} are",
-            hint="its Hugging Face checkpoint may be: the list of those is longer",
-        )
-    if found is OLMO2 and file.metadata.get("olmo2.attention.sliding_window"):
-        return OLMO3
-    if found is DEEPSEEK_V2 and not file.metadata.get("deepseek2.expert_count"):
-        return YOUTU
-    if found is DEEPSEEK_V2 and any(name.endswith(".exp_probs_b.bias") for name in file.tensors):
-        return DEEPSEEK_V3
-    return MIXTRAL if found is LLAMA and file.metadata.get("llama.expert_count") else found
 
 
 def read_config(file: GgufFile) -> dict[str, Any]:
@@ -535,7 +331,7 @@ def place_of(name: str, kind: GgufArchitecture) -> Place | None:
     block = f"blk.{layer[1]}"
     if layer[2] in ODD_ENDINGS:
         return Place(name=f"{block}.{ODD_ENDINGS[layer[2]]}")
-    part, _, ending = layer[2].rpartition(".")
+    part, _, ending = MLP.sub("mlp.", layer[2]).rpartition(".")
     forms = (ONE_EXPERT, SHARED_EXPERTS, LATENT_HEAD, HEAD_NORM)
     expert, shared, head, norm = (form.match(part) for form in forms)
     if ending not in ("weight", "bias"):

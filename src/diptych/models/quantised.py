@@ -14,7 +14,7 @@ from diptych.ground.errors import LoadError
 from diptych.ground.formats import WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
 
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes")
 CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 HINT = "use the unquantised checkpoint and choose the weight format with --weights"
 
@@ -47,7 +47,9 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
         raise LoadError(f"quantization_config in {config.path} is a {type(raw).__name__}; it must be an object")
     section = HfConfig(raw, path=f"quantization_config of {config.path}")
     method = raw.get("quant_method")
-    read = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8}.get(str(method))
+    readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors, "fp8": _fp8,
+               "bitsandbytes": _bitsandbytes}  # fmt: skip
+    read = readers.get(str(method))
     if read is None:
         raise LoadError(
             f"{config.path} says the weights are quantised with {method!r}; of quantised files {', '.join(METHODS)}, GGUF and "
@@ -162,4 +164,19 @@ def _fp8(section: HfConfig) -> Quantisation:
         method="fp8",
         block=_block(section, "weight_block_size"),
         note="scales of activations in the file are not used" if static else "",
+    )
+
+
+def _bitsandbytes(section: HfConfig) -> Quantisation:
+    is_4bit, is_8bit = section.flag("load_in_4bit", False), section.flag("load_in_8bit", False)
+    if is_4bit == is_8bit:
+        _refuse(section, "load_in_4bit", f"one of it and load_in_8bit ({is_8bit}) must be true", default=False)
+    if is_4bit:
+        _one_of(section, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        return Quantisation(method="bitsandbytes", bits=4)
+    return Quantisation(
+        method="bitsandbytes",
+        bits=8,
+        kept=_kept(8, None, "f32", is_symmetric=True),
+        note="large activations are not taken apart (llm_int8_threshold): all have 15 bits",
     )

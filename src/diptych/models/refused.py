@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "streams mixed by prediction (AltUp), embeddings for each layer, shared keys and values": ("gemma3n", "gemma3n_text"),
+    "streams mixed by prediction (AltUp), low-rank branches (LAuReL), sparse activations, embeddings for each layer, "
+    "shared keys and values": ("gemma3n", "gemma3n_text"),
     "embeddings for each layer, shared keys and values": ("gemma4", "gemma4_text", "gemma4_unified"),
     "a state per sequence (linear attention, Mamba or convolution)": (
         "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "falcon_h1", "bamba",
@@ -33,6 +35,22 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 
 
-def reason_for(model_type: object) -> str | None:
-    """What is missing for a kind of model; None for one that is on no list."""
-    return next((reason for reason, kinds in MISSING.items() if model_type in kinds), None)
+# names of GGUF architectures that are more than a spelling of the model_type
+IN_GGUF: Mapping[str, str] = MappingProxyType({
+    "granitehybrid": "granitemoehybrid", "nemotron_h_moe": "nemotron_h", "rwkv6": "rwkv", "rwkv7": "rwkv", "phi2": "phi",
+    "starcoder": "gpt_bigcode", "hunyuan-dense": "hunyuan_v1_dense", "hunyuan-moe": "hunyuan_v1_moe",
+    "glm-dsa": "glm_moe_dsa", "deepseek32": "deepseek_v32", "deepseek4": "deepseek_v4", "minimax-01": "minimax",
+})  # fmt: skip
+
+
+def reason_for(kind: object) -> str | None:
+    """What is missing for a model_type, or a GGUF architecture; None for one that is on no list."""
+    if not isinstance(kind, str):
+        return None
+    named = _spelt(IN_GGUF.get(kind, kind))
+    return next((reason for reason, kinds in MISSING.items() if named in map(_spelt, kinds)), None)
+
+
+def _spelt(kind: str) -> str:
+    """qwen3_next and qwen3next are one kind."""
+    return re.sub(r"[-_.]", "", kind)

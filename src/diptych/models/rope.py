@@ -115,8 +115,8 @@ def make_rope(
         return made(factor=rope.number("factor"))
     old_length = rope.integer("original_max_position_embeddings", trained, low=2)
     if kind == "llama3":
-        if rope.number("low_freq_factor") >= rope.number("high_freq_factor"):
-            raise LoadError(f"high_freq_factor in {rope.path} must be greater than low_freq_factor")
+        if rope.number("low_freq_factor") > rope.number("high_freq_factor"):  # equal in Llama 4 Scout
+            raise LoadError(f"high_freq_factor in {rope.path} must not be less than low_freq_factor")
         return made(
             factor=rope.number("factor"),
             low_freq_factor=rope.number("low_freq_factor"),

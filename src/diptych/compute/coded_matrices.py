@@ -1,0 +1,279 @@
+"""Quantised matrices of other programs, whatever tensors they lie in: integer codes, floats or entries of a table, with scales.
+
+`coded_layouts` makes them of a file's tensors.
+
+Legend: n outputs, k inputs, G scales of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from diptych.compute.ops.contract import Codes
+from diptych.ground.errors import LoadError
+from diptych.ground.formats import WIDE_BITS, KeptFormat, group_held
+
+SCALE_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+
+
+class RawTensors(Protocol):
+    """The file's tensors under their own names."""
+
+    def holds(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        ...
+
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """(shape, dtype as safetensors names it)."""
+        ...
+
+    def stored(self, name: str) -> torch.Tensor:
+        """The values as they are stored."""
+        ...
+
+
+class Matrix(Protocol):
+    """One quantised matrix [n, k]. label: of its layout."""
+
+    label: str
+    stored_bytes: int
+
+    @property
+    def kept(self) -> KeptFormat | None:
+        """The kernels' format that holds its values."""
+        ...
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """As of a `WeightTensor`."""
+        ...
+
+    @property
+    def why(self) -> str:
+        """Why `kept` is None."""
+        ...
+
+    def codes(self) -> Codes:
+        """As codes of `kept`."""
+        ...
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """Rows of it in fp32, dequantised plainly."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedParts:
+    """Scales [n, G] and zero points [n, G] in units of codes (None: the middle), and which of them each input has.
+
+    group: inputs in order that share one; index [k]: of each input, where they do not lie in order (act-order).
+    """
+
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    group: int
+    index: torch.Tensor | None = None
+
+
+class CodedMatrix:
+    """A matrix of `bits`-bit codes: value = scale * (code - zero), as all of these layouts have it."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, int], bits: int, label: str,
+        read_codes: Callable[[], torch.Tensor], read_parts: Callable[[], CodedParts], stored_bytes: int,
+        *, meets_int8_rows: bool = False,
+    ) -> None:  # fmt: skip
+        self.name, self.shape, self.bits, self.label, self.stored_bytes = name, shape, bits, label, stored_bytes
+        self._meets_int8_rows = meets_int8_rows  # as its publisher runs it: activations of 8 bits, a scale for each row
+        self._read_codes, self._read_parts = read_codes, read_parts
+
+    @cached_property
+    def parts(self) -> CodedParts:
+        """Read once: small beside the codes. LoadError for scales and zeros that cannot be meant."""
+        parts = self._read_parts()
+        if not bool(torch.isfinite(parts.scales).all()):
+            raise LoadError(
+                f"{self.name} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
+            )
+        return parts
+
+    @property
+    def middle(self) -> int:
+        """The code that stands for 0 where there are no zero points."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether every zero point is the middle."""
+        return self.parts.zeros is None or bool((self.parts.zeros == self.middle).all())
+
+    @cached_property
+    def kept(self) -> KeptFormat | None:
+        """By the file's groups and zeros."""
+        k, parts = self.shape[1], self.parts
+        held, scale = group_held(parts.group if parts.group < k else 128), SCALE_TYPES[parts.scales.dtype]
+        if held is None or not self._has_whole_groups:
+            return None
+        if self._meets_int8_rows and self.is_symmetric and parts.group >= k:
+            return KeptFormat(kind="int8")
+        grid = "signed" if self.is_symmetric else "zeros" if self.bits == 4 else "minima"
+        return KeptFormat(kind=f"group{self.bits}", group=held, scale=scale, grid=grid, is_wide=self.bits >= WIDE_BITS)
+
+    @cached_property
+    def order(self) -> torch.Tensor | None:
+        """Inputs of a group beside one another (act-order); None where they are."""
+        index = self.parts.index
+        return None if index is None else torch.argsort(index, stable=True).to(torch.int32)
+
+    @property
+    def _has_whole_groups(self) -> bool:
+        index, group = self.parts.index, self.parts.group
+        return index is None or bool((index.sort().values == torch.arange(len(index)) // group).all())
+
+    @property
+    def why(self) -> str:
+        """Why `kept` is None."""
+        if not self._has_whole_groups:
+            return "its groups are of several sizes"
+        return f"no kernel has groups of {self.parts.group}"
+
+    def codes(self) -> Codes:
+        """Scales once for each of the kernels' groups, so that the file's larger groups stay what they are."""
+        kept, parts, k = self.kept, self.parts, self.shape[1]
+        assert kept is not None, self.name
+        if kept.kind == "int8":
+            return Codes(codes=self._read_codes(), scales=parts.scales.float())
+
+        def by_group(values: torch.Tensor) -> torch.Tensor:
+            n_groups = -(-k // kept.group)
+            repeats = n_groups if parts.group >= k else parts.group // kept.group
+            return values.repeat_interleave(repeats, 1)[:, :n_groups]
+
+        offsets = None
+        if kept.grid == "zeros":
+            offsets = by_group(self._zeros().to(torch.uint8))
+        elif kept.grid == "minima":  # at most 11 bits times 9: exact in fp32 for scales of 16 bits
+            offsets = by_group(parts.scales.float() * (self.middle - self._zeros().float()))
+        codes = self._read_codes()
+        return Codes(
+            codes=codes if self.order is None else codes[:, self.order.long()],
+            scales=by_group(parts.scales),
+            offsets=offsets,
+        )
+
+    def _zeros(self) -> torch.Tensor:
+        zeros = self.parts.zeros
+        return torch.full_like(self.parts.scales, self.middle, dtype=torch.int32) if zeros is None else zeros
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """fp32."""
+        parts, k = self.parts, self.shape[1]
+        index = torch.arange(k) // parts.group if parts.index is None else parts.index
+        scales, zeros = parts.scales[rows].float(), self._zeros()[rows].float()
+        return scales[:, index] * (self._read_codes()[rows].float() - zeros[:, index])
+
+
+class ScaledMatrix:
+    """fp8 values times scales of rows and inputs: value = scale * q, in fp32."""
+
+    kept: KeptFormat | None = None
+    order: torch.Tensor | None = None
+    why = "no kernel multiplies fp8; bf16 rounds the product of a value and its scale to 8 bits, and the value has 4"
+
+    def __init__(
+        self, name: str, raw: RawTensors, scale: str, block: tuple[int, int], label: str, stored_bytes: int
+    ) -> None:
+        self._name, self._raw, self._scale, self._block, self.label = name, raw, scale, block, label
+        self.stored_bytes = stored_bytes
+
+    def codes(self) -> Codes:
+        """There are none."""
+        raise NotImplementedError(self._name)
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """fp32; LoadError for a scale that is not finite."""
+        scales = self._raw.stored(self._scale).float()
+        if not bool(torch.isfinite(scales).all()):
+            raise LoadError(
+                f"{self._scale} has a scale that is not finite", hint="the checkpoint is damaged; download it again"
+            )
+        values = self._raw.stored(self._name)[rows].float()
+        scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
+        by_row = torch.arange(self._raw.header(self._name)[0][0])[rows] // self._block[0]
+        by_input = torch.arange(values.shape[1]) // self._block[1]
+        return values * scales[by_row.clamp(max=len(scales) - 1)][:, by_input.clamp(max=scales.shape[1] - 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableState:
+    """What bitsandbytes says of a matrix of 4 bits beside its tensors. block: values in a row that share a scale.
+
+    nested_block: scales in a row that share one, where they have codes of 8 bits themselves; offset: added to those.
+    """
+
+    kind: str
+    block: int
+    nested_block: int | None
+    offset: float
+
+
+class TableMatrix:
+    """Entries of a table of 16 fractions, times the scale of each `block` values of all rows in turn: in fp32."""
+
+    kept: KeptFormat | None = None
+    order: torch.Tensor | None = None
+
+    def __init__(
+        self, name: str, raw: RawTensors, shape: tuple[int, int], state: TableState, stored_bytes: int
+    ) -> None:
+        self._raw, self._name, self._shape, self._state = raw, name, shape, state
+        self.label, self.stored_bytes = f"bitsandbytes-{state.kind}", stored_bytes
+
+    @property
+    def why(self) -> str:
+        """Why no kernel keeps it."""
+        return (
+            f"no kernel multiplies the fractions of {self._state.kind}; bf16 rounds them, times their scales, to 8 bits"
+        )
+
+    def codes(self) -> Codes:
+        """There are none that a kernel has."""
+        raise NotImplementedError(self._name)
+
+    @cached_property
+    def _scales(self) -> torch.Tensor:
+        """Of all blocks, fp32."""
+        stored, state = self._part("absmax"), self._state
+        if state.nested_block is None:
+            return stored.float()
+        scales = self._part("nested_quant_map").index_select(0, stored.int())
+        of_each = self._part("nested_absmax").repeat_interleave(state.nested_block)[: len(scales)]
+        return scales * of_each + state.offset
+
+    def _part(self, suffix: str) -> torch.Tensor:
+        """A tensor beside the codes. LoadError for floats that are not finite."""
+        found = self._raw.stored(f"{self._name}.{suffix}")
+        if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+            raise LoadError(
+                f"{self._name}.{suffix} has a number that is not finite",
+                hint="the checkpoint is damaged; download it again",
+            )
+        return found
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """fp32; LoadError for a scale or an entry that is not finite."""
+        (n, k), block = self._shape, self._state.block
+        begin, end, step = rows.indices(n)
+        first, last = begin * k // block, -(-end * k // block)
+        stored = self._raw.stored(self._name).flatten().view(torch.uint8)[first * block // 2 : last * block // 2]
+        table = self._part("quant_map")
+        pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), 1)  # of a byte: the upper half comes first
+        found = pairs.index_select(0, stored.int()).flatten()
+        found = torch.nn.functional.pad(found, (0, (last - first) * block - len(found)))
+        found = (found.view(-1, block) * self._scales[first:last, None]).flatten()
+        return found[begin * k - first * block :][: (end - begin) * k].view(-1, k)[::step]
