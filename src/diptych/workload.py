@@ -318,7 +318,8 @@ def _parsed(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], 
         try:
             yield parse(row)
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise ConfigError(f"{path.name} line {number} cannot be read: {error}") from error
+            words = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"{path.name} line {number} cannot be read: {words}") from error
 
 
 def _mooncake_entry(line: str) -> _Entry:

@@ -22,7 +22,7 @@ from diptych.ground.events import Event, FinishEvent
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
-from diptych.lab.simulated import SITUATIONS, Situation, record
+from diptych.lab.simulated import SITUATIONS, Situation, run_on_engine
 from diptych.sim.recorded import recorded_load, rerun
 from diptych.sim.service import Service, simulate
 from diptych.stepper import Stepper, serve
@@ -111,12 +111,12 @@ def test_a_real_run_is_simulated_decision_by_decision(model: Model, situation: S
     """
     n_requests = 4 if situation.n_streams else 20
     requests = situation.requests(n_requests, capacity_per_s=40.0, vocab_size=1000, seed=5)
-    run = record(model, situation, requests, seconds)
-    stats = run.recorder.core.stats()
+    run = run_on_engine(model, situation, requests, seconds, is_recorded=True)
+    stats = run.core.stats()
     assert len(run.book.records) == len(requests)
     assert (stats.preemptions > 0) == (situation.name == "preemption")
     assert (stats.prefix_hits_tokens > 0) >= (situation.shared_prefix_tokens > 0)
-    assert rerun(run.recorder.lines(), predict_s=seconds) == []
+    assert rerun(run.lines(), predict_s=seconds) == []
 
 
 def test_histories_that_grow_are_simulated_decision_by_decision(model: Model) -> None:

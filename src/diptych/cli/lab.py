@@ -247,7 +247,7 @@ def simulated(
         raise ConfigError(f"no prediction for this machine: {profile_gap(loaded.model)}", hint="diptych lab calibrate")
     situations, found = chosen(only or []), []
     with Progress(*COLUMNS, console=console, transient=True) as bar:
-        task = bar.add_task("measuring the capacity", total=rounds * len(situations))
+        task = bar.add_task("measuring the capacity", total=(1 + rounds) * len(situations))
 
         def tell(run: str) -> None:
             bar.update(task, description=f"running and simulating: {run}", advance=1)
@@ -262,7 +262,7 @@ def simulated(
 
 
 def _print_compared(found: list[Compared]) -> None:
-    table = Table(box=None)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("load", "plans", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "verdict"):
         table.add_column(name, justify="left" if name == "load" else "right", no_wrap=True)
     for one in found:
@@ -274,21 +274,19 @@ def _print_compared(found: list[Compared]) -> None:
         apart = ["-" if share is None else f"{share:.1%}" for share in map(one.apart, MEASURES)]
         aside = f"{one.set_aside} again" if one.set_aside else ""
         table.add_row("  two runs apart by", "", *apart, aside, style="dim")
-        for phase, words in ((Phase.DECODE, "decode"), (Phase.PREFILL, "with prompts")):
-            parts, single = one.parts.phases[phase], one.step_error(phase)
-            if not parts.steps:
-                continue
-            told = [
-                f"{parts.steps} steps", f"one step {'-' if single is None else format(single, '+.1%')}",
-                *(f"{name} {1e3 * part.measured_s / parts.steps:.2f} ms {part.error:+.1%}"
-                  for name, part in (("kernels", parts.kernels), ("host", parts.host))),
-            ]  # fmt: skip
-            table.add_row(f"  {words}", *told, style="dim")
     console.print(table)
-    print(
-        "errors are simulated / measured - 1; paced: at the pace of the run before; one step: the median of single steps; "
-        "kernels and host: their means over all steps, measured, and predicted / measured - 1"
-    )
+    print("errors are simulated / measured - 1; paced: at the pace of the run before")
+    print("steps: the median of single ones; then means over all, measured, and predicted / measured - 1")
+    for one in found:
+        for phase, words in ((Phase.DECODE, "decode"), (Phase.PREFILL, "prompts")):
+            parts, single = one.parts.phases[phase], one.step_error(phase)
+            if parts.steps:
+                told = "-" if single is None else f"{single:+.1%}"
+                times = ", ".join(
+                    f"{name} {1e3 * part.measured_s / parts.steps:.2f} ms {part.error:+.1%}"
+                    for name, part in (("kernels", parts.kernels), ("host", parts.host))
+                )
+                print(f"  {one.situation.name}: {words}, {parts.steps} steps {told}, {times}")
     counts = [sum(one.verdict(is_paced=is_paced) is Verdict.HOLDS for one in found) for is_paced in (False, True)]
     print(
         f"{counts[0]} of {len(found)} hold, {counts[1]} of them paced: "

@@ -59,7 +59,9 @@ _FREE = (
     Free(path="prefill.step_s", start=5e-3, limits=_TIME, width=1.0),
     Free(path="decode.layer_s", start=30e-6, limits=_TIME, width=0.4),
     Free(path="prefill.layer_s", start=60e-6, limits=_TIME, width=0.7),
-    Free(path="both.moe_layer_s", start=20e-6, limits=_TIME, width=0.5),
+    # decode is replayed from a graph; prompts are launched kernel by kernel, and a layer with experts has dozens of them
+    Free(path="decode.moe_layer_s", start=20e-6, limits=_TIME, width=0.5),
+    Free(path="prefill.moe_layer_s", start=400e-6, limits=_TIME, width=1.0),
     Free(path="both.sequence_s", start=10e-6, limits=_TIME, width=1.0),
     Free(path="both.eb.bf16", start=0.8, limits=_FRACTION, width=0.2),
     Free(path="both.eb.fp8", start=0.75, limits=_FRACTION, width=0.2),

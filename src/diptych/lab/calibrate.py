@@ -92,6 +92,7 @@ _HALF_A_THOUSAND = _rows(512)
 # Few are powers of two: what is left of a prompt seldom is, and such sizes take a tenth less for each row than those between.
 PREFILL_STEPS = [*(_rows(n) for n in (8, 30, 50, 90, 150, 230)), _HALF_A_THOUSAND, _rows(1024),
                  _rows(256, 1792), _rows(512, 6144)]  # fmt: skip
+USUAL_STEP = StepShape.decode(batch=4, context_tokens=64)  # what an engine does before and behind a prompt
 EMPTY_STEPS = [StepShape.decode(batch=1, context_tokens=16), StepShape.decode(batch=16, context_tokens=16)]
 SMALL_STEPS = [*(StepShape.decode(batch=b, context_tokens=c) for b, c in ((1, 64), (1, 512), (4, 64), (16, 64))),
                *(_rows(n) for n in (8, 40, 75, 120, 190, 256, 500)), _rows(40, 256), _rows(100, 600)]  # fmt: skip
@@ -194,7 +195,8 @@ def _sample(model: Model, steps: Sequence[StepShape], effort: Effort, *, takes_b
     longest = max(sum((s.start_pos + s.new_tokens + 32) * s.count for s in work.shapes) for work in steps)
     probe, view = StepProbe(model, max_tokens=longest), CostView(model)
     # in turns, so that a slow spell of the machine does not bend the fit at some sizes and not at others
-    rounds = measure([probe.usual(work) for work in steps], effort)
+    samplers = [probe.usual(work, behind=None if work.phase is Phase.DECODE else USUAL_STEP) for work in steps]
+    rounds = measure(samplers, effort)
     if rounds.is_disturbed and not takes_busy:
         raise ConfigError(
             f"other programs used {rounds.others:.0%} of the cores while this machine was measured; nothing was written",

@@ -271,12 +271,17 @@ def _is_settled(rows: Sequence[Sequence[float]], settled: float) -> bool:
 
 
 def burst(
-    run: Callable[[], object], clock: Clock | None = None, *, choose: Callable[[Sequence[float]], float] = min
+    run: Callable[[], object],
+    clock: Clock | None = None,
+    *,
+    choose: Callable[[Sequence[float]], float] = min,
+    between: Callable[[], object] | None = None,
 ) -> Sampler:
     """A sampler of something that does the same work every time: a long run is timed once, a short one several times.
 
     Of several the quickest counts: what another run of equal work takes longer is not its own time. choose: another one of
-    them, such as the median, for what a run usually takes.
+    them, such as the median, for what a run usually takes. between: done before each of several, and not timed: what a run
+    finds in the caches where runs of its kind do not follow one another.
     """
     clock = clock or MonotonicClock()
 
@@ -291,6 +296,8 @@ def burst(
             return first_s
         times_s: list[float] = []
         while sum(times_s) < BURST_S and len(times_s) < BURST_RUNS:
+            if between is not None:
+                between()
             times_s.append(timed())
         return choose(times_s)
 

@@ -2,8 +2,9 @@
 
     for one in compare(model, predictor, rounds=6): print(one.situation.name, one.error("ttft_p50"))
 
-Each round records a run of the real engine and simulates the same load with predicted step times: from the same clients, so
-that a closed loop's next request follows the simulated answer. Rounds alternate over all loads. Two rounds behind one another
+A run of each load is recorded, and the simulation given its step times must make the same decisions. Then rounds: each runs the
+engine and simulates the same load with predicted step times, from the same clients, so that a closed loop's next request
+follows the simulated answer. Rounds alternate over all loads. Two rounds behind one another
 have the same requests, the next two others. A simulation is held against the run of its own requests, and what counts is the
 median of these ratios over the rounds; how far two runs of the same requests stand apart is what no prediction can be held to.
 A round during which other programs (or other guests of the host) used the cores is set aside and run again.
@@ -125,22 +126,30 @@ SITUATIONS = (
 )
 
 
-class Recorded:
-    """One run of the real engine with its core recorded."""
+class Served:
+    """One run of the real engine. is_recorded: every call to its core is kept, for `lines`.
 
-    def __init__(self, model: Model, situation: Situation, predict_s: Predict) -> None:
+    Times are taken of runs that are not: what is kept is memory that the next step cannot use again.
+    """
+
+    def __init__(self, model: Model, situation: Situation, predict_s: Predict, *, is_recorded: bool) -> None:
         blocks = situation.blocks
         self.clock = MonotonicClock()
         self.steps: list[StepRecord] = []
         self.book = EventBook(on_step=self.steps.append)
         self.ended: list[str] = []
-        core = EngineCore(situation.config(), blocks, model_revision=model.revision, predict_s=predict_s)
-        self.recorder = Recorder(core)
+        self.core = EngineCore(situation.config(), blocks, model_revision=model.revision, predict_s=predict_s)
+        self._recorder = Recorder(self.core) if is_recorded else None
         kv = model.make_kv(blocks.n_blocks, blocks.block_tokens)
         sampler = Sampler(model.spec.vocab_size, model.device, drawing=model)
         executor = ModelExecutor(model, kv, sampler, clock=self.clock)
         executor.back_memory(lambda: False)
-        self.stepper = Stepper(self.recorder, executor, self.clock, fold=self._fold)
+        self.stepper = Stepper(self._recorder or self.core, executor, self.clock, fold=self._fold)
+
+    def lines(self) -> list[str]:
+        """The recording."""
+        assert self._recorder is not None
+        return self._recorder.lines()
 
     def _fold(self, events: list[Event]) -> None:
         self.book.fold(events)
@@ -170,9 +179,11 @@ def drive(
         n_seen = len(ended)
 
 
-def record(model: Model, situation: Situation, requests: Sequence[Request], predict_s: Predict) -> Recorded:
+def run_on_engine(
+    model: Model, situation: Situation, requests: Sequence[Request], predict_s: Predict, *, is_recorded: bool = False
+) -> Served:
     """Serve the load on the real engine."""
-    run = Recorded(model, situation, predict_s)
+    run = Served(model, situation, predict_s, is_recorded=is_recorded)
     gc.collect()
     gc.freeze()  # as a server does; a collection of all that is loaded takes as long as a hundred steps
     try:
@@ -345,7 +356,7 @@ def capacity_per_s(model: Model, predict_s: Predict, *, n_requests: int, pace: P
     for seed in range(4):
         vocab_size = model.spec.vocab_size
         requests = situation.requests(n_requests, capacity_per_s=1.0, vocab_size=vocab_size, seed=seed)
-        run = record(model, situation, requests, predict_s)
+        run = run_on_engine(model, situation, requests, predict_s)
         samples = [one.sample() for one in run.book.records.values()]
         pace.learn(run.steps)
         rates.append(len(samples) / (max(one.end_s for one in samples) - min(one.start_s for one in samples)))
@@ -379,9 +390,8 @@ def compare(
     def run_round(one: Compared, seed: int) -> Round:
         requests = one.situation.requests(n_requests, capacity_per_s=rate, vocab_size=vocab_size, seed=seed)
         others.share()
-        run = record(model, one.situation, requests, predict_s)
+        run = run_on_engine(model, one.situation, requests, predict_s)
         share = others.share()
-        one.differences += rerun(run.recorder.lines(), predict_s=predict_s)
         return Round(
             seed=seed,
             measured=numbers(run.book),
@@ -392,6 +402,11 @@ def compare(
             others=share,
         )
 
+    for one in found:
+        told(f"decisions: {one.situation.name}")
+        requests = one.situation.requests(n_requests, capacity_per_s=rate, vocab_size=vocab_size, seed=0)
+        run = run_on_engine(model, one.situation, requests, predict_s, is_recorded=True)
+        one.differences += rerun(run.lines(), predict_s=predict_s)
     for number in range(rounds):
         for one in found:
             told(one.situation.name)

@@ -30,6 +30,7 @@ from diptych.ground.request import AdapterRef, CacheScope, Request, SamplingPara
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.sim.counterfactual import Machine, Minutes, Past, Seen, times_of
 from diptych.sim.load import OpenLoad
+from diptych.sim.recorded import unreadable
 from diptych.workload import WorkloadItem
 
 _KEY = "diptych_journal"
@@ -204,7 +205,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, LookupError, AttributeError, EngineError) as error:
-        raise ConfigError(f"{path.name} line {number} cannot be read: {error!r}") from None
+        raise unreadable(path.name, number, error) from None
 
 
 def _shape(entry: Sequence[Any]) -> StepShape:

@@ -98,8 +98,19 @@ def read_recording(lines: Iterator[str], *, name: str = "the recording") -> Reco
             number += 1
             found.take(json.loads(line))
     except (ValueError, TypeError, KeyError, LookupError, AttributeError, StopIteration, EngineError) as error:
-        raise ConfigError(f"{name} line {number} cannot be read: {error!r}") from None
+        raise unreadable(name, number, error) from None
     return found
+
+
+def unreadable(name: str, number: int, error: Exception) -> ConfigError:
+    """What is wrong with a line of a recording, in words; `error` is what reading it raised."""
+    if isinstance(error, json.JSONDecodeError):
+        words = "it is not JSON"
+    elif isinstance(error, StopIteration):
+        words = "the file is empty"
+    else:
+        words = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return ConfigError(f"{name} line {number} cannot be read: {words}")
 
 
 def is_recording(path: Path) -> bool:
