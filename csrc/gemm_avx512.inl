@@ -18,6 +18,13 @@ constexpr int64_t kCacheLine = 64;
 
 // Reading ahead (see TileArgs) into L1 or L2, or not at all; `turn` is called once in every kUnroll steps.
 enum class Reach { none, l1, l2 };
+// Few rows: L2 takes more lines under way than L1 (Intel, two cores: 89 against 84 % of the bandwidth at one row of int4, 88 against 80 at
+// four of int8). Not tried on AMD, which has its own below: there a lone row does best by the processor's prefetchers.
+#if defined(__AVX512BF16__)
+constexpr Reach kFewReach = Reach::l1;
+#else
+constexpr Reach kFewReach = Reach::l2;
+#endif
 template <int kStrips, Reach kReach>
 struct Ahead {
   const uint8_t* next;
@@ -77,8 +84,7 @@ inline void add_dot(__m512& sum, __m512i w, __m512i x) { add_dot_bf16(sum, w, x)
 inline void add_dot(__m512i& sum, __m512i w, __m512i x) { add_dot_int8(sum, w, x); }
 
 // bf16 (Sum = __m512) and int8 (Sum = __m512i): one dot instruction per word and vector.
-// kLone: how one row reads ahead. AMD's prefetchers do better alone, Intel's do not (75 to 84 % of the bandwidth in int8, 61 to 80 in int4).
-template <typename Sum, int kRows, int kStrips, bool kInterleaved, Reach kLone = Reach::l1>
+template <typename Sum, int kRows, int kStrips, bool kInterleaved, Reach kFew = kFewReach>
 void tile_dot(const TileArgs& args) {
   Sum sums[kRows][kStrips];
   Sum* acc = static_cast<Sum*>(args.acc);
@@ -89,7 +95,7 @@ void tile_dot(const TileArgs& args) {
   const Words<kRows, kInterleaved> x(args);
   const uint8_t* w = args.strip;
   const int64_t strip_bytes = args.strip_bytes;
-  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows == 1 ? kLone : kRows < kBalancedRows ? Reach::l1 : Reach::l2;
+  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows < kBalancedRows ? kFew : Reach::l2;
   Ahead<kStrips, kReach> ahead(args, args.units / kUnroll, args.units * kStepBytes);
   for (int64_t at = 0; at < args.units; at += kUnroll) {
     ahead.turn();
@@ -131,94 +137,7 @@ struct Grid {
 };
 
 #if !defined(__AVX512BF16__)
-// int4, the whole K. Sums of whole numbers may be cut at will, so few rows take the nibbles as they are and weigh each group's sum:
-// sum (unit q + zero) x = unit sum q x + zero sum x. That is a few operations a row and group.
-template <int kRows, Reach kLone>
-void tile_int4_few(const TileArgs& args) {
-  __m512i sums[kRows];
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) sums[row] = _mm512_setzero_si512();
-  const Words<kRows, false> x(args);
-  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
-  const uint8_t *w = args.strip, *heads = w;
-  Ahead<1, kRows == 1 ? kLone : Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
-  int64_t at = 0;
-  for (int64_t group = 0; group < args.units; ++group) {
-    if (group % 2 == 0) {
-      heads = w;
-      w += 2 * kHeadBytes;
-      ahead.line();
-    }
-    __m512i low_sums[kRows], high_sums[kRows];
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) low_sums[row] = high_sums[row] = _mm512_setzero_si512();
-    for (const int64_t end = at + words; at < end;) {
-      ahead.turn();
-#pragma GCC unroll 4
-      for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
-        const __m512i nibbles = _mm512_load_si512(w), low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
-        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], low, x.get(row, at));
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) add_dot_int8(high_sums[row], high, x.get(row, at + 1));
-      }
-    }
-    const uint8_t* head = heads + group % 2 * kHeadBytes;
-    const __m512i both = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(head)));
-    const __m512i unit = _mm512_and_si512(both, _mm512_set1_epi32(0xff)), zero = _mm512_srli_epi32(both, 8);
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      const __m512i q = _mm512_mullo_epi32(unit, _mm512_add_epi32(low_sums[row], high_sums[row]));
-      const __m512i z = _mm512_mullo_epi32(zero, _mm512_set1_epi32(args.group_sums[row * args.units + group]));
-      sums[row] = _mm512_add_epi32(sums[row], _mm512_add_epi32(q, z));
-    }
-  }
-  __m512i* acc = static_cast<__m512i*>(args.acc);
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) acc[row * kVectors] = sums[row];
-}
-
-// More rows: each step becomes two vectors of int8 in registers, for all of them.
-template <int kRows, int kStrips, bool kInterleaved, Reach kLone = Reach::l1>
-void tile_int4(const TileArgs& args) {
-  static_assert(kStrips == 1);
-  if constexpr (!kInterleaved) return tile_int4_few<kRows, kLone>(args);
-  constexpr int kChains = kRows <= 8 ? 2 : 1;
-  __m512i sums[kChains][kRows];
-#pragma GCC unroll 2
-  for (int c = 0; c < kChains; ++c)
-#pragma GCC unroll 24
-    for (int row = 0; row < kRows; ++row) sums[c][row] = _mm512_setzero_si512();
-  const Words<kRows, kInterleaved> x(args);
-  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
-  const uint8_t *w = args.strip, *heads = w;
-  Ahead<1, Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
-  int64_t at = 0;
-  for (int64_t group = 0; group < args.units; ++group) {
-    if (group % 2 == 0) {
-      heads = w;
-      w += 2 * kHeadBytes;
-      ahead.line();
-    }
-    const Grid grid(heads + group % 2 * kHeadBytes);
-    for (const int64_t end = at + words; at < end;) {
-      ahead.turn();
-#pragma GCC unroll 4
-      for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
-        const __m512i nibbles = _mm512_load_si512(w), low = grid.low(nibbles), high = grid.high(nibbles);
-#pragma GCC unroll 24
-        for (int row = 0; row < kRows; ++row) add_dot_int8(sums[0][row], low, x.get(row, at));
-#pragma GCC unroll 24
-        for (int row = 0; row < kRows; ++row) add_dot_int8(sums[kChains - 1][row], high, x.get(row, at + 1));
-      }
-    }
-  }
-  __m512i* acc = static_cast<__m512i*>(args.acc);
-#pragma GCC unroll 24
-  for (int row = 0; row < kRows; ++row)
-    acc[row * kVectors] = kChains == 1 ? sums[0][row] : _mm512_add_epi32(sums[0][row], sums[kChains - 1][row]);
-}
+#include "gemm_int4_avx512.inl"
 
 // bf16 by fp32: on Intel an FMA does half the work of vdpbf16ps in a quarter of its time. Each word of W is widened to its two inputs,
 // first the even, then the odd; x comes widened.
@@ -234,8 +153,7 @@ void tile_widened(const TileArgs& args) {
   const uint8_t* w = args.strip;
   const int64_t strip_bytes = args.strip_bytes;
   const __m512i odd = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  constexpr Reach kReach = kStrips > 1 ? Reach::l1 : kRows < kBalancedRows ? Reach::l1 : Reach::l2;
-  Ahead<kStrips, kReach> ahead(args, args.units / kUnroll, args.units * kStepBytes);
+  Ahead<kStrips, (kStrips > 1 ? Reach::l1 : Reach::l2)> ahead(args, args.units / kUnroll, args.units * kStepBytes);
   for (int64_t at = 0; at < args.units; at += kUnroll) {
     ahead.turn();
 #pragma GCC unroll 4
@@ -555,9 +473,11 @@ constexpr XForm form_of(bool interleaved) { return interleaved ? XForm::words : 
   }
 #endif
 
-// The same but for the tile of one row.
-constexpr Tiles with_one_row(Tiles tiles, TileKernel run) {
-  tiles.narrow[0].run = run;
+// The same but for the tiles of one row and of 2 to 6 (or 5, where 6 are balanced).
+template <typename... Runs>
+constexpr Tiles with_few(Tiles tiles, Runs... runs) {
+  int at = 0;
+  ((tiles.narrow[at++].run = runs), ...);
   return tiles;
 }
 
@@ -566,7 +486,7 @@ constexpr Tiles with_one_row(Tiles tiles, TileKernel run) {
 namespace DIPTYCH_ISA {
 
 #if defined(__AVX512BF16__)
-extern const Tiles kBf16Tiles = with_one_row({DIPTYCH_NARROW(6, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false>}},
+extern const Tiles kBf16Tiles = with_few({DIPTYCH_NARROW(6, tile_dot<__m512, ), {6, 4, XForm::rows, tile_dot<__m512, 6, 4, false>}},
                                              tile_dot<__m512, 1, 1, false, Reach::none>);
 extern const LinearKernels kLinear = {
     interleave_rows, nullptr, finish, transpose_words, load_inputs, round_inputs, abs_max, quantize_int8, quantize_row,
@@ -591,8 +511,9 @@ extern const GroupTiles kGroupTiles = {
 
 #if !defined(__AVX512BF16__)
 namespace avx512 {  // its tiles of int8 and int4 need no BF16, so they are compiled here
-extern const Tiles kInt8Tiles = with_one_row(avx512_fma::kInt8Tiles, tile_dot<__m512i, 1, 1, false, Reach::none>);
-extern const Tiles kInt4Tiles = with_one_row(avx512_fma::kInt4Tiles, tile_int4<1, 1, false, Reach::none>);
+#define DIPTYCH_FEW_L1(...) __VA_ARGS__ 2, 1, false, Reach::l1>, __VA_ARGS__ 3, 1, false, Reach::l1>, __VA_ARGS__ 4, 1, false, Reach::l1>, __VA_ARGS__ 5, 1, false, Reach::l1>
+extern const Tiles kInt8Tiles = with_few(avx512_fma::kInt8Tiles, tile_dot<__m512i, 1, 1, false, Reach::none>, DIPTYCH_FEW_L1(tile_dot<__m512i, ));
+extern const Tiles kInt4Tiles = with_few(avx512_fma::kInt4Tiles, tile_int4<1, 1, false, Reach::none>, DIPTYCH_FEW_L1(tile_int4<), tile_int4<6, 1, false, Reach::l1>);
 }  // namespace avx512
 #endif
 

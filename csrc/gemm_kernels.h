@@ -26,8 +26,8 @@ constexpr int64_t kMaxGroup = 128;                    // the largest group of an
 constexpr int kMaxTileRows = 24;                      // the highest register tile of any set
 
 // How far a tile that takes W from memory reads ahead. From kBalancedRows on a bf16 or int8 tile computes about as long as the
-// memory needs: it reads further, into L2, and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). At one row the
-// processor's own prefetchers do as well or better alone.
+// memory needs: it reads further, into L2, and leaves L1 to x (10 to 15 points of the limit at 8 to 16 rows). Where fewer rows
+// read to is a set's own (Reach in gemm_avx512.inl).
 constexpr int kBalancedRows = 6;
 constexpr int64_t kAheadBytes = 4096;
 constexpr int64_t kBalancedAheadBytes = 6144;

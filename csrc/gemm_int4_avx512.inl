@@ -1,0 +1,90 @@
+// AVX-512 (VNNI) tiles of int4. Included inside the anonymous namespace of gemm_avx512.inl.
+
+// int4, the whole K. Sums of whole numbers may be cut at will, so few rows take the nibbles as they are and weigh each group's sum:
+// sum (unit q + zero) x = unit sum q x + zero sum x. That is a few operations a row and group.
+template <int kRows, Reach kFew>
+void tile_int4_few(const TileArgs& args) {
+  __m512i sums[kRows];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) sums[row] = _mm512_setzero_si512();
+  const Words<kRows, false> x(args);
+  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
+  const uint8_t *w = args.strip, *heads = w;
+  Ahead<1, kFew> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  int64_t at = 0;
+  for (int64_t group = 0; group < args.units; ++group) {
+    if (group % 2 == 0) {
+      heads = w;
+      w += 2 * kHeadBytes;
+      ahead.line();
+    }
+    __m512i low_sums[kRows], high_sums[kRows];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) low_sums[row] = high_sums[row] = _mm512_setzero_si512();
+    for (const int64_t end = at + words; at < end;) {
+      ahead.turn();
+#pragma GCC unroll 4
+      for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
+        const __m512i nibbles = _mm512_load_si512(w), low = _mm512_and_si512(nibbles, _mm512_set1_epi8(15));
+        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), _mm512_set1_epi8(15));
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) add_dot_int8(low_sums[row], low, x.get(row, at));
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) add_dot_int8(high_sums[row], high, x.get(row, at + 1));
+      }
+    }
+    const uint8_t* head = heads + group % 2 * kHeadBytes;
+    const __m512i both = _mm512_cvtepu16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(head)));
+    const __m512i unit = _mm512_and_si512(both, _mm512_set1_epi32(0xff)), zero = _mm512_srli_epi32(both, 8);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i q = _mm512_mullo_epi32(unit, _mm512_add_epi32(low_sums[row], high_sums[row]));
+      const __m512i z = _mm512_mullo_epi32(zero, _mm512_set1_epi32(args.group_sums[row * args.units + group]));
+      sums[row] = _mm512_add_epi32(sums[row], _mm512_add_epi32(q, z));
+    }
+  }
+  __m512i* acc = static_cast<__m512i*>(args.acc);
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) acc[row * kVectors] = sums[row];
+}
+
+// More rows: each step becomes two vectors of int8 in registers, for all of them.
+template <int kRows, int kStrips, bool kInterleaved, Reach kFew = kFewReach>
+void tile_int4(const TileArgs& args) {
+  static_assert(kStrips == 1);
+  if constexpr (!kInterleaved) return tile_int4_few<kRows, kFew>(args);
+  constexpr int kChains = kRows <= 8 ? 2 : 1;
+  __m512i sums[kChains][kRows];
+#pragma GCC unroll 2
+  for (int c = 0; c < kChains; ++c)
+#pragma GCC unroll 24
+    for (int row = 0; row < kRows; ++row) sums[c][row] = _mm512_setzero_si512();
+  const Words<kRows, kInterleaved> x(args);
+  const int64_t words = args.group / 4, step_bytes = args.group / 8 * kStepBytes;
+  const uint8_t *w = args.strip, *heads = w;
+  Ahead<1, Reach::l1> ahead(args, args.units * (words / 8), args.units * step_bytes);
+  int64_t at = 0;
+  for (int64_t group = 0; group < args.units; ++group) {
+    if (group % 2 == 0) {
+      heads = w;
+      w += 2 * kHeadBytes;
+      ahead.line();
+    }
+    const Grid grid(heads + group % 2 * kHeadBytes);
+    for (const int64_t end = at + words; at < end;) {
+      ahead.turn();
+#pragma GCC unroll 4
+      for (int step = 0; step < kUnroll; ++step, at += 2, w += kStepBytes) {
+        const __m512i nibbles = _mm512_load_si512(w), low = grid.low(nibbles), high = grid.high(nibbles);
+#pragma GCC unroll 24
+        for (int row = 0; row < kRows; ++row) add_dot_int8(sums[0][row], low, x.get(row, at));
+#pragma GCC unroll 24
+        for (int row = 0; row < kRows; ++row) add_dot_int8(sums[kChains - 1][row], high, x.get(row, at + 1));
+      }
+    }
+  }
+  __m512i* acc = static_cast<__m512i*>(args.acc);
+#pragma GCC unroll 24
+  for (int row = 0; row < kRows; ++row)
+    acc[row * kVectors] = kChains == 1 ? sums[0][row] : _mm512_add_epi32(sums[0][row], sums[kChains - 1][row]);
+}
