@@ -229,7 +229,7 @@ def _as_json(constants: Constants) -> dict[str, Any]:
         value = getattr(constants, name)
         if isinstance(value, Mapping):
             fields[name] = {key: _short(entry) for key, entry in value.items()}
-        else:
+        elif value is not None:  # a term that this fit has not
             fields[name] = _short(value)
     return fields
 
