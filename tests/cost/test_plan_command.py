@@ -10,6 +10,7 @@ import pytest
 
 from diptych.cli.plan import app
 from diptych.cost.tables import device_names, model_names
+from diptych.engine.load import bundled_dir
 
 
 def run(capsys, *arguments: str) -> str:
@@ -33,6 +34,15 @@ def test_text_answers_every_question_of_the_page(capsys):
         "tensor parallel 8", "speculation", "stall budget", "pools at", "note: times",
     ):  # fmt: skip
         assert words in text
+
+
+@pytest.mark.parametrize(("context", "prompt"), [(1024, 768), (8192, 2048)])
+def test_the_prompt_that_nobody_names_fits_the_context(capsys, tmp_path, context, prompt):
+    """A model of 1,024 positions was refused for the default's 2,176 tokens."""
+    config = json.loads((bundled_dir() / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}), "utf-8")
+    plan = json.loads(run(capsys, str(tmp_path), "--hardware", "a100-80gb-sxm", "--json"))["plan"]
+    assert plan["question"]["prompt_tokens"] == prompt
 
 
 def test_json_holds_the_numbers_with_their_units(capsys):

@@ -32,6 +32,7 @@ from diptych.cost.tables import data_text, device_names, device_spec, model_name
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import QUANTS
 
+PROMPT_TOKENS = 2048  # where nobody says
 ASK_WEIGHTS = ("bf16", "fp8", "int8", "int4")
 
 _SETUP = {"hardware", "weights", "kv", "tp", "stack", "ep", "pp", "dp_attention", "lora"}
@@ -82,7 +83,9 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
     layout_options(parser)
     lora_option(parser)
     add("--batch", "-b", default="1", metavar="N[,N]", help="sequences in flight; several make a table")
-    add("--prompt", "-p", type=int, default=2048, metavar="N", help="prompt tokens")
+    add(
+        "--prompt", "-p", type=int, metavar="N", help=f"prompt tokens (default {PROMPT_TOKENS}, less in short contexts)"
+    )
     add("--cached", type=int, default=0, metavar="N", help="prompt tokens already in the prefix cache")
     add("--output", "-o", type=int, default=256, metavar="N", help="tokens of the answer")
     add("--context", type=int, metavar="N", help="context of the decode step (default: the middle of the answer)")
@@ -139,7 +142,7 @@ def _answer(options: argparse.Namespace, *, given: dict[str, str]) -> None:
             layout=layout_of(options),
             loras=loras_of(options),
         )
-        _plan(make_plan(setup, _question(options, _batches(options)[0])), options.as_json, options.picture)
+        _plan(_planned(options, setup, _batches(options)[0]), options.as_json, options.picture)
 
 
 def _kind(options: argparse.Namespace) -> str:
@@ -160,9 +163,10 @@ def _batches(options: argparse.Namespace) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _question(options: argparse.Namespace, batch: int) -> Question:
-    return Question(
-        prompt_tokens=options.prompt,
+def _planned(options: argparse.Namespace, setup: Setup, batch: int) -> Plan:
+    room = (setup.model.max_context_tokens or PROMPT_TOKENS + options.output) - options.output
+    question = Question(
+        prompt_tokens=max(1, min(PROMPT_TOKENS, room)) if options.prompt is None else options.prompt,
         cached_tokens=options.cached,
         output_tokens=options.output,
         batch=batch,
@@ -173,6 +177,7 @@ def _question(options: argparse.Namespace, batch: int) -> Question:
         acceptance=options.acceptance,
         draft_cost=options.draft_cost,
     )
+    return make_plan(setup, question)
 
 
 def _plan(plan: Plan, as_json: bool, picture: Path | None) -> None:
@@ -203,7 +208,8 @@ def _show_answer(answer: Answer, not_tried: dict[str, list[str]], as_json: bool)
 def _compare(options: argparse.Namespace, words: list[str]) -> None:
     models, names = _split(_model(words)), _split(_device(options.hardware))
     plans = [
-        make_plan(
+        _planned(
+            options,
             setup_of(
                 model,
                 name,
@@ -214,7 +220,7 @@ def _compare(options: argparse.Namespace, words: list[str]) -> None:
                 layout=layout_of(options),
                 loras=loras_of(options),
             ),
-            _question(options, batch),
+            batch,
         )
         for model in models
         for name in names
