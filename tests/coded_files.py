@@ -20,9 +20,22 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints import make_checkpoint
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
+from stepping import Stepper
 
 Tensors = dict[str, torch.Tensor]
+TOKENS = [5, 9, 33, 120, 7, 7, 81, 40, 12, 99, 3, 64]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def logits_of(path: Path, **config: Any) -> torch.Tensor:
+    """[12, V]: what a checkpoint says to a dozen tokens."""
+    model = load_model(path, ComputeConfig(threads=1, **config))
+    try:
+        return Stepper(model).prefill("it", TOKENS).clone()
+    finally:
+        model.close()
 
 
 @dataclass(frozen=True)

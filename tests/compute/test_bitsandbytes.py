@@ -14,16 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bitsandbytes_files import DATA, DIGESTS, KINDS, MORE_KINDS, digest, quantise
+from coded_files import logits_of
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.runner import load_model
-from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.quantised import quantisation_of
-from stepping import Stepper
 
-TOKENS = [5, 9, 33, 120, 7, 7, 81, 40, 12, 99, 3, 64]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 STATE = f"{DOWN}.quant_state.bitsandbytes__nf4"
 
@@ -38,14 +35,6 @@ def matrix(checkpoint: CodedCheckpoint, name: str) -> Any:
     inner, ffn, kv = 64, 128, 32
     rows = {"gate_proj": ffn, "up_proj": ffn, "k_proj": kv, "v_proj": kv}.get(name.split(".")[-2], inner)
     return checkpoint.tensor(name, rows, ffn if "down_proj" in name else inner)
-
-
-def logits_of(path: Path, **config: Any) -> torch.Tensor:
-    model = load_model(path, ComputeConfig(threads=1, **config))
-    try:
-        return Stepper(model).prefill("it", TOKENS).clone()
-    finally:
-        model.close()
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])

@@ -13,21 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from coded_files import awq, block_fp8, compressed, gptq, quantised_checkpoints
+from coded_files import awq, block_fp8, compressed, gptq, logits_of, quantised_checkpoints
 from diptych.compute.coded import CodedCheckpoint
 from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.runner import load_model
-from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.quantised import quantisation_of
-from stepping import Stepper
 
 native = [
     pytest.mark.native,
     pytest.mark.skipif(not instruction_sets(), reason="the native kernels are not installed"),
 ]
-TOKENS = [5, 9, 33, 120, 7, 7, 81, 40, 12, 99, 3, 64]
 CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 # layout -> how it is made, and what holds it
@@ -85,14 +81,6 @@ def made(layout: str, original: Path, folder: Path) -> tuple[Path, Path]:
     if layout.startswith(("w", "fp8 rows")):
         pytest.importorskip("compressed_tensors")
     return quantised_checkpoints(original, folder, LAYOUTS[layout][0]())
-
-
-def logits_of(path: Path, **config: Any) -> torch.Tensor:
-    model = load_model(path, ComputeConfig(threads=1, **config))
-    try:
-        return Stepper(model).prefill("it", TOKENS).clone()
-    finally:
-        model.close()
 
 
 def opened(path: Path, dtype: torch.dtype = torch.float32) -> CodedCheckpoint:
