@@ -18,7 +18,7 @@ constexpr int64_t kCacheLine = 64;
 
 // Reading ahead (see TileArgs) into L1 or L2, or not at all; `turn` is called once in every kUnroll steps.
 enum class Reach { none, l1, l2 };
-// Few rows: L2 takes more lines under way than L1 (Intel, two cores: 89 against 84 % of the bandwidth at one row of int4, 88 against 80 at
+// Few rows: L2 takes more lines under way than L1 (Intel, two cores: 86 to 89 against 82 to 84 % of the bandwidth at one row of int4, 88 against 80 at
 // four of int8). Not tried on AMD, which has its own below: there a lone row does best by the processor's prefetchers.
 #if defined(__AVX512BF16__)
 constexpr Reach kFewReach = Reach::l1;

@@ -107,7 +107,7 @@ def test_drafters_are_known_by_their_files(loaded: LoadedModel, tiny_dir: Path, 
 
 
 def test_drafters_have_run_before_they_are_asked(exact: LoadedModel, tiny_dir: Path, tmp_path: Path) -> None:  # noqa: F811
-    """The first forward of a head takes three times as long as the next, which was its price for many steps."""
+    """The first forward of a head is cold and was its price for many steps."""
     named = folders(tiny_dir, tmp_path, "medusa", "eagle3")
     config = engine_config(tiny_config(), speculate="auto", draft_model=named)
     opened = open_drafters(config, exact.model, directory=tiny_dir, tokenizer=exact.tokenizer)

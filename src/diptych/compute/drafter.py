@@ -88,8 +88,9 @@ class Drafter(ABC):
 
 
 def rehearse(drafter: Drafter, *, block_tokens: int, n_drafts: int, width: int, device: torch.device) -> None:
-    """Have it draft behind a prompt and a few tokens that fill block 0, whose contents are lost: a first forward takes three
-    times as long as a later one, and what is tried in vain at that price is given up. width: of the model's states.
+    """Have it draft behind a prompt and a few tokens that fill block 0, whose contents are lost: a first forward is cold
+    and may take several times as long as a later one, and what is tried in vain at that price is given up. width: of the
+    model's states.
     """
     n = max(1, block_tokens - REHEARSED_STEPS)
     chunks = [Chunk(_NOBODY, Phase.PREFILL, 0, (0,) * n, 0, (0,), True, n_drafts)]
