@@ -221,3 +221,33 @@ def test_json_of_the_tokenizer_is_left_alone() -> None:
     template.render([{"role": "user", "content": "<|im_end|>"}])
     assert tokenizer.json_text == before
     assert json.loads(before)["added_tokens"][0]["content"] == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2"])
+def test_a_vocabulary_is_not_read_again_for_a_message_that_spells_one(kind: str) -> None:
+    """A tokenizer of 128,000 entries used to be written as JSON and read again, and the first such message took 1.9 s."""
+    source, names = KINDS[kind]
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source()), names, [])
+    ChatTemplate(tokenizer, templates.ALL["chatml"]).render([{"role": "user", "content": "<|im_end|></s>"}])
+    assert "json_text" not in vars(tokenizer)
+
+
+def own_tokens(backend: tokenizers.Tokenizer, name: str) -> control.ControlTokens:
+    backend.add_special_tokens([name])
+    return control.ControlTokens(Tokenizer(backend, {}, []), "")
+
+
+def test_a_vocabulary_whose_merges_end_in_a_control_token_is_refused() -> None:
+    """A text that spells one cannot be read by it; without a look at the ids it would be one."""
+    vocab = {"<": 0, "e": 1, ">": 2, "<e": 3, "<e>": 4, "a": 5}
+    tokens = own_tokens(tokenizers.Tokenizer(models.BPE(vocab, [("<", "e"), ("<e", ">")])), "<e>")
+    with pytest.raises(TemplateError, match="cannot read it as text"):
+        tokens.encode(control.Spelling("a<e>", ()))
+    assert tokens.encode(control.Spelling("a<e", ()))[0] == [5, 3]
+
+
+def test_ids_that_no_piece_has_lend_no_control_token_their_name() -> None:
+    """A new name gets the first id behind as many as there are pieces, which may be one of a piece."""
+    backend = tokenizers.Tokenizer(models.BPE({"<": 0, "<e>": 1, "e": 2, ">": 3, "a": 5}, []))
+    ids, _ = own_tokens(backend, "<e>").encode(control.Spelling("a<e>a<e>", (5,)))
+    assert ids == [5, 0, 2, 3, 5, 1]

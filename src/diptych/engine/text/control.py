@@ -37,6 +37,14 @@ class Spelling:
     written: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """A tokenizer that knows control tokens under other names, and by the ids it gives added tokens their own ones."""
+
+    backend: tokenizers.Tokenizer
+    ids: Mapping[int, int]
+
+
 class Names:
     """Finds control tokens by name."""
 
@@ -78,8 +86,8 @@ class ControlTokens:
         }
         self._names = Names(self._ids)
         self._prefix = f"<{secrets.token_hex(16)}:"
-        self._twin: tokenizers.Tokenizer | None = None
-        self._twin_ids: dict[int, int] = {}
+        self._control_ids = frozenset(self._ids.values())
+        self._twins: list[Twin | None] = []
         self._lock = threading.Lock()
 
     def guard(self) -> Guard:
@@ -88,7 +96,6 @@ class ControlTokens:
 
     def encode(self, spelling: Spelling) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a prompt whose messages spell control tokens, and for each the range of characters it came from."""
-        twin = self._ready_twin()
         named: list[str] = []
         ends: list[int] = []  # of the names, in the text that has them
         at = 0
@@ -96,7 +103,7 @@ class ControlTokens:
             named += [spelling.text[at:start], self._prefix]
             ends.append(start + len(self._prefix) * (len(ends) + 1))
             at = start
-        encoding = twin.encode("".join([*named, spelling.text[at:]]), add_special_tokens=False)
+        encoding, own_ids = self._encode_named("".join([*named, spelling.text[at:]]))
 
         def place(named_at: int) -> int:
             """From the text with names to the text without: every name that ends before costs its length."""
@@ -104,22 +111,36 @@ class ControlTokens:
             start = spelling.written[n_before] if n_before < len(ends) else len(spelling.text)
             return min(named_at - n_before * len(self._prefix), start)
 
-        ids = [self._twin_ids.get(token_id, token_id) for token_id in encoding.ids]
+        ids = [own_ids.get(token_id, token_id) for token_id in encoding.ids]
         return ids, [(place(start), place(end)) for start, end in encoding.offsets]
 
-    def _ready_twin(self) -> tokenizers.Tokenizer:
-        """Made when the first message spells a control token; a large vocabulary takes a second."""
-        with self._lock:
-            if self._twin is None:
-                self._twin = self._make_twin()
-            return self._twin
+    def _encode_named(self, text: str) -> tuple[tokenizers.Encoding, Mapping[int, int]]:
+        """Its encoding, and real ids by those in it. Where the twin over the tokenizer's own model spells one, by another."""
+        for number, make in enumerate((self._twin_over_model, self._twin_of_its_own)):
+            with self._lock:
+                if number == len(self._twins):
+                    self._twins.append(make())
+                twin = self._twins[number]
+            if twin is None:
+                continue
+            encoding = twin.backend.encode(text, add_special_tokens=False)
+            if all(one in twin.ids or one not in self._control_ids for one in encoding.ids):
+                return encoding, twin.ids
+        raise TemplateError(
+            "a message spells a control token, and this tokenizer cannot read it as text",
+            hint="leave it out, or let text become control tokens (--read-control-tokens)",
+        )
 
-    def _make_twin(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, its control tokens renamed wherever they stand, so that no text spells one."""
+    def _twin_over_model(self) -> Twin | None:
+        """Knows control tokens by their new names alone, and shares the vocabulary: 20 ms for 128,000 entries."""
+        return self._twin(self._tokenizer.over_model(self._renamed))
+
+    def _twin_of_its_own(self) -> Twin | None:
+        """The same, and no piece of its model is one either: a second for as many entries."""
         form = json.loads(self._tokenizer.json_text)
         for token in form["added_tokens"]:
             if token["content"] in self._ids:
-                token["content"], token["normalized"] = self._prefix + token["content"], False
+                token["content"], token["normalized"] = self._renamed(token["content"]), False
         model = form["model"]
         if isinstance(model.get("vocab"), dict):
             model["vocab"] = {self._renamed(name): token_id for name, token_id in model["vocab"].items()}
@@ -129,18 +150,20 @@ class ControlTokens:
             model["unk_token"] = self._renamed(model["unk_token"])
         form["post_processor"] = None  # it would only add tokens around a text, and its own names are the old ones
         try:
-            twin = tokenizers.Tokenizer.from_str(json.dumps(form))
-        except Exception as error:  # what the library raises for a vocabulary whose control tokens are merged from text
-            raise TemplateError(
-                "a message spells a control token, and this tokenizer cannot read it as text",
-                hint="leave it out, or let text become control tokens (--read-control-tokens)",
-            ) from error
-        for name, token_id in self._ids.items():
-            got = twin.token_to_id(self._prefix + name)
+            return self._twin(tokenizers.Tokenizer.from_str(json.dumps(form)))
+        except Exception:  # what the library raises for a vocabulary whose control tokens are merged from text
+            return None
+
+    def _twin(self, backend: tokenizers.Tokenizer) -> Twin | None:
+        """None where an added token got the id of another piece (a vocabulary with ids that nothing has)."""
+        model, ids = backend.model, {}
+        for name, token_id in self._tokenizer.added_tokens.items():
+            got = backend.token_to_id(self._renamed(name))
             assert got is not None, name
-            if got != token_id:
-                self._twin_ids[got] = token_id
-        return twin
+            if model.id_to_token(got) not in (None, self._renamed(name)):
+                return None
+            ids[got] = token_id
+        return Twin(backend, ids)
 
     def _renamed(self, name: str) -> str:
         return self._prefix + name if name in self._ids else name

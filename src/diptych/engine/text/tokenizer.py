@@ -10,7 +10,7 @@ generation_config.json and config.json add. Decoding never "cleans up" spaces: t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
@@ -99,6 +99,27 @@ class Tokenizer:
     def json_text(self) -> str:
         """tokenizer.json, with the tokens that only other files knew."""
         return self._backend.to_str()
+
+    def over_model(self, renamed: Callable[[str], str]) -> tokenizers.Tokenizer:
+        """Another tokenizer over the same vocabulary in memory, its added tokens under new names; nothing is put around texts.
+
+        Added tokens that the vocabulary has not have other ids there.
+        """
+        backend = tokenizers.Tokenizer(self._backend.model)
+        backend.normalizer, backend.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+        added = self._backend.get_added_tokens_decoder().values()
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        backend.add_tokens(
+            [
+                one
+                if (name := renamed(one.content)) == one.content
+                else tokenizers.AddedToken(
+                    name, **{**{flag: getattr(one, flag) for flag in flags}, "normalized": False}
+                )
+                for one in added
+            ]
+        )
+        return backend
 
     @property
     def bos_token(self) -> str | None:
