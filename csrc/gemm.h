@@ -204,6 +204,7 @@ enum class Store : int32_t {
   f32 = 0,      // out[row] = y
   bf16 = 1,     // out[row] = bf16(y); out may be bf16_row storage of the next Rows (out_stride = stride_bytes / 2)
   add_f32 = 2,  // out[row] += weight * y, fp32: residual stream, or the gated sum of experts
+  gate_f32 = 3, // out[row] = act(y) * out[row], fp32: gate and up packed apart, y the gate and up where it lies
 };
 
 enum class Activation : int32_t { silu = 0, gelu_tanh = 1 };
@@ -233,7 +234,7 @@ class RowBiases {
 
 struct Epilogue {
   Store store = Store::f32;
-  Activation activation = Activation::silu;  // read for gated weights only
+  Activation activation = Activation::silu;  // read for gated weights and gate_f32 only
   void* out = nullptr;                 // null (f32, with a reader): outputs are kept nowhere else
   int64_t out_stride = 0;              // elements from row to row
   const int32_t* out_rows = nullptr;   // row i goes to out row out_rows[i]; null: row i. No row twice in one call.

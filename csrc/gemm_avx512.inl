@@ -254,11 +254,12 @@ inline __m512 activate(Activation activation, __m512 x) {
 }
 
 template <Store kStore>
-inline void put(void* out, __mmask16 mask, float weight, __m512 y) {
+inline void put(void* out, __mmask16 mask, Activation activation, float weight, __m512 y) {
   if constexpr (kStore == Store::bf16) {
     _mm256_mask_storeu_epi16(out, mask, round_bf16(y));
   } else {
     if constexpr (kStore == Store::add_f32) y = _mm512_fmadd_ps(_mm512_set1_ps(weight), y, _mm512_maskz_loadu_ps(mask, out));
+    if constexpr (kStore == Store::gate_f32) y = _mm512_mul_ps(activate(activation, y), _mm512_maskz_loadu_ps(mask, out));
     _mm512_mask_storeu_ps(out, mask, y);
   }
 }
@@ -296,7 +297,7 @@ void finish_as(const FinishArgs& args) {
     if constexpr (kGated)
       for (int v = 0; v < kStored; ++v) y[v] = _mm512_mul_ps(activate(activation, y[2 * v]), y[2 * v + 1]);
     uint8_t* out = static_cast<uint8_t*>(args.out[row]);
-    for (int v = 0; v < kStored; ++v) put<kStore>(out + v * 16 * kElement, masks[v], args.row_weights[row], y[v]);
+    for (int v = 0; v < kStored; ++v) put<kStore>(out + v * 16 * kElement, masks[v], activation, args.row_weights[row], y[v]);
   }
 }
 
@@ -306,6 +307,7 @@ void finish_store(const FinishArgs& args) {
     case Store::f32: return finish_as<kWhole, kGated, kLanes, Store::f32>(args);
     case Store::bf16: return finish_as<kWhole, kGated, kLanes, Store::bf16>(args);
     case Store::add_f32: return finish_as<kWhole, kGated, kLanes, Store::add_f32>(args);
+    case Store::gate_f32: return finish_as<kWhole, kGated, kLanes, Store::gate_f32>(args);
   }
 }
 

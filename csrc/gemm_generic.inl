@@ -65,6 +65,10 @@ void put(const FinishArgs& args, int64_t row, int64_t output, const Lanes& lanes
     for (int64_t i = 0; i < count; ++i) bits[i] = to_bf16(y[i]);
   } else if (args.store == Store::f32) {
     for (int64_t i = 0; i < count; ++i) out[i] = y[i];
+  } else if (args.store == Store::gate_f32) {
+    Lanes gate = activate(args.activation, lanes);
+    std::memcpy(y, &gate, sizeof y);
+    for (int64_t i = 0; i < count; ++i) out[i] *= y[i];
   } else {
     for (int64_t i = 0; i < count; ++i) out[i] = std::fma(args.row_weights[row], y[i], out[i]);
   }

@@ -60,7 +60,7 @@ RowsKind rows_kind_of(const std::string& name) {
 }
 
 Store store_of(const std::string& name) {
-  return named<Store>("store kind", name, {{"f32", Store::f32}, {"bf16", Store::bf16}, {"add_f32", Store::add_f32}});
+  return named<Store>("store kind", name, {{"f32", Store::f32}, {"bf16", Store::bf16}, {"add_f32", Store::add_f32}, {"gate_f32", Store::gate_f32}});
 }
 
 Activation activation_of(const std::string& name) {
@@ -405,8 +405,9 @@ void bind_operations(nb::class_<Program>& program) {
       .def("moe", [](Program& p, int router, int router_rows, int scores, std::vector<int> gate_up, std::vector<int> down, int rows,
                      std::optional<int> hidden, int hidden_rows, int expanded, int out, int64_t top_k, bool renormalises, const std::string& activation,
                      bool scores_by_sigmoid, int choice_bias, std::array<int64_t, 3> groups, float routed_scale, std::optional<int> wide,
-                     std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column) {
+                     std::array<float, 3> gate, bool weighs_input, int64_t hidden_column, int64_t column, std::vector<int> up, int up_rows) {
         MoeOp op{};
+        op.up = std::move(up), op.up_rows = up_rows;
         op.hidden_column = hidden_column, op.column = column;
         op.router = router, op.router_rows = router_rows, op.scores = scores;
         op.gate_up = std::move(gate_up), op.down = std::move(down), op.rows = rows;
@@ -422,11 +423,13 @@ void bind_operations(nb::class_<Program>& program) {
         if (op.n_groups < 1 || experts % op.n_groups != 0 || op.groups_per_token < 1 || op.groups_per_token > op.n_groups || op.group_best < 1 || op.group_best > kMostGroupBest || op.group_best > experts / op.n_groups ||
             top_k > experts / op.n_groups * op.groups_per_token) throw std::invalid_argument("the groups of experts are wrong");
         if (op.gate_up.size() != op.down.size() || top_k < 1 || top_k > static_cast<int64_t>(op.down.size())) throw std::invalid_argument("top_k or the experts are wrong");
+        if (!op.up.empty() && (op.up.size() != op.down.size() || !op.has_hidden || op.joins_apart)) throw std::invalid_argument("gate and up apart need as many weights, and a buffer");
         p.record(Category::moe, std::move(op));
       }, nb::kw_only(), nb::arg("router"), nb::arg("router_rows"), nb::arg("scores"), nb::arg("gate_up"), nb::arg("down"), nb::arg("rows"), nb::arg("hidden").none(),
          nb::arg("hidden_rows"), nb::arg("expanded"), nb::arg("out"), nb::arg("top_k"), nb::arg("renormalises"), nb::arg("activation"),
          nb::arg("scores_by_sigmoid") = false, nb::arg("choice_bias") = -1, nb::arg("groups") = std::array<int64_t, 3>{1, 1, 1}, nb::arg("routed_scale") = 1.0f,
-         nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 3>{1.0f, 0.0f, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0)
+         nb::arg("wide").none() = nb::none(), nb::arg("gate") = std::array<float, 3>{1.0f, 0.0f, 0.0f}, nb::arg("weighs_input") = false, nb::arg("hidden_column") = 0, nb::arg("column") = 0,
+         nb::arg("up") = std::vector<int>{}, nb::arg("up_rows") = -1)
       .def("input", [](Program& p, int x) { p.record(Category::embed, InputOp{x}); })
       .def("tap", [](Program& p, int x, int number) { p.record(Category::norm, TapOp{x, number}); })
       .def("head", [](Program& p, int x, std::optional<int> norm, float eps, int rows, int weight, float scale, std::optional<float> softcap, int bias,

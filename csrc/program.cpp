@@ -257,6 +257,7 @@ struct Names {
     if (op.joins_apart) buffers({op.wide});
     optional_vector(op.choice_bias);
     for (size_t e = 0; e < op.down.size(); ++e) weights({op.gate_up.at(e), op.down[e]});
+    for (const int up : op.up) weights({up}), buffers({op.up_rows});
   }
   void operator()(const HeadOp& op) const {
     buffers({op.x, op.rows}), weights({op.weight});

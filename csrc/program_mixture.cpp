@@ -73,7 +73,8 @@ void Program::Run::group_by_expert(const MoeOp& op) const {
   for (int64_t e = n_experts; e > 0; --e) begin[e] = begin[e - 1];
   begin[0] = 0;
   auto is_site = [&](int weight) { return program.adapted_.have_site(weight); };
-  routing.is_adapted = std::any_of(op.gate_up.begin(), op.gate_up.end(), is_site) || std::any_of(op.down.begin(), op.down.end(), is_site);
+  auto have_site = [&](const std::vector<int>& weights) { return std::any_of(weights.begin(), weights.end(), is_site); };
+  routing.is_adapted = have_site(op.gate_up) || have_site(op.up) || have_site(op.down);
   if (routing.is_adapted) program.adapted_experts_.plan(program.adapted_, routing.source_rows.data(), choices);
 }
 
@@ -104,8 +105,12 @@ void Program::Run::run_experts(const std::vector<int>& weights, const Rows& rows
 void Program::Run::gate_experts(const MoeOp& op, size_t index, int thread, int threads) const {
   const bool is_direct = !op.joins_apart && !op.has_hidden;
   const int out = op.joins_apart ? op.wide : op.has_hidden ? op.hidden : op.hidden_rows;
-  run_experts(op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, is_direct ? Store::bf16 : Store::f32, op.activation, op.hidden_column),
-              thread, threads);
+  const Store store = is_direct ? Store::bf16 : op.up.empty() ? Store::f32 : Store::gate_f32;
+  if (!op.up.empty()) {
+    run_experts(op.up, buffer(op.up_rows).rows, true, epilogue_to(out, Store::f32, op.activation, op.hidden_column), thread, threads);
+    barrier(thread);
+  }
+  run_experts(op.gate_up, buffer(op.rows).rows, true, epilogue_to(out, store, op.activation, op.hidden_column), thread, threads);
   meet(thread, index);  // their columns are those of all ranks
   if (is_direct) return;
   const Buffer& from = buffer(out);

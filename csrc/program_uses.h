@@ -25,6 +25,7 @@ struct Uses {
   void operator()(const AttentionOp& op) { reads = {op.q}, writes = {op.out}; }
   void operator()(const MoeOp& op) {
     reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};
+    if (!op.up.empty()) reads.push_back(op.up_rows);
     if (op.has_hidden) writes.push_back(op.hidden);
     if (op.joins_apart) writes.push_back(op.wide);
   }

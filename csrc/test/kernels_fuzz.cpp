@@ -125,9 +125,14 @@ class Recorder {
         p_.record(Category::norm, AddOp{y, x_});
         continue;
       }
-      const bool writes_rows = m.weights == Format::bf16;
-      p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden, true), rows, writes_rows ? hidden_rows : hidden,
-                                            writes_rows ? Store::bf16 : Store::f32, m.activation});
+      const bool is_apart = w_.pick(0, 3) == 0, writes_rows = m.weights == Format::bf16 && !is_apart;
+      if (is_apart) {  // gate and up as weights of their own
+        p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::f32, m.activation});
+        p_.record(Category::gate_up, LinearOp{linear(m.ffn, m.hidden), rows, hidden, Store::gate_f32, m.activation});
+      } else {
+        p_.record(Category::gate_up, LinearOp{linear(2 * m.ffn, m.hidden, true), rows, writes_rows ? hidden_rows : hidden,
+                                              writes_rows ? Store::bf16 : Store::f32, m.activation});
+      }
       if (!writes_rows) p_.record(Category::norm, PrepareOp{hidden, hidden_rows});
       p_.record(Category::down, LinearOp{linear(m.hidden, m.ffn), hidden_rows, x_, Store::add_f32, Activation::silu});
     }

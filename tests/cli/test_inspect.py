@@ -114,6 +114,10 @@ HOLDERS: dict[str, Callable[[Path], Path]] = {
         gguf_reference("llama", **FIELDS | {"hidden_size": 256}), folder / "m.gguf",
         choose=lambda name: "F16" if "token" in name else "Q6_K" if "ffn_down" in name or "attn_v" in name else "Q4_K",
     ),
+    "gate and up of two types": lambda folder: write_gguf(
+        gguf_reference("llama", **FIELDS | {"hidden_size": 256}), folder / "m.gguf",
+        choose=lambda name: "F16" if "token" in name else "Q6_K" if "ffn_up" in name else "Q4_K",
+    ),
     "of diptych quantize": lambda folder: quantised_folder(folder),
 }  # fmt: skip
 

@@ -88,13 +88,24 @@ def test_kept_values_come_back_from_the_cache(
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize(("family", "copies"), [("qwen2", 1), ("gemma2", 1), ("qwen2_moe", 7)])
 def test_joined_projections_of_several_types_keep_their_values(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: str,
+    copies: int,
+    tmp_path: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Q4_K_M files have v in Q6_K and q and k in Q4_K: all three became bf16. Also from the cache, cut and over ranks."""
+    """Q4_K_M files have v in Q6_K and q and k in Q4_K, others up and not gate: all became bf16.
+
+    Also from the cache, cut and over ranks. copies: MLPs of a layer, with experts (6) and what is beside them.
+    """
     fields = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32}
-    reference = gguf_reference("qwen2", **fields, num_key_value_heads=4, num_hidden_layers=2)
-    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K"}
+    if copies > 1:
+        fields |= {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
+    reference = gguf_reference(family, **fields, num_key_value_heads=4, num_hidden_layers=2)
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "ffn_up": "Q6_K"}
     path = write_gguf(
         reference,
         tmp_path / "m.gguf",
@@ -102,12 +113,12 @@ def test_joined_projections_of_several_types_keep_their_values(
     )
     with caplog.at_level("INFO", logger="diptych"):
         first = load(path, "auto")
-    assert first.formats == {"group4-g32-f32-minima": 2 * 256 * (256 + 128 + 256 + 512),
-                             "group8-g16-f32-wide": 2 * 256 * (128 + 256)}  # fmt: skip
+    assert first.formats == {"group4-g32-f32-minima": 2 * 256 * (256 + 128 + 256 + copies * 256),
+                             "group8-g16-f32-wide": 2 * 256 * (128 + copies * 512)}  # fmt: skip
     assert "because the kernels hold the file's values\n" in caplog.text
     whole = logits(first)
     exact = logits(load_model(path, ComputeConfig(backend="torch", device="cpu", weights="fp32")))
-    assert (whole - exact).std() < 0.03 * exact.std()
+    assert (whole - exact).std() < 0.15 * exact.std(), "a wrong part would be all of it: blocks are random bits"
     assert torch.equal(whole, Stepper(first).prefill("cut", PROMPT, chunk=5))
     over_ranks = load_over_threads(path, ComputeConfig(backend="cpu", threads=2, tp=2))
     assert torch.equal(whole, logits(over_ranks))

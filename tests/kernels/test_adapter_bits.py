@@ -188,6 +188,7 @@ def test_projections_of_several_types_take_adapters(mixed: str, tmp_path: Path) 
     plain = Stepper(exact).prefill("it", TOKENS).clone()
     model, numbers = loaded(path, folders, CONFIG)
     assert len(model.formats) > 1
+    assert "bf16" not in model.formats
     wanted = {str(number): alone(model, number) for number in (*numbers, None)}
     usual = (wanted["None"].logits - plain).abs().mean()
     for number, theirs in zip(numbers, same, strict=True):

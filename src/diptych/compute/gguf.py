@@ -269,7 +269,7 @@ class GgufCheckpoint:
         is_kept = any(name.startswith("group") for name in formats)
         why = "the backend multiplies that"
         if is_kept:
-            mixed = ["gate and up in different formats, or plain ones"] if "bf16" in formats and not unkept else []
+            mixed = ["experts that join several formats, or plain ones"] if "bf16" in formats and not unkept else []
             lost = ", ".join([*unkept, *mixed])
             why = "the kernels hold the file's values" + (f", but not those of {lost}" if lost else "")
         elif any(not kind.is_plain for kind in values):

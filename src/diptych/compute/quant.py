@@ -69,11 +69,14 @@ class PackedTensor(WeightTensor):
 
     random_seed: int | None = None
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kept: KeptFormat | None) -> None:
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, kept: KeptFormat | None, order: torch.Tensor | None
+    ) -> None:
         self.name = name
         self.shape = shape
         self.dtype = dtype
         self.kept = kept
+        self.order = order
 
     def read(self) -> torch.Tensor:
         """Always a LoadError: the loader found no packed weight of this tensor's group."""
@@ -94,7 +97,7 @@ class QuantisedCheckpoint(Checkpoint):
             self._packed = {str(name): tuple(int(n) for n in shape) for name, shape in shapes.items()}
             self._checksums = checksums_of(metadata)
             kept = {key: KeptFormat.named(name) for key, name in json.loads(metadata.get(KEPT, "{}")).items()}
-            self._kept = {name: one for key, one in kept.items() for name in key.split("+")}
+            self._kept = {name: (one, key) for key, one in kept.items() for name in key.split("+")}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise LoadError(
                 f"{directory} has no list of packed shapes and checksums: {error}",
@@ -109,15 +112,23 @@ class QuantisedCheckpoint(Checkpoint):
 
     def tensor(self, name: str, *shape: int) -> FileTensor | PackedTensor:  # type: ignore[override]
         """The tensor `name`, checked against the shape the config gives. Raises LoadError."""
+        kept, key = self._kept.get(name, (None, ""))
         if super().has(name) or name not in self._packed:
-            return super().tensor(name, *shape)
+            tensor = super().tensor(name, *shape)
+            tensor.kept = kept  # of an embedding that is packed too, as the head
+            return tensor
         if self._packed[name] != shape:
             raise LoadError(
                 f"packed tensor {name} has shape {list(self._packed[name])}; the config expects {list(shape)}",
                 hint="config.json contradicts the weights; they must come from the same model",
             )
         self._packed_used.add(name)
-        return PackedTensor(name, shape, torch.bfloat16, self._kept.get(name))
+        order = self._order(key, shape[1]) if len(shape) == 2 else None  # a bias stands in the key too
+        return PackedTensor(name, shape, torch.bfloat16, kept, order)
+
+    def _order(self, key: str, n_inputs: int) -> torch.Tensor | None:
+        saved = self.find_packed(key + INPUT_ORDER, 4 * n_inputs)
+        return None if saved is None else torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.int32).copy())
 
     def read(self, name: str) -> torch.Tensor:
         """The values as a view of the mapped file; LoadError where their bytes are not the ones that were written.

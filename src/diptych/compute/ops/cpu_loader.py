@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from diptych.compute.weights import Saved, Source
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import ENGINE_WEIGHTS, KeptFormat, head_format
-from diptych.models.contents import EXPONENTS, INPUT_ORDER
+from diptych.models.contents import EXPONENTS
 from diptych.models.spec import MoeSpec, QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
@@ -43,7 +44,8 @@ class LinearHandle:
     """A packed weight: its number in the program, its key there, the name of its format (a `KeptFormat`'s too), its shape.
 
     Where ranks divide a model, the weight is the rank's outputs of n_outputs: is_gathered says that they go to `column` and the
-    following of a row that all ranks write. pieces: several weights that write one row. index None: others have all of it.
+    following of a row that all ranks write. pieces: several weights that write one row, or gate and up. index
+    None: others have all of it.
     rows: which of n_outputs the packed weight has, in its order; None: all. begin: the first output of the tensors in `key`.
     order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
     """
@@ -323,8 +325,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
 
         Experts share their rows, so all keep their values or none.
         """
-        stored = [[getattr(expert, name) for expert in experts] for name in ("gate_up", "down")]
-        keep = all(len({(self._kept(part), _name_of(_order_of(part))) for part in parts}) == 1 for parts in stored)
+        stored = [(*expert.gate_up.weights, *expert.down.weights) for expert in experts]
+        keep = all(self._is_alike(of_experts) for of_experts in zip(*stored, strict=True))
         joined = None if spec.joins_apart else spec.activation
         gate_up = tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts)
         down = tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts)
@@ -361,6 +363,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """The same of gate and up; as plain outputs where no activation joins them."""
         if activation is None:
             return self._pack_own(parts, self.weights_format, role, keep=keep)
+        runs = self._runs(parts) if keep else [parts]
+        if len(runs) == 2:
+            return self._gated_apart(runs[0], runs[1], activation, role)
         if self.rank.size == 1 or role is None:
             return self._pack(parts, self.weights_format, activation=activation, role=role, keep=keep)
         ffn = parts.n_outputs // 2
@@ -368,6 +373,17 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         rows = ((begin, end), (ffn + begin, ffn + end))
         handle = self._pack(parts, self.weights_format, activation=activation, role=role, rows=rows, keep=keep)
         return replace(handle, n_outputs=ffn, column=begin, is_gathered=True)
+
+    def _gated_apart(
+        self, gate: LinearParts, up: LinearParts, activation: Activation, role: Role | None
+    ) -> LinearHandle:
+        """Gate and up that no one format holds, each in its own."""
+        pieces = []
+        for begin, parts in ((0, gate), (gate.n_outputs, up)):
+            piece = self._pack_own(parts, self.weights_format, role)
+            low, high = (0, parts.n_outputs) if piece.rows is None else piece.rows[0]
+            pieces.append(replace(piece, rows=((begin + low, begin + high),), begin=begin))
+        return replace(pieces[0], activation=activation, pieces=tuple(pieces))
 
     def _heads_projection(
         self, parts: LinearParts, role: Role, spec: AttentionSpec, own: OwnHeads | None
@@ -430,7 +446,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         runs: list[LinearParts] = []
         for i, tensor in enumerate(parts.weights):
             one = LinearParts(weights=(tensor,), biases=parts.biases[i : i + 1])
-            if runs and self._is_alike(LinearParts(weights=(runs[-1].weights[0], tensor))):
+            if runs and self._is_alike((runs[-1].weights[0], tensor)):
                 before = runs[-1]
                 runs[-1] = LinearParts(weights=(*before.weights, tensor), biases=(*before.biases, *one.biases))
             else:
@@ -442,13 +458,13 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """The format of most weights of the layers."""
         return self.n_values.most_common(1)[0][0] if self.n_values else self.weights_format
 
-    def _is_alike(self, parts: LinearParts) -> bool:
+    def _is_alike(self, parts: Sequence[WeightTensor]) -> bool:
         """Whether one format and order holds the stored values of all parts, or none of them is kept."""
-        return not self.is_keeping or len({(part.kept, _name_of(part.order)) for part in parts.weights}) == 1
+        return not self.is_keeping or len({(part.kept, _name_of(part.order)) for part in parts}) == 1
 
     def _kept(self, parts: LinearParts) -> KeptFormat | None:
         """What holds the stored values of all parts."""
-        kept = parts.weights[0].kept if self.is_keeping and self._is_alike(parts) else None
+        kept = parts.weights[0].kept if self.is_keeping and self._is_alike(parts.weights) else None
         return replace(kept, is_wide=False) if kept is not None and self._meets_narrow_rows else kept
 
     def _pack(
@@ -474,7 +490,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         if role is not None and role.layer is not None and key not in self.packed:
             self.n_values[weights_format] += parts.n_outputs * k
         self.packed[key], is_packed = self._add(shape, whole, key, parts, rows, weights_format, kept)
-        order = self._note_order(key, parts, k) if kept is not None else ""
+        order = self._note_order(key, parts) if kept is not None else ""
         if weights_format != "bf16":
             self._note_exponents(key, parts, is_packed=is_packed)
         return LinearHandle(
@@ -508,12 +524,9 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             return self._add_random(shape, whole, rows, seed & (2**63 - 1), (3.0 / parts.n_inputs) ** 0.5), False
         return self._add_read(shape, parts, rows or ((0, parts.n_outputs),), weights_format, kept), False
 
-    def _note_order(self, key: str, parts: LinearParts, n_inputs: int) -> str:
+    def _note_order(self, key: str, parts: LinearParts) -> str:
         """The name of the order in which a kept weight has its inputs."""
         order = _order_of(parts)
-        saved = self.source.find_packed(key + INPUT_ORDER, 4 * n_inputs)
-        if saved is not None:
-            order = torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.int32).copy())
         name = _name_of(order)
         if order is not None:
             self.orders[key] = order

@@ -132,6 +132,8 @@ class CpuOps(
     def linear_gate(self, h: Value | ResidualStream, weight: LinearHandle) -> Value:
         """act(gate) * up, written by the product's epilogue in the form that the next projection reads."""
         assert weight.activation is not None
+        if weight.pieces:
+            return self._gate_apart(self._as_value(h), weight)
         rows = self._rows(self._as_value(h), weight)
         settings = {
             "category": "gate_up",
@@ -145,6 +147,22 @@ class CpuOps(
         value.emit_f32 = lambda out: program.linear(out=out, store="f32", **settings)
         value.emit_bf16 = value.emit_rows = lambda out: program.linear(out=out, store="bf16", **settings)
         return value
+
+    def _gate_apart(self, h: Value, weight: LinearHandle) -> Value:
+        """The same of two weights: up is there when gate's epilogue joins them."""
+        assert weight.activation is not None
+        out = self._f32("gate", weight.n_outputs, weight.is_gathered)
+        settings: dict[str, Any] = {"category": "gate_up", "out": out, "column": weight.column}
+        gate, up = weight.pieces
+        self.program.linear(weight=up.index, rows=self._rows(h, up), **settings)
+        self.program.linear(
+            weight=gate.index,
+            rows=self._rows(h, gate),
+            store="gate_f32",
+            activation=weight.activation.value,
+            **settings,
+        )
+        return Value("gate", weight.n_outputs, buffer=out)
 
     def linear_add(self, h: Value | ResidualStream, weight: LinearHandle, x: ResidualStream) -> ResidualStream:
         """x += h W^T + b in the product's epilogue."""
@@ -291,6 +309,7 @@ class CpuOps(
         h = self._as_value(h)
         spec, first, down = experts.spec, experts.gate_up[0], experts.down[0]
         top_k = spec.experts_per_token
+        gates, ups = [expert.pieces or (expert,) for expert in experts.gate_up], first.pieces[1:]
         router_rows, rows = self._rows(h, experts.router), self._rows(h, first)
         team = self._is_team
         out = self._f32("experts out", x.width, team)
@@ -300,7 +319,7 @@ class CpuOps(
             wide = self._buffer(
                 "experts wide gate", width, lambda width: self.program.add_f32(width, top_k, team), top_k
             )
-        elif down.format != "bf16":
+        elif ups or down.format != "bf16":
             hidden = self._buffer(
                 "experts hidden", spec.expert_ffn, lambda width: self.program.add_f32(width, top_k, team), top_k
             )
@@ -308,7 +327,9 @@ class CpuOps(
             router=experts.router.index,
             router_rows=router_rows,
             scores=self._f32("experts scores", spec.n_experts),
-            gate_up=[expert.index for expert in experts.gate_up],
+            gate_up=[gate.index for gate, *_ in gates],
+            up=[up.index for _, *some in gates for up in some],
+            up_rows=self._rows(h, ups[0]) if ups else -1,
             down=[expert.index for expert in experts.down],
             rows=rows,
             hidden=hidden,
