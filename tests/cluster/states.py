@@ -15,6 +15,7 @@ from server_process import ServerProcess, check_account
 
 N_ROUNDS = int(os.environ.get("DIPTYCH_KILL_ROUNDS", "2"))
 STATES = ("queued", "prefilling", "transferring", "decoding")
+NODE = {"num_cpus": 2, "object_store_memory": 100 * 2**20}  # of Ray
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 import re
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import psutil
@@ -19,7 +21,7 @@ from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Model
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.ops.cpu_kv import CpuKVStore
+from diptych.compute.ops.cpu_kv import BACKED_BYTES, CpuKVStore
 from diptych.compute.runner import load_model
 from diptych.cost.components import kv_bytes_of_context
 from diptych.cost.setup import find_model
@@ -121,6 +123,28 @@ def test_backing_the_memory_leaves_what_is_written() -> None:
     assert torch.equal(read_keys, keys)
     assert torch.equal(read_values, values)
     assert not kv.read(0, [0, 1], 64)[0].any()
+
+
+@pytest.mark.native
+@pytest.mark.skipif(LINUX < (5, 14), reason="the kernel has no way to ask for memory")
+def test_memory_comes_in_the_order_in_which_blocks_are_handed_out() -> None:
+    """It came layer by layer, so the first steps wrote where none was yet: 150 to 390 ms in place of 50 for a second or two."""
+    cache = {"n_layers": 4, "n_kv_heads": 2, "head_dim": 64, "format": "bf16"}
+    kv = CpuKVStore(cache, n_blocks=2000, block_tokens=32)
+    assert kv.nbytes // 4 > 4 * BACKED_BYTES
+    asked = count()
+    kv.back_memory(lambda: next(asked) == 4)  # a piece of every layer
+    ones = torch.ones(2, 32, 64)
+
+    def new_pages(block_id: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for layer in range(4):
+            kv.write(layer, [block_id], ones, ones)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    new_pages(0)  # what is around the pool's memory is there now, too
+    near, far = new_pages(1), new_pages(1000)
+    assert near < far
 
 
 def filled(make: Callable[[str], KVStore], revision: str, seed: int) -> KVStore:

@@ -128,6 +128,24 @@ def test_chunk_is_as_long_as_the_stall_budget_allows():
     assert sizes(driver.step()) == [(Phase.DECODE, 1), (Phase.PREFILL, 54)]
 
 
+def test_the_stall_budget_holds_where_steps_take_longer_than_predicted():
+    """On a machine that does something else besides, steps of 50 ms took 80, and every stream waited as long."""
+    driver = Driver(
+        n_blocks=2048, max_step_tokens=500, predict_s=lambda shape: 0.001 * shape.n_tokens, stall_budget_s=0.1
+    )
+    driver.core.submit(request(prompt=4, max_tokens=200, request_id="a"))
+    driver.step()
+    driver.executor.seconds = lambda plan: 0.0016 * plan.n_tokens
+    driver.core.submit(request(prompt=range(5, 4000), max_tokens=2, request_id="b", arrival_s=1.0))
+    took_s = [driver.executor.seconds(driver.step()) for _ in range(20)]
+    assert took_s[0] > 0.14
+    assert max(took_s[1:]) < took_s[0]
+    assert 0.07 < took_s[-1] <= 0.1
+    driver.executor.seconds = lambda plan: 0.0001 * plan.n_tokens
+    predicted_s = [0.001 * driver.step().n_tokens for _ in range(30)]
+    assert predicted_s[0] < predicted_s[-1] <= 0.1, "and nobody is late for ever"
+
+
 def test_prefill_ends_although_no_size_fits_the_stall_budget():
     """A budget below the launch time must not keep prompts waiting for ever behind an endless stream."""
     driver = Driver(predict_s=lambda plan: 9.0, stall_budget_s=1.0)

@@ -6,6 +6,7 @@ Any block mix-up, wrong copy, stale cache entry or skipped position changes the 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 from diptych.ground.phase import Phase
 from diptych.ground.request import Request, SamplingParams
@@ -46,6 +47,7 @@ class ToyExecutor:
         self.kv: list[list[int | None]] = [[None] * block_tokens for _ in range(n_blocks)]
         self.tables: dict[int, list[int]] = {}
         self.starts: dict[int, SequenceStart] = {}
+        self.seconds: Callable[[StepPlan], float] = lambda plan: 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.ended_seq_ids:
@@ -59,7 +61,7 @@ class ToyExecutor:
         for copy in plan.copies:
             self.kv[copy.target_block_id] = list(self.kv[copy.source_block_id])
         results = tuple(self._run(chunk) for chunk in plan.chunks)
-        return StepResult(step_id=plan.step_id, results=results, device_s=0.0, host_s=0.0)
+        return StepResult(step_id=plan.step_id, results=results, device_s=self.seconds(plan), host_s=0.0)
 
     def _run(self, chunk) -> ChunkResult:
         table = self.tables.setdefault(chunk.seq_id, [])

@@ -51,6 +51,7 @@ from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError, EngineError, LoadError, RequestError
 from diptych.ground.hosts import is_loopback
+from diptych.ground.spare_time import start_in_spare_time
 from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.cluster")
@@ -136,9 +137,7 @@ class _Actor:
         )
         self._runner = WorkerRunner(worker, clock=clock)
         loaded.model.on_loss(self._runner.fail)
-        threading.Thread(
-            target=machinery.executor.back_memory, args=(lambda: False,), name="diptych-memory", daemon=True
-        ).start()
+        start_in_spare_time(lambda: machinery.executor.back_memory(lambda: False), name="diptych-memory", daemon=True)
 
     def hello(self) -> Hello:
         """Once it is loaded."""

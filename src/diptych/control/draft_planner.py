@@ -105,7 +105,7 @@ class DraftPlanner:
             priced,
             shape=draft.shape,
             most_rows=min(draft.left_tokens, MOST_DRAFT_ROWS),
-            limit_s=self._config.stall_budget_s,
+            limit_s=draft.limit_s,
         )
         if not any(depths):
             return
@@ -146,7 +146,7 @@ class DraftPlanner:
             options,
             shape=plain if plain.n_sequences == n_decodes else StepShape(plain.shapes[:n_decodes]),
             most_rows=min(self._config.max_step_tokens - n_decodes, MOST_DRAFT_ROWS),
-            limit_s=self._config.stall_budget_s,
+            limit_s=draft.limit_s,
         )
         for i, (number, n) in enumerate(wanted):
             if n:

@@ -343,6 +343,7 @@ class EngineCore:
                 self._scheduler.release(seq)
             else:
                 events += self._commit(seq, chunk, chunk_result, plan.step_id, now_s)
+        self._scheduler.took(result.device_s + result.host_s)
         end = StepEndEvent(step_id=plan.step_id, at_s=now_s, device_s=result.device_s, host_s=result.host_s)
         events.append(end)
         self._is_torn = False

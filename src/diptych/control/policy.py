@@ -1,4 +1,4 @@
-"""The rules of choice, apart from the mechanics: who goes before whom, and how long a prefill chunk may be.
+"""The rules of choice, apart from the mechanics: who goes before whom, how long a prefill chunk may be, and how late steps are.
 
 Order. rank = arrival_s - priority * aging_s, smallest first, ties in the order of submission. A waiting request gains
 one level per aging_s seconds, all at the same pace, so their order never changes and needs no clock: a request is
@@ -16,6 +16,8 @@ from diptych.control.sequence import Sequence
 # 16: so few rows cost hardly more than one, as the step is still bound by reading the weights. A prefill gets this many
 # tokens even where the stall budget allows none, so that it ends after a bounded number of steps.
 MIN_PREFILL_TOKENS = 16
+LATER = 1 / 8  # a prompt of 8k tokens is some forty steps of 50 ms
+MOST_LATENESS = 4.0  # then prompts are read at a quarter of the pace, and more would hardly help
 
 
 def rank_of(*, arrival_s: float, priority: int, aging_s: float) -> float:
@@ -69,6 +71,23 @@ class RankedList:
             return self.first
         i = bisect_left(self._keys, (key[0], key[1] + 1))
         return self._items[i] if i < len(self._items) else None
+
+
+class Lateness:
+    """How many times as long as predicted a slow step of both phases takes: nineteen of twenty are quicker.
+
+    A stall budget is a promise about slow steps, while a prediction is of a usual one, on a machine with nothing else to do.
+    A quantile followed by steps of one size (Robbins and Monro, 1951): a process that stood still once counts as one slow step.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0  # never less: to be early is no licence to be late
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """Learn from one step."""
+        is_later = measured_s > self.factor * predicted_s
+        self.factor += LATER if is_later else -LATER / 19
+        self.factor = min(max(self.factor, 1.0), MOST_LATENESS)
 
 
 def longest_within(*, limit: int, quantum: int, is_within: Callable[[int], bool]) -> int:

@@ -3,8 +3,9 @@
 Owns which sequences wait, prefill and decode, and every block they hold. `EngineCore` (loop.py) tells it what came of a
 step. A plan costs O(chunks + chunk tokens + new blocks): nothing here walks a context or the waiting line.
 
-Stall budget: when the step holds decode chunks, prefill chunks are as long as predict_s(shape) <= stall_budget_s allows.
-Where even the smallest does not fit, the first prefill in line still gets MIN_PREFILL_TOKENS (policy.py), so it ends.
+Stall budget: when the step holds decode chunks, prefill chunks are as long as predict_s(shape) <= stall_budget_s allows, the
+budget being shortened by as much as such steps lately took longer than predicted (`Lateness` in policy.py).
+Where even the smallest does not fit, the first prefill in line still gets MIN_PREFILL_TOKENS, so it ends.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 from diptych.control.blocks import BlockPool, PrefixEntry, root_digest
 from diptych.control.draft_planner import DraftPlanner
-from diptych.control.policy import MIN_PREFILL_TOKENS, RankedList, longest_within
+from diptych.control.policy import MIN_PREFILL_TOKENS, Lateness, RankedList, longest_within
 from diptych.control.sequence import Sequence
 from diptych.control.speculation import Depths, Guesser
 from diptych.control.step_draft import StepDraft
@@ -58,6 +59,8 @@ class Scheduler:
         self._model_revision = model_revision
         self._promised_blocks = 0
         self._has_made_way = False  # the last step left decode out
+        self._lateness = Lateness()
+        self._predicted_s: float | None = None  # of the last plan, where it mixes the phases
 
     @property
     def n_running(self) -> int:
@@ -145,7 +148,9 @@ class Scheduler:
         self, *, step_id: int, now_s: float, ended_seq_ids: tuple[int, ...]
     ) -> tuple[StepPlan | None, list[Event]]:
         """The next step and its events, or None when nothing can run."""
-        draft = StepDraft(step_id=step_id, now_s=now_s, budget_tokens=self.config.max_step_tokens)
+        budget_s = self.config.stall_budget_s
+        limit_s = None if budget_s is None else budget_s / self._lateness.factor
+        draft = StepDraft(step_id=step_id, now_s=now_s, budget_tokens=self.config.max_step_tokens, limit_s=limit_s)
         self.planned = {}
         self._has_made_way = not self._has_made_way and self._must_make_way()
         if self.config.prefills_alone or self._has_made_way:
@@ -166,14 +171,22 @@ class Scheduler:
             ended_seq_ids=ended_seq_ids,
             known_shape=draft.shape,
         )
+        predicted_s = None if self.predict_s is None else self.predict_s(draft.shape)
+        is_mixed = draft.shape.prefill_tokens > 0 and draft.shape.decode_tokens > 0
+        self._predicted_s = predicted_s if is_mixed else None
         begin = StepBeginEvent(
             step_id=step_id,
             at_s=now_s,
             shape=draft.shape,
             decode_request_ids=tuple(draft.decode_request_ids),
-            predicted_s=None if self.predict_s is None else self.predict_s(draft.shape),
+            predicted_s=predicted_s,
         )
         return plan, [*draft.preempted, begin, *draft.scheduled]
+
+    def took(self, measured_s: float) -> None:
+        """The planned step did."""
+        if self._predicted_s is not None:
+            self._lateness.observe(self._predicted_s, measured_s)
 
     def _must_make_way(self) -> bool:
         """Whether the first in line cannot be cut and never finds room beside decode. It gets every other step, then."""
@@ -325,13 +338,13 @@ class Scheduler:
         limit = min(wanted, draft.left_tokens)
         if seq.is_whole and limit < wanted:
             return 0
-        predict_s, budget_s = self.predict_s, self.config.stall_budget_s
-        if predict_s is None or budget_s is None or not draft.shape.decode_tokens:
+        predict_s, limit_s = self.predict_s, draft.limit_s
+        if predict_s is None or limit_s is None or not draft.shape.decode_tokens:
             return limit
 
         def is_within(n_tokens: int) -> bool:
             chunk = ChunkShape(Phase.PREFILL, n_tokens, start, seq.samples_at(start + n_tokens), 1, seq.adapter)
-            return predict_s(draft.shape.plus(chunk)) <= budget_s
+            return predict_s(draft.shape.plus(chunk)) <= limit_s
 
         if seq.is_whole:  # the budget cannot be kept by cutting it, only by letting it go alone
             return wanted if draft.shape.prefill_tokens == 0 or is_within(wanted) else 0

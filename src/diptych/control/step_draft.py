@@ -11,12 +11,13 @@ NOTHING = StepShape(())
 
 
 class StepDraft:
-    """Lives for one call of `Scheduler.plan`."""
+    """Lives for one call of `Scheduler.plan`. limit_s: a step with decode chunks may not be predicted to take longer."""
 
-    def __init__(self, *, step_id: int, now_s: float, budget_tokens: int) -> None:
+    def __init__(self, *, step_id: int, now_s: float, budget_tokens: int, limit_s: float | None) -> None:
         self.step_id = step_id
         self.now_s = now_s
         self.left_tokens = budget_tokens
+        self.limit_s = limit_s
         self.shape = NOTHING
         self.chunks: list[Chunk] = []
         self.copies: list[BlockCopy] = []

@@ -21,6 +21,7 @@ from diptych.ground.errors import CapacityError, EngineError, ExecutorError
 from diptych.ground.events import Event
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import AdapterRef, Pooling, Request, SamplingParams
+from diptych.ground.spare_time import start_in_spare_time
 from diptych.ground.step import TokenLogprobs
 from diptych.metrics import RequestRecord
 
@@ -150,9 +151,9 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="diptych-engine", daemon=True)
         self._thread.start()
         # streams would wait for pages that a step is the first to write; no daemon, as it must leave native code before the end
-        wants_stop = (lambda: self._is_stopping,)
-        self._memory = threading.Thread(target=self.engine.back_memory, args=wants_stop, name="diptych-memory")
-        self._memory.start()
+        self._memory = start_in_spare_time(
+            lambda: self.engine.back_memory(lambda: self._is_stopping), name="diptych-memory"
+        )
 
     @property
     def engine(self) -> Engine:

@@ -72,7 +72,7 @@ class SchedulerConfig:
     """Limits of one step and of the waiting line.
 
     max_step_tokens: token budget of a step. max_running_sequences: None: what KV memory and the time of a step allow (the
-    engine settles it, see `engine.places`). stall_budget_s: a step that holds running decodes may not be predicted to
+    engine settles it, see `engine.places`). stall_budget_s: a step that holds running decodes may not be expected to
     last longer than this (None: no limit). max_waiting_tokens: admission bound over prompt + max_tokens of all waiting
     requests. aging_s: a waiting request gains one priority level per this many seconds, so that none starves. speculate: who
     guesses tokens ahead (`control.speculation`; `MODEL_DRAFTERS` are run by the executor); it changes speed and no answer.

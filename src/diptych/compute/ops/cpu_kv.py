@@ -18,7 +18,7 @@ logger = logging.getLogger("diptych.compute")
 # csrc/kv_cache.h; the number is raised when that changes
 LAYOUT = "cpu 1: {n_kv_heads} heads of {head_dim}, K [P/16][d/2][16][2], V [P/2][dv][2]"
 LATENT_LAYOUT = "cpu 1: latents of {head_dim}, [P/16][d/2][16][2]"
-BACKED_BYTES = 8 << 20  # asked for at a time: some milliseconds, in which who needs new memory may have to wait
+BACKED_BYTES = 2 << 20  # a huge page asked for at a time: milliseconds, in which who needs new memory may have to wait
 
 
 def layout_of(cache: dict[str, Any]) -> str:
@@ -66,11 +66,16 @@ class CpuKVStore:
         return int(self.native.nbytes)
 
     def back_memory(self, wants_stop: Callable[[], bool]) -> None:
-        """A huge page that is first written inside a step holds every stream for milliseconds, so servers ask ahead."""
-        for begin in range(0, self.nbytes, BACKED_BYTES):
-            if wants_stop():
-                return
-            self.native.back(begin, begin + BACKED_BYTES)
+        """A huge page that is first written inside a step holds every stream for milliseconds, so servers ask ahead.
+
+        Blocks that are handed out first come first, in all layers: a step writes to every layer.
+        """
+        layer_bytes = self.nbytes // self.header.n_layers
+        for begin in range(0, layer_bytes, BACKED_BYTES):
+            for first in range(0, self.nbytes, layer_bytes):
+                if wants_stop():
+                    return
+                self.native.back(first + begin, first + min(begin + BACKED_BYTES, layer_bytes))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy block source to block target in every layer, in the order of the pairs."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +29,7 @@ from diptych.compute.ops.ranks import Ranks, TeamBroken, Verb, answer, gathered,
 from diptych.compute.ops.shares import Rank, together
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, EngineError, UnsupportedModel, WorkerLost
+from diptych.ground.spare_time import start_in_spare_time
 
 ERROR_CHARS = 300  # of an answer
 HEADS_AXIS = {Verb.EXPORT: 2, Verb.READ: 1}  # of what they give
@@ -419,7 +419,7 @@ class Member:
         part = self._parts[head["kv"]]
         ids = np.frombuffer(payload, dtype=np.int32, count=head["n_ids"] * (2 if verb is Verb.COPY else 1))
         if verb is Verb.BACK_KV:
-            threading.Thread(target=part.store.back_memory, args=(lambda: False,), daemon=True).start()
+            start_in_spare_time(lambda: part.store.back_memory(lambda: False), name="diptych-memory", daemon=True)
         elif verb is Verb.COPY:
             part.copy(ids.reshape(-1, 2))
         elif verb is Verb.EXPORT:
