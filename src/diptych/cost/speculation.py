@@ -23,17 +23,22 @@ from diptych.cost.depths import DISTURBED, FARTHEST, LOWEST, Ratio, choose_depth
 from diptych.ground.shape import StepShape
 
 _GUESS_S = 12e-6  # of one guess and the questions around it, where nobody says
-_ROUND = 5  # times that takes what is done once in a step with guesses; both measured behind steps that empty the caches
+_ROUND = (
+    5  # times that takes what is done once in a step with guesses; both measured behind steps that empty the caches
+)
 _REST = 16, 4  # steps and guesses for which a price that said no is believed, unless chances rise
 _RISEN = 1.1
 _PROBE = (1, 16)  # refusals from one probe to the next, at first and at last
 _PROBE_DEPTH = 2
 _SILENCE = 16  # steps in which nobody had a guess, until guesses are made as rarely as they are dear
-_PROBE_PRICE = 6.0  # of a step without drafts; before anything is learned each row may be thought to cost a step
+_STAKE = 0.5  # of what the purse holds may go to one of them
 _SHARE = 0.005  # of the time of steps that guesses may take which the price refuses
 _SILENT_SHARE = 0.01  # the same of looking for one: text that begins to quote is not to wait long
 _RAREST = 64  # steps from one guess to the next
-_PLAIN_ALL, _PLAIN_EVERY = 8, 16  # steps behind drafts that are all looked at, then one of so many, where their size is known
+_PLAIN_ALL, _PLAIN_EVERY = (
+    8,
+    16,
+)  # steps behind drafts that are all looked at, then one of so many, where their size is known
 _LONG_S = 0.01  # a step that takes longer does not notice that it is looked at
 _BLIND = (4, 64)  # steps with drafts until one of their size goes without, to see what that takes: at first, at most
 _LOWER = 0.93  # of what a step without drafts was thought to take: the next goes without, too, until that is known
@@ -69,8 +74,9 @@ class _Refusal:
         self.probe_every = _PROBE[0]
 
     def is_blind(self, *, is_known: bool) -> bool:
-        """Whether a step is to go without drafts that would pay: what it takes without is known from such steps alone. is_known:
-        whether any of the size was seen; what was seen may have been disturbed, or be old.
+        """Whether a step is to go without drafts that would pay: what it takes without is known from such steps alone.
+
+        is_known: whether any of the size was seen; what was seen may have been disturbed, or be old.
         """
         self.left_blind -= 1
         if self.left_blind > 0:
@@ -121,7 +127,9 @@ class DraftPrices:
         # measured over predicted, by `_size` of rows: of decode steps without drafts and with; and of the drafter
         self._plain: dict[int, Ratio] = {}
         self._verify: dict[int, Ratio] = {}
-        self._settled: set[int] = set()  # sequences of steps without drafts that are known, and short: of many some say enough
+        self._settled: set[int] = (
+            set()
+        )  # sequences of steps without drafts that are known, and short: of many some say enough
         self._n_plain = 0  # of them, since the last with drafts
         self._longer: dict[tuple[int, int, int], float] = {}  # see _times_longer
         self._n_learned = 0
@@ -225,7 +233,8 @@ class DraftPrices:
             refusal.asks_in = max(_REST[0], _REST[1] * refusal.every)
             chances = [estimate.chances(n, confidence) if n else [] for estimate, n, confidence in guesses]
             probe = refusal.probe(chances, most_rows)
-            most_s = min(_PROBE_PRICE * price_s(depths), limit_s or inf)
+            stake_s = _STAKE * self.rows_purse.balance_s
+            most_s = min(price_s(depths) + stake_s, limit_s or inf)
             if any(probe) and price_s(probe) <= most_s:
                 depths = probe
         if any(depths):
